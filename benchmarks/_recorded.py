@@ -285,7 +285,7 @@ def without_tensors() -> Iterator[None]:
 @contextlib.contextmanager
 def without_truth() -> Iterator[None]:
     """Within it, the truth that a run carries is not seen."""
-    with mock.patch("divergence.run.reader.own_truth", lambda run: None):
+    with mock.patch("divergence.comparison.measure.runs.own_truth", lambda run: None):
         yield
 
 

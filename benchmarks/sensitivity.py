@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from divergence.experiments.sensitivity.sensitivity import sensitivity
+from divergence.experiments.sensitivity import sensitivity
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from tests.models.tiny import build

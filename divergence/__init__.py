@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from divergence.experiments.result import SelfcheckResult
     from divergence.experiments.selfcheck import selfcheck
     from divergence.experiments.selftest import selftest
-    from divergence.experiments.sensitivity.sensitivity import sensitivity
+    from divergence.experiments.sensitivity import sensitivity
     from divergence.fleet.many import compare_many
     from divergence.fleet.result import Matrix
     from divergence.gate.check import check
@@ -84,7 +84,7 @@ _HOMES = {
     "scores": "divergence.evaluations.api",
     "selfcheck": "divergence.experiments.selfcheck",
     "selftest": "divergence.experiments.selftest",
-    "sensitivity": "divergence.experiments.sensitivity.sensitivity",
+    "sensitivity": "divergence.experiments.sensitivity",
     "truth": "divergence.recording.api",
     "unpack": "divergence.run.target",
 }

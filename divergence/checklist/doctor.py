@@ -12,7 +12,6 @@ explaining what was found fails too, and the ladder goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -96,23 +95,21 @@ def doctor(
     pair = CheckedPair(
         a=a, b=b, lines={line.check: line for line in lines}, report=report, reason=reason
     )
-    ladder = ladder_of(pair)
-    checkup = Checkup(
-        tool_version=__version__,
-        reference=summary_of(a),
-        candidate=summary_of(b),
-        verdict=pair.verdict,
-        reason=reason or None,
-        points=points_of(pair),
-        ladder=ladder.rungs,
-        explained_by=ladder.explained_by,
-        facts=_notes(pair),
+    rungs, stop = ladder_of(pair)
+    checkup = worded(
+        Checkup(
+            tool_version=__version__,
+            reference=summary_of(a),
+            candidate=summary_of(b),
+            verdict=pair.verdict,
+            reason=reason or None,
+            points=points_of(pair),
+            ladder=rungs,
+            explained_by=stop,
+            facts=_notes(pair),
+        )
     )
-    return _on_one_line(worded(checkup))
-
-
-def _on_one_line(checkup: Checkup) -> Checkup:
-    """The checkup with texts that add no line and no escape code, whatever a run is called."""
+    # texts that add no line and no escape code, whatever a run is called
     points, ladder = (
         [replace(row, evidence=printable(row.evidence)) for row in rows]
         for rows in (checkup.points, checkup.ladder)
@@ -142,16 +139,8 @@ def _notes(pair: CheckedPair) -> list[Fact]:
     return notes
 
 
-@dataclass(frozen=True, slots=True)
-class Ladder:
-    """All rungs, and the one at which it stops."""
-
-    rungs: list[Rung]
-    explained_by: RungName | None
-
-
-def ladder_of(pair: CheckedPair) -> Ladder:
-    """All seven rungs, in order."""
+def ladder_of(pair: CheckedPair) -> tuple[list[Rung], RungName | None]:
+    """All seven rungs, in order, and the one at which the ladder stops."""
     asks: dict[RungName, Callable[[CheckedPair], Said]] = {
         "tokens": _tokens, "weights": _weights, "code": code,
         "prefill": partial(phase, decode=False), "decode": partial(phase, decode=True),
@@ -173,7 +162,7 @@ def ladder_of(pair: CheckedPair) -> Ladder:
             )
         )  # fmt: skip
         stop = name if explains else None
-    return Ladder(rungs, stop)
+    return rungs, stop
 
 
 def _tokens(pair: CheckedPair) -> Said:

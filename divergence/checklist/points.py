@@ -11,7 +11,7 @@ from divergence.comparison.decide import tells
 from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.preflight.lines import CPU_OPERATORS
 from divergence.comparison.result import Report
-from divergence.comparison.results import Claim, Finding, Onset, PreflightLine, SiteResult, Verdict
+from divergence.comparison.results import Claim, Finding, PreflightLine, SiteResult, Verdict
 from divergence.facts import Fact, apart, fact, has, plain, sentence
 from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest
@@ -174,12 +174,20 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         made = [
             finding
             for finding in pair.claims(*_NUMBERS)
-            if (step := _step_of(finding)) is not None and (step > 0) == decode
+            if (at := finding.step if finding.onset is None else finding.onset.step) is not None
+            and (at > 0) == decode
         ]
-        step = _step_of_verdict(pair)
+        # the forward that the verdict names, if it names one; sampling is in none
+        drifts = [claim.step for claim in pair.claims("drift") if tells(verdict, claim)]
+        step = drifts[0] if drifts else None
+        if pair.sampled:
+            step = None
+        elif verdict.onset is not None:
+            step = verdict.onset.step
         if step is not None and (step > 0) == decode and (made or told is None):
             return "fail", verdict.headline, told is None
-        shown = _shown_by_ranks(pair)
+        # sites that are flagged since ranks disagree there
+        shown = {key for claim in pair.claims("replicas_disagree") for key in claim.flags}
         beyond = [site for site in sites if site.flagged and site.key not in shown]
         if made or beyond:
             if made:
@@ -193,44 +201,25 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         return _rung("unknown", "nothing_of_phase", decode=decode)
     if unmeasured := [site for site in sites if site.is_unmeasured]:
         return _rung("unknown", "phase_unmeasured", num=len(unmeasured), total=len(sites))
-    return "pass", [_within(sites)], False
+    # what was compared, where none of it is beyond rounding
+    num_equal = sum(site.identical for site in sites)
+    if num_equal == len(sites):
+        return _rung("pass", "all_equal", num=num_equal)
+    judged = [site for site in sites if site.limit_usage is not None]
+    free = all(site.pass_ == "free" for site in judged)
+    site, usage = None, None
+    if not free:
+        most = max(judged, key=lambda site: site.limit_usage or 0.0)
+        if (most.limit_usage or 0.0) <= 1:
+            site, usage = most.site, 100 * (most.limit_usage or 0.0)
+    return _rung(
+        "pass", "within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
+    )
 
 
 def _rung(state: RungState, code: str, **values: Any) -> Said:
     """One fact, which explains nothing below."""
     return state, [fact(f"checklist.{code}", **values)], False
-
-
-def _within(sites: list[SiteResult]) -> Fact:
-    """What was compared, where none of it is beyond rounding."""
-    num_equal = sum(site.identical for site in sites)
-    if num_equal == len(sites):
-        return fact("checklist.all_equal", num=num_equal)
-    judged = [site for site in sites if site.limit_usage is not None]
-    free = all(site.pass_ == "free" for site in judged)
-    site, usage = None, None
-    if not free:
-        worst = max(judged, key=lambda site: site.limit_usage or 0.0)
-        if (worst.limit_usage or 0.0) <= 1:
-            site, usage = worst.site, 100 * (worst.limit_usage or 0.0)
-    return fact(
-        "checklist.within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
-    )
-
-
-def _step_of(finding: Finding) -> int | None:
-    return finding.step if finding.onset is None else finding.onset.step
-
-
-def _step_of_verdict(pair: CheckedPair) -> int | None:
-    """The forward that the verdict names; None where it names none, or sampling."""
-    verdict = pair.verdict
-    if verdict is None or pair.sampled:
-        return None
-    if verdict.onset is not None:
-        return verdict.onset.step
-    steps = [claim.step for claim in pair.claims("drift") if tells(verdict, claim)]
-    return steps[0] if steps else None
 
 
 def sampling(pair: CheckedPair) -> Said:
@@ -295,11 +284,6 @@ def _told_by_ranks(pair: CheckedPair) -> Finding | None:
         if finding.claim == "explanation" and has(finding.addition, "rank_share"):
             return finding
     return None
-
-
-def _shown_by_ranks(pair: CheckedPair) -> set[object]:
-    """The sites that are flagged since ranks disagree there."""
-    return {key for claim in pair.claims("replicas_disagree") for key in claim.flags}
 
 
 # Weights and precision, and code: what is computed with, and what computes.
@@ -392,7 +376,8 @@ def code(pair: CheckedPair) -> Said:
     if lacking:
         texts.append(fact("checklist.code_not_recorded", sides=lacking))
     if not texts:
-        return "pass", [both(pair, _same_code)], False
+        same = both(pair, lambda side: fact("checklist.same_code", num=len(side.model.code)))
+        return "pass", [same], False
     text = fact("checklist.first_parts", parts=texts)
     verdict = pair.verdict
     if verdict is not None and verdict.kind in ("identical", "within_floor"):
@@ -419,17 +404,23 @@ def settings_differ(pair: CheckedPair) -> bool:
     return any(map(pair.differs, _SETTINGS))
 
 
-def _same_code(manifest: Manifest) -> Fact:
-    return fact("checklist.same_code", num=len(manifest.model.code))
-
-
 def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -> bool:
     """Is the onset where this code runs, and is the error in the blocks that run it and in no
     other?"""
     onset = verdict.onset
-    if onset is None or not difference.places or not _runs_at(difference, onset):
+    if onset is None or not difference.places:
         return False
-    if not difference.deliberate and _other_versions(*pair.manifests):
+    # does a module of this class lie in the one that the onset names? What enters a module was made
+    # by those around it
+    path = starred(module_of(onset.site))
+    around = ":in" in onset.site and any(
+        place == ROOT or path.startswith(f"{place}.") for place in difference.places
+    )
+    if not (around or difference.concerns(module_of(onset.site))):
+        return False
+    versions = [manifest.environment.versions for manifest in pair.manifests]
+    upgraded = any(versions[0].get(name) != versions[1].get(name) for name in _LIBRARIES)
+    if upgraded and not difference.deliberate:
         return False
     assert pair.report is not None
     blocks = {site.block for site in pair.report.sites if site.block is not None}
@@ -438,22 +429,6 @@ def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -
     return not running or (
         beyond <= running and (verdict.kind == "systematic" or running <= beyond)
     )
-
-
-def _runs_at(difference: CodeDifference, onset: Onset) -> bool:
-    """Does a module of this class lie in the one that the onset names? What enters a module was
-    made by those around it."""
-    if difference.concerns(module_of(onset.site)):
-        return True
-    path = starred(module_of(onset.site))
-    return ":in" in onset.site and any(
-        place == ROOT or path.startswith(f"{place}.") for place in difference.places
-    )
-
-
-def _other_versions(a: Manifest, b: Manifest) -> bool:
-    versions_a, versions_b = a.environment.versions, b.environment.versions
-    return any(versions_a.get(name) != versions_b.get(name) for name in _LIBRARIES)
 
 
 # The eight points to settle before one model's two outputs are compared.
@@ -531,7 +506,8 @@ def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
             states.append("unknown")
             told.append(fact("checklist.engine_silent", what=word))
         for key, text in facts.items():
-            states.append(_switched(text))
+            state = text.strip().lower()
+            states.append("pass" if state in _OFF else "unknown" if state in _NOT_TOLD else "fail")
             told.append(fact("checklist.engine_fact", key=key, state=text))
     return worst(*states), fact("checklist.engine_facts", name=manifest.engine.name, parts=told)
 
@@ -540,11 +516,6 @@ _PLAIN_ENGINES = ("transformers", "compile", "onnx")
 """Engines that run a model's own forward, once for each step."""
 _OFF = ("off", "false", "no", "none", "disabled", "0")
 _NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")
-
-
-def _switched(text: str) -> PointState:
-    word = text.strip().lower()
-    return "pass" if word in _OFF else "unknown" if word in _NOT_TOLD else "fail"
 
 
 def _deterministic(pair: CheckedPair) -> Settled:

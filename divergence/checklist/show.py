@@ -22,10 +22,7 @@ def checkup_lines(checkup: Checkup, *, brief: bool = False, verbose: bool = Fals
     that fail; ``verbose``: also the evidence of the verdict."""
     lines = [Line((Span(f"{_kind(checkup)}: ", "bold"), Span(_summary(checkup))), 2)]
     if brief:
-        return [
-            *lines,
-            *(_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.failed),
-        ]
+        return lines + [_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.failed]
     for name, run in (("A", checkup.reference), ("B", checkup.candidate)):
         lines.append(prose(name, f"{run.path}: {run.model}, {run.dtype} on {run.device}", width=3))
     lines += [BLANK, heading("points")]
@@ -37,11 +34,7 @@ def checkup_lines(checkup: Checkup, *, brief: bool = False, verbose: bool = Fals
     if verbose and checkup.verdict is not None and checkup.verdict.evidence:
         lines += [BLANK, heading("why")]
         lines += [prose("  -", fact.text, width=4) for fact in checkup.verdict.evidence]
-    return [
-        *lines,
-        BLANK,
-        *next_lines(_commands(checkup)),
-    ]
+    return [*lines, BLANK, *next_lines(_commands(checkup))]
 
 
 def _row(state: str, name: str, evidence: str, width: int) -> Line:
@@ -94,7 +87,8 @@ def _commands(checkup: Checkup) -> list[str]:
 def checkup_markdown(checkup: Checkup) -> str:
     """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
     lines = [f"**{_kind(checkup)}**: {markdown_code(_summary(checkup))}", ""]
-    state = Column("state", _state, own=True)
+    shown = {"fail": "**fail**", "not_reached": "not reached"}
+    state = Column("state", lambda state: shown.get(state, state), own=True)
     number, point, rung = (Column(title, own=True) for title in ("", "point", "rung"))
     runs = [(name, run.path, run.model, run.dtype, run.device)
             for name, run in (("A", checkup.reference), ("B", checkup.candidate))]  # fmt: skip
@@ -107,13 +101,8 @@ def checkup_markdown(checkup: Checkup) -> str:
     ):
         lines += [*table.markdown(), ""]
     lines += [f"The ladder: {_stop(checkup)}.", ""]
-    lines += [f"- {markdown_code(note)}" for note in checkup.notes] + (
-        [""] if checkup.notes else []
-    )
+    lines += [f"- {markdown_code(note)}" for note in checkup.notes]
+    lines += [""] if checkup.notes else []
     lines += [f"Next: {markdown_code(command)}<br>" for command in _commands(checkup)]
     lines.append(f"\nMade by `divergence doctor --markdown` {checkup.tool_version}.")
     return "\n".join(lines) + "\n"
-
-
-def _state(state: str) -> str:
-    return {"fail": "**fail**", "not_reached": "not reached"}.get(state, state)

@@ -267,7 +267,7 @@ def sensitivity(
     before anything is planted: exit code 2.
     """
     check_output(html, what="page")
-    from divergence.experiments.sensitivity.sensitivity import sensitivity
+    from divergence.experiments.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
     from divergence.report.experiments import answer_lines, sensitivity_lines
 

@@ -288,8 +288,17 @@ class Advice:
         return _capture(self._candidate, like=like, **options, **special, note=_ON_CANDIDATE)
 
 
+def _nothing(advice: Advice, *_: Any, **__: Any) -> list[Command]:
+    """No command helps."""
+    return []
+
+
 class WithinAdvice(Advice):
-    """Commands for one run that was compared with itself."""
+    """Commands for one run that was compared with itself: every pair is anchored, and a truth and a
+    descent take two runs."""
+
+    truth_beside = None
+    certainty = descent = truth = _nothing
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run)
@@ -301,22 +310,6 @@ class WithinAdvice(Advice):
             _capture(self._reference, like=self._a, o=other, whole=True, **_mesh(self._reference)),
             command("compare", other),
         ]
-
-    def certainty(self, flagged: Sequence[str] = ()) -> list[Command]:
-        """Nothing: every pair is anchored."""
-        return []
-
-    @property
-    def truth_beside(self) -> None:
-        """Nothing: a truth repeats one of two runs."""
-
-    def descent(self, block: str | None = None) -> list[Command]:
-        """Nothing: a descent takes two runs."""
-        return []
-
-    def truth(self, *, full: bool = False) -> list[Command]:
-        """Nothing: a truth repeats one of two runs."""
-        return []
 
     def escalate(self, unseen: Side | None = None) -> list[Command]:
         """The same tokens in float32: what a 16-bit dtype hides."""
@@ -346,30 +339,11 @@ class LookingAdvice(Advice):
     """Commands for a pair that no command can capture again, as its inputs are no prompts."""
 
     truth_beside = None
-
-    def certainty(self, flagged: Sequence[str] = ()) -> list[Command]:
-        """Nothing: an anchored pass takes another capture."""
-        return []
-
-    def in_full(self, flagged: Sequence[str] = ()) -> list[Command]:
-        """Nothing: that takes another capture."""
-        return []
+    certainty = in_full = descent = truth = escalate = _nothing
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[Command]:
         """What the block hands on."""
         return self.look_at(f"{block}:out")
-
-    def descent(self, block: str | None = None) -> list[Command]:
-        """Nothing: a descent captures both runs again."""
-        return []
-
-    def truth(self, *, full: bool = False) -> list[Command]:
-        """Nothing: a truth repeats a run."""
-        return []
-
-    def escalate(self, unseen: Side | None = None) -> list[Command]:
-        """Nothing: that takes another capture."""
-        return []
 
     def made_alike(self, other_model: bool) -> list[Command]:
         """Measuring them all the same."""

@@ -178,7 +178,19 @@ def _difference(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
     """Pairs of one probe with the same two answers."""
     a, b = pairs[0]
     if a.probe == "order":
-        return _other_order(pairs, widths)
+        width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
+        ws: dict[str, Any] = {
+            "expected_w": expected_w(a, b, accumulators=width),
+            "measured_w": _number(b, "error") / (_number(a, "error") or math.nan),
+        }
+        finite = {name: w for name, w in ws.items() if w is not None and math.isfinite(w)}
+        narrow = bool(finite) and FORMATS[_format(a)].itemsize < 4
+        return fact(
+            "order_differs", probe=a.probe, where=[pair[0].subject for pair in pairs],
+            reference=a.value, candidate=b.value, same=a.value == b.value,
+            ws=[fact(name, w=w) for name, w in finite.items()],
+            stored_in=_format(a) if narrow else None, **finite,
+        )  # fmt: skip
     answers = (fact("answer", value=item.value) for item in (a, b))
     reference, candidate = answers
     what, most = fact("answers", probe=a.probe, reference=reference, candidate=candidate), None
@@ -198,23 +210,6 @@ def _difference(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
 
 def _number(item: ArithmeticFact, name: str) -> float:
     return item.numbers.get(name, math.nan)
-
-
-def _other_order(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
-    a, b = pairs[0]
-    width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
-    ws: dict[str, Any] = {
-        "expected_w": expected_w(a, b, accumulators=width),
-        "measured_w": _number(b, "error") / (_number(a, "error") or math.nan),
-    }
-    finite = {name: w for name, w in ws.items() if w is not None and math.isfinite(w)}
-    narrow = bool(finite) and FORMATS[_format(a)].itemsize < 4
-    return fact(
-        "order_differs", probe=a.probe, where=[pair[0].subject for pair in pairs],
-        reference=a.value, candidate=b.value, same=a.value == b.value,
-        ws=[fact(name, w=w) for name, w in finite.items()],
-        stored_in=_format(a) if narrow else None, **finite,
-    )  # fmt: skip
 
 
 def expected_w(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from divergence.comparison.align.pairs import compared_passes
 from divergence.comparison.align.pieces import Piece, Pieces, pieces_in, why_no_pair
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results import Background, Positions, SiteResult
+from divergence.comparison.results import Background, Positions
 from divergence.errors import RunError, first_line
 from divergence.facts import Fact, fact, sentence
 from divergence.run.reader import Run
@@ -59,12 +57,20 @@ def _positions(report: Report, a: Run, b: Run) -> Positions | None:
         label: (ours, theirs) for label, ours, theirs in compared_passes(a.manifest, b.manifest, [])
     }
     label = "anchored" if "anchored" in passes else "free"
-    sites = [site for site in report.sites if site.pass_ == label and _is_prefill(site)]
+    sites = [  # blocks' outputs in the first forward, with rows that are tokens
+        site
+        for site in report.sites
+        if site.pass_ == label and site.role == "block" and site.site == f"{site.block}:out"
+        and (site.floor or site.identical) and site.step == 0 and len(site.shape) == 3
+    ]  # fmt: skip
     divided = a.manifest.mesh is not None or b.manifest.mesh is not None
     size = 2 * sum(site.numel for site in sites)
     if not sites or divided or label not in passes or size > _MOST_ELEMENTS:
         return None
-    sample = _sample(report, sites)
+    worst = max(sites, key=lambda site: site.usage or site.ratio or 0.0)
+    sample = worst.sample if worst.worst_sample is None else worst.worst_sample
+    if report.verdict.onset is not None:
+        sample = report.verdict.onset.sample
     sites.sort(key=lambda site: (site.sample != sample, site.order))
     floors: dict[str, float] = {}
     for site in sites:
@@ -89,21 +95,6 @@ def _positions(report: Report, a: Run, b: Run) -> Positions | None:
     if not rows or len(names) < 2:
         return None
     return Positions(sample=sample, tokens=names, blocks=list(rows), floors=list(rows.values()))
-
-
-def _is_prefill(site: SiteResult) -> bool:
-    """A block's output in the first forward, with rows that are tokens."""
-    own = site.role == "block" and site.site == f"{site.block}:out"
-    known = bool(site.floor) or site.identical
-    return own and known and site.step == 0 and len(site.shape) == 3
-
-
-def _sample(report: Report, sites: Sequence[SiteResult]) -> int:
-    onset = report.verdict.onset
-    if onset is not None:
-        return onset.sample
-    worst = max(sites, key=lambda site: site.usage or site.ratio or 0.0)
-    return worst.sample if worst.worst_sample is None else worst.worst_sample
 
 
 def _errors(pieces: Pieces, piece_a: Piece, piece_b: Piece) -> np.ndarray | None:

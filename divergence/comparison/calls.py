@@ -398,7 +398,18 @@ class _Matcher:
             if unknown and self._distance(a, best) > _SAME:
                 continue  # nor known to be, nor what it makes of it
             if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
-                if len(fits) > 1 and not equal_counts and self._is_taken(a, best, mine[key]):
+                fits_another = (
+                    len(fits) > 1
+                    and not equal_counts
+                    and other_scalars(a.call, best.call)
+                    and any(  # of the reference's calls, with equal scalars
+                        other is not a
+                        and not other_scalars(other.call, best.call)
+                        and set(self._places.compare(other, best)) <= {"same"}
+                        for other in mine[key]
+                    )
+                )
+                if fits_another:
                     continue
                 self._add(a, best)
                 return True
@@ -407,15 +418,6 @@ class _Matcher:
                 self._add(a, min(near, key=lambda b: self._distance(a, b)))
                 return True
         return False
-
-    def _is_taken(self, a: CallNode, b: CallNode, group: list[CallNode]) -> bool:
-        """Does another of the reference's calls fit it better, with equal scalars?"""
-        return bool(other_scalars(a.call, b.call)) and any(
-            not other_scalars(other.call, b.call)
-            and set(self._places.compare(other, b)) <= {"same"}
-            for other in group
-            if other is not a
-        )
 
     def _distance(self, a: CallNode, b: CallNode) -> float:
         if self._apart is None or a.results[0].numel != b.results[0].numel:
@@ -431,36 +433,35 @@ class _Matcher:
         for a in self.lone[0]:
             stretches[self._bounds(a)].append(a)
         added = False
+        places = self._places
         for (low, high), ours in stretches.items():
             theirs = [n for n in self.lone[1] if low < self._index[n.path] < high]
             end = len(theirs)
             for a in reversed(ours):
+                # what leads to both must be something that both sides have
+                leaves = places.leaves(0, ("made", a.path)) if a.call.operands else ()
+                mine = {places.in_candidates_words(leaf) for leaf in leaves}
                 for index in reversed(range(end)):
                     b = theirs[index]
-                    if self._common_input(a, b) and self._distance(a, b) <= _SAME:
+                    common = mine & places.leaves(1, ("made", b.path))
+                    if common and self._distance(a, b) <= _SAME:
                         self._add(a, b, "value")
                         added, end = True, index
+                        break
                         break
         return added
 
     def _bounds(self, node: CallNode) -> tuple[int, int]:
         """Between which of the candidate's calls its partner stands, if it has one."""
-        first, last = -1, len(self._index)
+        low, high = -1, len(self._index)
         before = [m for m in self.found if m.reference.order < node.order]
         after = [m for m in self.found if m.reference.order > node.order]
-        low, high = first, last
         if before:
             low = self._index[max(before, key=lambda m: m.reference.order).candidate.path]
         if after:
             high = self._index[min(after, key=lambda m: m.reference.order).candidate.path]
-        return (low, high) if low <= high else (first, last)  # called in another order: anywhere
-
-    def _common_input(self, a: CallNode, b: CallNode) -> bool:
-        """Does something that both sides have lead to both?"""
-        places = self._places
-        mine = places.leaves(0, ("made", a.path)) if a.call.operands else set()
-        theirs = places.leaves(1, ("made", b.path))
-        return bool({places.in_candidates_words(leaf) for leaf in mine} & theirs)
+        # called in another order: anywhere
+        return (low, high) if low <= high else (-1, len(self._index))
 
     def _by_dataflow(self) -> bool:
         """Calls without a partner whose results go into the same argument of paired ones."""
@@ -648,11 +649,9 @@ def rerouted_in(
 
 def _chosen(match: Match) -> int | None:
     """Which result of a choice are the indices: one row a token, several or one chosen."""
-    for node in (match.reference, match.candidate):
-        if node.name.partition(".")[2] not in CHOOSING:
-            return None
-    results: list[Record] = match.reference.results
-    for index, record in enumerate(results):
+    if any(n.name.partition(".")[2] not in CHOOSING for n in (match.reference, match.candidate)):
+        return None
+    for index, record in enumerate(match.reference.results):
         if record.dtype.startswith("int") and len(record.shape) == 2 and record.shape[-1] <= 64:
             return index if len(match.candidate.results) > index else None
     return None
@@ -728,21 +727,21 @@ def count_codes(
     a: Run,
     b: Run,
 ) -> None:
-    other = x != y.reshape(x.shape)
+    y = y.reshape(x.shape)
+    other = x != y
     codes.differing += int(other.sum())
     p, q = _entering(match.reference, a), _entering(match.candidate, b)
-    name = match.reference.name.partition(".")[2]
     known = None if p is None or q is None else (p, q)
-    if name in CHOOSING and known and all(t.is_floating_point() for t in known):
-        odd = other & ~_rounding_explains(*known, x, y.reshape(x.shape), match.reference)
+    chooses = match.reference.name.partition(".")[2] in CHOOSING
+    if chooses and known and all(t.is_floating_point() for t in known):
+        odd = other & ~_rounding_explains(*known, x, y, match.reference)
     else:  # the same numbers went in: the codes must be the same; else they may not be
         equal = known is not None and torch.equal(*known)
         odd = other if equal else torch.zeros_like(other)
     codes.unexplained += int(odd.sum())
     if r is not None and not r.is_floating_point() and r.numel() == x.numel():
-        r = r.reshape(x.shape)
-        for side, chosen in enumerate((x, y.reshape(x.shape))):
-            codes.wrong[side] += int((odd & (chosen != r)).sum())
+        for side, chosen in enumerate((x, y)):
+            codes.wrong[side] += int((odd & (chosen != r.reshape(x.shape))).sum())
 
 
 def _entering(node: CallNode, run: Run) -> torch.Tensor | None:

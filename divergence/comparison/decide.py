@@ -21,7 +21,7 @@ docs/verdicts.md has the same table, and a test holds the two together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ from divergence.comparison.results import (
     Check,
     Claim,
     Finding,
-    Onset,
     PreflightLine,
     SiteKey,
     Verdict,
@@ -119,14 +118,24 @@ def decide(
     """One verdict of all findings. ``preflight``: settings that differ, or that were overridden.
     ``alike``: nothing recorded lets the two runs differ (``nothing_explains``)."""
     convicting = [f for f in findings if f.role == "convicts" and f.claim != "replicas_disagree"]
-    enlarged = _enlarged(convicting)
+    # what is seen at the end of free forwards of which every part is known to only round
+    only_rounds = {
+        sample: steps for f in convicting if f.claim == "within_rounding"
+        for sample, steps in f.only_rounds.items()
+    }  # fmt: skip
+    enlarged = [
+        f for f in convicting
+        if f.accumulated_at and all(step < only_rounds.get(at, 0) for at, step in f.accumulated_at)
+    ]  # fmt: skip
     convicting = [finding for finding in convicting if finding not in enlarged]
     first = min(convicting, key=lambda f: _rank(f, convicting), default=None)
     verdict, place, flags = None, None, frozenset[SiteKey]()
     if first is not None:
         verdict = _verdict_of(first)
         if first.claim not in _NOT_MEASURED:
-            verdict = _with(verdict, *_all(findings, "hints"), *_all(findings, "context"))
+            told = [f for f in findings if f.claim != "replicas_disagree"]
+            for role in ("hints", "context"):
+                verdict = _with(verdict, *(x for f in told if f.role == role for x in f.evidence))
         if enlarged and first.claim == "within_rounding":
             verdict = _with(verdict, *(fact("enlarged", what=f.headline) for f in enlarged))
             verdict = _unsure(verdict, check("free_runs", False, fact("free_runs_part")))
@@ -198,18 +207,6 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     return replace(verdict, evidence=evidence)
 
 
-def _enlarged(findings: Sequence[Finding]) -> list[Finding]:
-    """What is seen at the end of free forwards of which every part is known to only round."""
-    only_rounds = {
-        sample: steps for f in findings if f.claim == "within_rounding"
-        for sample, steps in f.only_rounds.items()
-    }  # fmt: skip
-    return [
-        f for f in findings
-        if f.accumulated_at and all(step < only_rounds.get(at, 0) for at, step in f.accumulated_at)
-    ]  # fmt: skip
-
-
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
     """Where a finding stands: the line of PRECEDENCE, then when it happens. What lies between
     modules is seen in free runs; beside what was seen in equal inputs it comes later."""
@@ -237,11 +234,6 @@ def _verdict_of(finding: Finding) -> Verdict:
         commands=finding.commands,
         checks=finding.rests_on,
     )
-
-
-def _all(findings: Sequence[Finding], role: str) -> list[Fact]:
-    return [item for f in findings if f.role == role and f.claim != "replicas_disagree"
-            for item in f.evidence]  # fmt: skip
 
 
 def _with(verdict: Verdict, *evidence: Fact) -> Verdict:
@@ -273,25 +265,21 @@ def _with_rank(
             headline=[*verdict.headline, fact("inside"), *finding.addition],
             evidence=[*finding.evidence, *verdict.evidence],
         ), False
+    # what is off behind a rank that disagrees: in the same block it need not be made where it is
+    # seen
+    rank, behind = finding.onset, [fact("behind_rank", what=verdict.headline)]
+    if verdict.kind in ("identical", "within_floor"):
+        behind = []
+    elif onset is not None and rank is not None and onset.block is not None:
+        same = onset.block == rank.block and onset.site != rank.site
+        if same and verdict.kind == "localized":
+            behind = [fact("behind_rank_off", site=onset.site)]
     return replace(
         _verdict_of(finding),
-        headline=[*finding.headline, *_behind_rank(verdict, finding.onset)],
+        headline=[*finding.headline, *behind],
         evidence=[*finding.evidence, *verdict.evidence],
         commands=verdict.commands,
     ), True
-
-
-def _behind_rank(verdict: Verdict, rank: Onset | None) -> list[Fact]:
-    """What is off behind a rank that disagrees. In the same block it need not be made where it is
-    seen."""
-    onset = verdict.onset
-    if verdict.kind in ("identical", "within_floor"):
-        return []
-    if onset is not None and rank is not None and onset.block is not None:
-        same = onset.block == rank.block and onset.site != rank.site
-        if same and verdict.kind == "localized":
-            return [fact("behind_rank_off", site=onset.site)]
-    return [fact("behind_rank", what=verdict.headline)]
 
 
 def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
@@ -337,7 +325,12 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
         Check(name="agreement", state="failed"),
         headline=[fact("evidence_contradicts", levels=levels)],
         side=None,
-        commands=[*_forced(verdict.commands)],
+        # they meet the same difference; the descent takes one experiment, whatever is forced
+        commands=[
+            command.with_options(force=True) if command.name == "compare" else command
+            for command in verdict.commands
+            if command.name != "localize"
+        ],
         evidence=[
             fact("levels_blame_apart", levels=levels), *verdict.evidence, *finding.evidence,
         ],
@@ -431,15 +424,6 @@ def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> 
             fact("codes_cost_where"), fact("codes_hide_faults", what=unnamed), *verdict.evidence,
         ],
     )  # fmt: skip
-
-
-def _forced(commands: Sequence[Command]) -> Iterator[Command]:
-    """They meet the same difference. The descent takes one experiment, whatever is forced."""
-    for command in commands:
-        if command.name == "compare":
-            yield command.with_options(force=True)
-        elif command.name != "localize":
-            yield command
 
 
 def of_one_run(

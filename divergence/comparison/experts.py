@@ -15,7 +15,6 @@ from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
-from divergence.numerics.sums import RowMetrics
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -89,9 +88,9 @@ class Flips:
     def beyond_chance(self) -> bool:
         """Are there more than rounding makes? By Chernoff's bound on a Poisson number."""
         count, expected = len(self.places), max(self.expected, 1e-30)
-        if count <= expected:
-            return False
-        return count - expected - count * math.log(count / expected) < math.log(_CHANCE)
+        return count > expected and (
+            count - expected - count * math.log(count / expected) < math.log(_CHANCE)
+        )
 
 
 def logits_decide(manifest: Manifest, router: str) -> bool:
@@ -137,7 +136,9 @@ def explained_choices(
     explained = torch.ones_like(alike)
     if bool(alike.all()):
         return explained, None
-    twice = torch.stack([_has_twice(chosen) for chosen in rows]).any(0)
+    # an expert more than once: no rounding makes that of the k largest
+    in_order = [chosen.sort(-1).values for chosen in rows]
+    twice = torch.stack([(x[:, 1:] == x[:, :-1]).any(-1) for x in in_order]).any(0)
     if not bool(twice[alike].any()):  # else it is this model's way
         explained &= ~twice
     if any(logit is None for logit in logits):
@@ -192,12 +193,6 @@ def tie(logits: torch.Tensor) -> torch.Tensor:
 
     unit = max(_TIE, torch.finfo(logits.dtype).eps)
     return -unit * logits.double().abs().amax(-1)
-
-
-def _has_twice(chosen: torch.Tensor) -> torch.Tensor:
-    """(T,): is an expert among them more than once? No rounding makes that of the k largest."""
-    in_order = chosen.sort(-1).values
-    return (in_order[:, 1:] == in_order[:, :-1]).any(-1)
 
 
 def _gap(experts_a: torch.Tensor, experts_b: torch.Tensor, values: torch.Tensor) -> float:
@@ -429,7 +424,7 @@ class Routing:
                     other = theirs.get((record.sample, record.step))
                     if (record.pass_, record.site) != key or other is None:
                         continue
-                    pieces = [(run, own, Piece(own, own.sample, None, 0, 0, 0))
+                    pieces = [(run, own, Piece(own, own.sample))
                               for run, own in ((a, record), (b, other))]  # fmt: skip
                     chosen = [rows for rows in (self._rows(*side) for side in pieces)
                               if rows is not None]  # fmt: skip
@@ -445,24 +440,24 @@ class Routing:
 
         for run, choice in made:
             key = id(run), choice.pass_, choice.site
-            if key not in self._usual:
-                leads = [
-                    self._leads_of(run, record)
-                    for records in self._choices[id(run)].values()
-                    for record in records
-                    if (record.pass_, record.site) == (choice.pass_, choice.site)
-                ]
-                known = [lead for lead in leads if lead is not None]
-                self._usual[key] = torch.cat(known) if len(known) == len(leads) else None
+            if key in self._usual:
+                continue
+            leads: list[torch.Tensor | None] = []
+            for records in self._choices[id(run)].values():
+                for record in records:
+                    if (record.pass_, record.site) != (choice.pass_, choice.site):
+                        continue
+                    whole = Piece(record, record.sample)
+                    chosen, logits = (
+                        self._rows(run, record, whole),
+                        self._logits(run, record, whole),
+                    )
+                    leads.append(None)
+                    if chosen is not None and logits is not None and follows(chosen, logits):
+                        leads[-1] = lead_of(chosen, logits.double())
+            known = [lead for lead in leads if lead is not None]
+            self._usual[key] = torch.cat(known) if len(known) == len(leads) else None
         return [self._usual[id(run), choice.pass_, choice.site] for run, choice in made]
-
-    def _leads_of(self, run: Run, choice: Record) -> torch.Tensor | None:
-        """Of one forward, if all follow."""
-        whole = Piece(choice, choice.sample, None, 0, 0, 0)
-        chosen, logits = self._rows(run, choice, whole), self._logits(run, choice, whole)
-        if chosen is None or logits is None or not follows(chosen, logits):
-            return None
-        return lead_of(chosen, logits.double())
 
     def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
         key = (id(run), record.pass_, record.sample, record.step, record.site)
@@ -532,15 +527,6 @@ def _of_piece(
     if piece.row is not None:
         tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:
-    """The rows that are judged; the others count as masked."""
-    if routed.kept is None:
-        return rows
-    return msgspec.structs.replace(
-        rows, rel_l2=np.where(routed.kept.numpy(), rows.rel_l2, math.nan)
-    )
 
 
 RouteKey = tuple[Side | None, str, int, int, str]

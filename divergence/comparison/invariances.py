@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from divergence.comparison.align.pieces import Pair, Pieces, repeated, same_positions
 from divergence.comparison.decide import check, confidence_of
 from divergence.comparison.result import Report
-from divergence.comparison.results import Finding, SiteKey, SiteResult, order_of
+from divergence.comparison.results import Finding, SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
@@ -101,32 +101,39 @@ class Freed:
             verdict = replace(verdict, kind="within_floor")
         evidence = [*verdict.evidence, *self.facts]
         if verdict.kind in _QUIET:
-            headline = [*headline, fact("no_output_depends", what=_together(self.facts))]
+            alike: dict[str, list[Fact]] = {}  # the same of several places is told once
+            for each in self.facts:
+                rest = {
+                    k: v for k, v in each.values.items() if k not in ("sites", "site", "module")
+                }
+                alike.setdefault(f"{each.code} {rest}", []).append(each)
+            what = [
+                same[0] if len(same) == 1 else same[0].with_values(more=len(same) - 1)
+                for same in alike.values()
+            ]
+            headline = [*headline, fact("no_output_depends", what=what)]
             evidence = [*self.facts, *verdict.evidence]
         told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
         judged = ("floor", "ratio", "ratio_max", "ratio_sink", "prompts", "limit", "limit_usage",
                   "usage", "flagged", "truth")  # fmt: skip
+        results: list[SiteResult] = []
+        for site in after.sites:
+            is_changed = (site.pass_, site.sample, site.step, site.site) in self.places
+            if site.key in own and is_changed:
+                site = replace(own[site.key], **{name: getattr(site, name) for name in judged})
+            results.append(site)
         return replace(
             after,
             verdict=told,
             reference=before.reference,
             candidate=before.candidate,
-            sites=[
-                replace(own[site.key], **{name: getattr(site, name) for name in judged})
-                if site.key in own and self._is_changed(site.key)
-                else site
-                for site in after.sites
-            ],
+            sites=results,
             findings=[
                 *(f for f in after.findings if f.claim != "drift" or verdict.kind not in _QUIET),
                 Finding(claim="context", role="context", evidence=self.facts),
             ],
-        )  # fmt: skip
-
-    def _is_changed(self, key: SiteKey) -> bool:
-        pass_, _, sample, step, site = key
-        return (pass_, sample, step, site) in self.places
+        )
 
 
 def freed(measured: Measured, report: Report) -> Freed | None:
@@ -217,25 +224,22 @@ def _logits(measured: Measured) -> set[str]:
 
 
 def _hands_on(run: Run, site: str, logits: str) -> bool:
-    """Does a site hold the logits in every forward? Of a batch there is one for all its prompts."""
-    forwards = [(r.sample, r.step) for r in run.records if (r.pass_, r.site) == ("free", logits)]
-    return bool(forwards) and all(
-        _holds(run, ("free", *forward, site), ("free", *forward, logits)) for forward in forwards
-    )
-
-
-def _holds(run: Run, place: Coordinates, other: Coordinates) -> bool:
-    """Are the values at both places the same, whatever their dtype?"""
+    """Does a site hold the logits in every forward, whatever their dtype? Of a batch there is one
+    for all its prompts."""
     import torch
 
-    first, second = run.find(place), run.find(other)
-    if first is None or second is None or first.shape != second.shape:
-        return False
-    if first.xxh3 is not None and (first.xxh3, first.dtype) == (second.xxh3, second.dtype):
-        return True
-    if not (run.has_bytes(first) and run.has_bytes(second)):
-        return False
-    return torch.equal(run.read(first).double(), run.read(second).double())
+    forwards = [(r.sample, r.step) for r in run.records if (r.pass_, r.site) == ("free", logits)]
+    for forward in forwards:
+        first, second = run.find(("free", *forward, site)), run.find(("free", *forward, logits))
+        if first is None or second is None or first.shape != second.shape:
+            return False
+        if first.xxh3 is not None and (first.xxh3, first.dtype) == (second.xxh3, second.dtype):
+            continue
+        if not (run.has_bytes(first) and run.has_bytes(second)):
+            return False
+        if not torch.equal(run.read(first).double(), run.read(second).double()):
+            return False
+    return bool(forwards)
 
 
 def _row_constants(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float]]:
@@ -440,18 +444,6 @@ class _Map:
         back = rows.new_empty(rows.shape)
         back[..., self.order] = rows * self.signs / self.factor
         return back.reshape(b.shape)
-
-
-def _together(facts: Sequence[Fact]) -> list[Fact]:
-    """Facts that tell the same of several places as one, of the first of them."""
-    alike: dict[str, list[Fact]] = {}
-    for each in facts:
-        rest = {k: v for k, v in each.values.items() if k not in ("sites", "site", "module")}
-        alike.setdefault(f"{each.code} {rest}", []).append(each)
-    return [
-        same[0] if len(same) == 1 else same[0].with_values(more=len(same) - 1)
-        for same in alike.values()
-    ]
 
 
 def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:

@@ -124,17 +124,12 @@ def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) 
 def explain_within(report: Report) -> Report:
     """The report with what was compared in front; one run is made again in float32 where two would
     be escalated."""
-    verdict = report.verdict
-    evidence = [
-        item.with_values(within=True) if item["within"] is False else item
-        for item in verdict.evidence
-    ]
-    headline = [
-        item.with_values(within=True) if item["within"] is False else item
-        for item in verdict.headline
-    ]
+    evidence, headline = (
+        [item.with_values(within=True) if item["within"] is False else item for item in facts]
+        for facts in (report.verdict.evidence, report.verdict.headline)
+    )
     verdict = msgspec.structs.replace(
-        verdict, headline=[fact("whole_pass"), *headline], evidence=evidence
+        report.verdict, headline=[fact("whole_pass"), *headline], evidence=evidence
     )
     return msgspec.structs.replace(report, verdict=verdict)
 

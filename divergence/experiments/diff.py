@@ -265,17 +265,13 @@ def _interpreter(given: str | None) -> str:
         )  # fmt: skip
     done = subprocess.run([python, "-c", "import divergence"], capture_output=True, check=False)
     if done.returncode:
+        checkout = Path(__file__).parents[2]  # that this divergence runs in, if it does
+        source = str(checkout) if (checkout / "pyproject.toml").is_file() else "divergence-debug"
         raise UsageError(
             f"{given} has no divergence", where="--python",
-            hint=f"{quoted(python)} -m pip install {quoted(_source())}",
+            hint=f"{quoted(python)} -m pip install {quoted(source)}",
         )  # fmt: skip
     return str(python)
-
-
-def _source() -> str:
-    """What pip installs this divergence from: the checkout that it runs in, if it does."""
-    checkout = Path(__file__).parents[2]
-    return str(checkout) if (checkout / "pyproject.toml").is_file() else "divergence-debug"
 
 
 def _batches(side: _Side, num: int = 0, *, model_first: bool = False) -> dict[str, Any]:

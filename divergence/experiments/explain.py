@@ -21,7 +21,6 @@ is noted). Otherwise another machine's model is looked at, and nothing is said.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,9 +30,9 @@ import torch
 
 from divergence.analyses.tokens.measure import comparable_places
 from divergence.comparison.align.pairs import align, load_name_map
-from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
+from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.result import Report
-from divergence.comparison.results import Explanation, SiteResult, TokenChoice
+from divergence.comparison.results import Explanation, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
 from divergence.numerics.logits import top_choices
@@ -79,33 +78,6 @@ class Injection:
         return wide.to(tensor.dtype).to(tensor.device)
 
 
-def injections_of(
-    pairs: Iterable[Pair],
-    sites: Iterable[str],
-    reference: Run,
-    candidate: Run,
-    *,
-    guilty: Side,
-    sample: int,
-    last_step: int,
-) -> list[Injection]:
-    """The errors at ``sites`` (the reference's names) in the batch that begins with ``sample``,
-    up to ``last_step``. Sites of which no anchored pair is there are left out."""
-    wanted = set(sites)
-    injections: dict[str, Injection] = {}
-    for pair in pairs:
-        record, other = pair.reference.record, pair.candidate.record
-        if pair.pass_ != "anchored" or record.site not in wanted:
-            continue
-        if pair.reference.row is not None or record.sample != sample or record.step > last_step:
-            continue
-        own = record if guilty == "candidate" else other
-        a, b = reference.read(record).double(), candidate.read(other).double()
-        injection = injections.setdefault(record.site, Injection(own.site))
-        injection.errors[record.step] = (b - a if guilty == "candidate" else a - b, own.positions)
-    return list(injections.values())
-
-
 _OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
 _SAME = 0.1  # of what is explained: the share is told to a tenth
 
@@ -148,9 +120,18 @@ def explain_token(
     group = next(group for group in own.manifest.tokens.groups if place[0] in group)
     sites, flagged = _sites(report)
     alignment = align(a, b, name_map=None if name_map is None else load_name_map(name_map))
-    injections = injections_of(
-        alignment.pairs, sites, a, b, guilty=guilty, sample=group[0], last_step=place[1]
-    )
+    by_site: dict[str, Injection] = {}  # in the batch that holds the place, up to its step
+    for pair in alignment.pairs:
+        record, other = pair.reference.record, pair.candidate.record
+        if pair.pass_ != "anchored" or record.site not in sites or pair.reference.row is not None:
+            continue
+        if record.sample != group[0] or record.step > place[1]:
+            continue
+        at = record if guilty == "candidate" else other
+        x, y = a.read(record).double(), b.read(other).double()
+        injection = by_site.setdefault(record.site, Injection(at.site))
+        injection.errors[record.step] = (y - x if guilty == "candidate" else x - y, at.positions)
+    injections = list(by_site.values())
     if not injections:
         reason = can_anchor(a, a.manifest.plan.modules)
         raise UsageError(
@@ -176,7 +157,14 @@ def explain_token(
     added = [injection.plant() for injection in injections]
     with tempfile.TemporaryDirectory(prefix="divergence-explain-") as folder:
         baseline = repeat(out=Path(folder, "baseline"), plants=planted)
-        _check_weights(own, baseline)
+        recorded, local = own.manifest.model, baseline.manifest.model
+        if recorded.dtype == local.dtype and recorded.digest != local.digest:
+            raise IncomparableError(
+                f"the model on this machine has other weights ({local.digest[:12]}) than "
+                f"{own.path} ({recorded.digest[:12]})",
+                where=local.source,
+                hint="--model PATH, with the weights that the runs were made of",
+            )
         injected = repeat(out=Path(folder, "injected"), plants=[*planted, *added])
         here = (group.index(place[0]), place[1])
         rows: dict[str, torch.Tensor | None] = {
@@ -193,9 +181,13 @@ def explain_token(
         baseline.close()
         injected.close()
     moved = margins[guilty] - margins[healthy]
-    note = _not_repeated(own, healthy, rows, margins, moved)
-    if note is not None and abs(margins["baseline"] - margins[healthy]) > _SAME * abs(moved):
-        return _noted(report, note)
+    note, new, old = None, rows["baseline"], rows[healthy]
+    if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
+        by = margins["baseline"] - margins[healthy]  # the repeated run has not the bits of its own
+        path = str(own.path)
+        note = fact("experiments.not_repeated", run=path, by=by, moved=moved, side=healthy)
+        if abs(by) > _SAME * abs(moved):
+            return _noted(report, note)
     explanation = Explanation(
         sample=place[0],
         step=place[1],
@@ -221,18 +213,6 @@ def explain_token(
     tokens_result = msgspec.structs.replace(report.tokens, explanation=explanation)
     remarks = [*report.remarks, *([] if note is None else [note])]
     return worded(msgspec.structs.replace(report, tokens=tokens_result, remarks=remarks))
-
-
-def _not_repeated(
-    own: Run, healthy: Side, rows: dict[str, torch.Tensor | None], margins: dict[str, float],
-    moved: float,
-) -> Fact | None:  # fmt: skip
-    """What to say where the repeated run has not the bits of the one that it repeats."""
-    new, old = rows["baseline"], rows[healthy]
-    if new is not None and old is not None and new.shape == old.shape and torch.equal(new, old):
-        return None
-    by = margins["baseline"] - margins[healthy]
-    return fact("experiments.not_repeated", run=str(own.path), by=by, moved=moved, side=healthy)
 
 
 def _nothing(report: Report) -> Fact | None:
@@ -277,11 +257,8 @@ def _sites(report: Report) -> tuple[list[str], bool]:
     blocks_out = [s for s in anchored if s.role == "block" and s.site == f"{s.block}:out"]
     if not blocks_out:
         return [], False
-    return [max(blocks_out, key=_size).site], False
-
-
-def _size(site: SiteResult) -> tuple[float, float]:
-    return (site.ratio or 0.0, site.rel_l2 or 0.0)
+    worst = max(blocks_out, key=lambda site: (site.ratio or 0.0, site.rel_l2 or 0.0))
+    return [worst.site], False
 
 
 def _alone(run: Run, group: list[int]) -> Run:
@@ -297,17 +274,6 @@ def _alone(run: Run, group: list[int]) -> Run:
         ),
     )
     return Run(run.path, manifest, [])
-
-
-def _check_weights(run: Run, here: Run) -> None:
-    recorded, local = run.manifest.model, here.manifest.model
-    if recorded.dtype == local.dtype and recorded.digest != local.digest:
-        raise IncomparableError(
-            f"the model on this machine has other weights ({local.digest[:12]}) than {run.path} "
-            f"({recorded.digest[:12]})",
-            where=local.source,
-            hint="--model PATH, with the weights that the runs were made of",
-        )
 
 
 def _margin(row: torch.Tensor | None, tokens: list[int]) -> float:

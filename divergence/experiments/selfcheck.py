@@ -38,7 +38,6 @@ from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import Prompt, collect_prompts, tokenize
 from divergence.run.command import command_line
 from divergence.run.location import folder_of
-from divergence.run.manifest import SampleTokens
 from divergence.run.reader import Run, own_truth
 from divergence.run.site import did_you_mean
 from divergence.words import Progress
@@ -84,16 +83,24 @@ def variations(base: Run) -> list[Variation]:
     manifest = base.manifest
     samples, task = manifest.tokens.samples, manifest.model.task
     lengths = [len(sample.prompt_ids) for sample in samples]
-    here, there = _attention(manifest.model.attn_implementation)
+    here = manifest.model.attn_implementation or "eager"
+    there = "sdpa" if here == "eager" else "eager"
     num_threads = manifest.environment.num_threads
     other_threads = 1 if num_threads > 1 else len(os.sched_getaffinity(0))
     on_cpu = manifest.environment.device_type == "cpu"
-    no_steps = _why_no_steps(task, samples)
+    decodes = task == "causal-lm"
+    no_steps = no_chunks = None
+    if not decodes:
+        no_steps, no_chunks = _obstacle("stepwise", task=task), _obstacle("in_chunks", task=task)
+    else:
+        if all(len(sample.generated_ids) < 2 for sample in samples):
+            no_steps = _obstacle("decoded")
+        if min(lengths) < 2:
+            no_chunks = _obstacle("one_token")
     batches, place, mates = _batches(len(samples))
     padded = len(set(lengths)) > 1
     chunk = max(1, min(lengths) // 3)
     pads = min(_MOST_PADS, max(lengths))
-    decodes = task == "causal-lm"
     few = None if len(samples) > 1 else _obstacle("one_prompt")
     return [
         Variation(name="again", change=_way("again"), same_bits=True),
@@ -137,7 +144,7 @@ def variations(base: Run) -> list[Variation]:
         ),
         Variation(
             name="chunks", change=_way("chunks", size=chunk),
-            options={"prefill_chunk": chunk}, obstacle=_why_no_chunks(task, lengths),
+            options={"prefill_chunk": chunk}, obstacle=no_chunks,
         ),
         Variation(
             name="attention", change=_way("attention", kernel=there, other=here),
@@ -159,25 +166,6 @@ def _way(code: str, **values: Any) -> Fact:
 
 def _obstacle(code: str, **values: Any) -> Fact:
     return fact(f"experiments.no_way_{code}", **values)
-
-
-def _attention(recorded: str | None) -> tuple[str, str]:
-    here = recorded or "eager"
-    return here, "sdpa" if here == "eager" else "eager"
-
-
-def _why_no_steps(task: str, samples: list[SampleTokens]) -> Fact | None:
-    if task != "causal-lm":
-        return _obstacle("stepwise", task=task)
-    if all(len(sample.generated_ids) < 2 for sample in samples):
-        return _obstacle("decoded")
-    return None
-
-
-def _why_no_chunks(task: str, lengths: list[int]) -> Fact | None:
-    if task != "causal-lm":
-        return _obstacle("in_chunks", task=task)
-    return _obstacle("one_token") if min(lengths) < 2 else None
 
 
 def _batches(num: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -250,14 +238,31 @@ def selfcheck(
     a variation that fails is a line that says so.
     """
     began = time.perf_counter()
-    wanted = _wanted(only)
+    for name in only:
+        if name not in NAMES:
+            raise UsageError(
+                f"no line {name!r}", where="--only",
+                hint=did_you_mean(name, NAMES, count=1, then=f"there are {', '.join(NAMES)}"),
+            )  # fmt: skip
+    wanted = only or UNASKED
     folder = Path(tempfile.mkdtemp(prefix="divergence-selfcheck-")) if keep is None else (
         output_folder(folder_of(keep))
     )  # fmt: skip
     try:
         given: Any = prompts
         if not prompts and prompts_file is None:
-            given = _built_in(str(model), revision=revision, trust_remote_code=trust_remote_code)
+            # as text where the model has no tokenizer, which capture then says
+            given = list(_PROMPTS)
+            tokenizer = load_tokenizer(
+                str(model), revision=revision, trust_remote_code=trust_remote_code
+            )
+            if tokenizer is not None:
+                tokens = [
+                    prompt.prompt_ids
+                    for prompt in tokenize(collect_prompts(_PROMPTS, None), tokenizer, chat=False)
+                ]
+                num = min(_PROMPT_TOKENS, *map(len, tokens))
+                given = [Prompt(input_ids=tuple(ids[:num])) for ids in tokens]
         bench = _Bench(
             folder, keep=keep, progress=progress, model=str(model), device=device,
             trust_remote_code=trust_remote_code,
@@ -288,28 +293,6 @@ def selfcheck(
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wanted(only: Sequence[str]) -> list[str]:
-    for name in only:
-        if name not in NAMES:
-            raise UsageError(
-                f"no line {name!r}",
-                where="--only",
-                hint=did_you_mean(name, NAMES, count=1, then=f"there are {', '.join(NAMES)}"),
-            )
-    return list(only or UNASKED)
-
-
-def _built_in(model: str, *, revision: str | None, trust_remote_code: bool) -> list[Any]:
-    """Four prompts of equally many tokens; as text where the model has no tokenizer, which capture
-    then says."""
-    tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        return list(_PROMPTS)
-    prompts = tokenize(collect_prompts(_PROMPTS, None), tokenizer, chat=False)
-    num = min(_PROMPT_TOKENS, *(len(prompt.prompt_ids) for prompt in prompts))
-    return [Prompt(input_ids=tuple(prompt.prompt_ids[:num])) for prompt in prompts]
 
 
 class _Bench:
@@ -406,11 +389,8 @@ def _found(report: Report, *, prefill: bool) -> dict[str, Any]:
     anchored = [site for site in sites if site.pass_ == "anchored" and site.role == "block"]
     outputs = [site for site in anchored if ":out" in site.site and site.block is not None]
     blocks = list(dict.fromkeys(str(site.block) for site in outputs))
-    different = [
-        block
-        for block in blocks
-        if not all(site.identical for site in outputs if site.block == block)
-    ]
+    apart = {str(site.block) for site in outputs if not site.identical}
+    different = [block for block in blocks if block in apart]
     onset = verdict.onset
     block = None if onset is None else onset.block or onset.site
     status = _STATUSES.get(verdict.kind, "undetermined")

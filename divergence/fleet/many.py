@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import measured_on, opened_truth
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import SiteResult, VerdictKind
+from divergence.comparison.results import VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.facts import Fact, fact, worded
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
@@ -89,7 +89,20 @@ def fingerprints(runs: Sequence[Run]) -> list[str | None]:
     all_contents = [_contents(run) for run in runs]
     first = all_contents[0]
     kinds = {at: "xxh3" if first[at][1].xxh3 else "fold" for at in sorted(first)}
-    return [_fingerprint(contents, kinds) for contents in all_contents]
+    digests: list[str | None] = []
+    for contents in all_contents:
+        state, num_known, lacking = xxhash.xxh3_128(), 0, False
+        for at, kind in kinds.items():
+            identity = None
+            if at in contents:
+                record, all_digests = contents[at]
+                own = getattr(all_digests, kind)
+                lacking = lacking or own is None
+                identity = own, all_digests.cuts, record.dtype, record.shape, record.positions
+                num_known += 1
+            state.update(repr((at, identity)).encode())
+        digests.append(state.hexdigest() if num_known and not lacking else None)
+    return digests
 
 
 def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
@@ -100,23 +113,6 @@ def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
         for record in run.records
         if record.pass_ in ("free", "replayed")
     }
-
-
-def _fingerprint(
-    contents: Mapping[At, tuple[Record, Digests]], kinds: Mapping[At, str]
-) -> str | None:
-    state, num_known = xxhash.xxh3_128(), 0
-    for at, kind in kinds.items():
-        identity = None
-        if at in contents:
-            record, all_digests = contents[at]
-            digests = getattr(all_digests, kind)
-            if digests is None:
-                return None
-            identity = digests, all_digests.cuts, record.dtype, record.shape, record.positions
-            num_known += 1
-        state.update(repr((at, identity)).encode())
-    return state.hexdigest() if num_known else None
 
 
 def _traits(manifest: Manifest) -> dict[str, str]:
@@ -236,7 +232,14 @@ def compare_many(
         "layers": [_opened(run) for run in one_or_more(layers)],
         "thresholds": thresholds, "device": device, "progress": progress,
     }  # fmt: skip
-    folder = None if reports is None else _folder(reports)
+    folder = None
+    if reports is not None:
+        folder = output_folder(expanded(reports), what="reports")
+        if any(folder.iterdir()):
+            raise UsageError(
+                "the directory for the reports is not empty", where=str(folder),
+                hint="give a new one",
+            )  # fmt: skip
     with measured_on(device):  # a device that cannot measure is no candidate's fault
         pass
     fleet = _Fleet(first, float64, options)
@@ -245,8 +248,10 @@ def compare_many(
         (progress or silent)("runs", number, len(candidates), _path(given))
         row = fleet.row(given)
         if row.report is not None and folder is not None:
-            file = _write(row.report, folder, number + 1, row.path)
-            row = msgspec.structs.replace(row, report=None, report_path=str(file))
+            name = os.path.basename(os.path.normpath(row.path))
+            text, file = row.report.to_json(indent=2) + "\n", f"{number + 1:04d}-{name}.json"
+            file = str(write_output(text, folder / file, what="report"))
+            row = msgspec.structs.replace(row, report=None, report_path=file)
         elif not keep_reports:
             row = msgspec.structs.replace(row, report=None)
         rows.append(row)
@@ -308,11 +313,15 @@ class _Fleet:
         groups, left = find_groups(telling, self._agree)
         odd = outside(groups, left)
         largest = max(groups, key=len)
+        by_digest: dict[str, list[str]] = {}
+        for member in self._members:
+            if member.digest is not None:
+                by_digest.setdefault(member.digest, []).append(member.path)
         matrix = Matrix(
             tool_version=__version__,
             reference=summary_of(self._first),
             rows=rows,
-            identical=_groups(self._members),
+            identical=[paths for paths in by_digest.values() if len(paths) > 1],
             groups=[
                 AgreementGroup(runs=[member.path for member in group], identical=_identical(group))
                 for group in groups
@@ -353,8 +362,9 @@ class _Fleet:
             return agrees(other.kind)
         if _identical([pivot, other]):
             return True
+        same = {member.path for member in self._members if _identical([other, member])}
         for known in self._checks:  # bit for bit the same as one that was asked
-            if known.reference == pivot.path and _same_as(other, known.candidate, self._members):
+            if known.reference == pivot.path and known.candidate in same:
                 return agrees(known.verdict)
         verdict, problem = None, None
         try:
@@ -385,6 +395,13 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
     used = [site.limit_usage for site in report.sites if site.limit_usage is not None]
     logits = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
     apart = [site.rel_l2 for site in logits if site.rel_l2 is not None]
+    # the share of positions with the same first choice, over all forwards
+    known = all(site.identical or site.logits is not None for site in logits)
+    same = total = 0.0
+    for site in logits:
+        num = site.numel // max(1, site.shape[-1] if site.shape else 1)
+        same += num * (1.0 if site.logits is None else site.logits.top1_agreement)
+        total += num
     return MatrixRow(
         path=path,
         run=report.candidate,
@@ -395,7 +412,7 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
         side=verdict.side,
         limit_usage=max(used, default=None),
         logits_rel_l2=max(apart, default=None) if len(apart) == len(logits) else None,
-        top1_agreement=_top1(logits),
+        top1_agreement=same / total if total and known else None,
         num_equal=tokens.num_equal if tokens is not None and num_tokens else None,
         num_tokens=num_tokens or None,
         problem=verdict.summary if verdict.kind == "incomparable" else None,
@@ -403,33 +420,9 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
     )
 
 
-def _top1(sites: list[SiteResult]) -> float | None:
-    """The share of positions with the same first choice, over all forwards."""
-    same = total = 0.0
-    for site in sites:
-        if not site.identical and site.logits is None:
-            return None
-        num_rows = site.numel // max(1, site.shape[-1] if site.shape else 1)
-        same += num_rows * (1.0 if site.logits is None else site.logits.top1_agreement)
-        total += num_rows
-    return same / total if total else None
-
-
-def _groups(members: list[_Member]) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for member in members:
-        if member.digest is not None:
-            groups.setdefault(member.digest, []).append(member.path)
-    return [group for group in groups.values() if len(group) > 1]
-
-
 def _identical(members: list[_Member]) -> bool:
     digests = {member.digest for member in members}
     return len(members) > 1 and len(digests) == 1 and None not in digests
-
-
-def _same_as(member: _Member, path: str, members: list[_Member]) -> bool:
-    return any(_identical([member, other]) for other in members if other.path == path)
 
 
 def _repeatable(manifest: Manifest) -> set[str | None]:
@@ -458,17 +451,3 @@ def _opened_for_a_while(given: str | Path | Run) -> Iterator[Run]:
 
 def _path(run: str | Path | Run) -> str:
     return str(run.path if isinstance(run, Run) else run)
-
-
-def _folder(path: str | Path) -> Path:
-    folder = output_folder(expanded(path), what="reports")
-    if any(folder.iterdir()):
-        raise UsageError(
-            "the directory for the reports is not empty", where=str(folder), hint="give a new one"
-        )
-    return folder
-
-
-def _write(report: Report, folder: Path, number: int, path: str) -> Path:
-    file = folder / f"{number:04d}-{os.path.basename(os.path.normpath(path))}.json"
-    return write_output(report.to_json(indent=2) + "\n", file, what="report")

@@ -123,7 +123,9 @@ def code_errors(
     q = wanted.double().reshape(-1, wanted.shape[-1])
     code = codes.reshape(q.shape).double()
     inside = q.clamp(low, high)
-    step = _float8_step(inside) if codes.is_floating_point() else torch.ones_like(q)
+    step = torch.ones_like(q)
+    if codes.is_floating_point():  # float8_e4m3fn: 3 fraction bits, subnormal below 2^-6
+        step = torch.ldexp(step, (torch.frexp(inside.abs()).exponent - 1).clamp(min=-6) - 3)
     d = (code - inside) / step
     rms = inside.square().mean(-1, keepdim=True).sqrt()
     allowed = within + room * floor * (inside.abs() + rms) / step
@@ -159,14 +161,6 @@ def merged(parts: list[CodeErrors]) -> CodeErrors:
         farthest=max(part.farthest for part in parts),
         roundoff=max(part.roundoff for part in parts), **sums,
     )  # fmt: skip
-
-
-def _float8_step(values: torch.Tensor) -> torch.Tensor:
-    """Distance of neighbours in float8_e4m3fn there: 3 fraction bits, subnormal below 2^-6."""
-    import torch
-
-    exponent = torch.frexp(values.abs()).exponent - 1
-    return torch.ldexp(torch.ones_like(values), exponent.clamp(min=-6) - 3)
 
 
 # Quantisers: from numbers to integer or 8-bit float codes and back, bit for bit.
@@ -265,27 +259,17 @@ def scales_of(
     least, most = least.clamp(max=0), most.clamp(min=0)  # 0 has a code
     low, high = quantizer.ends
     if not quantizer.symmetric and not quantizer.is_float:
-        return _asymmetric(least, most, quantizer)
+        scale = (most - least) / (high - low)
+        if quantizer.recipe == "compressed-tensors":
+            zero = (low - least / scale).clamp(low, high)
+            # an empty range: nan, which a cast to int8 makes 0
+            return _at_least(scale, quantizer), torch.round(zero.nan_to_num(0.0))
+        scale = _at_least(scale, quantizer)
+        ratio = least / torch.where(scale == 0, 1.0, scale)
+        return scale, (low - torch.round(ratio)).clamp(low, high)
     size = torch.maximum(-least, most)
     divisor = high if quantizer.recipe == "plain" else (high - low) / 2
     return _at_least(size / divisor, quantizer), None
-
-
-def _asymmetric(
-    least: torch.Tensor, most: torch.Tensor, quantizer: Quantizer
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    low, high = quantizer.ends
-    scale = (most - least) / (high - low)
-    if quantizer.recipe == "compressed-tensors":
-        zero = (low - least / scale).clamp(low, high)
-        scale = _at_least(scale, quantizer)
-        # an empty range: nan, which a cast to int8 makes 0
-        return scale, torch.round(zero.nan_to_num(0.0))
-    scale = _at_least(scale, quantizer)
-    ratio = least / torch.where(scale == 0, 1.0, scale)
-    return scale, (low - torch.round(ratio)).clamp(low, high)
 
 
 def _at_least(scale: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:

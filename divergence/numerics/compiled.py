@@ -4,7 +4,6 @@ bit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -512,29 +511,15 @@ def _row_totals(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, counts: 
         _totals(values[i], sums[i], ends[i], counts[i])
 
 
-class Totals:
-    """Σx, Σx², smallest and largest of what is finite, and the counts."""
-
-    __slots__ = (
-        "count", "high", "low", "num_nan", "num_neginf", "num_posinf", "num_zero", "squares",
-        "total",
-    )  # fmt: skip
-
-    def __init__(self, sums: list[float], ends: list[float], counts: list[int]) -> None:
-        self.total, self.squares = sums
-        self.low, self.high = ends
-        self.count, self.num_nan, self.num_posinf, self.num_neginf, self.num_zero = counts
-
-
-def totals_of(grid: Grid) -> list[Totals]:
-    """Of each row; the grid must be readable (numerics.kernels)."""
+def totals_of(grid: Grid) -> list[tuple[list[float], list[float], list[int]]]:
+    """Of each row (Σx, Σx²), the smallest and largest of what is finite, and how many numbers are
+    finite, nan, +inf, -inf and zero; the grid must be readable (numerics.kernels)."""
     count = grid.num_rows
     sums, counts = np.zeros((count, 2)), np.zeros((count, 5), np.int64)
     ends = np.tile(np.array([2**63 - 1, -(2**63)]), (count, 1))
     _row_totals(stored(grid), sums, ends, counts)
     flipped = np.where(ends < 0, ends ^ np.int64(2**63 - 1), ends).view(np.float64) + 0.0
-    rows = zip(sums.tolist(), flipped.tolist(), counts.tolist(), strict=True)
-    return [Totals(*row) for row in rows]
+    return list(zip(sums.tolist(), flipped.tolist(), counts.tolist(), strict=True))
 
 
 @jit
@@ -558,9 +543,6 @@ def chunk_sums(words: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
     sums = np.zeros((-(-len(words) // multipliers.shape[1]), 2), dtype=np.int64)
     _add_products(words, multipliers, sums)
     return sums
-
-
-_INF = 0x7FF0000000000000
 
 
 @jit
@@ -645,15 +627,11 @@ _NO_TURNS, _NOT_POOLED = np.zeros(0, np.int64), np.zeros((1, 0))
 # as it can; each run's counts are then added up in 64 bits. What is counted and why:
 # divergence.numerics.ulp.
 
-NUM_STEPS = 5
-"""How many neighbouring values are counted at once."""
-
-_RUN_DISTANCES = 2048
-_UNSIGNED: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+RUN_DISTANCES = 2048
 
 
 @jit
-def _count_steps(
+def count_steps(
     a: np.ndarray,
     b: np.ndarray,
     rows: np.ndarray,
@@ -668,8 +646,8 @@ def _count_steps(
 ) -> None:
     s0, s1, s2, s3, s4 = steps
     for row in rows:
-        for start in range(0, a.shape[1], _RUN_DISTANCES):
-            stop = min(start + _RUN_DISTANCES, a.shape[1])
+        for start in range(0, a.shape[1], RUN_DISTANCES):
+            stop = min(start + RUN_DISTANCES, a.shape[1])
             x_row, y_row = a[row, start:stop], b[row, start:stop]
             n = over1 = n0 = n1 = n2 = n3 = n4 = top = zero
             for j in range(stop - start):
@@ -695,7 +673,7 @@ def _count_steps(
 
 
 @jit
-def _pick_beyond(
+def pick_beyond(
     a: np.ndarray,
     b: np.ndarray,
     rows: np.ndarray,
@@ -712,8 +690,8 @@ def _pick_beyond(
     """``counts``: counted, over 1, largest, at the bound. Returns how many ``beyond`` got."""
     num_beyond = 0
     for row in rows:
-        for start in range(0, a.shape[1], _RUN_DISTANCES):
-            stop = min(start + _RUN_DISTANCES, a.shape[1])
+        for start in range(0, a.shape[1], RUN_DISTANCES):
+            stop = min(start + RUN_DISTANCES, a.shape[1])
             x_row, y_row = a[row, start:stop], b[row, start:stop]
             n = over1 = at = top = zero
             for j in range(stop - start):
@@ -737,7 +715,7 @@ def _pick_beyond(
 
 
 @jit
-def _sample(
+def sample(
     a: np.ndarray,
     b: np.ndarray,
     rows: np.ndarray,
@@ -756,56 +734,3 @@ def _sample(
             distances[num] = or_zero(keep, distance(p, q))
             num += 1
     return num
-
-
-_Arguments = tuple[
-    np.ndarray, np.ndarray, np.ndarray, np.signedinteger, np.signedinteger, np.signedinteger
-]
-
-
-@dataclass(frozen=True, slots=True)
-class BitDistances:
-    """Two arrays (rows, columns) of signed bit patterns of one format, 16 to 64 bits wide.
-
-    ``low``: smallest key that counts; ``high``: largest, on both sides.
-    """
-
-    a: np.ndarray
-    b: np.ndarray
-    low: int
-    high: int
-
-    def _arguments(self, rows: np.ndarray) -> _Arguments:
-        kind = self.a.dtype.type
-        return self.a, self.b, rows, kind(self.low), kind(self.high), kind(0)
-
-    @property
-    def _unsigned(self) -> type[np.unsignedinteger]:
-        return _UNSIGNED[self.a.itemsize]
-
-    def count_steps(self, rows: np.ndarray, first: int) -> tuple[list[int], list[int]]:
-        """(counted, over 1, largest) and how many exceed each of the values from ``first``."""
-        kind = self._unsigned
-        counts, over = np.zeros(3, np.uint64), np.zeros(NUM_STEPS, np.int64)
-        most = np.iinfo(kind).max
-        steps = tuple(kind(min(first + step, most)) for step in range(NUM_STEPS))
-        _count_steps(*self._arguments(rows), kind(0), kind(1), steps, counts, over)
-        return counts.tolist(), over.tolist()
-
-    def pick_beyond(self, rows: np.ndarray, bound: int) -> tuple[list[int], np.ndarray]:
-        """(counted, over 1, largest, at the bound) and the distances beyond the bound."""
-        kind = self._unsigned
-        counts = np.zeros(4, np.uint64)
-        run: np.ndarray = np.empty(_RUN_DISTANCES, kind)
-        # one more than can be found: the loop writes before it knows
-        beyond = np.empty(len(rows) * self.a.shape[1] + 1, kind)
-        num_beyond = _pick_beyond(
-            *self._arguments(rows), kind(0), kind(1), kind(bound), counts, run, beyond
-        )
-        return counts.tolist(), beyond[:num_beyond].copy()
-
-    def sample(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """The distances of up to ``length`` elements of each of ``rows``; 0 where left out."""
-        distances = np.empty(len(rows) * min(length, self.a.shape[1]), self._unsigned)
-        _sample(*self._arguments(rows), length, distances)
-        return distances

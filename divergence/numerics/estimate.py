@@ -96,7 +96,8 @@ def estimate_pair(
     per_row = np.full(len(d2), np.nan)
     per_row[kept] = _roots(d2[kept], np.square(ref.norm[kept]))
     pads = usable & ~real
-    sinks = kept & (ref.norm > _sink_limit(ref.norm[kept]))
+    median = float(np.median(ref.norm[kept])) if kept.any() else 0.0
+    sinks = kept & (ref.norm > (SINK_FACTOR * median if median else math.inf))
     usual = kept & ~sinks
     update_norm = None if update is None else math.sqrt(float(update[kept].sum()))
     known = per_row[~np.isnan(per_row)]
@@ -110,26 +111,16 @@ def estimate_pair(
         cosine=1.0 - one_minus_cosine,
         one_minus_cosine=one_minus_cosine,
         sqnr_db=-20.0 * math.log10(rel_l2) if rel_l2 else math.inf,
-        max_abs=None,
-        max_abs_index=None,
-        max_abs_reference=None,
-        max_abs_candidate=None,
         reference_norm=norms[0],
         candidate_norm=norms[1],
         gain=0.0 - (nearer + total) / (2 * a2) if a2 else 0.0,
         gain_se=math.sqrt(variance) / (2 * a2) if a2 else math.inf,
-        ulp_format=None,
-        ulp_share_over_1=None,
-        ulp_p99=None,
-        ulp_max=None,
         token_rel_l2_median=float(np.median(known)) if len(known) else 0.0,
         token_rel_l2_p99=float(np.quantile(known, 0.99, method="inverted_cdf"))
         if len(known)
         else 0.0,
         token_rel_l2_max=float(known.max()) if len(known) else 0.0,
         worst_row=int(np.nanargmax(per_row)) if len(known) else None,
-        channel_rel_l2_max=None,
-        worst_channel=None,
         update_rel_l2=None if update_norm is None else _root(total, update_norm**2),
         update_norm=update_norm,
         num_sink_tokens=int(sinks.sum()),
@@ -139,10 +130,6 @@ def estimate_pair(
         pad_rel_l2=_root(float(d2[pads].sum()), float(np.square(ref.norm[pads]).sum()))
         if pads.any()
         else None,
-        reference_nan=0,
-        reference_inf=0,
-        candidate_nan=0,
-        candidate_inf=0,
     )
     rows = RowMetrics(
         rel_l2=per_row,
@@ -230,11 +217,6 @@ def _chi_square_share(freedom: float, deviate: float) -> float:
     """The quantile of chi-square over its ``freedom`` degrees, at a normal deviate."""
     part = 2.0 / (9.0 * freedom)
     return (1.0 - part + deviate * math.sqrt(part)) ** 3
-
-
-def _sink_limit(norms: np.ndarray) -> float:
-    median = float(np.median(norms)) if len(norms) else 0.0
-    return SINK_FACTOR * median if median else math.inf
 
 
 def _root(x2: float, y2: float) -> float:

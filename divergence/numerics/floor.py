@@ -264,16 +264,11 @@ def spread(num_values: int, *, num_looks: int = 1) -> float:
     def width(n: int, deviations: float) -> float:
         return deviations / 2 * math.sqrt(4 / n + 4 / n**2)
 
-    wanted = width(max(1, num_values), _deviations(max(1, num_looks)))
+    deviations, normal = _DEVIATIONS, NormalDist()
+    if num_looks > 1:  # which the largest of so many exceeds as rarely as one exceeds 3.7
+        deviations = -normal.inv_cdf(normal.cdf(-_DEVIATIONS) / num_looks)
+    wanted = width(max(1, num_values), deviations)
     return math.exp(max(0.0, wanted - width(ENOUGH, _DEVIATIONS)))
-
-
-def _deviations(num_looks: int) -> float:
-    """Standard deviations that the largest of so many exceeds as rarely as one exceeds 3.7."""
-    if num_looks == 1:
-        return _DEVIATIONS
-    normal = NormalDist()
-    return -normal.inv_cdf(normal.cdf(-_DEVIATIONS) / num_looks)
 
 
 def rare_ratio(num_values: int) -> float:

@@ -60,97 +60,41 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         return dtype
 
 
-def _float(
-    name: str,
-    *,
-    itemsize: int,
-    mantissa_bits: int,
-    min_exponent: int,
-    maximum: float,
-    signed: bool = True,
-    kind: FormatKind = "float",
-    subnormals: bool = True,
-) -> Format:
-    normal = 2.0**min_exponent
-    return Format(
-        name=name,
-        kind=kind,
-        itemsize=itemsize,
-        mantissa_bits=mantissa_bits,
-        unit_roundoff=2.0 ** -(mantissa_bits + 1),
-        smallest_normal=normal,
-        smallest_subnormal=normal * 2.0**-mantissa_bits if subnormals else normal,
-        max=maximum,
-        signed=signed,
-    )
-
-
-def _int(name: str, *, itemsize: int, signed: bool, kind: FormatKind = "int") -> Format:
-    value_bits = 1 if kind == "bool" else 8 * itemsize - signed
-    return Format(
-        name=name,
-        kind=kind,
-        itemsize=itemsize,
-        mantissa_bits=value_bits,
-        unit_roundoff=0.0,
-        smallest_normal=1.0,
-        smallest_subnormal=1.0,
-        max=float(2**value_bits - 1),
-        signed=signed,
-    )
-
-
-_F64_MAX = (2 - 2.0**-52) * 2.0**1023
-_F32_MAX = (2 - 2.0**-23) * 2.0**127
-
-_TABLE = (
-    _int("bool", itemsize=1, signed=False, kind="bool"),
-    _int("uint8", itemsize=1, signed=False),
-    _int("int8", itemsize=1, signed=True),
-    _int("uint16", itemsize=2, signed=False),
-    _int("int16", itemsize=2, signed=True),
-    _int("uint32", itemsize=4, signed=False),
-    _int("int32", itemsize=4, signed=True),
-    _int("uint64", itemsize=8, signed=False),
-    _int("int64", itemsize=8, signed=True),
-    _float(
-        "float8_e8m0fnu",
-        itemsize=1,
-        mantissa_bits=0,
-        min_exponent=-127,
-        maximum=2.0**127,
-        signed=False,
-        subnormals=False,
-    ),
-    _float("float8_e5m2", itemsize=1, mantissa_bits=2, min_exponent=-14, maximum=57344.0),
-    _float("float8_e5m2fnuz", itemsize=1, mantissa_bits=2, min_exponent=-15, maximum=57344.0),
-    _float("float8_e4m3fn", itemsize=1, mantissa_bits=3, min_exponent=-6, maximum=448.0),
-    _float("float8_e4m3fnuz", itemsize=1, mantissa_bits=3, min_exponent=-7, maximum=240.0),
-    _float(
-        "bfloat16", itemsize=2, mantissa_bits=7, min_exponent=-126, maximum=(2 - 2.0**-7) * 2.0**127
-    ),
-    _float("float16", itemsize=2, mantissa_bits=10, min_exponent=-14, maximum=65504.0),
-    _float("float32", itemsize=4, mantissa_bits=23, min_exponent=-126, maximum=_F32_MAX),
-    _float("float64", itemsize=8, mantissa_bits=52, min_exponent=-1022, maximum=_F64_MAX),
-    _float(
-        "complex64",
-        itemsize=8,
-        mantissa_bits=23,
-        min_exponent=-126,
-        maximum=_F32_MAX,
-        kind="complex",
-    ),
-    _float(
-        "complex128",
-        itemsize=16,
-        mantissa_bits=52,
-        min_exponent=-1022,
-        maximum=_F64_MAX,
-        kind="complex",
-    ),
+_INTEGERS = (
+    ("bool", 1, 1), ("uint8", 1, 8), ("int8", 1, 7), ("uint16", 2, 16), ("int16", 2, 15),
+    ("uint32", 4, 32), ("int32", 4, 31), ("uint64", 8, 64), ("int64", 8, 63),
+)  # fmt: skip
+"""(name, bytes, value bits)."""
+_FLOATS: tuple[tuple[str, FormatKind, int, int, int, float], ...] = (
+    ("float8_e8m0fnu", "float", 1, 0, -127, 2.0**127),
+    ("float8_e5m2", "float", 1, 2, -14, 57344.0),
+    ("float8_e5m2fnuz", "float", 1, 2, -15, 57344.0),
+    ("float8_e4m3fn", "float", 1, 3, -6, 448.0),
+    ("float8_e4m3fnuz", "float", 1, 3, -7, 240.0),
+    ("bfloat16", "float", 2, 7, -126, (2 - 2.0**-7) * 2.0**127),
+    ("float16", "float", 2, 10, -14, 65504.0),
+    ("float32", "float", 4, 23, -126, (2 - 2.0**-23) * 2.0**127),
+    ("float64", "float", 8, 52, -1022, (2 - 2.0**-52) * 2.0**1023),
+    ("complex64", "complex", 8, 23, -126, (2 - 2.0**-23) * 2.0**127),
+    ("complex128", "complex", 16, 52, -1022, (2 - 2.0**-52) * 2.0**1023),
 )
+"""(name, kind, bytes, fraction bits, exponent of the smallest normal number, largest)."""
 
-FORMATS: dict[str, Format] = {form.name: form for form in _TABLE}
+FORMATS: dict[str, Format] = {
+    name: Format(
+        name=name, kind="bool" if name == "bool" else "int", itemsize=itemsize, mantissa_bits=bits,
+        unit_roundoff=0.0, smallest_normal=1.0, smallest_subnormal=1.0, max=float(2**bits - 1),
+        signed=name.startswith("int"),
+    )
+    for name, itemsize, bits in _INTEGERS
+} | {
+    name: Format(
+        name=name, kind=kind, itemsize=itemsize, mantissa_bits=bits,
+        unit_roundoff=2.0 ** -(bits + 1), smallest_normal=2.0**exponent,
+        smallest_subnormal=2.0**exponent * 2.0**-bits, max=largest, signed=bits > 0,
+    )
+    for name, kind, itemsize, bits, exponent, largest in _FLOATS
+}  # fmt: skip
 
 _ALIASES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16",

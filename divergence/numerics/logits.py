@@ -62,27 +62,16 @@ def divergence_bounds(
         exact = max(0.0, inner)
         return Bounds(exact, exact, tv[0], tv[1], p_tail, q_tail)
     lower = inner + p_tail * math.log(p_tail / q_tail) if q_tail > 0 else math.inf
-    upper = inner + _most(p_ids, p_log, q_ids, q_log, p_at, q_at, p_tail)
-    lower = max(0.0, lower)
+    lower, upper = max(0.0, lower), math.inf
+    if 1 - float(np.exp(q_log).sum()) < _NOTHING and len(p_at) == len(p_ids):  # q is known whole
+        rest = np.sort(np.delete(q_log, q_at))
+        most = math.exp(float(p_log.min()))
+        count = math.ceil(p_tail / most - 1e-12)
+        if count <= len(rest):  # else the list is no top list: its tail has more than it may
+            parts = np.full(count, most)
+            parts[-1] = p_tail - most * (count - 1)
+            upper = inner + float((parts * (np.log(parts) - rest[:count])).sum())
     return Bounds(lower, max(lower, upper), tv[0], tv[1], p_tail, q_tail)
-
-
-def _most(
-    p_ids: np.ndarray, p_log: np.ndarray, q_ids: np.ndarray, q_log: np.ndarray, p_at: np.ndarray,
-    q_at: np.ndarray, p_tail: float,
-) -> float:  # fmt: skip
-    """The largest that the tail's part of KL can be; inf where q is not known whole."""
-    whole = 1 - float(np.exp(q_log).sum()) < _NOTHING and len(p_at) == len(p_ids)
-    if not whole:
-        return math.inf
-    rest = np.sort(np.delete(q_log, q_at))
-    most = math.exp(float(p_log.min()))
-    count = math.ceil(p_tail / most - 1e-12)
-    if count > len(rest):
-        return math.inf  # the list is no top list: its tail has more than it may
-    parts = np.full(count, most)
-    parts[-1] = p_tail - most * (count - 1)
-    return float((parts * (np.log(parts) - rest[:count])).sum())
 
 
 # Two sets of logits as distributions: how far apart, and whether the choice changes.
@@ -215,13 +204,32 @@ def measure_logits(
     threads = min(8, torch.get_num_threads())
     starts = range(0, len(rows), count)
     measured = [block for part in run_split(work, starts, threads=threads) for block in part]
-    num_masked = grid_a.num_rows - len(rows)
     if not measured:
         measured.append((rows, *_measure_rows(np.zeros((0, 1)), np.zeros((0, 1)))))
-    return _aggregate(
-        *(np.concatenate(columns) for columns in zip(*measured, strict=True)),
-        num_masked=num_masked,
-        num_wanted=len(rows),
+    numbers, kl, same, overlap, margin, logprob_diff = (
+        np.concatenate(columns) for columns in zip(*measured, strict=True)
+    )
+    empty = not len(kl)
+
+    def kl_quantile(share: float) -> float:
+        return 0.0 if empty else float(np.quantile(kl, share, method="inverted_cdf"))
+
+    return LogitsMetrics(
+        num_rows=len(kl),
+        num_masked=grid_a.num_rows - len(rows),
+        num_skipped=len(rows) - len(kl),
+        kl_mean=0.0 if empty else float(kl.mean()),
+        kl_median=kl_quantile(0.5),
+        kl_p90=kl_quantile(0.9),
+        kl_p95=kl_quantile(0.95),
+        kl_p99=kl_quantile(0.99),
+        kl_max=0.0 if empty else float(kl.max()),
+        worst_row=None if empty else int(numbers[kl.argmax()]),
+        top1_agreement=1.0 if empty else float(same.mean()),
+        top5_overlap=1.0 if empty else float(overlap.mean()),
+        margin_min=math.inf if empty else float(margin.min()),
+        margin_median=math.inf if empty else float(np.median(margin)),
+        chosen_logprob_diff_max=0.0 if empty else float(logprob_diff.max()),
     )
 
 
@@ -360,41 +368,6 @@ def _kl(p: np.ndarray, log_q: np.ndarray, t: np.ndarray) -> np.ndarray:
     return divergences
 
 
-def _aggregate(
-    rows: np.ndarray,
-    kl: np.ndarray,
-    same: np.ndarray,
-    overlap: np.ndarray,
-    margin: np.ndarray,
-    logprob_diff: np.ndarray,
-    *,
-    num_masked: int,
-    num_wanted: int,
-) -> LogitsMetrics:
-    empty = not len(kl)
-
-    def kl_quantile(share: float) -> float:
-        return 0.0 if empty else float(np.quantile(kl, share, method="inverted_cdf"))
-
-    return LogitsMetrics(
-        num_rows=len(kl),
-        num_masked=num_masked,
-        num_skipped=num_wanted - len(kl),
-        kl_mean=0.0 if empty else float(kl.mean()),
-        kl_median=kl_quantile(0.5),
-        kl_p90=kl_quantile(0.9),
-        kl_p95=kl_quantile(0.95),
-        kl_p99=kl_quantile(0.99),
-        kl_max=0.0 if empty else float(kl.max()),
-        worst_row=None if empty else int(rows[kl.argmax()]),
-        top1_agreement=1.0 if empty else float(same.mean()),
-        top5_overlap=1.0 if empty else float(overlap.mean()),
-        margin_min=math.inf if empty else float(margin.min()),
-        margin_median=math.inf if empty else float(np.median(margin)),
-        chosen_logprob_diff_max=0.0 if empty else float(logprob_diff.max()),
-    )
-
-
 # What trainers of reinforcement learning call the gap between rollout and trainer, by its names.
 #
 # Both gave log-probabilities to the same sampled tokens: l_r the engine that sampled them
@@ -449,11 +422,6 @@ def rollout_metrics(
         token_mult_prob_error=float(np.exp(np.abs(cut)).mean()),
         train_rollout_logprob_abs_diff=float(np.mean([np.abs(t - r).mean() for r, t in pairs])),
     )
-    correlation = _pearson(np.exp(behind), np.exp(now))
-    return metrics if correlation is None else metrics | {PEARSON: correlation}
-
-
-def _pearson(x: np.ndarray, y: np.ndarray) -> float | None:
-    x, y = x - x.mean(), y - y.mean()
+    x, y = (side - side.mean() for side in (np.exp(behind), np.exp(now)))
     whole = math.sqrt(float((x * x).sum()) * float((y * y).sum()))
-    return float((x * y).sum()) / whole if whole > 0 else None
+    return metrics | {PEARSON: float((x * y).sum()) / whole} if whole > 0 else metrics

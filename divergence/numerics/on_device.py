@@ -30,7 +30,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import Format
 from divergence.numerics.summaries import sum_dtype_name
-from divergence.numerics.summary import Summary
+from divergence.numerics.summary import Summary, summary_of
 from divergence.numerics.sums import Grid, Rows, Sums
 from divergence.numerics.ulp import MOST_STEPS, Tail, byte_keys
 
@@ -290,16 +290,9 @@ def summaries_of(statistics: Sequence[Statistics]) -> list[Summary]:
         return []
     floats = torch.stack([part for part, _ in statistics]).cpu().tolist()
     counts = torch.stack([part for _, part in statistics]).cpu().tolist()
-    return [_summary(*pair) for pair in zip(floats, counts, strict=True)]
-
-
-def _summary(floats: list[float], counts: list[int]) -> Summary:
-    low, high, total, squares, scale = floats
-    count, nan, up, down, zero = counts
-    numbers = {"num_nan": nan, "num_posinf": up, "num_neginf": down, "num_zero": zero}
-    if not count:
-        return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **numbers)
-    return Summary(
-        min=low, max=high, mean=scale * total / count, rms=scale * math.sqrt(squares / count),
-        absmax=max(abs(low), abs(high)), **numbers,
-    )  # fmt: skip
+    summaries = []
+    for (low, high, total, squares, scale), (count, *others) in zip(floats, counts, strict=True):
+        num = max(1, count)
+        mean, rms = scale * total / num, scale * math.sqrt(squares / num)
+        summaries.append(summary_of(count, low, high, mean, rms, *others))
+    return summaries

@@ -148,19 +148,20 @@ def measure_operator(
     columns = r.square().sum(0), len(r)
     if before is not None and len(before[0]) == r.shape[1]:
         columns = columns[0] + before[0], columns[1] + before[1]
+    # of how many numbers it is at least where each is off in proportion to its size, or to what is
+    # usual in its column: a large number may be small in one row by chance, and its error is not.
+    # So an error in a few of many like numbers is no chance
     usual = columns[0] / columns[1]
+    least = torch.ones_like(floor)
+    if not cancels:
+        least = _numbers(r.square().maximum(usual).sqrt())
     wide = num_kept >= min(_WIDE, width)
     return OperatorErrors(
         reference=da.norm(dim=1),
         candidate=db.norm(dim=1),
         between=((x - y) / norm).norm(dim=1),
         floor=floor,
-        numbers=torch.stack(
-            [
-                _numbers(error) if cancels else _numbers_at_least(error, r, usual)
-                for error in (da, db)
-            ]
-        ),
+        numbers=torch.stack([_numbers(error).maximum(least) for error in (da, db)]),
         columns=columns,
         column_reference=da[wide].square().sum(0),
         column_candidate=db[wide].square().sum(0),
@@ -181,16 +182,6 @@ def numbers_of(squares: torch.Tensor, fourth: torch.Tensor) -> torch.Tensor:
     normal numbers the participation ratio (Σe²)² / Σe⁴ is (n + 2) / 3 on average."""
     ratio = squares.square() / fourth.clamp_min(torch.finfo(fourth.dtype).tiny)
     return (3 * ratio - 2).clamp_min(1.0)
-
-
-def _numbers_at_least(
-    error: torch.Tensor, values: torch.Tensor, usual: torch.Tensor
-) -> torch.Tensor:
-    """(T,): of how many numbers a row's error is made, and at least of how many it is where each
-    number is off in proportion to its size, or to that which is ``usual`` in its column, (D,)
-    squared: a large number may be small in one row by chance, and its error is not. So an error in
-    a few of many like numbers is no chance."""
-    return _numbers(error).maximum(_numbers(values.square().maximum(usual).sqrt()))
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

@@ -81,16 +81,21 @@ def measure_pair(
     ``device``: add up there instead (numerics.on_device), where float64's range is not left.
     Formulas, units and care: PairMetrics. Raises ValueError where shapes do not match.
     """
-    for name, other in (("candidate", b), ("base", base)):
-        if other is not None and other.shape != a.shape:
-            raise ValueError(
-                f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
-            )
+    check_shapes(a, candidate=b, base=base)
     pair = _Pair(
         a, b, base, row_mask, threads=threads, block=min(block, BLOCK), kernel=kernel, device=device
     )
     form = format_named(ulp_format) if isinstance(ulp_format, str) else ulp_format
     return pair.measure(tuple(a.shape), form or narrower(pair.a.format, pair.b.format))
+
+
+def check_shapes(a: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises ValueError where one of ``others`` has another shape than the reference ``a``."""
+    for name, other in others.items():
+        if other is not None and other.shape != a.shape:
+            raise ValueError(
+                f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
+            )
 
 
 def narrower(a: Format, b: Format) -> Format | None:
@@ -176,14 +181,21 @@ class _Pair:
         per_row = np.full(self.a.num_rows, np.nan)
         per_row[self.real] = root_ratios(row_d, row_a)
         per_row[~self.row_finite] = np.nan
-        sinks = _sinks(row_a)
+        norms = np.sqrt(row_a)
+        usual = _median(np.sort(norms)) if len(norms) else 0.0
+        sinks = norms > (SINK_FACTOR * usual if usual else math.inf)
         n = sums.num_finite
         spread = max(0.0, sums.product_squares - product**2 / max(n, 1)) * n / max(n - 1, 1)
         width = self.a.width
         numel = len(row_a) * self.a.num_cols
         update = None if self.base is None else math.sqrt(self.row_update[self.real].sum())
         metrics = PairMetrics(
-            identical=sums.max_at < 0 and self._identical(),
+            identical=sums.max_at < 0
+            and self.a.format.name == self.b.format.name
+            and all(
+                np.array_equal(self.a.bits[part], self.b.bits[part])
+                for part in tiles(slice(0, self.a.num_rows), self.a.num_cols)
+            ),
             numel=numel // width,
             num_finite=n // width,
             num_rows=len(row_a),
@@ -218,20 +230,16 @@ class _Pair:
             **_token_metrics(per_row),
             **self._channel_metrics(sums, a2),
         )
-        return metrics, self._rows(per_row)
-
-    def _rows(self, rel_l2: np.ndarray) -> RowMetrics:
         with np.errstate(over="ignore"):  # a float64 mask's norm is beyond float64: inf
-            norm = np.sqrt(self.row_a) / self.scale
-            diff = np.sqrt(self.row_d) / self.scale
-            update = None if self.base is None else np.sqrt(self.row_update) / self.scale
-        return RowMetrics(
-            rel_l2=rel_l2,
-            diff=np.where(np.isnan(rel_l2), math.nan, diff),
-            norm=norm,
-            update_norm=update,
-            nonfinite=self.row_nonfinite if self.row_nonfinite.any() else None,
-        )
+            diff = np.where(np.isnan(per_row), math.nan, np.sqrt(self.row_d) / self.scale)
+            rows = RowMetrics(
+                rel_l2=per_row,
+                diff=diff,
+                norm=np.sqrt(self.row_a) / self.scale,
+                update_norm=None if self.base is None else np.sqrt(self.row_update) / self.scale,
+                nonfinite=self.row_nonfinite if self.row_nonfinite.any() else None,
+            )
+        return metrics, rows
 
     def _angle(self, sums: Sums, a2: float, d2: float) -> tuple[float, float, float, float]:
         """‖a‖², ‖b‖², P and 1 - cos; see the module docstring."""
@@ -322,12 +330,6 @@ class _Pair:
         worst = int(ratios.argmax())
         return {"channel_rel_l2_max": math.sqrt(ratios[worst]), "worst_channel": worst}
 
-    def _identical(self) -> bool:
-        if self.a.format.name != self.b.format.name:
-            return False
-        parts = tiles(slice(0, self.a.num_rows), self.a.num_cols)
-        return all(np.array_equal(self.a.bits[part], self.b.bits[part]) for part in parts)
-
 
 def _split_rows(row_mask: torch.Tensor | None, num_rows: int) -> tuple[Rows, Rows]:
     """Row numbers to measure, and those to leave out."""
@@ -358,16 +360,6 @@ def _median(ordered: np.ndarray) -> float:
     """Of values in order; np.median takes longer than all of a decode step's arithmetic."""
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return float(low if low == high else (low + high) / 2)
-
-
-def _sinks(row_a: np.ndarray) -> np.ndarray:
-    """Rows whose norm exceeds SINK_FACTOR times the median; none where the median is 0."""
-    if not len(row_a):
-        return np.zeros(0, bool)
-    norms = np.sqrt(row_a)
-    median = _median(np.sort(norms))
-    sinks: np.ndarray = norms > (SINK_FACTOR * median if median else math.inf)
-    return sinks
 
 
 def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
@@ -430,11 +422,7 @@ def measure_many(
 
     None for a pair that measure_pair must take. Raises ValueError where shapes differ.
     """
-    for name, other in (("candidate", b), ("base", base)):
-        if other is not None and other.shape != a.shape:
-            raise ValueError(
-                f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
-            )
+    check_shapes(a, candidate=b, base=base)
     large = a[:1].numel() > MOST_NUMEL
     if large or not a.numel() or a.is_complex() or b.is_complex():
         return [None] * len(a)
@@ -565,12 +553,27 @@ class _Block:
         if update is not None:
             columns["update_rel_l2"] = root_ratios(d2, update**2)
             columns["update_norm"] = update
-        self._look_again(columns, differs, largest_a, largest_b, at, sinks)
+        # what only some pairs have: None for the others
+        places = [()] * count
+        if self.shape:
+            axes = np.unravel_index(at, self.shape)
+            places = list(zip(*(axis.tolist() for axis in axes), strict=True))
+        for name, values in (
+            ("max_abs_index", places),
+            ("max_abs_reference", largest_a.tolist()),
+            ("max_abs_candidate", largest_b.tolist()),
+        ):
+            columns[name] = [
+                value if yes else None for yes, value in zip(differs.tolist(), values, strict=True)
+            ]
+        columns["rel_l2_without_sinks"] = [None] * count
+        for place in np.flatnonzero(sinks.any(axis=1)):
+            rest = ~sinks[place]
+            sums = (x[place][rest].sum() for x in (self.row_d, self.row_a))
+            columns["rel_l2_without_sinks"][place] = float(root_ratios(*map(np.asarray, sums)))
         always = {
-            "numel": n, "num_finite": n, "num_rows": self.rows, "num_masked": 0,
-            "ulp_format": None if form is None else form.name, "pad_rel_l2": None,
-            "reference_nan": 0, "reference_inf": 0, "candidate_nan": 0, "candidate_inf": 0,
-            "update_rel_l2": None, "update_norm": None,
+            "numel": n, "num_finite": n, "num_rows": self.rows,
+            "ulp_format": None if form is None else form.name,
         }  # fmt: skip
         lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in columns.values()]
         names = tuple(columns)
@@ -592,41 +595,6 @@ class _Block:
             )
             results.append((metrics, rows))
         return results
-
-    def _look_again(
-        self,
-        columns: dict[str, Any],
-        differs: np.ndarray,
-        largest_a: np.ndarray,
-        largest_b: np.ndarray,
-        at: np.ndarray,
-        sinks: np.ndarray,
-    ) -> None:
-        """Adds what only some pairs have: None for the others."""
-        some = differs.tolist()
-        places = (
-            np.unravel_index(at, self.shape) if self.shape else (),
-            largest_a.tolist(),
-            largest_b.tolist(),
-        )
-        indices = (
-            list(zip(*(axis.tolist() for axis in places[0]), strict=True))
-            if self.shape
-            else [()] * self.count
-        )
-        for name, values in (
-            ("max_abs_index", indices),
-            ("max_abs_reference", places[1]),
-            ("max_abs_candidate", places[2]),
-        ):
-            columns[name] = [
-                value if yes else None for yes, value in zip(some, values, strict=True)
-            ]
-        columns["rel_l2_without_sinks"] = [None] * self.count
-        for number in np.flatnonzero(sinks.any(axis=1)):
-            rest = ~sinks[number]
-            sums = (x[number][rest].sum() for x in (self.row_d, self.row_a))
-            columns["rel_l2_without_sinks"][number] = float(root_ratios(*map(np.asarray, sums)))
 
     def _angle(
         self, a2: np.ndarray, d2: np.ndarray, along: np.ndarray
@@ -935,11 +903,7 @@ def measure_against(
     there instead.
     Raises ValueError where shapes differ.
     """
-    for name, other in (("candidate", b), ("truth", truth), ("base", base)):
-        if other is not None and other.shape != a.shape:
-            raise ValueError(
-                f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
-            )
+    check_shapes(a, candidate=b, truth=truth, base=base)
     columns = a.shape[-1] if a.ndim else 1
     plain = device is None and row_mask is None and kernel == "numpy"
     if plain and 0 < a.numel() <= _CHUNK_NUMEL:
@@ -954,7 +918,14 @@ def measure_against(
         kept &= row_mask.reshape(-1).to(torch.bool)
     forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
     if device is None and chosen(kernel, *forms) == "compiled":
-        sums, sink, channels = _in_loops(x, y, r, start, kept)
+        from divergence.numerics.compiled import add_channels, row_sums
+
+        sums = row_sums(x, y, r, start)
+        sink = _against_sinks(sums[0].sqrt(), kept)
+        usual = kept & sums[:4].isfinite().all(0) & ~sink
+        usual[_outliers(sums, usual)] = False
+        channels = torch.zeros(6, columns, dtype=torch.float64)
+        add_channels(x, y, r, usual.nonzero().flatten(), channels)
     else:
         sums, sink, channels = _in_chunks(x, y, r, start, kept, device)
     good = kept & sums[:4].isfinite().all(0)
@@ -1006,22 +977,6 @@ def _in_chunks(
         channels.zero_()
         for numbers in torch.split(usual.nonzero().flatten(), rows):
             _add_columns(wide(a[numbers]), wide(b[numbers]), wide(truth[numbers]), channels)
-    return sums, sink, channels
-
-
-def _in_loops(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
-    kept: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The same in compiled loops."""
-    from divergence.numerics.compiled import add_channels, row_sums
-
-    sums = row_sums(a, b, truth, base)
-    sink = _against_sinks(sums[0].sqrt(), kept)
-    usual = kept & sums[:4].isfinite().all(0) & ~sink
-    usual[_outliers(sums, usual)] = False
-    channels = torch.zeros(6, truth.shape[1], dtype=torch.float64)
-    add_channels(a, b, truth, usual.nonzero().flatten(), channels)
     return sums, sink, channels
 
 

@@ -69,9 +69,20 @@ def certainty_of(values: np.ndarray) -> Certainty:
     normal = NormalDist()
     z = normal.inv_cdf(1 - _LEVEL / 2) + normal.inv_cdf(_POWER)
     spread = float(values.std(ddof=1))
+    # of all changes of sign where they are few, else of draws of them
+    wanted = abs(mean) * (1 - 1e-12)
+    if num <= _EXACT:
+        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=num)))
+        p_value = float((np.abs((signs * values).mean(axis=1)) >= wanted).mean())
+    else:
+        hits = 0
+        for start in range(0, _DRAWS, draws):
+            signs = generator.integers(0, 2, (min(draws, _DRAWS - start), num)) * 2.0 - 1.0
+            hits += int((np.abs((signs * values).mean(axis=1)) >= wanted).sum())
+        p_value = (hits + 1) / (_DRAWS + 1)
     return Certainty(
-        num_prompts=num, mean=mean, low=float(low), high=float(high),
-        p_value=_p_value(values, generator), smallest_shift=z * spread / math.sqrt(num),
+        num_prompts=num, mean=mean, low=float(low), high=float(high), p_value=p_value,
+        smallest_shift=z * spread / math.sqrt(num),
     )  # fmt: skip
 
 
@@ -83,18 +94,16 @@ def least_share(num: int, of: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         share = (low + high) / 2
-        above = (
-            sum(math.comb(of, n) * share**n * (1 - share) ** (of - n) for n in range(num, of + 1))
-            if of <= 1000
-            else _above(num, of, share)
-        )
+        if of <= 1000:
+            chances = (
+                math.comb(of, n) * share**n * (1 - share) ** (of - n) for n in range(num, of + 1)
+            )
+            above = sum(chances)
+        else:  # the normal distribution, in place of many terms
+            spread = math.sqrt(of * share * (1 - share)) or 1.0
+            above = 1 - NormalDist(of * share, spread).cdf(num - 0.5)
         low, high = (share, high) if above < _LEVEL else (low, share)
     return low
-
-
-def _above(num: int, of: int, share: float) -> float:
-    """The same probability where it has many terms: the normal one."""
-    return 1 - NormalDist(of * share, math.sqrt(of * share * (1 - share)) or 1.0).cdf(num - 0.5)
 
 
 def rank_sum(values: np.ndarray, there: np.ndarray) -> float:
@@ -108,20 +117,6 @@ def rank_sum(values: np.ndarray, there: np.ndarray) -> float:
     ties = float((counts**3 - counts).sum()) / (num * (num - 1))
     spread = math.sqrt(n * m / 12 * (num + 1 - ties))
     return (float(ranks[there].sum()) - n * (num + 1) / 2) / spread if spread else 0.0
-
-
-def _p_value(values: np.ndarray, generator: np.random.Generator) -> float:
-    """Of all changes of sign where they are few, else of draws of them."""
-    wanted = abs(float(values.mean())) * (1 - 1e-12)
-    if len(values) <= _EXACT:
-        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(values))))
-        return float((np.abs((signs * values).mean(axis=1)) >= wanted).mean())
-    hits, rows = 0, max(1, 2_000_000 // len(values))
-    for start in range(0, _DRAWS, rows):
-        shape = min(rows, _DRAWS - start), len(values)
-        signs = generator.integers(0, 2, shape) * 2.0 - 1.0
-        hits += int((np.abs((signs * values).mean(axis=1)) >= wanted).sum())
-    return (hits + 1) / (_DRAWS + 1)
 
 
 # Do two sources' sampled texts come from one distribution? A kernel two-sample test.
@@ -221,7 +216,11 @@ def _smallest_share(
     generator: np.random.Generator,
 ) -> float | None:
     bound = float(np.quantile(null, 1 - LEVEL, method="higher"))
-    other = _across(pairs)
+    kernels = []  # of answers to different prompts
+    for (first, _), (second, _) in itertools.pairwise(pairs):
+        length = min(first.shape[1], second.shape[1])
+        kernels.append(float((first[0, :length] == second[0, :length]).mean()) if length else 0.0)
+    other = float(np.mean(kernels)) if kernels else 0.0
     for share in _SHARES:
         mmds = np.zeros(_TRIALS)
         for prompt in prompts:
@@ -230,12 +229,3 @@ def _smallest_share(
         if float((mmds / len(prompts) > bound).mean()) >= _POWER_TWO_SAMPLE:
             return share
     return None
-
-
-def _across(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """The mean kernel of answers to different prompts; 0 with one prompt alone."""
-    kernels = []
-    for (first, _), (second, _) in itertools.pairwise(pairs):
-        length = min(first.shape[1], second.shape[1])
-        kernels.append(float((first[0, :length] == second[0, :length]).mean()) if length else 0.0)
-    return float(np.mean(kernels)) if kernels else 0.0

@@ -74,7 +74,9 @@ def fold_many(buffers: Sequence[memoryview], *, kernel: Kernel = "numpy") -> lis
         if 0 < buffer.nbytes <= 4 * _FEW_WORDS:
             alike.setdefault(buffer.nbytes, []).append(index)
         else:
-            folds[index] = fold_tensor(torch.from_numpy(_array(buffer)), kernel=kernel)
+            array = np.frombuffer(buffer, np.uint8)
+            array = array if array.flags.writeable else array.copy()  # torch warns of others
+            folds[index] = fold_tensor(torch.from_numpy(array), kernel=kernel)
     for num_bytes, members in alike.items():
         step = max(1, _TOGETHER // -(-num_bytes // 4))
         for start in range(0, len(members), step):
@@ -82,11 +84,6 @@ def fold_many(buffers: Sequence[memoryview], *, kernel: Kernel = "numpy") -> lis
             for index, fold in zip(part, _folds([buffers[at] for at in part]), strict=True):
                 folds[index] = fold
     return folds
-
-
-def _array(buffer: memoryview) -> np.ndarray:
-    array = np.frombuffer(buffer, np.uint8)
-    return array if array.flags.writeable else array.copy()  # torch warns of others
 
 
 def _folds(buffers: list[memoryview]) -> list[str]:
@@ -195,7 +192,6 @@ def _chunks(words: torch.Tensor, kernel: Kernel) -> torch.Tensor:
 
 
 def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torch.Tensor:
-    import numpy as np
     import torch
 
     wide = words.to(torch.int64)  # (1 or 2, chunks, words)
@@ -214,7 +210,6 @@ def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torc
 
 @functools.lru_cache(maxsize=8)
 def _multipliers(device: str) -> torch.Tensor:
-    import numpy as np
     import torch
 
     host = np.stack([stream(seed, CHUNK) for seed in SEEDS]).view(np.int64)
@@ -359,11 +354,15 @@ def num_projections(shape: Sequence[int], form: Format) -> int | None:
     rows, features = rows_of(shape)
     if form.kind != "float" or form.itemsize > 4 or rows * features == 0:
         return None
+
+    def takes_half(row_bytes: int, k: int) -> bool:
+        return 2 * 4 * (k + 2) > row_bytes
+
     k = min(_MOST, max(_FEWEST, _power_below(features // _FEATURES_EACH)))
     k = max(k, _power_below(_MOST // rows))  # little is saved at few rows, and much is lost
-    while k > _FEWEST and not _worth_while(features * _USUAL_BYTES, k):
+    while k > _FEWEST and takes_half(features * _USUAL_BYTES, k):
         k //= 2
-    return k if _worth_while(features * form.itemsize, k) else None
+    return None if takes_half(features * form.itemsize, k) else k
 
 
 def num_pooled(shape: Sequence[int], k: int) -> int:
@@ -378,10 +377,6 @@ def num_pooled(shape: Sequence[int], k: int) -> int:
 def _power_below(number: int) -> int:
     """The largest power of two that is no larger; 1 at least."""
     return 1 << (max(number, 1).bit_length() - 1)
-
-
-def _worth_while(row_bytes: int, k: int) -> bool:
-    return 2 * 4 * (k + 2) <= row_bytes
 
 
 def sketch_bytes(shape: Sequence[int], form: Format) -> int:
@@ -419,8 +414,8 @@ def sketch_tensor(
     device = str(x.device)
     wide = _sum_dtype(device)
     groups = -(-features // k)
-    if row_numbers is None:
-        tau = _tau(len(x), groups, device, wide)
+    if row_numbers is None:  # a part of a table that grows in powers of two
+        tau = _tau_table(1 << max(0, len(x) - 1).bit_length(), groups, device, wide)[: len(x)]
     else:
         tau = _signs_of(np.asarray(row_numbers), groups).to(device=device, dtype=wide)
     sigma = _sigma(features, device, wide)
@@ -437,7 +432,16 @@ def sketch_tensor(
             pooled, turns = totals.numpy(), (first + np.arange(len(x))) * SHIFT % num_pooled
         _put(out, *projections_of(Grid(x), sigma.numpy(), tau.numpy(), k, turns, pooled))
     else:
-        _sketch_blocks(x, sigma, tau, out, totals, first)
+        each = max(len(x), 1) if totals is None else num_rows
+        at_once = max(1, (_BLOCK if device == "cpu" else _DEVICE_BLOCK) // max(features, 1))
+        buffer = torch.empty(min(at_once, each), features, dtype=wide, device=x.device)
+        width = k if totals is None else num_pooled
+        for block, begin in enumerate(range(0, len(x), each)):
+            for start in range(begin, begin + each, at_once):
+                part = slice(start, min(start + at_once, begin + each))
+                sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, width)
+                if totals is not None:
+                    _add_turned(totals[block], sums, first + start)
     return Projections(out, out.new_empty(num_blocks, 0) if totals is None else totals.float())
 
 
@@ -469,31 +473,6 @@ def sketch_many(
         for index, row in zip(members, torch.split(sketched.rows, 1), strict=True):
             results[index] = Projections(row, sketched.pooled)
     return [result for result in results if result is not None]
-
-
-def _sketch_blocks(
-    x: torch.Tensor,
-    sigma: torch.Tensor,
-    tau: torch.Tensor,
-    out: torch.Tensor,
-    totals: torch.Tensor | None,
-    first_row: int,
-) -> None:
-    """Rows into ``out``; where there are ``totals``, adds the pooled sums of each block to them."""
-    import torch
-
-    num_rows, features = x.shape
-    k = out.shape[1] - 2
-    each = max(num_rows, 1) if totals is None else num_rows // len(totals)
-    step = max(1, (_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK) // max(features, 1))
-    buffer = torch.empty(min(step, each), features, dtype=sigma.dtype, device=x.device)
-    width = k if totals is None else totals.shape[1]
-    for first in range(0, num_rows, each):
-        for start in range(first, first + each, step):
-            part = slice(start, min(start + step, first + each))
-            sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, width)
-            if totals is not None:
-                _add_turned(totals[first // each], sums, first_row + start)
 
 
 def _sketch_rows(
@@ -602,12 +581,6 @@ def _sigma(features: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(_sign(stream(SIGMA, features))).to(device=device, dtype=dtype)
-
-
-def _tau(num_rows: int, groups: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """(rows, groups), a part of a table that grows in powers of two."""
-    rows = 1 << max(0, num_rows - 1).bit_length()
-    return _tau_table(rows, groups, device, dtype)[:num_rows]
 
 
 @functools.lru_cache(maxsize=32)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from divergence.numerics.compiled import Totals
     from divergence.numerics.sums import Grid
 
     Buffer = bytes | bytearray | memoryview
@@ -63,6 +62,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_zero: int = 0
 
 
+def summary_of(
+    count: int, low: float, high: float, mean: float, rms: float,
+    num_nan: int, num_posinf: int, num_neginf: int, num_zero: int,
+) -> Summary:  # fmt: skip
+    """Of ``count`` finite elements, and of what is none."""
+    counts = {
+        "num_nan": num_nan, "num_posinf": num_posinf, "num_neginf": num_neginf,
+        "num_zero": num_zero,
+    }  # fmt: skip
+    if not count:
+        return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
+    top = max(abs(low), abs(high))
+    return Summary(min=low, max=high, mean=mean, rms=rms, absmax=top, **counts)
+
+
 def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     """Summary of ``tensor`` (any device, any dtype of divergence.numerics.formats).
 
@@ -72,11 +86,12 @@ def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     numerics.kernels; what compiled loops do not read goes numpy's way.
     """
     import numpy as np
+    import torch
 
     from divergence.numerics.sums import BLOCK, Grid, compute_dtype
 
     if tensor.is_complex():
-        tensor = tensor.detach().to(dtype=_complex128()).abs()
+        tensor = tensor.detach().to(dtype=torch.complex128).abs()
     grid = Grid(tensor.reshape(1, -1))
     if chosen(kernel, grid.format) == "compiled":
         summary = summarize_rows(grid)[0]
@@ -96,32 +111,15 @@ def summarize_rows(grid: Grid) -> list[Summary | None]:
     must be readable (numerics.kernels)."""
     from divergence.numerics.compiled import totals_of
 
-    return [_of_totals(totals) for totals in totals_of(grid)]
-
-
-def _of_totals(totals: Totals) -> Summary | None:
-    top = max(abs(totals.low), abs(totals.high)) if totals.count else 0.0
-    if not (top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH):
-        return None
-    count = max(1, totals.count)
-    known = totals.count > 0
-    return Summary(
-        min=totals.low if known else None,
-        max=totals.high if known else None,
-        mean=totals.total / count if known else None,
-        rms=math.sqrt(totals.squares / count) if known else None,
-        absmax=top if known else None,
-        num_nan=totals.num_nan,
-        num_posinf=totals.num_posinf,
-        num_neginf=totals.num_neginf,
-        num_zero=totals.num_zero,
-    )
-
-
-def _complex128() -> torch.dtype:
-    import torch
-
-    return torch.complex128
+    summaries: list[Summary | None] = []
+    for (total, squares), (low, high), (count, *others) in totals_of(grid):
+        top, num = max(abs(low), abs(high)) if count else 0.0, max(1, count)
+        if top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH:
+            mean, rms = total / num, math.sqrt(squares / num)
+            summaries.append(summary_of(count, low, high, mean, rms, *others))
+        else:
+            summaries.append(None)
+    return summaries
 
 
 class _Tally:
@@ -136,6 +134,7 @@ class _Tally:
 
     def add(self, block: np.ndarray) -> None:
         import numpy as np
+        import torch
 
         from divergence.numerics.sums import row_dots
 
@@ -165,35 +164,20 @@ class _Tally:
             self.squares = math.ldexp(self.squares, 2 * shift)
             self.exponent = exponent
         shift = exponent - self.exponent
-        self.total += math.ldexp(_sum64(block), shift)
+        flat = torch.from_numpy(block).reshape(-1)
+        pieces = torch.split(flat, 32767)  # on which torch starts no threads
+        total = sum((float(piece.sum(dtype=torch.float64)) for piece in pieces), 0.0)
+        self.total += math.ldexp(total, shift)
         squares = row_dots(block, block)[0]
         self.squares += math.ldexp(float(squares), 2 * shift)
 
     def summary(self) -> Summary:
-        counts = {
-            "num_nan": self.num_nan,
-            "num_posinf": self.num_posinf,
-            "num_neginf": self.num_neginf,
-            "num_zero": self.num_zero,
-        }
-        if self.count == 0:
-            return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
-        return Summary(
-            min=self.low,
-            max=self.high,
-            mean=math.ldexp(self.total / self.count, self.exponent),
-            rms=math.ldexp(math.sqrt(self.squares / self.count), self.exponent),
-            absmax=max(abs(self.low), abs(self.high)),
-            **counts,
-        )
-
-
-def _sum64(block: np.ndarray) -> float:
-    """Σx in float64, in pieces on which torch starts no threads."""
-    import torch
-
-    flat = torch.from_numpy(block).reshape(-1)
-    return sum((float(piece.sum(dtype=torch.float64)) for piece in torch.split(flat, 32767)), 0.0)
+        num = max(1, self.count)
+        return summary_of(
+            self.count, self.low, self.high, math.ldexp(self.total / num, self.exponent),
+            math.ldexp(math.sqrt(self.squares / num), self.exponent),
+            self.num_nan, self.num_posinf, self.num_neginf, self.num_zero,
+        )  # fmt: skip
 
 
 _STACKED = ("float64", "float32", "float16", "bfloat16")

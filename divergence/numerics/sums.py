@@ -88,38 +88,38 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     numel: int
     num_finite: int
     num_rows: int
-    num_masked: int
-    rel_l2: float | None
-    cosine: float | None
-    one_minus_cosine: float | None
-    sqnr_db: float | None
-    max_abs: float | None
-    max_abs_index: tuple[int, ...] | None
-    max_abs_reference: float | None
-    max_abs_candidate: float | None
-    reference_norm: float | None
-    candidate_norm: float | None
-    gain: float | None
-    gain_se: float | None
-    ulp_format: str | None
-    ulp_share_over_1: float | None
-    ulp_p99: float | None
-    ulp_max: float | None
-    token_rel_l2_median: float | None
-    token_rel_l2_p99: float | None
-    token_rel_l2_max: float | None
-    worst_row: int | None
-    channel_rel_l2_max: float | None
-    worst_channel: int | None
-    update_rel_l2: float | None
-    update_norm: float | None
-    num_sink_tokens: int
-    rel_l2_without_sinks: float | None
-    pad_rel_l2: float | None
-    reference_nan: int
-    reference_inf: int
-    candidate_nan: int
-    candidate_inf: int
+    num_masked: int = 0
+    rel_l2: float | None = None
+    cosine: float | None = None
+    one_minus_cosine: float | None = None
+    sqnr_db: float | None = None
+    max_abs: float | None = None
+    max_abs_index: tuple[int, ...] | None = None
+    max_abs_reference: float | None = None
+    max_abs_candidate: float | None = None
+    reference_norm: float | None = None
+    candidate_norm: float | None = None
+    gain: float | None = None
+    gain_se: float | None = None
+    ulp_format: str | None = None
+    ulp_share_over_1: float | None = None
+    ulp_p99: float | None = None
+    ulp_max: float | None = None
+    token_rel_l2_median: float | None = None
+    token_rel_l2_p99: float | None = None
+    token_rel_l2_max: float | None = None
+    worst_row: int | None = None
+    channel_rel_l2_max: float | None = None
+    worst_channel: int | None = None
+    update_rel_l2: float | None = None
+    update_norm: float | None = None
+    num_sink_tokens: int = 0
+    rel_l2_without_sinks: float | None = None
+    pad_rel_l2: float | None = None
+    reference_nan: int = 0
+    reference_inf: int = 0
+    candidate_nan: int = 0
+    candidate_inf: int = 0
     reference_neginf: int = 0
     candidate_neginf: int = 0
     nonfinite_differ: int = 0

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
 
 from divergence.numerics.formats import Format, format_of
-from divergence.numerics.kernels import Kernel
+from divergence.numerics.kernels import READABLE, Kernel
 from divergence.numerics.sums import BLOCK, Grid, Rows, run_split, tiles
-
-if TYPE_CHECKING:
-    from divergence.numerics.compiled import BitDistances
-
 
 # Distance in representable values of a named format.
 #
@@ -191,10 +187,14 @@ def count_ulp(
     Source: divergence.numerics.ulp.
     """
     smallest = smallest_key(form, form.unit_roundoff * rms)
+    # a value that is finite in its own format and not in ``form`` is told from one that is inf in
+    # both by nothing that compiled loops see
+    names = {a.format.name, b.format.name, form.name}
+    looped = form.name in READABLE and (not check_finite or len(names) == 1)
     counting: Counting
     if there is not None and form.itemsize <= 4:
         counting = there.distances(form, rows=rows, smallest_key=smallest, check=check_finite)
-    elif kernel == "compiled" and InLoops.reads(a, b, form, check=check_finite):
+    elif kernel == "compiled" and looped:
         counting = InLoops(a, b, form, rows=rows, smallest_key=smallest, check=check_finite)
     else:
         counting = InBlocks(
@@ -332,7 +332,7 @@ class InBlocks:
         self._smallest_key = smallest_key
         self._parts = tiles(rows, a.num_cols, block=block)
 
-    def guess(self) -> tuple[int, int]:
+    def guess(self) -> tuple[int, int] | None:
         """From up to 16 blocks' first runs."""
         distances, buffers = [], self._buffers()
         for rows, cols in self._parts[:: max(1, len(self._parts) // _NUM_RUNS)]:
@@ -381,27 +381,23 @@ class InBlocks:
 
 
 class InLoops:
-    """The same in compiled loops, for formats of 16 to 64 bits (``reads``)."""
+    """Masked distances in compiled loops, for formats of 16 to 64 bits."""
 
     def __init__(
         self, a: Grid, b: Grid, form: Format, *, rows: Rows, smallest_key: int, check: bool
     ) -> None:
+        """``smallest_key`` that counts; ``check``: leave out what is not finite on both sides."""
         self._a, self._b, self._form = a, b, form
         self._rows: np.ndarray = (
             np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         )
-        self._low, self._high = smallest_key, 2 ** (8 * form.itemsize - 1) - 1
+        low, high = smallest_key, 2 ** (8 * form.itemsize - 1) - 1
         if check:
             top = torch.tensor([form.max], dtype=torch.float64).to(form.torch_dtype)
-            self._high = int(stored_bits(top, form)[0])
-
-    @staticmethod
-    def reads(a: Grid, b: Grid, form: Format, *, check: bool) -> bool:
-        """Whether the loops can count this: a value that is finite in its own format and not in
-        ``form`` is told from one that is inf in both by nothing they see."""
-        if form.name not in ("bfloat16", "float16", "float32", "float64"):
-            return False
-        return not check or a.format.name == b.format.name == form.name
+            high = int(stored_bits(top, form)[0])
+        signed: type[np.signedinteger] = np.dtype(f"i{form.itemsize}").type
+        self._keys = signed(low), signed(high), signed(0)
+        self._unsigned: type[np.unsignedinteger] = np.dtype(f"u{form.itemsize}").type
 
     def guess(self) -> tuple[int, int] | None:
         """From the first 512 elements of up to 16 rows, or more of each where they are few, or
@@ -409,54 +405,60 @@ class InLoops:
         num_cols = self._a.num_cols
         if len(self._rows) * num_cols <= _FEW:
             return None
+        from divergence.numerics.compiled import sample
+
         length = max(_LOOP_RUN, _FEW // len(self._rows) // 2)
         count = max(16, _FEW // 2 // min(num_cols, length))
-        rows = self._rows[:: max(1, len(self._rows) // count)]
-        distances, rows = self._distances(rows)
-        return _percentiles(distances.sample(rows, length))
+        a, b, rows = self._bits(self._rows[:: max(1, len(self._rows) // count)])
+        sampled = np.empty(len(rows) * min(length, num_cols), self._unsigned)
+        sample(a, b, rows, *self._keys, length, sampled)
+        return _percentiles(sampled)
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        """All distances, by thread."""
+        from divergence.numerics.compiled import RUN_DISTANCES, count_steps, pick_beyond
+
+        kind = self._unsigned
+        most = np.iinfo(kind).max
+        values = tuple(kind(min(steps.start + step, most)) for step in range(MOST_STEPS))
+        # rows at once: 4 million elements, so that what is picked out or rounded stays small
+        at_once = max(1, (1 << 22) // max(1, self._a.num_cols))
+
         def work(part: np.ndarray) -> Tail:
             tail = Tail(bound, steps)
-            for rows in self._pieces(part):
-                distances, rows = self._distances(rows)
+            for start in range(0, len(part), at_once):
+                a, b, rows = self._bits(part[start : start + at_once])
+                counts, over = np.zeros(4, np.uint64), np.zeros(MOST_STEPS, np.int64)
                 if steps:
-                    counts, over = distances.count_steps(rows, steps.start)
+                    count_steps(a, b, rows, *self._keys, kind(0), kind(1), values, counts, over)
                     tail.num_over += over[: len(steps)]
                 else:
-                    counts, beyond = distances.pick_beyond(rows, bound)
-                    tail.num_at_bound += counts[3]
-                    tail.beyond.append(beyond)
-                tail.num_counted += counts[0]
-                tail.num_over_1 += counts[1]
-                tail.largest = max(tail.largest, counts[2])
+                    run: np.ndarray = np.empty(RUN_DISTANCES, kind)
+                    # one more than can be found: the loop writes before it knows
+                    beyond = np.empty(len(rows) * a.shape[1] + 1, kind)
+                    num_beyond = pick_beyond(
+                        a, b, rows, *self._keys, kind(0), kind(1), kind(bound), counts, run, beyond
+                    )
+                    tail.beyond.append(beyond[:num_beyond].copy())
+                counted, over_1, largest, at_bound = counts.tolist()
+                tail.num_counted += counted
+                tail.num_over_1 += over_1
+                tail.largest = max(tail.largest, largest)
+                tail.num_at_bound += at_bound
             return tail
 
         return run_split(work, self._rows, threads=threads)
 
-    def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Rows at once: 4 million elements, so that what is picked out or rounded stays small."""
-        count = max(1, (1 << 22) // max(1, self._a.num_cols))
-        return [rows[start : start + count] for start in range(0, len(rows), count)]
-
-    def _distances(self, rows: np.ndarray) -> tuple[BitDistances, np.ndarray]:
-        """The loops over ``rows``, and their numbers there."""
-        from divergence.numerics.compiled import BitDistances
-
-        names = {self._a.format.name, self._b.format.name, self._form.name}
-        if len(names) == 1:
-            return BitDistances(self._a.bits, self._b.bits, self._low, self._high), rows
+    def _bits(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Both sides' bit patterns in the format, and the numbers of ``rows`` there."""
+        grids = self._a, self._b
+        if {grid.format.name for grid in grids} == {self._form.name}:
+            return self._a.bits, self._b.bits, rows
         every = slice(0, self._a.num_cols)
-        near = slice(int(rows[0]), int(rows[-1]) + 1) if _gapless(rows) else rows
-        a, b = (
-            np.ascontiguousarray(stored(grid, self._form, near, every))
-            for grid in (self._a, self._b)
-        )
-        return BitDistances(a, b, self._low, self._high), np.arange(len(rows))
-
-
-def _gapless(rows: np.ndarray) -> bool:
-    return len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+        gapless = len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+        near = slice(int(rows[0]), int(rows[-1]) + 1) if gapless else rows
+        a, b = (np.ascontiguousarray(stored(grid, self._form, near, every)) for grid in grids)
+        return a, b, np.arange(len(rows))
 
 
 def stored(grid: Grid, form: Format, rows: Rows, cols: slice) -> np.ndarray:

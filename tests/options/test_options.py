@@ -22,7 +22,7 @@ from divergence.experiments.localization.localize import localize
 from divergence.experiments.quantization.quantize import quantize
 from divergence.experiments.selfcheck import selfcheck
 from divergence.experiments.selftest import selftest
-from divergence.experiments.sensitivity.sensitivity import sensitivity
+from divergence.experiments.sensitivity import sensitivity
 from divergence.fleet.many import compare_many
 from divergence.gate.check import check
 from divergence.ops.replay import replay

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -35,7 +35,7 @@ from divergence.comparison.results import (
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, apart, fact
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import Manifest, ModuleNote
+from divergence.run.manifest import ModuleNote
 from divergence.run.reader import Run
 from divergence.run.record import Coordinates, Record
 from divergence.run.site import BUILTIN_SITES, compile_patterns, module_of, starred
@@ -234,8 +234,11 @@ class _Ledger:
                     row.add("compared")
                 elif format_named(record.dtype).kind != "float":
                     row.add("elsewhere", _NOT_WIDENED)
+                elif "escalated" in b.plan.passes:
+                    self._lack(row, record.coordinates, fact("align.other_escalated_inputs"))
                 else:
-                    self._lack(row, record.coordinates, _why_not_escalated(b))
+                    reason = fact("align.no_such_pass", pass_=pass_, other_inputs=False)
+                    self._lack(row, record.coordinates, reason)
             elif b.plan.anchored_to == a.id:
                 row.add("elsewhere", _CLOSER)
             else:
@@ -281,27 +284,23 @@ class _Ledger:
 
     def candidate_alone(self) -> None:
         """Sites of modules that the reference has not, though it was asked to record them."""
-        extra = _extra_modules(self._a.manifest, self._b.manifest, self._rename)
+        a, b = self._a.manifest, self._b.manifest
+        if not a.plan.modules or a.mesh is not None or b.mesh is not None:
+            return  # a rank hooks what it has
+        ours = {self._rename(f"{path}:out").rpartition(":")[0] for path in a.plan.modules}
+        selects = _selects(a.plan.sites)
         for item in self._alignment.only_candidate:
-            if module_of(item.site) in extra and item.pass_ in ("free", "anchored"):
-                why = fact("align.no_such_module", module=module_of(item.site))
+            path = module_of(item.site)
+            note = b.plan.modules.get(path)
+            if note is None or path in ours or item.pass_ not in ("free", "anchored"):
+                continue
+            if selects(path, note):
+                why = fact("align.no_such_module", module=path)
                 self._row(item.pass_, "tensors").add("extra", why)
 
 
-def _extra_modules(a: Manifest, b: Manifest, rename: NameMap) -> set[str]:
-    """Modules of ``b`` that ``a`` lacks although its sites would have put a hook on them."""
-    if not a.plan.modules or a.mesh is not None or b.mesh is not None:
-        return set()  # a rank hooks what it has
-    ours = {rename(f"{path}:out").rpartition(":")[0] for path in a.plan.modules}
-    selects = _selects(a.plan.sites)
-    return {
-        path for path, note in b.plan.modules.items() if path not in ours and selects(path, note)
-    }
-
-
-def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
+def _selects(sites: Sequence[str]) -> Callable[[str, ModuleNote], bool]:
     """Would a capture with these sites record something of a module?"""
-    sites = list(sites)
     patterns = [site for site in sites if site not in BUILTIN_SITES and not site.startswith("ops@")]
     match = compile_patterns(
         [
@@ -316,12 +315,6 @@ def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
         return any(match(f"{path}:{port}") for port in ("out", "in"))
 
     return selects
-
-
-def _why_not_escalated(b: Manifest) -> Fact:
-    if "escalated" not in b.plan.passes:
-        return fact("align.no_such_pass", pass_="escalated", other_inputs=False)
-    return fact("align.other_escalated_inputs")
 
 
 def _caller(record: Record) -> str:
@@ -340,45 +333,37 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 
 def not_exercised(run: Run) -> list[Unexercised]:
-    """Of one run, the largest share of the parameters first."""
-    plan, total = run.manifest.plan, max(1, run.manifest.model.num_parameters)
+    """Of one run: modules, the largest share of the parameters first, experts by block, where the
+    choice and the router's logits were recorded, and windows."""
+    plan, config, tokens = run.manifest.plan, run.manifest.model.config, run.manifest.tokens
+    total = max(1, run.manifest.model.num_parameters)
     shares: dict[str, int] = {}
     for path, count in plan.not_called.items():
         shares[starred(path)] = shares.get(starred(path), 0) + count
-    modules = [Unexercised(what="module", name=name, share=count / total)
-               for name, count in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
-    return [*modules, *_experts(run), *_windows(run)]
+    unreached = [Unexercised(what="module", name=name, share=count / total)
+                 for name, count in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
+    if any(note.routed for note in plan.modules.values()):
+        from divergence.comparison.experts import choices_in
 
-
-def _experts(run: Run) -> Iterator[Unexercised]:
-    """By block. Where the choice and the router's logits were recorded."""
-    if not any(note.routed for note in run.manifest.plan.modules.values()):
-        return
-    from divergence.comparison.experts import choices_in
-
-    seen: dict[str, set[int]] = {}
-    total: dict[str, int] = {}
-    for key, records in choices_in(run).items():
-        block = str(key[-1])
-        for record in records:
-            if len(key) == 5:
-                total[block] = record.shape[-1]
-            elif run.has_bytes(record):
-                seen.setdefault(block, set()).update(run.read(record).flatten().tolist())
-    for block, experts in seen.items():
-        rest = total.get(block, 0) - len(experts)
-        if rest > 0:
-            yield Unexercised(what="experts", name=block, size=rest, of=total[block])
-
-
-def _windows(run: Run) -> Iterator[Unexercised]:
-    samples = run.manifest.tokens.samples
-    longest = max((len(s.prompt_ids) + len(s.generated_ids) for s in samples), default=0)
-    config = run.manifest.model.config
-    for key, size in config.items():
-        prefix, _, leaf = key.rpartition(".")
+        seen: dict[str, set[int]] = {}
+        num_experts: dict[str, int] = {}
+        for key, records in choices_in(run).items():
+            block = str(key[-1])
+            for record in records:
+                if len(key) == 5:
+                    num_experts[block] = record.shape[-1]
+                elif run.has_bytes(record):
+                    seen.setdefault(block, set()).update(run.read(record).flatten().tolist())
+        for block, experts in seen.items():
+            num, rest = num_experts.get(block, 0), num_experts.get(block, 0) - len(experts)
+            if rest > 0:
+                unreached.append(Unexercised(what="experts", name=block, size=rest, of=num))
+    longest = max((len(s.prompt_ids) + len(s.generated_ids) for s in tokens.samples), default=0)
+    for name, size in config.items():
+        prefix, _, leaf = name.rpartition(".")
         if leaf not in _WINDOWS or isinstance(size, bool) or not isinstance(size, int):
             continue
         used = config.get(f"{prefix}.use_{leaf}".lstrip("."), True)
         if used and size > 0 and longest and longest <= size:
-            yield Unexercised(what="window", name=key, size=size, of=longest)
+            unreached.append(Unexercised(what="window", name=name, size=size, of=longest))
+    return unreached

@@ -302,8 +302,13 @@ def compared_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> list[tuple[s
 def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
     """(reference's pass, candidate's pass) in which blocks had equal inputs, or where one side is a
     replay each operator had; if there is one."""
+    replayed = replayed_from(a, b)
     if a.plan.replayed_pass is not None or b.plan.replayed_pass is not None:
-        return _replayed_passes(a, b, notes)
+        if replayed is None:
+            notes.append(fact("align.no_source_of_replay"))
+            return None
+        own = [REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b)]
+        return own[0], own[1]
     if b.plan.anchored_to is not None and b.plan.anchored_to == a.id:
         return "free", "anchored"
     if a.plan.anchored_to is not None and a.plan.anchored_to == b.id:
@@ -327,16 +332,6 @@ def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
         source = ours.anchored_to, ours.replayed_pass
         return source if source == (theirs.anchored_to, theirs.replayed_pass) else None
     return None
-
-
-def _replayed_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
-    """(reference's pass, candidate's pass) whose operators had equal inputs, each by itself."""
-    replayed = replayed_from(a, b)
-    if replayed is None:
-        notes.append(fact("align.no_source_of_replay"))
-        return None
-    pass_a, pass_b = (REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b))
-    return pass_a, pass_b
 
 
 def why_nothing(alignment: Alignment) -> Fact:

@@ -314,6 +314,7 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
 
     An operator is known by its call and not by the ``/`` in its site alone.
     """
+    manifest = run.manifest
     calls: set[str] = set()
     if call_passes(run.records):
         calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
@@ -322,7 +323,12 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
 
     def look_up(site: str) -> tuple[bool, str | None]:
         operator = "/" in site and is_operator_site(site) and site.rpartition(":")[0] in calls
-        sites[site] = operator, _digest_of_weight(site, run.manifest)
+        path, _, port = site.partition(":")
+        digest = None
+        if port.startswith("in."):
+            name = f"{unescape_path(path)}.{port.removeprefix('in.')}".removeprefix(".")
+            digest = manifest.model.digests.get(name)
+        sites[site] = operator, digest
         return sites[site]
 
     def kind(record: Record) -> Kind:
@@ -331,28 +337,15 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
         operator, digest = sites.get(record.site) or look_up(record.site)
         if operator:
             return "operator"
-        if digest is not None and _is_weight(record, digest, run.manifest):
-            return "weight"
+        if digest is not None:
+            # an argument of a module may be named like a weight, too: the digest tells, but not of
+            # a rank's part, an offloaded weight or on an accelerator
+            told = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
+            if not told or record.xxh3 == digest:
+                return "weight"
         return "whole" if record.pass_ == "whole" else "tensor"
 
     return kind
-
-
-def _digest_of_weight(site: str, manifest: Manifest) -> str | None:
-    """Of the weight that a module's argument is named like, if there is one."""
-    path, _, port = site.partition(":")
-    if not port.startswith("in."):
-        return None
-    name = f"{unescape_path(path)}.{port.removeprefix('in.')}".removeprefix(".")
-    return manifest.model.digests.get(name)
-
-
-def _is_weight(record: Record, digest: str, manifest: Manifest) -> bool:
-    """Has it the bytes of the weight that it is named like? An argument of a module may be named
-    so too."""
-    # a rank's part, an offloaded weight and an accelerator's digest cannot be told by it
-    told = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
-    return not told or record.xxh3 == digest
 
 
 PromptStep = tuple[int, int]

@@ -1,8 +1,8 @@
 """Floors for measured pairs: what correct implementations may differ by, row by row.
 
-The seam for judging: a Floor turns the rows of pairs into ratios (error made here over floor).
-ModelFloor uses the rounding model of numerics.floor. With a truth, errors against it are judged as
-well (blocks.sides), in units of the same model.
+ModelFloor turns the rows of pairs into ratios (error made here over floor), by the rounding model
+of numerics.floor. With a truth, errors against it are judged as well (blocks.sides), in units of
+the same model.
 
 A row that is zero on the reference's side alone has an infinite relative error, and may still be
 next to nothing. It is held against the median row of its tensor. What lies below the format's
@@ -31,12 +31,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pieces import Pair
 from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs import SINK_FACTOR
@@ -69,34 +68,6 @@ class Ratios:
     """That of ``worst``, or of ``sink`` where it is the larger."""
 
 
-class Floor(Protocol):
-    """Judges the rows of pairs of one kind: (N, T) each.
-
-    ``form``: what the site is stored in; ``work``: what the model computes in, which is narrower
-    where it keeps its stream in float32. In a free pass, ``inherited``: the rows of the same
-    modules' inputs, and ``beside`` (N,): the relative error of what else came in (encoder states,
-    rotary tables, and through attention or a cache the tokens before). ``shared``: the rounding
-    that all rows have in common. ``num_members``: of a batch, whose rows follow each other in equal
-    parts.
-    """
-
-    thresholds: Thresholds
-
-    def ratios(
-        self,
-        rows: RowMetrics,
-        *,
-        form: Format,
-        work: Format,
-        num_features: int,
-        role: str,
-        inherited: RowMetrics | None,
-        beside: np.ndarray,
-        shared: float = 0.0,
-        num_members: int = 1,
-    ) -> list[Ratios | None]: ...
-
-
 class ModelFloor:
     """The floor from the stated rounding model; no reference run needed."""
 
@@ -116,9 +87,23 @@ class ModelFloor:
         shared: float = 0.0,
         num_members: int = 1,
     ) -> list[Ratios | None]:
-        """None where there is no row to judge, or nothing rounds (integers)."""
+        """Judges the rows of pairs of one kind, (N, T) each. None where there is no row to judge,
+        or nothing rounds (integers).
+
+        ``form``: what the site is stored in; ``work``: what the model computes in, which is
+        narrower where it keeps its stream in float32. In a free pass, ``inherited``: the rows of
+        the same modules' inputs, and ``beside`` (N,): the relative error of what else came in
+        (encoder states, rotary tables, and through attention or a cache the tokens before).
+        ``shared``: the rounding that all rows have in common. ``num_members``: of a batch, whose
+        rows follow each other in equal parts.
+        """
         with np.errstate(all="ignore"):
-            one_sided = _one_sided(rows)
+            # are most rows zero in the reference alone, or all that are not zero in both? No
+            # rounding does that
+            alone = np.isinf(rows.rel_l2).sum(axis=1)
+            known = (~np.isnan(rows.rel_l2)).sum(axis=1)
+            some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
+            one_sided = (alone > 0) & ((alone * 2 > known) | ~some)
             if inherited is None:
                 rows = zero_rows(rows, form, num_features)
             rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
@@ -176,15 +161,6 @@ class ModelFloor:
         return rated
 
 
-def _one_sided(rows: RowMetrics) -> np.ndarray:
-    """(N,): are most rows zero in the reference alone, or all that are not zero in both? No
-    rounding does that."""
-    alone = np.isinf(rows.rel_l2).sum(axis=1)
-    known = (~np.isnan(rows.rel_l2)).sum(axis=1)
-    some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
-    return np.asarray((alone > 0) & ((alone * 2 > known) | ~some))
-
-
 def _members(
     ratio: np.ndarray, usual: np.ndarray, largest: np.ndarray, num_members: int
 ) -> tuple[tuple[int, float, int, float], ...]:
@@ -227,12 +203,6 @@ def row_floor(
     share = 1.0 if update_norm is None else update_norm / norm
     floor: np.ndarray = np.sqrt(store**2 + shared**2 + (update * share) ** 2) + 0.0 * norm
     return floor
-
-
-def storage_format(pair: Pair) -> Format:
-    """The coarser of the two formats that a pair is stored in."""
-    forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
-    return max(forms, key=lambda form: form.unit_roundoff)
 
 
 def work_dtype(manifest: Manifest) -> str:
@@ -306,50 +276,39 @@ def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: s
     """What errors are held against in rows of ``norm`` (T,) whose terms cancelled. Of a gradient,
     the median row or the terms of a bias; outside blocks, its terms. Of the loss its terms, which
     are computed in float32, in roundings of ``form``."""
-    if module_of(record.site) == LOSS:
-        return _loss_terms(run, record) * min(1.0, ACCUMULATOR_ROUNDOFF / form.unit_roundoff)
-    if role == "trunk" and record.site.endswith(f"{BACKWARD}:out"):
-        return _gradient_terms(run, record)
-    middle = float(np.median(norm[norm > 0])) if (norm > 0).any() else 0.0
-    return max(middle, size_of_terms(run, record))
 
+    def rms_at(site: str, *passes: str) -> float:
+        """0 where it is not known."""
+        for pass_ in passes:
+            beside = run.find((pass_, record.sample, record.step, site))
+            if beside is not None:
+                return 0.0 if beside.summary is None else beside.summary.rms or 0.0
+        return 0.0
 
-def _gradient_terms(run: Run, record: Record) -> float:
-    """A module that makes its input k times as large makes a gradient that passes it so, too. Less
-    is left where terms cancel: a norm takes the part along its input away, and where a prediction
-    is good but not sure that is nearly all. 0 where it is not known."""
-    path = module_of(record.site)
-    sizes = []
-    for site in (f"{path}{BACKWARD}:in", f"{path}:out", f"{path}:in"):
-        beside = run.find((record.pass_, record.sample, record.step, site)) or run.find(
-            ("free", record.sample, record.step, site)
-        )
-        if beside is None or beside.summary is None or not beside.summary.rms:
-            return 0.0
-        sizes.append(beside.summary.rms)
-    gradient, made, given = sizes
-    return gradient * made / given * math.sqrt(record.shape[-1] if record.shape else 1)
-
-
-def _loss_terms(run: Run, record: Record) -> float:
-    """A token that is predicted well makes a loss of log(1 + ε) over the number of labels, and a
-    gradient of (p - 1) over that, both from terms of 1: these are what rounds."""
-    labels = [num_labels(sample) for sample in run.manifest.tokens.samples]
-    share = 1 if BACKWARD in record.site else max(labels, default=1)
-    return share / max(1, sum(labels))
-
-
-def size_of_terms(run: Run, record: Record) -> float:
-    """What the terms of a bias's gradient come to, by the weight's beside it; 0 where it is no
-    bias, or that is not known."""
     path, _, port = record.site.partition(":")
-    if not of_parameter(record.site) or not path.endswith(BACKWARD) or not port.endswith(".bias"):
-        return 0.0
-    beside = f"{path}:{port.removesuffix('bias')}weight"
-    weight = run.find((record.pass_, record.sample, record.step, beside))
-    if weight is None or weight.summary is None or not weight.summary.rms:
-        return 0.0
-    return float(weight.summary.rms * math.sqrt(record.numel))
+    if module_of(record.site) == LOSS:
+        # A token that is predicted well makes a loss of log(1 + ε) over the number of labels, and a
+        # gradient of (p - 1) over that, both from terms of 1: these are what rounds.
+        labels = [num_labels(sample) for sample in run.manifest.tokens.samples]
+        share = 1 if BACKWARD in record.site else max(labels, default=1)
+        return share / max(1, sum(labels)) * min(1.0, ACCUMULATOR_ROUNDOFF / form.unit_roundoff)
+    if role == "trunk" and record.site.endswith(f"{BACKWARD}:out"):
+        # A module that makes its input k times as large makes a gradient that passes it so, too.
+        # Less is left where terms cancel: a norm takes the part along its input away, and where a
+        # prediction is good but not sure that is nearly all.
+        module = module_of(record.site)
+        gradient, made, given = (
+            rms_at(site, record.pass_, "free")
+            for site in (f"{module}{BACKWARD}:in", f"{module}:out", f"{module}:in")
+        )
+        if not (gradient and made and given):
+            return 0.0
+        return gradient * made / given * math.sqrt(record.shape[-1] if record.shape else 1)
+    middle = float(np.median(norm[norm > 0])) if (norm > 0).any() else 0.0
+    if of_parameter(record.site) and path.endswith(BACKWARD) and port.endswith(".bias"):
+        weight = rms_at(f"{path}:{port.removesuffix('bias')}weight", record.pass_)
+        return max(middle, float(weight * math.sqrt(record.numel)))
+    return middle
 
 
 def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:

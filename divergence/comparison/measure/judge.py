@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -12,16 +11,15 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Piece, Pieces
-from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
+from divergence.comparison.experts import Routed, Routes, Routing
 from divergence.comparison.measure.floors import (
-    Floor,
+    ModelFloor,
     Ratios,
     cancels,
     gradient_format,
     row_floor,
     small_rows,
     stacked,
-    storage_format,
     usual_norm,
     work_dtype,
 )
@@ -32,87 +30,18 @@ from divergence.comparison.results import (
     PromptRatio,
     SiteResult,
     TruthDiff,
-    num_rows,
 )
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.pairs import SINK_FACTOR, AgainstTruth, measure_pair
+from divergence.numerics.pairs import SINK_FACTOR, AgainstTruth, measure_pair, with_rounding
 from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import COLUMNS, Run
-from divergence.run.record import Record
 from divergence.run.site import is_gradient, module_of, of_parameter
 from divergence.words import Side
 
 if TYPE_CHECKING:
     from divergence.run.reader import OwnFloor
-
-
-# Both sides against the float64 of one of them, where no more is known than the sums of its error.
-#
-# Of the side that carries the floor (run.floor) the error e is known, and the difference d of the
-# two sides. The other side's error f is not. Where one side's error has a part that the other's has
-# not, the smaller one and that part are as good as orthogonal:
-#
-#     d = f + e, so f² = d² - e²        the other side is the farther off, or as far by itself
-#     e = f + d, so f² = e² - d²        it shares a part of e, and has not the rest
-#
-# so f is taken to be sqrt(|d² - e²|). That is a figure, no measurement, and where d and e are of a
-# size it is small whatever f is. So it counts for no less than rounding may be: e, as far as that
-# is within ``typical`` floors of the rounding model (less what ``truth_confirm`` leaves room for).
-# Then the other side is blamed where it is beyond its limits for certain, by the triangle
-# inequality; the side of the floor where its own error is beyond what rounding makes, and not the
-# other's by as much. Where that figure is far below e, the two are judged as without a truth
-# (``AgainstTruth.alike``).
-#
-# In a free pass d is what was made here, beyond what may be made of what came in.
-
-
-def bounded(
-    floor: np.ndarray,
-    rows: RowMetrics | None,
-    between: np.ndarray,
-    side: Side,
-    *,
-    num_values: int,
-    row_floor: Callable[[np.ndarray, np.ndarray | None], np.ndarray | None],
-    thresholds: Thresholds,
-) -> AgainstTruth | None:
-    """``floor`` (T, 6): of ``side``. ``rows``: of the two sides; None where they are equal.
-    ``between`` (T,): d, nan in rows that do not count. ``num_values``: of a row, at most.
-    ``row_floor``: the rounding model's, from norms. None where nothing can be said."""
-    columns = dict(zip(COLUMNS, floor.T, strict=True))
-    norm = columns["size"] if rows is None else rows.norm
-    update = columns["update"] if rows is None else rows.update_norm
-    kept = np.isfinite(between) & np.isfinite(columns["error"]) & np.isfinite(norm) & (norm > 0)
-    index = np.flatnonzero(kept)
-    if not len(index):
-        return None
-    norm, between, error = norm[index], between[index], columns["error"][index]
-    update = None if update is None else update[index]
-    model = row_floor(norm, update)
-    if model is None:
-        return None
-    figure = np.sqrt(np.abs(np.square(between) - np.square(error)))
-    usual = np.minimum(error, thresholds.typical / thresholds.truth_confirm * model * norm)
-    other = np.maximum(usual, figure)
-    fourth = columns["fourth"][index]
-    ratio = np.divide(error, fourth, out=np.ones_like(error), where=fourth > 0)
-    zeros = np.zeros(len(index))
-    none = None if update is None else zeros
-    sides = (error, other) if side == "reference" else (other, error)
-    numbers = np.clip(ratio**4, 1.0, max(1, num_values))
-    return AgainstTruth(
-        norm=norm, update=update, reference=sides[0], candidate=sides[1], between=between,
-        gain_reference=zeros, gain_candidate=zeros,
-        update_gain_reference=none, update_gain_candidate=none,
-        # how much of d lies along e is not known: the figure is made of half as many numbers
-        spread=numbers, spread_reference=numbers / (1 if side == "reference" else 2),
-        spread_candidate=numbers / (2 if side == "reference" else 1),
-        sink=norm > SINK_FACTOR * np.median(norm),
-        channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
-        alike=figure >= error / thresholds.truth_confirm,
-    )  # fmt: skip
 
 
 def made_here(
@@ -132,7 +61,10 @@ def made_here(
     return made
 
 
-# The fields of a SiteResult: of a measured pair, and of one that is equal bit for bit.
+# Judging measured pairs: floors and ratios of many at a time, and a SiteResult of each.
+#
+# What a module inherits in a free pass was measured before it, so pairs come in the alignment's
+# order. Pairs of one kind (rows, formats, width, role) are then judged together, as arrays.
 
 
 class ModuleFields(TypedDict):
@@ -157,44 +89,8 @@ class SitePlace(ModuleFields):
     candidate_dtype: str
 
 
-_PAIRS_OWN = [
-    name for name in PairMetrics.__struct_fields__ if name not in SiteResult.__struct_fields__
-]  # fmt: skip
-_COUNTS = operator.attrgetter("reference_nan", "reference_inf", "candidate_nan", "candidate_inf")
-
-
-def identical_site(record: Record, place: SitePlace) -> SiteResult:
-    """Bit for bit the same: every difference is 0, and nothing is measured."""
-    summary = record.summary or Summary(min=None, max=None, mean=None, rms=None, absmax=None)
-    norm = None if summary.rms is None else summary.rms * math.sqrt(record.numel)
-    if record.summary is not None:
-        norm = norm or 0.0
-    bad = NonfiniteCount(
-        reference_nan=summary.num_nan,
-        reference_inf=summary.num_posinf + summary.num_neginf,
-        candidate_nan=summary.num_nan,
-        candidate_inf=summary.num_posinf + summary.num_neginf,
-        reference_neginf=summary.num_neginf,
-        candidate_neginf=summary.num_neginf,
-    )
-    is_float = format_named(record.dtype).kind == "float"
-    return SiteResult(
-        **place, shape=record.shape, identical=True, numel=record.numel, rel_l2=0.0, cosine=1.0,
-        one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0, reference_norm=norm,
-        candidate_norm=norm, gain=0.0, gain_se=0.0,
-        ulp_format=record.dtype if is_float else None,
-        ulp_share_over_1=0.0 if is_float else None, ulp_p99=0.0 if is_float else None,
-        ulp_max=0.0 if is_float else None, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
-        token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=bad if bad.total else None,
-    )  # fmt: skip
-
-
-def shared_fields(metrics: PairMetrics) -> dict[str, Any]:
-    """The fields that SiteResult takes over as they are: those of the same name."""
-    fields = msgspec.structs.asdict(metrics)
-    for name in _PAIRS_OWN:
-        del fields[name]
-    return fields
+_SHARED = [name for name in PairMetrics.__struct_fields__ if name in SiteResult.__struct_fields__]
+"""The fields that a SiteResult takes over as they are."""
 
 
 def nonfinite_of(
@@ -202,7 +98,10 @@ def nonfinite_of(
     shape: tuple[int, ...],
 ) -> NonfiniteCount | None:  # fmt: skip
     """Counts of both sides, where there is anything to count, and the prompts that hold it."""
-    if not any(_COUNTS(metrics)):
+    if not (
+        metrics.reference_nan or metrics.reference_inf
+        or metrics.candidate_nan or metrics.candidate_inf
+    ):  # fmt: skip
         return None
     counts = NonfiniteCount(
         reference_nan=metrics.reference_nan,
@@ -225,34 +124,6 @@ def nonfinite_of(
     prompts = [member for member, holds in zip(members, of_members, strict=True) if holds]
     return msgspec.structs.replace(counts, sample=sample, position=position, prompts=prompts)
 
-
-def placed(counts: NonfiniteCount, pieces: Pieces, piece: Piece) -> NonfiniteCount | None:
-    """``counts`` of a tensor of the reference that both sides have, without rows of padding, which
-    the statistics count, and with the place, which they do not tell."""
-    record = piece.record
-    mask = pieces.row_mask(piece, record.shape)
-    only_masked = not counts.reference_nan and counts.reference_inf == counts.reference_neginf
-    if mask is None and only_masked:
-        return counts
-    tensor = pieces.reference.read(record)
-    metrics, rows = measure_pair(tensor, tensor, row_mask=mask)
-    return nonfinite_of(metrics, rows, pieces, piece, record.shape)
-
-
-def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:
-    """Sites of two probes: their inputs cancel on purpose, and no model's floor fits."""
-    return [
-        msgspec.structs.replace(
-            site, floor=None, ratio=None, ratio_max=None, ratio_sink=None, prompts=[]
-        )
-        for site in sites
-    ]
-
-
-# Judging measured pairs: floors and ratios of many at a time, and a SiteResult of each.
-#
-# What a module inherits in a free pass was measured before it, so pairs come in the alignment's
-# order. Pairs of one kind (rows, formats, width, role) are then judged together, as arrays.
 
 _Forward = tuple[int, int, str]
 """(sample, step, module path)."""
@@ -295,7 +166,7 @@ class Judge:
     """Judges the pairs of two runs; keeps what entered each module."""
 
     def __init__(
-        self, reference: Run, candidate: Run, pieces: Pieces, routing: Routing, floor: Floor,
+        self, reference: Run, candidate: Run, pieces: Pieces, routing: Routing, floor: ModelFloor,
         work: Format, shared: Callable[[str], float], own_floor: OwnFloor | None = None,
     ) -> None:  # fmt: skip
         """``work``: what both sides computed in. ``shared``: by site, what all rows share."""
@@ -374,8 +245,9 @@ class Judge:
         if metrics.rel_l2 is None:
             return judged
         judged.routed = self._routing.of(pair, len(rows.rel_l2))
-        if judged.routed is not None:
-            judged.rows = kept_rows(rows, judged.routed)
+        if judged.routed is not None and judged.routed.kept is not None:
+            rel_l2 = np.where(judged.routed.kept.numpy(), rows.rel_l2, math.nan)
+            judged.rows = msgspec.structs.replace(rows, rel_l2=rel_l2)  # the others are masked
         form_a, form_b = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
         if form_a.kind != "float" or form_b.kind != "float":
             return judged
@@ -452,7 +324,8 @@ class Judge:
     def _formats(self, pair: Pair) -> tuple[Format, Format]:
         """(what it is stored in, what it is computed in). Gradients that are added up or sent in
         fewer bits than they are stored in have been rounded to these."""
-        form = storage_format(pair)
+        forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
+        form = max(forms, key=lambda form: form.unit_roundoff)
         if self._sums is self._work or not is_gradient(pair.reference.record.site):
             return form, self._work
         return max(form, self._sums, key=lambda format_: format_.unit_roundoff), self._sums
@@ -473,8 +346,9 @@ class Judge:
         if known is None:
             path = module_of(site)
             note = self._notes.get(path)
+            within = (b for b in self._blocks if path == b or path.startswith(b + "."))
             known = self._of_site[site] = {
-                "block": self.block_of(path),
+                "block": next(within, None),
                 "role": note.role if note else None,
                 "kind": note.kind if note else None,
             }
@@ -483,11 +357,6 @@ class Judge:
     def _home_of(self, site: str) -> str:
         """The block that a site lies in; outside the blocks its module."""
         return self._site_fields(site)["block"] or module_of(site)
-
-    def block_of(self, path: str) -> str | None:
-        """The block that ``path`` is or lies in."""
-        within = (b for b in self._blocks if path == b or path.startswith(b + "."))
-        return next(within, None)
 
     def _place(self, pair: Pair) -> SitePlace:
         reference, candidate = pair.reference.record, pair.candidate.record
@@ -505,18 +374,40 @@ class Judge:
         }
 
     def _identical(self, pair: Pair, truth: TruthDiff | None) -> SiteResult:
+        """Bit for bit the same: every difference is 0, and nothing is measured."""
         record = pair.reference.record
-        result = identical_site(record, self._place(pair))
-        num_rerouted = 0 if self._routing.is_known(pair) else None
-        more: dict[str, Any] = {"num_rerouted": num_rerouted, "truth": truth}
-        if result.nonfinite is not None and self._reference.has_bytes(record):
-            more["nonfinite"] = placed(result.nonfinite, self._pieces, pair.reference)
-        if result.ulp_format is not None:
-            members = self._pieces.members(pair.reference, result.shape)
-            rows = num_rows(result) // max(1, len(members))
-            prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
-            more |= {"ratio": 0.0, "ratio_max": 0.0, "prompts": prompts}
-        return msgspec.structs.replace(result, **more)
+        summary = record.summary or Summary(min=None, max=None, mean=None, rms=None, absmax=None)
+        norm = None if record.summary is None else (summary.rms or 0.0) * math.sqrt(record.numel)
+        nan, inf = summary.num_nan, summary.num_posinf + summary.num_neginf
+        nonfinite: NonfiniteCount | None = NonfiniteCount(
+            reference_nan=nan, reference_inf=inf, reference_neginf=summary.num_neginf,
+            candidate_nan=nan, candidate_inf=inf, candidate_neginf=summary.num_neginf,
+        )  # fmt: skip
+        if not (nan or inf):
+            nonfinite = None
+        elif self._reference.has_bytes(record):
+            # the statistics count rows of padding too, and do not tell the place
+            mask = self._pieces.row_mask(pair.reference, record.shape)
+            if mask is not None or nan or inf != summary.num_neginf:
+                tensor = self._reference.read(record)
+                metrics, rows = measure_pair(tensor, tensor, row_mask=mask)
+                nonfinite = nonfinite_of(metrics, rows, self._pieces, pair.reference, record.shape)
+        zero, prompts = None, []
+        if format_named(record.dtype).kind == "float":
+            zero = 0.0
+            members = self._pieces.members(pair.reference, record.shape)
+            num_rows = max(1, record.numel // max(1, _last(record.shape))) // max(1, len(members))
+            prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=num_rows) for n in members]
+        return SiteResult(
+            **self._place(pair), shape=record.shape, identical=True, numel=record.numel,
+            rel_l2=0.0, cosine=1.0, one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0,
+            reference_norm=norm, candidate_norm=norm, gain=0.0, gain_se=0.0,
+            ulp_format=None if zero is None else record.dtype, ulp_share_over_1=zero,
+            ulp_p99=zero, ulp_max=zero, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
+            token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=nonfinite, truth=truth,
+            num_rerouted=0 if self._routing.is_known(pair) else None,
+            ratio=zero, ratio_max=zero, prompts=prompts,
+        )  # fmt: skip
 
     def _result(self, judged: _Judged, truth: TruthDiff | None) -> SiteResult:
         pair, numbers, ratios = judged.pair, judged.numbers, judged.ratios
@@ -550,7 +441,7 @@ class Judge:
             if routed.kept is not None and bool(routed.kept.any()):
                 worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
                 sample, position = self._pieces.locate(pair.reference, shape, worst)
-        fields = shared_fields(judged.metrics)
+        fields = {name: getattr(judged.metrics, name) for name in _SHARED}
         fields |= self._place(pair)
         fields |= more
         result = SiteResult(
@@ -570,10 +461,28 @@ class Judge:
     # --- against the truth ----------------------------------------------------------------------
 
     def _bounded(self, pair: Pair, judged: _Judged | None) -> AgainstTruth | None:
-        """Both sides by the floor that one carries; ``judged``: None where the two are equal."""
+        """Both sides against the float64 of one of them, where no more is known than the sums of
+        its error. ``judged``: None where the two are equal.
+
+        Of the side that carries the floor (run.floor) the error e is known, and the difference d of
+        the two sides. The other side's error f is not. Where one side's error has a part that the
+        other's has not, the smaller one and that part are as good as orthogonal:
+
+            d = f + e, so f² = d² - e²        the other side is the farther off, or as far by itself
+            e = f + d, so f² = e² - d²        it shares a part of e, and has not the rest
+
+        so f is taken to be sqrt(|d² - e²|). That is a figure, no measurement, and where d and e are
+        of a size it is small whatever f is. So it counts for no less than rounding may be: e, as
+        far as that is within ``typical`` floors of the rounding model (less what ``truth_confirm``
+        leaves room for). Then the other side is blamed where it is beyond its limits for certain,
+        by the triangle inequality; the side of the floor where its own error is beyond what
+        rounding makes, and not the other's by as much. Where that figure is far below e, the two
+        are judged as without a truth (``AgainstTruth.alike``).
+        """
         import torch
 
         assert self._own_floor is not None
+        thresholds = self._floor.thresholds
         piece = pair.reference if self._floor_side == "reference" else pair.candidate
         held = self._own_floor.rows(piece.record)
         if held is None or pair.pass_ not in ("free", "anchored"):
@@ -581,25 +490,52 @@ class Judge:
         shape = piece.record.shape
         whole = torch.from_numpy(held).reshape(*shape[:-1], held.shape[1])
         floor = self._pieces.rows_of(whole, piece).reshape(-1, held.shape[1]).numpy()
-        rows, width = None, shape[-1]
+        columns = dict(zip(COLUMNS, floor.T, strict=True))
+        # d, nan in rows that do not count; of a free pass what was made here, beyond what may be
+        # made of what came in
         if judged is None:
+            width, norm, update = shape[-1], columns["size"], columns["update"]
             between, mask = np.zeros(len(floor)), self._pieces.row_mask(piece, shape)
             if mask is not None and len(mask) == len(floor):
                 between[~mask.numpy()] = math.nan
         elif judged.metrics.rel_l2 is None or len(judged.rows.rel_l2) != len(floor):
             return None
         else:
-            rows = judged.rows
+            rows, estimate = judged.rows, judged.numbers.estimate
+            width = shape[-1] if estimate is None else estimate.num_projections
+            norm, update = rows.norm, rows.update_norm
             between = np.where(np.isfinite(rows.rel_l2), rows.diff, math.nan)
             if pair.pass_ == "free":
-                thresholds = self._floor.thresholds
                 between = made_here(rows, judged.inherited, judged.beside, thresholds)
-            if judged.numbers.estimate is not None:
-                width = judged.numbers.estimate.num_projections
-        return bounded(
-            floor, rows, between, self._floor_side, num_values=width,
-            row_floor=lambda norm, update: self._row_floor(pair, shape[-1], norm, update),
-            thresholds=self._floor.thresholds,
+        kept = np.isfinite(between) & np.isfinite(columns["error"]) & np.isfinite(norm) & (norm > 0)
+        index = np.flatnonzero(kept)
+        if not len(index):
+            return None
+        norm, between, error = norm[index], between[index], columns["error"][index]
+        update = None if update is None else update[index]
+        model = self._row_floor(pair, shape[-1], norm, update)
+        if model is None:
+            return None
+        figure = np.sqrt(np.abs(np.square(between) - np.square(error)))
+        usual = np.minimum(error, thresholds.typical / thresholds.truth_confirm * model * norm)
+        other = np.maximum(usual, figure)
+        fourth = columns["fourth"][index]
+        ratio = np.divide(error, fourth, out=np.ones_like(error), where=fourth > 0)
+        zeros = np.zeros(len(index))
+        none = None if update is None else zeros
+        is_reference = self._floor_side == "reference"
+        sides = (error, other) if is_reference else (other, error)
+        numbers = np.clip(ratio**4, 1.0, max(1, width))
+        return AgainstTruth(
+            norm=norm, update=update, reference=sides[0], candidate=sides[1], between=between,
+            gain_reference=zeros, gain_candidate=zeros,
+            update_gain_reference=none, update_gain_candidate=none,
+            # how much of d lies along e is not known: the figure is made of half as many numbers
+            spread=numbers, spread_reference=numbers / (1 if is_reference else 2),
+            spread_candidate=numbers / (2 if is_reference else 1),
+            sink=norm > SINK_FACTOR * np.median(norm),
+            channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
+            alike=figure >= error / thresholds.truth_confirm,
         )  # fmt: skip
 
     def _keep_samples(
@@ -616,7 +552,18 @@ class Judge:
             if item[1][2] is not None and (self._own_floor or item[1][0].pass_ != "free")
         ]
         floors: dict[int, np.ndarray] = {}
-        for alike in grouped(judged, lambda item: self._kind_of_truth(item[1])):
+
+        def kind_of(
+            numbered: tuple[int, tuple[Pair, SiteResult, AgainstTruth | None]],
+        ) -> tuple[object, ...]:
+            _, (pair, result, row) = numbered
+            assert row is not None
+            return (
+                self._formats(pair)[0].name, _last(result.shape), self._role(pair), row.num_rows,
+                row.update is None, cancels(result.site, result.role), self._shared(result.site),
+            )  # fmt: skip
+
+        for alike in grouped(judged, kind_of):
             _, (pair, result, _) = alike[0]
             rows = [row for _, (_, _, row) in alike if row is not None]
             updates = [row.update for row in rows if row.update is not None]
@@ -638,21 +585,8 @@ class Judge:
             floor = floors.get(number)
             if row is not None and floor is not None:
                 if not self._same_dtype or self._shared(result.site):
-                    from divergence.numerics.pairs import with_rounding
-
                     row = with_rounding(row, floor)
                 self.truth_samples.add(result, row, floor)
-
-    def _kind_of_truth(
-        self, item: tuple[Pair, SiteResult, AgainstTruth | None]
-    ) -> tuple[object, ...] | None:
-        pair, result, against = item
-        if against is None:
-            return None
-        return (
-            self._formats(pair)[0].name, _last(result.shape), self._role(pair), against.num_rows,
-            against.update is None, cancels(result.site, result.role), self._shared(result.site),
-        )  # fmt: skip
 
 
 def _last(shape: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +23,7 @@ from divergence.comparison.align.pieces import (
     why_no_pair,
 )
 from divergence.comparison.experts import Routing
-from divergence.comparison.measure.floors import Floor, work_format
+from divergence.comparison.measure.floors import ModelFloor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results import LogitsDiff, Skipped
@@ -34,7 +34,15 @@ from divergence.numerics.floor import norm_floor
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
 from divergence.numerics.logits import measure_logits
-from divergence.numerics.pairs import MOST_NUMEL, NUMEL_AT_ONCE, measure_many, measure_pair
+from divergence.numerics.pairs import (
+    MOST_NUMEL,
+    NUMEL_AT_ONCE,
+    AgainstTruth,
+    against_many,
+    measure_against,
+    measure_many,
+    measure_pair,
+)
 from divergence.numerics.summaries import (
     Projections,
     SumDtype,
@@ -46,40 +54,38 @@ from divergence.numerics.summaries import (
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
 from divergence.run.contents import Digests
 from divergence.run.manifest import digest_tensor
-from divergence.run.reader import Run
+from divergence.run.reader import Run, floor_of
 from divergence.run.record import Record
 from divergence.run.site import OPTIMIZER, is_norm, module_of
 
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.pairs import AgainstTruth
-    from divergence.run.reader import OwnFloor
-
-
-# The norm of all gradients, and the error that all clipped ones have in common.
-#
-# Each clipped one is multiplied by limit / norm, so the rounding of that one number is in all that
-# an optimizer gets and in all moments. It is no small one: some kernels add millions of squares one
-# after the other in float32, and lose a share of them once the sum is large.
-
 
 class SharedRounding:
-    """By site, the error that all of an optimizer's input and moments have in common: gradients
-    that are clipped are multiplied by a number that the norm of all of them gives. That norm is
-    judged as a site of its own; what follows from it is held to how far the norms are apart. A new
-    value moves by no more than its step times that: a first step of AdamW is the rate at most, one
-    of SGD the rate times what gradients are clipped to."""
+    """By site, the error that all of an optimizer's input and moments have in common.
+
+    Each clipped gradient is multiplied by limit / norm, so the rounding of that one number is in
+    all that an optimizer gets and in all moments. It is no small one: some kernels add millions of
+    squares one after the other in float32, and lose a share of them once the sum is large. The norm
+    is judged as a site of its own; what follows from it is held to how far the norms are apart. A
+    new value moves by no more than its step times that: a first step of AdamW is the rate at most,
+    one of SGD the rate times what gradients are clipped to."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        given = [
-            record for run in runs for record in run.records if f"{OPTIMIZER}:in." in record.site
-        ]
-        self._rounding = max(
-            (norm_floor(record.numel, lanes=8 if record.dtype in ("float32", "float64") else 1)
-             for record in given), default=0.0,
-        )  # fmt: skip
-        norms = _last_norms(runs)
+        self._rounding, norms = 0.0, []
+        for run in runs:
+            summaries = {}
+            for record in run.records:
+                if f"{OPTIMIZER}:in." in record.site:
+                    lanes = 8 if record.dtype in ("float32", "float64") else 1
+                    self._rounding = max(self._rounding, norm_floor(record.numel, lanes=lanes))
+                if is_norm(record.site) and record.summary is not None:
+                    summaries[record.pass_] = record.summary
+            # the last pass, which is the anchored one where there is one
+            summary = summaries.get("anchored", summaries.get("free"))
+            if summary is not None and summary.rms is not None:
+                norms.append(summary.rms)
         apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
         self._error = max(self._rounding, apart)
         training = runs[0].manifest.training
@@ -104,18 +110,6 @@ class SharedRounding:
         return self._error * (2 if port.endswith("_sq") else 1)
 
 
-def _last_norms(runs: Sequence[Run]) -> list[float]:
-    """Of each run's last pass, which is the anchored one where there is one."""
-    norms = []
-    for run in runs:
-        summaries = {record.pass_: record.summary for record in run.records
-                 if is_norm(record.site) and record.summary is not None}  # fmt: skip
-        summary = summaries.get("anchored", summaries.get("free"))
-        if summary is not None and summary.rms is not None:
-            norms.append(summary.rms)
-    return norms
-
-
 # Pairs of which not both sides have their bytes: what can be known of them.
 #
 # Equal digests are equal tensors. A digest that only one side has is computed from the other's
@@ -131,9 +125,6 @@ def _last_norms(runs: Sequence[Run]) -> list[float]:
 _SUMMARY_PRECISION = 2e-6
 """What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
 
-Looked = tuple[PairMetrics, RowMetrics, Estimate | None, float | None, tuple[int, ...]]
-"""Metrics, rows, how well they are known, the least relative L2, the shape compared."""
-
 
 def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
     """Are the two tensors equal, bit for bit? None where no digest tells."""
@@ -148,6 +139,7 @@ def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool |
             tensor = run.read(record)
             parts = [tensor[cut].contiguous() for cut in known.cuts]
             return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
+    return None
     return None
 
 
@@ -191,25 +183,22 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | Non
         known = record_a.summary is not None and record_b.summary is not None
         return None if known else fact("align.other_digests")
     mine, theirs = _digests(a, record_a), _digests(b, record_b)
-    told = _common(mine, theirs) is not None
-    told = told or (_first_kind(mine) is not None and b.has_bytes(record_b))
-    told = told or (_first_kind(theirs) is not None and a.has_bytes(record_a))
-    if told or _proved_different(piece, other):
+    if (
+        _common(mine, theirs) is not None
+        or (_first_kind(mine) is not None and b.has_bytes(record_b))
+        or (_first_kind(theirs) is not None and a.has_bytes(record_a))
+    ):
         return None
+    summary_a, summary_b = record_a.summary, record_b.summary
+    if summary_a is not None and summary_b is not None:  # do they show that the two are not equal?
+        exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
+        if any(getattr(summary_a, name) != getattr(summary_b, name) for name in exact):
+            return None
+        if (_least(piece, other) or 0.0) > 0.0:
+            return None
     if mine.cuts != theirs.cuts:
         return fact("align.parts_cut_otherwise")
     return fact("align.two_kinds_of_digests")
-
-
-def _proved_different(piece: Piece, other: Piece) -> bool:
-    """Do the statistics show that two tensors of one dtype and shape are not equal?"""
-    summary_a, summary_b = piece.record.summary, other.record.summary
-    if summary_a is None or summary_b is None:
-        return False
-    exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
-    if any(getattr(summary_a, name) != getattr(summary_b, name) for name in exact):
-        return True
-    return (_least(piece, other) or 0.0) > 0.0
 
 
 def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
@@ -229,22 +218,6 @@ def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
     if len(pairs) == len(alignment.pairs):
         return alignment
     return replace(alignment, pairs=pairs, skipped=skipped)
-
-
-def look_reduced(pieces: Pieces, pair: Pair, *, base: Record | None) -> Looked | None:
-    """What is known of a pair; None where it is equal. ``base``: the record of the block's input
-    in the reference."""
-    ref, cand = pair.reference, pair.candidate
-    runs = pieces.reference, pieces.candidate
-    whole = ref.row is None and cand.row is None and ref.record.positions == cand.record.positions
-    if whole and equal_contents(runs[0], ref.record, runs[1], cand.record):
-        return None
-    mine, theirs = _sketch_of(runs[0], ref, cand), _sketch_of(runs[1], cand, ref)
-    shape = _compared_shape(ref, cand)
-    if mine is None or theirs is None:
-        return *_unmeasured(ref.record, cand.record, shape), _least(ref, cand), shape
-    tensors = mine.read(), theirs.read()
-    return *_estimated(pieces, pair, [mine, theirs], tensors, base, shape), None, shape
 
 
 class _Sketched:
@@ -337,17 +310,6 @@ def _rows(tensor: torch.Tensor, piece: Piece, other: Piece) -> torch.Tensor:
     return tensor
 
 
-def _compared_shape(reference: Piece, candidate: Piece) -> tuple[int, ...]:
-    """The shape that both sides have in common."""
-    shape = reference.record.shape
-    if reference.row is not None:
-        shape = (1, reference.right - reference.left, *shape[2:]) if len(shape) > 1 else (1,)
-    chosen = candidate.record.positions
-    if reference.record.positions is None and chosen is not None and len(shape) >= 2:
-        shape = (shape[0], len(chosen), *shape[2:])
-    return shape
-
-
 def _estimated(
     pieces: Pieces,
     pair: Pair,
@@ -382,8 +344,6 @@ def _estimated(
 
 def _with_counts(metrics: PairMetrics, reference: Piece, candidate: Piece) -> PairMetrics:
     """With the non-finite elements that were counted when the tensors were recorded."""
-    import msgspec
-
     first, second = reference.record.summary, candidate.record.summary
     if first is None or second is None or reference.row is not None or candidate.row is not None:
         return metrics
@@ -406,28 +366,6 @@ def _with_counts(metrics: PairMetrics, reference: Piece, candidate: Piece) -> Pa
         reference_alone=max(0, -sum(more)),
         candidate_alone=max(0, sum(more)),
     )
-
-
-def _unmeasured(
-    reference: Record, candidate: Record, shape: tuple[int, ...]
-) -> tuple[PairMetrics, RowMetrics, None]:
-    """Nothing but that they differ, the norms, and what is no finite number."""
-
-    numel = math.prod(shape)
-    metrics = PairMetrics(
-        identical=False, numel=numel, num_finite=numel, num_rows=0, num_masked=0, rel_l2=None,
-        cosine=None, one_minus_cosine=None, sqnr_db=None, max_abs=None, max_abs_index=None,
-        max_abs_reference=None, max_abs_candidate=None, reference_norm=_norm(reference),
-        candidate_norm=_norm(candidate), gain=None, gain_se=None, ulp_format=None,
-        ulp_share_over_1=None, ulp_p99=None, ulp_max=None, token_rel_l2_median=None,
-        token_rel_l2_p99=None, token_rel_l2_max=None, worst_row=None, channel_rel_l2_max=None,
-        worst_channel=None, update_rel_l2=None, update_norm=None, num_sink_tokens=0,
-        rel_l2_without_sinks=None, pad_rel_l2=None, reference_nan=0, reference_inf=0,
-        candidate_nan=0, candidate_inf=0,
-    )  # fmt: skip
-    nothing = np.zeros(0)
-    rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
-    return _with_counts(metrics, Piece(reference, 0), Piece(candidate, 0)), rows, None
 
 
 def _norm(record: Record) -> float | None:
@@ -556,7 +494,7 @@ class Measurer:
         self,
         reference: Run,
         candidate: Run,
-        floor: Floor,
+        floor: ModelFloor,
         *,
         inputs: Run | None = None,
         truth: Truth | None = None,
@@ -576,8 +514,8 @@ class Measurer:
         self.judge = Judge(
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
-            _shared([reference, candidate, *([] if truth is None else [truth.run])]),
-            None if own_floor is None else _floor_of(own_floor),
+            SharedRounding([reference, candidate, *([] if truth is None else [truth.run])]),
+            None if own_floor is None else floor_of(own_floor),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
@@ -644,7 +582,7 @@ class Measurer:
             if not float_ or truth.shape != ref.shape or (routed and routed.kept is not None):
                 return None
         base = self._pieces.base_source(pair) if self._is_block(pair) else None
-        return _Operands(ref, cand, base, truth, equal=equal_by_record(pair))
+        return _Operands(ref, cand, base, truth, equal_by_record(pair))
 
     def _measure_alike(self, pairs: Sequence[tuple[Pair, _Operands]]) -> list[PairNumbers | None]:
         """Pairs of one kind; None for one that must be measured by itself, also where its bytes
@@ -669,8 +607,6 @@ class Measurer:
             return [None] * len(pairs)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
         if truth is not None:
-            from divergence.numerics.pairs import against_many
-
             against = against_many(a, b, truth, base)
         shape = first.reference.shape
         if first.equal:
@@ -686,14 +622,37 @@ class Measurer:
         ]
 
     def _reduced(self, pair: Pair) -> PairNumbers | None:
-        """What can be known without the bytes of both sides."""
-        is_block = self._is_block(pair)
-        base = self._pieces.base_record(pair) if is_block else None
-        looked = look_reduced(self._pieces, pair, base=base)
-        self.reading.check(pair)
-        if looked is None:
+        """What can be known without the bytes of both sides; None where they are equal."""
+        ref, cand = pair.reference, pair.candidate
+        positions = ref.record.positions, cand.record.positions
+        whole = ref.row is None and cand.row is None and positions[0] == positions[1]
+        if whole and equal_contents(self._reference, ref.record, self._candidate, cand.record):
+            self.reading.check(pair)
             return None
-        metrics, rows, estimate, least, shape = looked
+        shape = ref.record.shape  # what both sides have in common of it
+        if ref.row is not None:
+            shape = (1, ref.right - ref.left, *shape[2:]) if len(shape) > 1 else (1,)
+        if positions[0] is None and positions[1] is not None and len(shape) >= 2:
+            shape = (shape[0], len(positions[1]), *shape[2:])
+        mine = _sketch_of(self._reference, ref, cand)
+        theirs = _sketch_of(self._candidate, cand, ref)
+        if mine is None or theirs is None:
+            # nothing but that they differ, the norms, and what is no finite number
+            numel, nothing = math.prod(shape), np.zeros(0)
+            metrics = PairMetrics(
+                identical=False, numel=numel, num_finite=numel, num_rows=0,
+                reference_norm=_norm(ref.record), candidate_norm=_norm(cand.record),
+            )  # fmt: skip
+            metrics = _with_counts(metrics, Piece(ref.record, 0), Piece(cand.record, 0))
+            rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
+            estimate, least = None, _least(ref, cand)
+        else:
+            base = self._pieces.base_record(pair) if self._is_block(pair) else None
+            metrics, rows, estimate = _estimated(
+                self._pieces, pair, [mine, theirs], (mine.read(), theirs.read()), base, shape
+            )
+            least = None
+        self.reading.check(pair)
         return PairNumbers(metrics, None, rows, shape, estimate=estimate, least=least)
 
     def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
@@ -709,8 +668,6 @@ class Measurer:
     def _against(self, pair: Pair, true_record: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
         to what it gets: of a dropout that hands its input on, nothing would be left."""
-        from divergence.numerics.pairs import measure_against
-
         assert self._truth is not None
         pieces, run = self._pieces, self._truth.run
         a = pieces.tensor(self._reference, pair.reference)
@@ -777,43 +734,21 @@ class Measurer:
         return numbers
 
 
+@dataclass(frozen=True, slots=True)
 class _Operands:
-    """The records that a small pair is measured with. ``kind``: equal for those that can be
-    measured together."""
+    """The records that a small pair is measured with."""
 
-    __slots__ = ("base", "candidate", "equal", "kind", "reference", "truth")
+    reference: Record
+    candidate: Record
+    base: tuple[Run, Record] | None
+    truth: Record | None
+    equal: bool
 
-    def __init__(
-        self,
-        reference: Record,
-        candidate: Record,
-        base: tuple[Run, Record] | None,
-        truth: Record | None,
-        *,
-        equal: bool,
-    ) -> None:
-        self.reference, self.candidate = reference, candidate
-        self.base, self.truth, self.equal = base, truth, equal
-        self.kind: _Key = (
-            equal, reference.shape, reference.dtype, candidate.dtype,
-            None if base is None else (id(base[0]), base[1].dtype),
-            None if truth is None else truth.dtype,
+    @property
+    def kind(self) -> _Key:
+        """Equal for those that can be measured together."""
+        return (
+            self.equal, self.reference.shape, self.reference.dtype, self.candidate.dtype,
+            None if self.base is None else (id(self.base[0]), self.base[1].dtype),
+            None if self.truth is None else self.truth.dtype,
         )  # fmt: skip
-
-
-def _floor_of(run: Run) -> OwnFloor | None:
-    """Loaded where a run carries one alone."""
-    from divergence.run.reader import floor_of
-
-    return floor_of(run)
-
-
-def _shared(runs: Sequence[Run]) -> Callable[[str], float]:
-    """By site, the rounding that all of its rows have in common."""
-    if all(run.manifest.training.optimizer is None for run in runs):
-        return _nothing_shared
-    return SharedRounding(runs)
-
-
-def _nothing_shared(site: str) -> float:
-    return 0.0

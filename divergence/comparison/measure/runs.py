@@ -26,10 +26,10 @@ from divergence.comparison.align.pairs import (
 )
 from divergence.comparison.align.pieces import Pair, pieces_in, why_no_pair
 from divergence.comparison.analysis import Measured, is_probe, numbers_of
-from divergence.comparison.experts import Routes
+from divergence.comparison.experts import Routes, routing_notes, unknown_blocks
 from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.judge import PairNumbers, without_floor
-from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.judge import PairNumbers
+from divergence.comparison.measure.measurer import Measurer, without_unknowable
 from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
 from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.errors import IncomparableError
@@ -37,7 +37,7 @@ from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for, set_device
-from divergence.run.reader import Run
+from divergence.run.reader import Run, own_truth
 from divergence.run.site import BACKWARD, is_operator_site
 from divergence.words import Progress, Side, silent
 
@@ -253,13 +253,8 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
 
 def _num_bytes(pair: Pair) -> int:
     """Of both sides."""
-    ref, cand = pair.reference.record, pair.candidate.record
-    return ref.numel * _itemsize(ref.dtype) + cand.numel * _itemsize(cand.dtype)
-
-
-@functools.cache
-def _itemsize(dtype: str) -> int:
-    return format_named(dtype).itemsize
+    records = pair.reference.record, pair.candidate.record
+    return sum(record.numel * format_named(record.dtype).itemsize for record in records)
 
 
 # Measuring escalated passes: both sides' float32 passes with each other, and against the truth.
@@ -297,7 +292,20 @@ def compare_escalated(
     results: list[SiteResult] = []
 
     def measured(reference: Run, pass_: str, run: Run, of: Side | None, by: Truth | None) -> None:
-        pairs = _escalated_pairs(reference, pass_, run)
+        pairs = []
+        split = reference.manifest.tokens.groups != run.manifest.tokens.groups
+        theirs = pieces_in(reference, pass_, split=split)
+        for key, piece in pieces_in(run, ESCALATED, split=split).items():
+            other = theirs.get(key)
+            if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
+                continue  # sums of gradients are made in another order where casts are: see calls
+            if format_named(piece.record.dtype).kind != "float":
+                continue
+            if other is None or why_no_pair(other, piece, exactly=True) is not None:
+                continue
+            pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
+        pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
+                                     pair.reference.record.order))  # fmt: skip
         measurer = Measurer(
             reference, run, ModelFloor(thresholds), inputs=inputs, truth=by,
             work=format_named("float32"),
@@ -320,35 +328,6 @@ def compare_escalated(
     return results, samples
 
 
-def drop_escalated(alignment: Alignment, results: Sequence[SiteResult]) -> Alignment:
-    """Without the escalated records that ``results`` are of: those were compared after all."""
-    used = {(r.sample, r.step, r.site) for r in results if r.of != "reference"}
-    left = [
-        item
-        for item in alignment.only_candidate
-        if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
-    ]
-    return replace(alignment, only_candidate=left)
-
-
-def _escalated_pairs(reference: Run, pass_: str, candidate: Run) -> list[Pair]:
-    pairs = []
-    split = reference.manifest.tokens.groups != candidate.manifest.tokens.groups
-    theirs = pieces_in(reference, pass_, split=split)
-    for key, piece in pieces_in(candidate, ESCALATED, split=split).items():
-        other = theirs.get(key)
-        if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
-            continue  # sums of gradients are made in another order where casts are: see calls.match
-        if format_named(piece.record.dtype).kind != "float":
-            continue
-        if other is None or why_no_pair(other, piece, exactly=True) is not None:
-            continue
-        pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
-    pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
-                                 pair.reference.record.order))  # fmt: skip
-    return pairs
-
-
 # Measuring: two runs, aligned, with the numbers of every pair of tensors.
 
 
@@ -365,8 +344,6 @@ def opened(run: str | Path | Run) -> Run:
 def opened_truth(run: str | Path | Run) -> Run:
     """The truth that ``run`` is, or else the one that it carries, its ranks' tensors put together.
     What it is no truth for is told by who judges by it."""
-    from divergence.run.reader import own_truth
-
     run = opened(run)
     return run if run.manifest.settings.compute_dtype is not None else own_truth(run) or run
 
@@ -379,8 +356,6 @@ def aligned(a: Run, b: Run, names: NameMap | None) -> Alignment:
         for pair in alignment.pairs
     ):
         return alignment
-    from divergence.comparison.measure.measurer import without_unknowable
-
     return without_unknowable(alignment, a, b)
 
 
@@ -400,17 +375,16 @@ def measure(
     the comparison, or else, of free runs, the first that one of the two carries. Raises
     IncomparableError where nothing is, UsageError for a truth of other runs.
     """
-    floor = None
+    inputs, floor = inputs_of(a, b), None
     if truth is None and replayed_from(a.manifest, b.manifest) is None:
-        anchoring = inputs_of(a, b)  # both sides got its inputs, as its own truth did
+        # of whose inputs both sides got, its own truth did too
         free = [run for run in (a, b) if "truth_free" in run.manifest.plan.passes]
-        for run in [anchoring, *free]:
+        for run in [inputs, *free]:
             if truth is None and run is not None and run.manifest.plan.truth is not None:
-                from divergence.run.reader import own_truth
-
                 truth = own_truth(run)
-    if truth is None:
-        floor = _floor_side(a, b)
+    if truth is None:  # the side that carries a floor for this comparison: the other repeats it
+        side = inputs or (b if a.manifest.like == b.manifest.id else a)
+        floor = side if "floor" in side.manifest.plan.passes else None
     against = None if truth is None else Truth(opened_truth(truth), a, b)
     alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]
@@ -434,8 +408,14 @@ def measure(
             where=f"{a.path} and {b.path}",
             hint=sentence(why_nothing(alignment)),
         )
-    if escalated:
-        alignment = drop_escalated(alignment, escalated)
+    if escalated:  # the records that these are of were compared after all
+        used = {(r.sample, r.step, r.site) for r in escalated if r.of != "reference"}
+        left = [
+            item
+            for item in alignment.only_candidate
+            if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
+        ]
+        alignment = replace(alignment, only_candidate=left)
     alignment, covered = account(
         alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
     )
@@ -445,26 +425,24 @@ def measure(
     if sites and all(site.step > 0 for site in sites):
         notes.append(fact("measure.no_prefill"))
     if measured.experts:
-        from divergence.comparison.experts import routing_notes
-
         notes += routing_notes(sites, measured.routes)
     anchors = against is not None and against.anchors
+    if against is not None and not against.run.manifest.complete:
+        why = against.run.manifest.stopped_by or None
+        notes.append(fact("measure.truth_incomplete", why=why))
+    elif against is not None and not anchors:
+        notes.append(fact("measure.truth_of_free_runs"))
+    if against is not None and any(s.estimated or s.is_unmeasured for s in sites):
+        notes.append(fact("measure.truth_judges_full"))
     return replace(
         measured,
         alignment=alignment,
         tokens=tokens,
         covered=[*covered, *tokens_row(tokens)],
         missing=len(unmatched) + (0 if tokens is None else tokens.num_missing),
-        notes=[*notes, *_truth_notes(against, sites)],
+        notes=notes,
         advice=advise(a, b, against.run if against is not None and anchors else None),
     )
-
-
-def _floor_side(a: Run, b: Run) -> Run | None:
-    """The side that carries a floor for this comparison: the one that the other repeats."""
-    inputs = inputs_of(a, b)
-    run = inputs or (b if a.manifest.like == b.manifest.id else a)
-    return run if "floor" in run.manifest.plan.passes else None
 
 
 def measure_tensors(
@@ -485,13 +463,13 @@ def measure_tensors(
     )
     sites = measure_all(measurer, alignment.pairs, progress)
     if is_probe(a.manifest) and is_probe(b.manifest):
-        sites = without_floor(sites)
+        # their inputs cancel on purpose, and no model's floor fits
+        nothing = dict.fromkeys(("floor", "ratio", "ratio_max", "ratio_sink"))
+        sites = [msgspec.structs.replace(site, **nothing, prompts=[]) for site in sites]
     forms = [format_named(run.manifest.model.dtype) for run in (a, b)]
     routed: frozenset[str] = frozenset()
     experts = any(note.routed for note in a.manifest.plan.modules.values())
     if experts:
-        from divergence.comparison.experts import unknown_blocks
-
         routed = unknown_blocks(a.manifest, sites)
     return Measured(
         reference=a,
@@ -509,20 +487,6 @@ def measure_tensors(
         experts=experts,
         narrow=any(form.kind == "float" and form.itemsize <= 2 for form in forms),
     )
-
-
-def _truth_notes(truth: Truth | None, sites: list[SiteResult]) -> list[Fact]:
-    if truth is None:
-        return []
-    notes = []
-    if not truth.run.manifest.complete:
-        why = truth.run.manifest.stopped_by or None
-        notes.append(fact("measure.truth_incomplete", why=why))
-    elif not truth.anchors:
-        notes.append(fact("measure.truth_of_free_runs"))
-    if any(s.estimated or s.is_unmeasured for s in sites):
-        notes.append(fact("measure.truth_judges_full"))
-    return notes
 
 
 def run_notes(a: Run, b: Run, alignment: Alignment) -> list[Fact]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +14,7 @@ from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair, PromptStep
 from divergence.comparison.measure.floors import medians
 from divergence.comparison.preflight.code import other_code
+from divergence.comparison.preflight.models import other_weights
 from divergence.comparison.results import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import ENOUGH
@@ -26,6 +26,9 @@ from divergence.words import Side
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs import AgainstTruth
+
+    _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
+    """Each with its rows' floor (T,)."""
 
 
 # The truth: a float64 run that tells which side of a comparison is farther from what is right.
@@ -66,8 +69,6 @@ class Truth:
         if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
             raise UsageError(f"{run.path} is the truth of another run ({manifest.like})", hint=make)
         repeated = a if manifest.like != b.id else b
-        from divergence.comparison.preflight.models import other_weights
-
         if other_weights(repeated, manifest):
             raise IncomparableError(
                 "the truth was computed with other weights than the run it repeats",
@@ -87,7 +88,10 @@ class Truth:
         """What names it in a command; None for what a run carries, which needs no name."""
         self._named_by_candidate = manifest.like == b.id
         self.anchored_pass = "anchored"
-        inputs = _anchored_to(reference, candidate)
+        run_of_inputs = inputs_of(reference, candidate)
+        inputs = a.plan.anchored_to if a.plan.anchored_to == b.plan.anchored_to else None
+        if run_of_inputs is not None:
+            inputs = run_of_inputs.manifest.id
         self.anchors = inputs is not None and inputs == manifest.plan.anchored_to
         own = (manifest.plan.anchored_to, manifest.plan.replayed_pass)
         if manifest.plan.replayed_pass is not None or replayed is not None:
@@ -121,24 +125,11 @@ def inputs_of(reference: Run, candidate: Run) -> Run | None:
     return candidate if a.plan.anchored_to == b.id else None
 
 
-def _anchored_to(reference: Run, candidate: Run) -> str | None:
-    """The id of the run whose inputs the anchored pairs got."""
-    run = inputs_of(reference, candidate)
-    if run is not None:
-        return run.manifest.id
-    a, b = reference.manifest.plan.anchored_to, candidate.manifest.plan.anchored_to
-    return a if a == b else None
-
-
 MIN_ROWS = 8
 """Fewer rows tell nothing about one channel, or about a scale."""
 
 
-@functools.cache
-def _no_channels() -> np.ndarray:
-    import numpy as np
-
-    return np.zeros((6, 0))  # a slice of the channels would keep them all
+_NO_CHANNELS = np.zeros((6, 0))  # a slice of the channels would keep them all
 
 
 class ChannelSums:
@@ -150,44 +141,26 @@ class ChannelSums:
         """Do the forwards differ in D? Then the sums are of some of them."""
         self.num_alone = 0
         """Forwards of one row."""
-        self._sums: np.ndarray | None = None
+        self.sums: np.ndarray | None = None
+        """(10, D): the sums over all forwards, six; of the forwards of MIN_ROWS rows or more the
+        sums of the largest row, two; of the forwards of one row the largest, two."""
 
     def add(self, against: AgainstTruth) -> None:
         """One more forward."""
-        import numpy as np
-
         channels = against.channels
         if not against.num_rows:
             return
-        if self._sums is None:
-            self._sums = np.zeros((10, channels.shape[1]))
-        elif self._sums.shape[1] != channels.shape[1]:
+        if self.sums is None:
+            self.sums = np.zeros((10, channels.shape[1]))
+        elif self.sums.shape[1] != channels.shape[1]:
             self.is_mixed = True
             return
-        self._sums[:6] += channels
+        self.sums[:6] += channels
         if against.num_rows >= MIN_ROWS:
-            self._sums[6:8] += channels[4:]
+            self.sums[6:8] += channels[4:]
         elif against.num_rows == 1:
             self.num_alone += 1
-            np.maximum(self._sums[8:], channels[:2], out=self._sums[8:])
-
-    @property
-    def total(self) -> np.ndarray:
-        """(6, D): the sums over all forwards."""
-        assert self._sums is not None
-        return self._sums[:6]
-
-    @property
-    def largest_of_long(self) -> np.ndarray:
-        """(2, D): of the forwards of MIN_ROWS rows or more, the sums of the largest row."""
-        assert self._sums is not None
-        return self._sums[6:8]
-
-    @property
-    def largest_alone(self) -> np.ndarray:
-        """(2, D): of the forwards of one row, the largest."""
-        assert self._sums is not None
-        return self._sums[8:]
+            np.maximum(self.sums[8:], channels[:2], out=self.sums[8:])
 
 
 @dataclass(slots=True)
@@ -202,7 +175,7 @@ class TruthSamples:
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         """``floor`` (T,): of each row."""
         self.channels.add(against)
-        rows = msgspec.structs.replace(against, channels=_no_channels())
+        rows = msgspec.structs.replace(against, channels=_NO_CHANNELS)
         self.forwards.append((result, rows, floor))
 
     def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
@@ -241,13 +214,6 @@ class SamplesBySite:
 # TruthStats: how one site stands to the truth, over all rows of a phase and forward by forward.
 #
 # Each side's errors are in floors of the rounding model. blocks.sides asks questions of them.
-
-if TYPE_CHECKING:
-    from divergence.numerics.pairs import AgainstTruth
-
-    _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
-    """Each with its rows' floor (T,)."""
-
 
 SIDES: tuple[Side, Side] = ("reference", "candidate")
 _HARD = 2.0
@@ -356,7 +322,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
         num_rows=int(rows.usual.sum()),
         typical=typical,
         floor=_median(rows.floor),
-        first=min((entry[0] for entry in forwards), key=_order),
+        first=min((entry[0] for entry in forwards), key=lambda r: (r.sample, r.step, r.order)),
     )
     stats.channels = _channel_errors(samples.channels, rows)
     stats.alike = rows.alike(rows.usual)[0]
@@ -483,10 +449,6 @@ def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.nd
     return by_prompt
 
 
-def _order(result: SiteResult) -> tuple[int, int, int]:
-    return (result.sample, result.step, result.order)
-
-
 def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
     """None where nothing is to be told of one channel.
 
@@ -497,12 +459,13 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
     holds nearly all of its row's error."""
     if channels.is_mixed:
         return None  # attention weights: their last axis is the tokens seen so far
-    sums, count = channels.total, int((~rows.sink).sum())
+    assert channels.sums is not None
+    sums, largest, alone = channels.sums[:6], channels.sums[6:8], channels.sums[8:]
+    count = int((~rows.sink).sum())
     if count < MIN_ROWS or sums.shape[1] < 2 or not sums[:2].any():
         return None
-    largest = channels.largest_of_long
     if channels.num_alone >= MIN_ROWS:
-        largest = largest + channels.largest_alone
+        largest = largest + alone
     least = []
     for number, side in enumerate(SIDES):
         # of a row that should be zero the error is without bound: then the mean channel is held to
@@ -566,49 +529,41 @@ def truth_diffs(
     by_number: dict[int, TruthDiff] = {}
     numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
     for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
-        differences = _differences([errs for _, errs in alike], estimated=estimated)
-        by_number |= {
-            number: difference for (number, _), difference in zip(alike, differences, strict=True)
-        }
+
+        def joined(name: str, alike: Sequence[tuple[int, AgainstTruth]] = alike) -> np.ndarray:
+            """(N, …): sooner than np.stack, which looks at each array by itself."""
+            together: np.ndarray = np.concatenate([getattr(errs, name) for _, errs in alike])
+            return together.reshape(len(alike), -1)
+
+        sink = joined("sink")
+        usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
+        norm = np.maximum(joined("norm"), 1e-300)
+        counts = usual.sum(axis=1)
+        rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
+        # each of the reference, the candidate, and between them
+        middle, p99, top = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        for name in ("reference", "candidate", "between"):
+            rows = joined(name) / norm
+            ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
+            middle.append(medians(rows, usual))
+            p99.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
+            top.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
+        channel = np.sqrt(joined("peaks")).T
+        both = (middle, p99, top, channel)
+        columns = [
+            *middle[:2],
+            *(_over(errors[2], errors[0], both_zero=0.0) for errors in both),
+            *(_over(errors[1], errors[0], both_zero=1.0) for errors in both),
+            *(
+                np.where(usual, joined(name), 0.0).sum(axis=1) / counts
+                for name in ("gain_reference", "gain_candidate")
+            ),
+        ]
+        figures = zip(*(column.tolist() for column in columns), strict=True)
+        for (number, _), values in zip(alike, figures, strict=True):
+            named = dict(zip(TruthDiff.__struct_fields__, values, strict=False))
+            by_number[number] = TruthDiff(**named, estimated=estimated)
     return [by_number.get(number) for number in range(len(judged))]
-
-
-def _differences(alike: Sequence[AgainstTruth], *, estimated: Side | None) -> Iterator[TruthDiff]:
-    """Of forwards with as many rows and columns."""
-
-    def joined(name: str) -> np.ndarray:
-        """(N, …): sooner than np.stack, which looks at each array by itself."""
-        together: np.ndarray = np.concatenate([getattr(errs, name) for errs in alike])
-        return together.reshape(len(alike), -1)
-
-    sink = joined("sink")
-    usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
-    norm = np.maximum(joined("norm"), 1e-300)
-    counts = usual.sum(axis=1)
-    rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
-    # each of the reference, the candidate, and between them
-    middle, p99, top = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    for name in ("reference", "candidate", "between"):
-        rows = joined(name) / norm
-        ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
-        middle.append(medians(rows, usual))
-        p99.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
-        top.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
-    channel = np.sqrt(joined("peaks")).T
-    gains = [
-        np.where(usual, joined(name), 0.0).sum(axis=1) / counts
-        for name in ("gain_reference", "gain_candidate")
-    ]
-    both = (middle, p99, top, channel)
-    columns = [
-        *middle[:2],
-        *(_over(errors[2], errors[0], both_zero=0.0) for errors in both),
-        *(_over(errors[1], errors[0], both_zero=1.0) for errors in both),
-        *gains,
-    ]
-    for values in zip(*(column.tolist() for column in columns), strict=True):
-        figures = dict(zip(TruthDiff.__struct_fields__, values, strict=False))
-        yield TruthDiff(**figures, estimated=estimated)
 
 
 def _over(top: np.ndarray, bottom: np.ndarray, *, both_zero: float) -> np.ndarray:

@@ -58,9 +58,6 @@ class TruthDisagreement:
             rel_l2=self.rel_l2, limit=self.limit,
         )  # fmt: skip
 
-    def __str__(self) -> str:
-        return sentence(self.fact)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
@@ -91,15 +88,13 @@ def disagreement(a: Run, b: Run, *, inside: str | None = None) -> Agreement:
             beyond.append((record, *distance))
     if not beyond:
         return Agreement(num_compared=num_compared, first=None)
-    record, rel_l2, limit = min(beyond, key=lambda entry: _place(entry[0]))
+    record, rel_l2, limit = min(
+        beyond, key=lambda entry: (entry[0].sample, entry[0].step, entry[0].order)
+    )
     first = TruthDisagreement(
         site=record.site, sample=record.sample, step=record.step, rel_l2=rel_l2, limit=limit
     )
     return Agreement(num_compared=num_compared, first=first)
-
-
-def _place(record: Record) -> tuple[int, int, int]:
-    return (record.sample, record.step, record.order)
 
 
 def _distance(a: Run, record: Record, b: Run, other: Record) -> tuple[float, float] | None:

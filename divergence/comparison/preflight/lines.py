@@ -16,11 +16,12 @@ from divergence.comparison.preflight.models import (
     shape_of,
     template_cause,
     tokenizer_cause,
+    weights_line,
 )
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.contents import labels_text
-from divergence.run.manifest import NO_LABEL, Manifest, SampleTokens, Switch
+from divergence.run.manifest import NO_LABEL, Manifest, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.site import starred
 from divergence.words import list_names
@@ -29,6 +30,7 @@ from divergence.words import list_names
 # from where on and why.
 
 _SHOWN = 6
+_LONGEST = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,14 @@ def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> Fact | None:
     parting = _find_parting(*samples, unseen=unseen)
     if parting is None:
         return None
+    cause = None  # why the ids differ, as far as the texts tell
+    if parting.texts is not None and parting.texts[0] == parting.texts[1]:
+        cause = fact("preflight.text_cause", edit=parting.edit is not None)
+    elif parting.texts is not None:
+        cause = fact("preflight.texts_differ", place=first_difference(*parting.texts))
     return fact(
         "preflight.prompt_differs", sample=parting.sample, token=parting.token,
-        reference=parting.ids[0], candidate=parting.ids[1], text=_text_cause(parting),
-        edit=parting.edit,
+        reference=parting.ids[0], candidate=parting.ids[1], text=cause, edit=parting.edit,
     )  # fmt: skip
 
 
@@ -83,7 +89,17 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
     what = "tokenizers" if same_text else named[-1] if named else "prompts"
     shown: Sequence[object] = [ids[:3] for ids in parting.ids]
     if parting.texts is not None and not same_text:
-        shown = [repr(text) for text in _from_the_difference(*parting.texts)]
+        # from the word on in which they begin to differ
+        text_a, text_b = parting.texts
+        pairs = enumerate(zip(text_a, text_b, strict=False))
+        place = next((n for n, (x, y) in pairs if x != y), min(len(text_a), len(text_b)))
+        spaces = text_a.rfind(" ", 0, place), text_a.rfind("\n", 0, place)
+        start = max(*spaces, place - _LONGEST, 0)
+        ends = [text[start : start + _LONGEST] for text in parting.texts]
+        shown = [
+            repr(end + "…" * (len(text) > start + _LONGEST))
+            for end, text in zip(ends, parting.texts, strict=True)
+        ]
     return fact(
         "preflight.parting", what=what, sample=parting.sample, token=parting.token,
         reference=shown[0], candidate=shown[1],
@@ -127,35 +143,11 @@ def _edit(a: Sequence[int], b: Sequence[int], place: int) -> Fact | None:
     )  # fmt: skip
 
 
-def _text_cause(parting: _Parting) -> Fact | None:
-    """Why the ids differ, as far as the texts tell."""
-    if parting.texts is None:
-        return None
-    text_a, text_b = parting.texts
-    if text_a == text_b:
-        return fact("preflight.text_cause", edit=parting.edit is not None)
-    return fact("preflight.texts_differ", place=first_difference(text_a, text_b))
-
-
-_LONGEST = 24
-
-
-def _from_the_difference(a: str, b: str) -> tuple[str, str]:
-    """Both texts from the word on in which they begin to differ."""
-    place = next(
-        (n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
-        min(len(a), len(b)),
-    )
-    start = max(a.rfind(" ", 0, place), a.rfind("\n", 0, place), place - _LONGEST, 0)
-    parts = [text[start : start + _LONGEST] for text in (a, b)]
-    return parts[0] + "…" * (len(a) > start + _LONGEST), parts[1] + "…" * (
-        len(b) > start + _LONGEST
-    )
-
-
 def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Other labels are another loss, so another experiment. Empty where each token is its own label
-    on both sides, and where the prompts themselves differ."""
+    on both sides, where the prompts themselves differ, and where one of them trains nothing."""
+    if not (a.training.train and b.training.train):
+        return []
     samples = a.tokens.samples, b.tokens.samples
     given = any(sample.labels is not None for side in samples for sample in side)
     ids = [[sample.prompt_ids for sample in side] for side in samples]
@@ -207,13 +199,13 @@ def preflight(
     dtypes = fact("preflight.wider_dtype") if ref.dtype != cand.dtype else None
     lines = [
         code_line(a, b),
-        _weights(a, b, names),
+        weights_line(a, b, names),
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
         quantization_line(a, b),
         _prompt_ids(a, b),
-        *_labels(a, b),
+        *label_lines(a, b),
         _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),
         _digests(
             "chat template", ref.chat_template_digest, cand.chat_template_digest,
@@ -345,17 +337,6 @@ def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
     return [_same("torch build", shown[0] or "-", shown[1] or "-")]
 
 
-def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    model_a, model_b = a.model, b.model
-    alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
-    if alike and not (model_a.missing or model_b.missing):
-        shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
-        return _same("weights", shown[0], shown[1], same=True)
-    from divergence.comparison.preflight.models import weights_line
-
-    return weights_line(a, b, names)
-
-
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
     """Other tokens are another experiment."""
     ids = [[sample.prompt_ids for sample in manifest.tokens.samples] for manifest in (a, b)]
@@ -378,26 +359,18 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
     )  # fmt: skip
 
 
-def _labels(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    if not (a.training.train and b.training.train):
-        return []
-    return label_lines(a, b)
-
-
 def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     ids_a = [sample.generated_ids for sample in a.tokens.samples]
     ids_b = [sample.generated_ids for sample in b.tokens.samples]
     forced = b.tokens.forced_by or a.tokens.forced_by
     same = ids_a == ids_b
     detail = fact("preflight.forced") if forced and same else None
-    if not same and not (a.model.digest and b.model.digest) and len(ids_a) == len(ids_b):
-        pairs = list(zip(ids_a, ids_b, strict=True))
-        if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
-            same, detail = True, fact("preflight.fed_as_told")
-    if forced and not same and a.tokens.groups != b.tokens.groups and len(ids_a) == len(ids_b):
-        pairs = list(zip(ids_a, ids_b, strict=True))
-        if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
-            same, detail = True, fact("preflight.forced_padding")
+    pairs = zip(ids_a, ids_b, strict=False)
+    goes_on = len(ids_a) == len(ids_b) and all(x[: len(y)] == y[: len(x)] for x, y in pairs)
+    if not same and goes_on and not (a.model.digest and b.model.digest):
+        same, detail = True, fact("preflight.fed_as_told")
+    elif not same and goes_on and forced and a.tokens.groups != b.tokens.groups:
+        same, detail = True, fact("preflight.forced_padding")
     shown = [
         sentence(fact("preflight.num_tokens", num=sum(map(len, ids)))) for ids in (ids_a, ids_b)
     ]
@@ -426,16 +399,18 @@ def _dtype(manifest: Manifest, other: Manifest) -> str:
     return ", ".join([dtype, *list(odd)[:3]])
 
 
-def _stands(switch: Switch) -> tuple[str, str]:
-    """(what it was set to, or found at where it was left alone; "refused" or not)."""
-    value = switch.found if switch.asked == "-" else switch.asked
-    return value, "set" if switch.status == "accepted" else switch.status
-
-
 def _switches(a: Manifest, b: Manifest) -> PreflightLine:
     """Switches that one side has and the other refused, or set otherwise."""
+    # by name (what it was set to, or found at where it was left alone; "refused" or not)
     found_a, found_b = (
-        {switch.name: _stands(switch) for switch in side.settings.switches} for side in (a, b)
+        {
+            switch.name: (
+                switch.found if switch.asked == "-" else switch.asked,
+                "set" if switch.status == "accepted" else switch.status,
+            )
+            for switch in side.settings.switches
+        }
+        for side in (a, b)
     )
     different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
     stand = [*found_a.items(), *found_b.items()]

@@ -8,14 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.comparison.align.pairs import NameMap
+from divergence.comparison.align.pairs import NameMap, find_prefix
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
 from divergence.numerics.formats import format_named
 from divergence.run.manifest import (
     NUM_SUMS,
     UNKNOWN,
-    Calibration,
     ConfigValue,
     EngineNote,
     Manifest,
@@ -176,7 +175,7 @@ def _size(sums: Sequence[float]) -> float:
 # or migrated stand in no note of the model, and other ones are another quantised model.
 
 
-def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
+def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
     """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
     that are not the other side's."""
     shown = [_with(str(m.model.quantization or "none"), _migration(m.engine)) for m in (a, b)]
@@ -191,36 +190,20 @@ def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
     )  # fmt: skip
 
 
-def dequantized_otherwise(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    """Equal codes that became other weights on the two sides: no kernel ran yet. None where a side
-    does not tell, or dequantised into another dtype."""
-    if a.dtype != b.dtype:
-        return None
-    shared = [path for path in a.dequantized if path in b.dequantized]
-    names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
-    if not names:
-        return None
-    return fact("preflight.dequantized", num=len(names), total=len(shared), names=names)
-
-
 def _with(text: str, more: str) -> str:
     """``W8A8: ... (simulated)`` with one more of its parts, before who made the codes."""
     told, by, name = text.rpartition(" (")
     return f"{told}; {more}{by}{name}" if more and told else text
 
 
-def _is_simulated(note: EngineNote | None) -> bool:
-    return note is not None and note.name == "quantize"
-
-
 def _migration(note: EngineNote | None) -> str:
-    alpha = note.options.get("smooth") if note is not None and _is_simulated(note) else None
+    alpha = note.options.get("smooth") if note is not None and note.name == "quantize" else None
     return "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
 
 
 def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
     """What each side's simulation has that the other's has not, of two that follow one scheme."""
-    if a is None or b is None or not (_is_simulated(a) and _is_simulated(b)):
+    if a is None or b is None or not a.name == b.name == "quantize":
         return "", ""
     kept = [note.facts.get("kept", "") for note in (a, b)]
     cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")
@@ -229,13 +212,9 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
         return [f"kept: {names.replace('; ', ' ')}" for names in told]
     if a.calibration is None or b.calibration is None:
         return "", ""
-    return _scales_apart(a.calibration, b.calibration)
-
-
-def _scales_apart(a: Calibration, b: Calibration) -> Sequence[str]:
     for code, here, there in (
-        ("static_range", a.limits, b.limits),
-        ("migrated_scales", a.scales, b.scales),
+        ("static_range", a.calibration.limits, b.calibration.limits),
+        ("migrated_scales", a.calibration.scales, b.calibration.scales),
     ):
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if names:
@@ -346,8 +325,6 @@ def match_parameters(
             break
         prefix_a, prefix_b = "", ""
         if not (theirs.issuperset(ours) or theirs.issubset(ours)):
-            from divergence.comparison.align.pairs import find_prefix
-
             prefix_a, prefix_b = find_prefix(ours, theirs) or ("", "")
         matched = {
             name: prefix_b + name[len(prefix_a) :]
@@ -640,20 +617,16 @@ def first_difference(a: str, b: str) -> Fact:
     return fact("preflight.texts_from", character=place, reference=parts[0], candidate=parts[1])
 
 
-def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
-    """How each side is quantised."""
-    none = PreflightLine(check="quantization", status="same", reference="none", candidate="none")
-    if a.model.quantization is None is b.model.quantization:
-        return none
-    return line_of_codes(a, b)
-
-
 # Do both sides compute with the same weights? By digests of their parameters.
 
 
 def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    """Where they are not simply equal. ``names``: the name map that the comparison uses."""
+    """``names``: the name map that the comparison uses."""
     model_a, model_b = a.model, b.model
+    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
+    alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
+    if alike and not (model_a.missing or model_b.missing):
+        return PreflightLine(check="weights", status="same", reference=shown[0], candidate=shown[1])
     matching = match_parameters(model_a.digests, model_b.digests, names)
     relations = related(model_a, model_b, matching.pairs)
     status, details = _weights_differ(model_a, model_b, matching, relations)
@@ -662,7 +635,6 @@ def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLi
     if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
         guess = relations is None or not relations.facts
         details = [*details, *weight_causes(model_a, model_b, guess=guess)]
-    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
     return PreflightLine(check="weights", status=status, details=apart(details),
                          reference=shown[0], candidate=shown[1])  # fmt: skip
 
@@ -683,9 +655,12 @@ def _weights_differ(
         same = say("same", "missing", num=len(missing), names=missing)
     if a.digest == b.digest and a.dequantized == b.dequantized:
         return same
-    if a.digest == b.digest:
-        otherwise = dequantized_otherwise(a, b)
-        return same if otherwise is None else ("blocking", [otherwise])
+    if a.digest == b.digest:  # equal codes, which may have become other weights: no kernel ran yet
+        shared = [path for path in a.dequantized if path in b.dequantized and a.dtype == b.dtype]
+        names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
+        if not names:
+            return same
+        return say("blocking", "dequantized", num=len(names), total=len(shared), names=names)
     digested = bool(a.digests and b.digests)
     if a.quantization != b.quantization:
         return say("differs", "codes_against", reference=_codes(a), candidate=_codes(b))
@@ -704,7 +679,10 @@ def _weights_differ(
         if any(rounded):
             return say("blocking", "other_after_rounding")
         return say("differs", "digests_of_dtypes")
-    if unknown := _offloaded(a.digests, b.digests):
+    unknown = {name for name in a.digests if "offloaded" in (a.digests[name], b.digests.get(name))}
+    known = a.digests.keys() - unknown
+    agree = all(a.digests[name] == b.digests.get(name) for name in known)
+    if unknown and agree and a.digests.keys() == b.digests.keys():
         return say("differs", "offloaded", num=len(unknown))
     if not digested:
         return say("blocking", "no_digests")
@@ -729,14 +707,6 @@ def _weights_differ(
 
 def _codes(model: ModelIdentity) -> str:
     return model.dtype if model.quantization is None else model.quantization.name
-
-
-def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    """Parameters that one side could not digest, if all the others agree."""
-    unknown = [name for name in a if "offloaded" in (a[name], b.get(name))]
-    rest = [name for name in a if name not in unknown]
-    agree = a.keys() == b.keys() and all(a[name] == b[name] for name in rest)
-    return unknown if agree else []
 
 
 def other_weights(a: Manifest, b: Manifest) -> bool:

@@ -101,7 +101,10 @@ def blame(
     """Whose operator is wrong. ``blamed``: the side that the operators blame, against ``truth``;
     ``above``: the one that the comparison blames which named the block; ``site``: the operator,
     ``alone``: each side's by itself."""
-    off = _off_alone(alone)
+    off = None  # whose operator is off by itself, while the other's is not, or far less
+    if len(alone) == 2:
+        less, more = sorted(alone, key=lambda own: own.times)
+        off = more.side if more.times > NEAR * max(1.0, less.times) else None
     levels = [
         fact("experiments.block_by", module=goal.block, side=above),
         fact("experiments.operator_by", site=site, side=blamed),
@@ -155,14 +158,6 @@ def decided(
     others = (item for item in known.evidence if item not in finding.evidence)
     evidence = [*finding.evidence, *others]
     return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
-
-
-def _off_alone(errors: list[OwnError]) -> str | None:
-    """The side whose operator is off by itself, while the other's is not, or far less."""
-    if len(errors) != 2:
-        return None
-    less, more = sorted(errors, key=lambda own: own.times)
-    return more.side if more.times > NEAR * max(1.0, less.times) else None
 
 
 def _by_both_codes(
@@ -263,19 +258,11 @@ def localize(
         trust_remote_code=trust_remote_code, operators=operators,
     )  # fmt: skip
     maker = Maker(
-        a,
-        b,
-        folder,
-        model=None if model is None else str(model),
-        device=device,
-        here=here,
-        force=force,
-        trust_remote_code=trust_remote_code,
-        operators=operators,
-        again=again,
+        a, b, folder, model=None if model is None else str(model), device=device, here=here,
+        force=force, trust_remote_code=trust_remote_code, operators=operators, again=again,
         prepare={"reference": prepare_reference, "candidate": prepare_candidate},
         progress=on_progress,
-    )
+    )  # fmt: skip
     done = Localization(
         reference=str(a.path), candidate=str(b.path), out=str(folder), continuation=again
     )
@@ -325,9 +312,12 @@ def _descend(
         return replace(done, obstacles=[] if why is None else [why])
     onset = report.verdict.onset
     alike, train = a.manifest.tokens.groups == b.manifest.tokens.groups, a.manifest.training.train
+    parts = [name.partition(f"{chosen}.") for name in a.manifest.model.digests]
+    has_modules = any(not before and "." in rest for before, _, rest in parts)
+    inner = [f"{chosen}.*"] if has_modules else []
     goal = Goal(
         block=chosen,
-        sites=["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])],
+        sites=["blocks", *inner, *([f"ops@{chosen}"] if alike else [])],
         step=onset.step if onset is not None and onset.block == chosen and not train else None,
         escalate=onset is not None and onset.pass_ == "escalated",
     )
@@ -375,7 +365,15 @@ def _descend(
     obstacles += [] if operators is None else operators.remarks
     if onset is not None and onset.phase == "backward" and of_parameter(onset.site):
         obstacles.append(fact("experiments.behind_operators"))
-    return replace(done, obstacles=apart([*obstacles, *_alone_there(deep)]))
+    calls = []  # of one side alone: where none that both call is wrong, they are what is left
+    for side in _SIDES:
+        unmatched = [] if operators is None else operators.unmatched
+        sites = list(dict.fromkeys(call.site for call in unmatched if call.side == side))
+        if sites:
+            calls.append(fact("experiments.side_calls", side=side, sites=sites))
+    if calls:
+        obstacles.append(fact("experiments.only_one_side_calls", calls=calls))
+    return replace(done, obstacles=apart(obstacles))
 
 
 def _at_operator(
@@ -468,22 +466,3 @@ def _is_to_judge(report: Report) -> bool:
 def _is_one_run(report: Report) -> bool:
     """Was a run compared with itself, and its ranks, if there are several, agree?"""
     return report.reference.id == report.candidate.id and report.verdict.kind == "undetermined"
-
-
-def _alone_there(report: Report) -> list[Fact]:
-    """Operators that one side alone calls: where no operator that both call is wrong, they are
-    what is left."""
-    calls = []
-    for side in _SIDES:
-        unmatched = [] if report.operators is None else report.operators.unmatched
-        sites = list(dict.fromkeys(call.site for call in unmatched if call.side == side))
-        if sites:
-            calls.append(fact("experiments.side_calls", side=side, sites=sites))
-    return [fact("experiments.only_one_side_calls", calls=calls)] if calls else []
-
-
-def _inner_modules(run: Run, block: str) -> list[str]:
-    """The pattern of the modules inside ``block``, if its parameters tell of any."""
-    names = [n.removeprefix(block + ".") for n in run.manifest.model.digests
-             if n.startswith(block + ".")]  # fmt: skip
-    return [f"{block}.*"] if any("." in name for name in names) else []

@@ -308,7 +308,11 @@ class Maker:
         if not self._is_here(side) or f"{side}-again" in self.repetitions:
             return False
         name, own = f"{side}-again", self.runs[side]
-        values = self._values(side, Goal(sites=_free_sites(own)))
+        notes = own.manifest.plan.modules
+        blocks = {path for path, note in notes.items() if note.role == "block"}
+        held = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
+        sites = ["blocks"] if held else recorded_sites(own.manifest)
+        values = self._values(side, Goal(sites=sites))
         values |= {"anchor": False, "store": "hash", "weights": False, "probe": False}
         self.folder.claim()
         out = self.folder / name
@@ -466,13 +470,6 @@ class Maker:
             **command_options(CaptureOptions, values),
             note=fact("experiments.on_machine", side=side, task=None),
         )  # fmt: skip
-
-
-def _free_sites(own: Run) -> list[str]:
-    """Blocks, where the run holds them; else what it recorded."""
-    blocks = {path for path, note in own.manifest.plan.modules.items() if note.role == "block"}
-    held = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
-    return ["blocks"] if held else recorded_sites(own.manifest)
 
 
 def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:

@@ -29,7 +29,7 @@ from divergence.ops.replay import replay
 from divergence.ops.reproducer import repro
 from divergence.recording.plant import Substitute
 from divergence.run.reader import Run
-from divergence.run.record import Call, Operand
+from divergence.run.record import Operand
 from divergence.run.site import is_operator_site
 from divergence.words import Side
 
@@ -63,8 +63,14 @@ def prove(
         for o in (deep.operators, again.operators)
     )  # fmt: skip
     still = [r.site for r in after if r.limit_usage > 1]
-    still += [s.site for s in again.sites if s.flagged and _is_handed_on(s, first)
-              and s.pass_ != "free" and s.block == first.block and _is_off(s, side)]  # fmt: skip
+    for site in again.sites:
+        # what the operator's block gives: its output, of its backward the gradients
+        handed_on = site.site == f"{site.block}:out"
+        if first.phase == "backward":
+            handed_on = site.phase == "backward" and ":out" in site.site
+        flagged = site.flagged and site.pass_ != "free" and site.block == first.block
+        if flagged and handed_on and _is_off(site, side):
+            still.append(site.site)
     return CausalCheck(
         site=first.site,
         holds=not still,
@@ -73,13 +79,6 @@ def prove(
         largest_limit_usage=max((r.limit_usage for r in after), default=0.0),
         still=list(dict.fromkeys(still)),
     )
-
-
-def _is_handed_on(site: SiteResult, first: OperatorResult) -> bool:
-    """Is it what the operator's block gives: its output, of its backward the gradients?"""
-    if first.phase == "backward":
-        return site.phase == "backward" and ":out" in site.site
-    return site.site == f"{site.block}:out"
 
 
 def _is_off(site: SiteResult, side: str) -> bool:
@@ -180,7 +179,15 @@ def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tu
     own = f"{names[side]}:out", f"{names[other]}:out"
     if not first.fed_by or first.fed_by_side != side:
         return own
-    mine, theirs = (_call(made[which], names[which], first) for which in (side, other))
+    calls = [
+        next(
+            (record.call for record in made[which].records
+             if record.call is not None and record.site == f"{names[which]}:out"
+             and (record.sample, record.step) == (first.sample, first.step)), None,
+        )
+        for which in (side, other)
+    ]  # fmt: skip
+    mine, theirs = calls
     if mine is None or theirs is None:
         return own
     for guilty, healthy in zip(mine.operands, theirs.operands, strict=False):
@@ -191,14 +198,6 @@ def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tu
         if given is not None and guilty.via == healthy.via:
             return made_by, given
     return own
-
-
-def _call(run: Run, path: str, first: OperatorResult) -> Call | None:
-    place = (f"{path}:out", first.sample, first.step)
-    for record in run.records:
-        if record.call is not None and (record.site, record.sample, record.step) == place:
-            return record.call
-    return None
 
 
 def _result(operand: Operand) -> str | None:

@@ -45,8 +45,10 @@ def check_repetition(
     why = why_not_bits(own.manifest, made.manifest)
     if why is None or truth is None or block is None:
         return result
-    how = "error" if _same_error(made, own, truth, block) else "differs"
-    return msgspec.structs.replace(result, how=how, because=why)
+    # in a training step the gradient which leaves the block counts, too
+    at = [_same_error(made, own, truth, f"{block}{end}:out") for end in ("", BACKWARD)]
+    same = any(at) and all(alike is not False for alike in at)
+    return msgspec.structs.replace(result, how="error" if same else "differs", because=why)
 
 
 def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) -> Repetition:
@@ -97,7 +99,19 @@ def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
     new, old = made.manifest, own.manifest
     if new.tokens.groups != old.tokens.groups:
         return
-    last = {group[0]: _last_step(new, old, group) for group in new.tokens.groups}
+    last: dict[int, float] = {}  # by batch, the last forward to which both were fed the same
+    for group in new.tokens.groups:
+        last[group[0]] = math.inf
+        for number in group:
+            a, b = new.tokens.samples[number], old.tokens.samples[number]
+            if (a.prompt_ids, a.decoder_prompt_ids, a.num_left_pad, a.num_right_pad) != (
+                b.prompt_ids, b.decoder_prompt_ids, b.num_left_pad, b.num_right_pad
+            ):  # fmt: skip
+                last[group[0]] = -1
+                break
+            fed = zip(a.generated_ids, b.generated_ids, strict=False)
+            same = next((step for step, (x, y) in enumerate(fed) if x != y), math.inf)
+            last[group[0]] = min(last[group[0]], same)
     passes = {"free"}
     if new.plan.anchored_to is not None and new.plan.anchored_to == old.plan.anchored_to:
         passes |= {"anchored", "escalated"}
@@ -107,21 +121,6 @@ def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
         other = own.find(record.coordinates)
         if other is not None and other.positions == record.positions:
             yield record, other
-
-
-def _last_step(new: Manifest, old: Manifest, group: list[int]) -> int:
-    """The last forward to which both were fed the same; -1 where the prompts are other ones."""
-    last = math.inf
-    for number in group:
-        a, b = new.tokens.samples[number], old.tokens.samples[number]
-        if (a.prompt_ids, a.decoder_prompt_ids, a.num_left_pad, a.num_right_pad) != (
-            b.prompt_ids, b.decoder_prompt_ids, b.num_left_pad, b.num_right_pad
-        ):  # fmt: skip
-            return -1
-        fed = zip(a.generated_ids, b.generated_ids, strict=False)
-        same = next((step for step, (x, y) in enumerate(fed) if x != y), None)
-        last = min(last, math.inf if same is None else same)
-    return 2**62 if last == math.inf else int(last)
 
 
 def _held(
@@ -136,18 +135,14 @@ def _held(
         count += 1
         if not equal:
             different.append((new, old))
-    return count, [(new, _rel_l2(made, new, own, old)) for new, old in _named_first(different)]
-
-
-def _named_first(different: list[tuple[Record, Record]]) -> list[tuple[Record, Record]]:
-    """The one that an error names: a module's before an operator's, an anchored pass first."""
-
-    def place(pair: tuple[Record, Record]) -> tuple[object, ...]:
-        new = pair[0]
-        return (is_operator_site(new.site), _PASSES.index(new.pass_), new.sample, new.step,
-                new.order)  # fmt: skip
-
-    return sorted(different, key=place)
+    # the one that an error names: a module's before an operator's, an anchored pass first
+    different.sort(
+        key=lambda pair: (
+            is_operator_site(pair[0].site), _PASSES.index(pair[0].pass_), pair[0].sample,
+            pair[0].step, pair[0].order,
+        )
+    )  # fmt: skip
+    return count, [(new, _rel_l2(made, new, own, old)) for new, old in different]
 
 
 def _rel_l2(made: Run, new: Record, own: Run, old: Record) -> float | None:
@@ -174,15 +169,8 @@ def _result(
     )  # fmt: skip
 
 
-def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
-    """Is the median row of the block's output as far from the truth in both? In a training step
-    that of the gradient which leaves it, too."""
-    at = [_same_error_at(made, own, truth, f"{block}{end}:out") for end in ("", BACKWARD)]
-    return any(at) and all(same is not False for same in at)
-
-
-def _same_error_at(made: Run, own: Run, truth: Run, site: str) -> bool | None:
-    """None where the truth has not the site."""
+def _same_error(made: Run, own: Run, truth: Run, site: str) -> bool | None:
+    """Is the median row as far from the truth in both? None where the truth has not the site."""
     import torch
 
     rows: dict[str, list[torch.Tensor]] = {"made": [], "own": []}

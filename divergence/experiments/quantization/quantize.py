@@ -91,7 +91,13 @@ def quantize(
         keep=_joined([pattern for entry in keep for pattern in keep_of(entry)]),
     )  # fmt: skip
     chosen = scheme_of(options)
-    _check(chosen, target, measure, each=each)
+    if measure not in MEASURES:
+        raise UsageError(f"--measure {measure!r}", hint=f"one of {', '.join(MEASURES)}")
+    if target is not None and not target > 0:
+        raise UsageError(f"--target {target:g}: a cost in nats is above 0", hint="--target 0.01")
+    if chosen.weights is None and (each or target is not None):
+        what = "--each" if target is None else "--target"
+        raise UsageError(f"{what}: {chosen.name} quantises no matrix", hint="w8a8, w4a16, fp8, ...")
     _check_out(out, None, force=force)
     with _base(run, out, prompts, prompts_file, device, trust_remote_code, force, tell) as base:
         _check_out(out, base, force=force)
@@ -101,13 +107,9 @@ def quantize(
                 hint="a run made without --no-cache",
             )
         with session_of(
-            base,
-            options,
-            model=model,
-            device=device,
-            trust_remote_code=trust_remote_code,
+            base, options, model=model, device=device, trust_remote_code=trust_remote_code,
             tell=tell,
-        ) as session:
+        ) as session:  # fmt: skip
             targets = list(session.targets.values())
             if chosen.weights is not None and not targets:
                 raise UsageError(
@@ -128,7 +130,10 @@ def quantize(
                     check_reachable(trials, target, measure)
                 if each or target is not None:
                     matrices = each_alone(trials, tell)
-                    notes += _unreached(matrices)
+                    unseen = [o.name for o in matrices if o.by_default and o.outliers is None]
+                    if unseen:
+                        first = unseen[0]
+                        notes.append(fact("experiments.unreached", num=len(unseen), first=first))
                     predicted = sum(o.cost.kl_mean for o in matrices if o.by_default)
                 if target is not None:
                     policy = find_policy(
@@ -138,15 +143,24 @@ def quantize(
                 QuantizationTrials(session, base.manifest.tokens.samples)  # which says why not
             kept = [*session.kept, *([] if policy is None else policy.keep)]
         names = [*keep_of(options.keep), *([] if policy is None else policy.keep)]
+        chosen_options: dict[str, Any] = {
+            name: value
+            for name in ("scheme", "smooth", "asymmetric", "weights_per", "activations_per")
+            if (value := getattr(options, name)) not in (None, "")
+        }
         if out is not None:
-            given = {**_given(options), "keep": _joined(names)}
+            given = {**chosen_options, "keep": _joined(names)}
             capture(
                 model, like=base, engine="quantize", engine_options=given, device=device, out=out,
                 trust_remote_code=trust_remote_code, force=force, command=command, progress=tell,
             )  # fmt: skip
         made = not isinstance(run, Run) and out is None and _is_model(run)
         named = str(run) if made else str(base.path)  # what is made here for the while is gone
-        given_prompts = {"prompt": list(prompts), "prompts": prompts_file} if made else {}
+        again = {**chosen_options, "keep": keep_of(options.keep)}  # as options of a command
+        if smooth is not None:
+            again["smooth"] = f"{smooth:g}"
+        if made:
+            again |= {"prompt": list(prompts), "prompts": prompts_file}
         result = Quantization(
             tool_version=__version__, run=named, model=session.loaded.source,
             dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen),
@@ -155,7 +169,7 @@ def quantize(
             num_quantized=len(targets) - (0 if policy is None else len(policy.keep)), kept=kept,
             out=None if out is None else str(out), cost=cost, unsmoothed=unsmoothed,
             matrices=matrices, predicted=predicted, policy=policy, facts=notes,
-            next=_next(named, out, {**_again(options), **given_prompts}, each=each, target=target),
+            next=_next(named, out, again, each=each, target=target),
         )  # fmt: skip
         return worded(result)
 
@@ -164,16 +178,6 @@ def _check_out(out: str | Path | None, base: Run | None, *, force: bool) -> None
     """Before the work, not behind it."""
     if out is not None:
         check_output(expanded(str(out)), force=force, like=base)
-
-
-def _check(scheme: Scheme, target: float | None, measure: str, *, each: bool) -> None:
-    if measure not in MEASURES:
-        raise UsageError(f"--measure {measure!r}", hint=f"one of {', '.join(MEASURES)}")
-    if target is not None and not target > 0:
-        raise UsageError(f"--target {target:g}: a cost in nats is above 0", hint="--target 0.01")
-    if scheme.weights is None and (each or target is not None):
-        what = "--each" if target is None else "--target"
-        raise UsageError(f"{what}: {scheme.name} quantises no matrix", hint="w8a8, w4a16, fp8, ...")
 
 
 @contextlib.contextmanager
@@ -253,12 +257,6 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
         )  # fmt: skip
 
 
-def _unreached(matrices: Sequence[MatrixCost]) -> Iterator[Fact]:
-    names = [matrix.name for matrix in matrices if matrix.by_default and matrix.outliers is None]
-    if names:
-        yield fact("experiments.unreached", num=len(names), first=names[0])
-
-
 def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:
     """What shows that ``model`` is not the recorded one."""
     module = session.loaded.module
@@ -268,23 +266,9 @@ def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:
         yield fact("experiments.numbers_of", model=model, difference=difference)
 
 
-def _given(options: QuantizeOptions) -> dict[str, str | float]:
-    names = ("scheme", "smooth", "asymmetric", "weights_per", "activations_per")
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value not in (None, "")}
-
-
 def _joined(patterns: Sequence[str]) -> str:
     """As ``keep_of`` reads them: expressions last."""
     return ",".join(sorted(patterns, key=lambda pattern: pattern.startswith(("re:", "!re:"))))
-
-
-def _again(options: QuantizeOptions) -> dict[str, Any]:
-    """As options of a command."""
-    given: dict[str, Any] = _given(options)
-    if "smooth" in given:
-        given["smooth"] = f"{given['smooth']:g}"
-    return given | {"keep": keep_of(options.keep)}
 
 
 def _next(
@@ -299,20 +283,9 @@ def _next(
     if scheme_named(again["scheme"]).weights is None:
         return commands
     if not (each or target):
-        commands.append(
-            command_line(
-                "quantize", base, **again, each=True, note=fact("experiments.which_matrices")
-            )
-        )
+        note = fact("experiments.which_matrices")
+        commands.append(command_line("quantize", base, **again, each=True, note=note))
     if target is None:
-        commands.append(
-            command_line(
-                "quantize",
-                base,
-                **again,
-                target="0.01",
-                o="Q",
-                note=fact("experiments.what_to_keep"),
-            )
-        )
+        note = fact("experiments.what_to_keep")
+        commands.append(command_line("quantize", base, **again, target="0.01", o="Q", note=note))
     return commands

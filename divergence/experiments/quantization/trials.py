@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from divergence.experiments.quantization.result import (
 )
 from divergence.numerics.codes import Quantizer, codes_of, scales_of, values_of
 from divergence.numerics.logits import RowCosts, row_costs
-from divergence.numerics.sums import Following, following_of, quantile, standard_error
+from divergence.numerics.sums import following_of, quantile, standard_error
 from divergence.output import write_output
 from divergence.quantization.model import CalibrationWatch as Watch
 from divergence.quantization.model import (
@@ -130,21 +130,18 @@ class QuantizationTrials:
         """Of the model with these quantised."""
         cached = self.scheme.kv is not None
         with self._installed(targets), quantised_cache(self.scheme.kv, self.model) as filled:
-            self._check_numbers()  # after the weights, whose error names the matrix
+            for number, seen in enumerate(self.seen):  # after the weights, whose error names them
+                if bool(seen.logits.isnan().any()):
+                    raise UsageError(
+                        f"the floating-point model gives logits that are nan (prompt {number})",
+                        hint="divergence capture and inspect show where they begin",
+                    )
             rows = [self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen]
         if cached and not filled:
             raise UsageError(
                 f"{self.scheme.name}: this model keeps no keys and values", hint="leave out kv8"
             )
         return cost_of(rows)
-
-    def _check_numbers(self) -> None:
-        for number, seen in enumerate(self.seen):
-            if bool(seen.logits.isnan().any()):
-                raise UsageError(
-                    f"the floating-point model gives logits that are nan (prompt {number})",
-                    hint="divergence capture and inspect show where they begin",
-                )
 
     def alone(self, target: QuantizationTarget) -> tuple[Cost, float | None]:
         """(cost, relative L2 error at the output of its block) with this one quantised."""
@@ -155,7 +152,18 @@ class QuantizationTrials:
         """The model as it is now, from block ``number`` on; None: from its beginning."""
         rows, errors, norms = [], 0.0, 0.0
         for seen in self.seen:
-            with self._skipping(seen, number), _output_of(self.blocks, number) as outputs:
+            outputs: list[Any] = []
+            with contextlib.ExitStack() as stack:
+                # the blocks before it give what they gave
+                skipped = self.blocks[: number or 0]
+                for block, output in zip(skipped, seen.outputs, strict=False):
+                    block.__dict__["forward"] = lambda *_, output=output, **__: output
+                    stack.callback(block.__dict__.pop, "forward")
+                if number is not None:
+                    hook = self.blocks[number].register_forward_hook(
+                        lambda _, __, out, outputs=outputs: outputs.append(out)
+                    )
+                    stack.callback(hook.remove)
                 logits = self._logits(seen)
             rows.append(self._row_costs(seen, logits))
             if number is not None:
@@ -221,43 +229,11 @@ class QuantizationTrials:
         finally:
             uninstall(self.model)
 
-    @contextlib.contextmanager
-    def _skipping(self, seen: _Seen, number: int | None) -> Iterator[None]:
-        """The blocks before ``number`` give what they gave."""
-        skipped = self.blocks[: number or 0]
-        for block, output in zip(skipped, seen.outputs, strict=False):
-            block.__dict__["forward"] = _giving(output)
-        try:
-            yield
-        finally:
-            for block in skipped:
-                del block.__dict__["forward"]
-
-
-def _giving(output: Any) -> Any:
-    def forward(*_: Any, **__: Any) -> Any:
-        return output
-
-    return forward
-
 
 def _hidden(output: Any) -> torch.Tensor:
     """The residual stream among what a block gives."""
     hidden: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
     return hidden
-
-
-@contextlib.contextmanager
-def _output_of(blocks: Sequence[nn.Module], number: int | None) -> Iterator[list[Any]]:
-    outputs: list[Any] = []
-    if number is None:
-        yield outputs
-        return
-    handle = blocks[number].register_forward_hook(lambda _, __, out: outputs.append(out))
-    try:
-        yield outputs
-    finally:
-        handle.remove()
 
 
 def cost_of(parts: Sequence[RowCosts]) -> Cost:
@@ -268,22 +244,20 @@ def cost_of(parts: Sequence[RowCosts]) -> Cost:
     mine = np.concatenate([part.logprob_a for part in parts])
     other = np.concatenate([part.logprob_b for part in parts])
     following = following_of(mine, other)
+    num_following, figures = 0, dict[str, float | None]()
+    if following is not None:
+        figures = msgspec.structs.asdict(following)
+        num_following = following.num_tokens
+        del figures["num_tokens"]
+        figures |= {"perplexity_base": figures.pop("base"), "perplexity": figures.pop("other")}
     return Cost(
-        num_tokens=len(kl), num_following=0 if following is None else following.num_tokens,
+        num_tokens=len(kl), num_following=num_following,
         kl_mean=float(kl.mean()), kl_error=standard_error(kl),
         kl_median=quantile(kl, 0.5), kl_p90=quantile(kl, 0.9), kl_p99=quantile(kl, 0.99),
         kl_max=float(kl.max()),
         same_top=float(same.mean()), same_top_error=standard_error(same.astype(float)),
-        **_of_following(following),
+        **figures,
     )  # fmt: skip
-
-
-def _of_following(following: Following | None) -> dict[str, float | None]:
-    if following is None:
-        return {}
-    figures: dict[str, float | None] = msgspec.structs.asdict(following)
-    del figures["num_tokens"]
-    return figures | {"perplexity_base": figures.pop("base"), "perplexity": figures.pop("other")}
 
 
 # Each matrix of a model quantised alone: those of the scheme, and those that it keeps, so that one
@@ -308,7 +282,13 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
     targets = targets_of(trials.model)
     tables = _tables(trials)
     total = len(targets) + len(tables)
-    outliers = outliers_of(trials, targets)
+    with watching(trials.model, targets, kind=_Numbers) as watches:
+        trials.run_plain()
+    outliers = {}  # by target; of those that anything entered
+    for name, watch in watches.items():
+        assert isinstance(watch, _Numbers)
+        if watch.least is not None and watch.most is not None:
+            outliers[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
     floors: dict[int, float] = {}
     costs: list[MatrixCost] = []
     for target in targets.values():
@@ -395,20 +375,6 @@ class _Numbers(Watch):
         self.count += len(flat)
         self.power_sums += torch.stack([(flat**n).sum() for n in (1, 2, 3, 4)])
         self.some.append(flat[:: max(1, len(flat) // _MOST)])
-
-
-def outliers_of(
-    trials: QuantizationTrials, targets: Mapping[str, QuantizationTarget]
-) -> dict[str, Outliers]:
-    """By target, over all prompts; targets that nothing entered are left out."""
-    with watching(trials.model, targets, kind=_Numbers) as watches:
-        trials.run_plain()
-    outliers = {}
-    for name, watch in watches.items():
-        assert isinstance(watch, _Numbers)
-        if watch.least is not None and watch.most is not None:
-            outliers[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
-    return outliers
 
 
 def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
@@ -552,10 +518,14 @@ def forms(names: Sequence[str], scheme: Scheme) -> dict[str, str]:
     """
     ignore = json.dumps({"ignore": list(names)}, indent=2) + "\n"
     off = "".join(f"  - quantizer_name: '*{name}.*'\n    enable: false\n" for name in names)
-    slim = _SLIM.format(
-        exclude="".join(f'        - "{name}"\n' for name in names),
-        act=_act_of(scheme), weight=_weight_of(scheme),
-    )  # fmt: skip
+    act = weight = ""
+    if scheme.activations is not None:
+        scope = "per_tensor" if scheme.static else f"per_{scheme.activations.per}"
+        act = _slim_lines("act", scope, scheme.activations)
+    if scheme.weights is not None:
+        weight = _slim_lines("weight", f"per_{scheme.weights.per}", scheme.weights)
+    exclude = "".join(f'        - "{name}"\n' for name in names)
+    slim = _SLIM.format(exclude=exclude, act=act, weight=weight)
     return {"compressed-tensors.json": ignore, "modelopt.yaml": f"quant_cfg:\n{off}",
             "msmodelslim.yaml": slim}  # fmt: skip
 
@@ -570,25 +540,13 @@ spec:
 {exclude}"""
 
 
-def _act_of(scheme: Scheme) -> str:
-    if scheme.activations is None:
-        return ""
-    scope = "per_tensor" if scheme.static else f"per_{scheme.activations.per}"
-    return _lines("act", scope, scheme.activations)
-
-
-def _weight_of(scheme: Scheme) -> str:
-    return "" if scheme.weights is None else _lines("weight", f"per_{scheme.weights.per}",
-                                                    scheme.weights)  # fmt: skip
-
-
 def write_forms(result: Quantization, folder: Path) -> None:
     """Write ``forms`` of what is kept. Raises RunWriteError."""
     for name, text in forms(result.kept, result.scheme_as_run).items():
         write_output(text, folder / name, what="policy", error=RunWriteError, make_folder=True)
 
 
-def _lines(what: str, scope: str, quantizer: Quantizer) -> str:
+def _slim_lines(what: str, scope: str, quantizer: Quantizer) -> str:
     dtype = "fp8_e4m3" if quantizer.is_float else quantizer.format
     inner = {"scope": f'"{scope}"', "dtype": f'"{dtype}"', "symmetric": quantizer.symmetric,
              "method": '"minmax"'}  # fmt: skip

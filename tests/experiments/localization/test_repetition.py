@@ -14,7 +14,7 @@ from divergence.errors import UsageError
 from divergence.experiments.explain import explain_token
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.localization.repetition import check_repetition, check_substituted
-from divergence.experiments.sensitivity.sensitivity import sensitivity
+from divergence.experiments.sensitivity import sensitivity
 from divergence.facts import worded
 from divergence.numerics.summaries import fold_tensor
 from divergence.recording.api import capture

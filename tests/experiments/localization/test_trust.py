@@ -17,7 +17,7 @@ from divergence.comparison.api import compare
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import FaultSize
-from divergence.experiments.sensitivity.trials import confirm_sizes
+from divergence.experiments.sensitivity import confirm_sizes
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.machine import variables_to_set

@@ -12,13 +12,13 @@ import torch
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.errors import IncomparableError, UsageError
-from divergence.experiments.sensitivity.sensitivity import sensitivity
-from divergence.experiments.sensitivity.trials import (
+from divergence.experiments.sensitivity import (
     FAULTS,
     Overlay,
     SensitivityTrials,
     faults_named,
     sees,
+    sensitivity,
     smallest_seen,
 )
 from divergence.recording.api import capture

@@ -3,6 +3,7 @@ checked."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from abc import abstractmethod
@@ -33,7 +34,6 @@ from divergence.run.record import (
     Place,
     Record,
     RecordCheck,
-    Sketch,
     StrictRecord,
     UnsoundError,
     records_name,
@@ -41,7 +41,6 @@ from divergence.run.record import (
 from divergence.run.site import escape_path, is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
-    from divergence.run.blobs import Blob
     from divergence.run.shards import Entry, Shard
 
 
@@ -74,18 +73,15 @@ def parts_of(record: Record) -> list[Part]:
     if record.place is not None:
         parts.append(Part(record.place, record.xxh3, record.dtype, record.shape))
     if (sketch := record.sketch) is not None:
-        parts.append(Part(sketch.place, sketch.xxh3, "float32", _shape_of(sketch, record.shape)))
+        from divergence.numerics.summaries import grid_of, rows_of
+
+        # what is stored: numerics.summaries.Projections.joined
+        num_rows, num_cols = rows_of(record.shape)[0], sketch.num_projections + 2
+        shape: tuple[int, ...] = num_rows, num_cols
+        if sketch.num_pooled:
+            shape = (num_rows * num_cols + grid_of(record.shape)[0] * sketch.num_pooled,)
+        parts.append(Part(sketch.place, sketch.xxh3, "float32", shape))
     return parts
-
-
-def _shape_of(sketch: Sketch, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of what is stored: numerics.summaries.Projections.joined."""
-    from divergence.numerics.summaries import grid_of, rows_of
-
-    num_rows, num_cols = rows_of(shape)[0], sketch.num_projections + 2
-    if not sketch.num_pooled:
-        return num_rows, num_cols
-    return (num_rows * num_cols + grid_of(shape)[0] * sketch.num_pooled,)
 
 
 def check_part(shard: Shard, part: Part, *, where: str) -> None:
@@ -150,78 +146,30 @@ class SiteCounts(NamedTuple):
 class StoredRecords(Sequence[Record]):
     """The records of a large run, which lie in its files until they are asked for.
 
-    What most often is asked of all of them is known without (run/table.py); a list answers the same
-    by the functions below. Going through all of them keeps them, but for ``each``.
+    What most often is asked of all records is answered without them: the functions below are told
+    how (run/table.py). Going through all of them keeps them, but for ``each_of``.
     """
-
-    @abstractmethod
-    def each(self) -> Iterator[Record]:
-        """All in order; none is kept."""
-
-    @abstractmethod
-    def count_passes(self) -> dict[str, int]:
-        """Number of records by pass, in the order of first appearance."""
-
-    @abstractmethod
-    def count_sites(self) -> list[SiteCounts]:
-        """What there is of each site, in the order of first appearance."""
-
-    @abstractmethod
-    def call_passes(self) -> set[PassName]:
-        """The passes that hold operators' calls."""
-
-    @abstractmethod
-    def records_at(self, sites: Collection[str]) -> list[Record]:
-        """The records of these sites, in order."""
-
-    @abstractmethod
-    def nonfinite(self) -> list[Record]:
-        """The records with nan or inf, as far as statistics were kept."""
 
     @abstractmethod
     def find(self, coordinates: Coordinates) -> Record | None:
         """The last record there, or None."""
 
-    @abstractmethod
-    def shards(self) -> set[str]:
-        """The names of all shards in use."""
 
-    @abstractmethod
-    def num_kept(self) -> int:
-        """Number of records of which anything is on disk."""
-
-    @abstractmethod
-    def sizes(self) -> Sizes:
-        """As ``sizes_of``."""
-
-    @abstractmethod
-    def places_are_sound(
-        self, shard_of: Callable[[Record, str], Shard], blob_of: Callable[[str], Blob]
-    ) -> bool:
-        """Is in the shards what the records say? False where one is not sound: going through all
-        records says which and why."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Every place was checked, and sizes were counted: lets go of what only that needs."""
-
-
+@functools.singledispatch
 def each_of(records: Sequence[Record]) -> Iterable[Record]:
     """All in order, once; none stays in memory that was not there before."""
-    return records.each() if isinstance(records, StoredRecords) else records
+    return records
 
 
+@functools.singledispatch
 def count_passes(records: Sequence[Record]) -> dict[str, int]:
-    """As StoredRecords.count_passes."""
-    if isinstance(records, StoredRecords):
-        return records.count_passes()
+    """Number of records by pass, in the order of first appearance."""
     return dict(Counter(record.pass_ for record in records))
 
 
+@functools.singledispatch
 def count_sites(records: Sequence[Record]) -> list[SiteCounts]:
-    """As StoredRecords.count_sites."""
-    if isinstance(records, StoredRecords):
-        return records.count_sites()
+    """What there is of each site, in the order of first appearance."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.site, []).append(record)
@@ -240,48 +188,36 @@ def _nonfinite(record: Record) -> int:
 
 def site_names(records: Sequence[Record]) -> set[str]:
     """Of all sites that there are records of."""
-    if isinstance(records, StoredRecords):
-        return {held.site for held in records.count_sites()}
-    return {record.site for record in records}
+    return {counts.site for counts in count_sites(records)}
 
 
+@functools.singledispatch
 def call_passes(records: Sequence[Record]) -> set[PassName]:
-    """As StoredRecords.call_passes."""
-    if isinstance(records, StoredRecords):
-        return records.call_passes()
+    """The passes that hold operators' calls."""
     return {record.pass_ for record in records if record.call is not None}
 
 
+@functools.singledispatch
 def records_at(records: Sequence[Record], sites: Collection[str]) -> list[Record]:
-    """As StoredRecords.records_at."""
-    if isinstance(records, StoredRecords):
-        return records.records_at(sites)
+    """The records of these sites, in order."""
     return [record for record in records if record.site in sites]
 
 
+@functools.singledispatch
 def num_kept(records: Sequence[Record]) -> int:
-    """As StoredRecords.num_kept."""
-    if isinstance(records, StoredRecords):
-        return records.num_kept()
+    """Number of records of which anything is on disk."""
     return sum(bool(parts_of(record)) for record in records)
 
 
+@functools.singledispatch
 def shards_of(records: Sequence[Record]) -> set[str]:
-    """The shards in use."""
-    if isinstance(records, StoredRecords):
-        return records.shards()
+    """The names of all shards in use."""
     return {part.place.shard for record in records for part in parts_of(record)}
 
 
-def sizes_of(records: Sequence[Record]) -> Sizes:
+@functools.singledispatch
+def sizes_of(records: Iterable[Record]) -> Sizes:
     """Sizes counted over a run's records: the manifest that a crash left behind has older ones."""
-    if isinstance(records, StoredRecords):
-        return records.sizes()
-    return sizes_counted(records)
-
-
-def sizes_counted(records: Iterable[Record]) -> Sizes:
-    """As ``sizes_of``, going through the records once."""
     tensors: dict[Place, int] = {}
     num_records = seen_bytes = 0
     for record in records:
@@ -312,6 +248,12 @@ def is_mask(site: str) -> bool:
     return any(word in part for word in ("mask", "bias") for part in words)
 
 
+@functools.singledispatch
+def with_nonfinite(records: Sequence[Record]) -> Iterable[Record]:
+    """The records with nan or inf, as far as statistics were kept; of a list more."""
+    return records
+
+
 def first_nonfinite(manifest: Manifest, records: Sequence[Record]) -> Record | None:
     """The first record, in execution order of the free pass, with nan or inf that is no mask's.
 
@@ -321,7 +263,7 @@ def first_nonfinite(manifest: Manifest, records: Sequence[Record]) -> Record | N
     """
     bad = [
         record
-        for record in (records.nonfinite() if isinstance(records, StoredRecords) else records)
+        for record in with_nonfinite(records)
         if record.pass_ == "free" and _counts(record) and not _may_be_padding(record, manifest)
     ]
     return min(bad, key=lambda record: (record.sample, record.step, record.order), default=None)
@@ -455,7 +397,12 @@ def read_manifest(store: Store) -> Manifest:
         ) from error
     if manifest.digest is not None and not manifest.is_closed_by(data):
         raise _changed(MANIFEST, where)
-    return _with_escaped_modules(manifest)
+    modules = manifest.plan.modules  # by today's paths
+    if any(map(_RAW.search, modules)):
+        manifest.plan.modules = {
+            escape_path(path) if _RAW.search(path) else path: note for path, note in modules.items()
+        }
+    return manifest
 
 
 def _changed(name: str, where: str) -> RunFormatError:
@@ -535,7 +482,7 @@ LARGE_BYTES = 8 << 20
 def is_large(store: Store, manifest: Manifest) -> bool:
     """Is it a run that is better read by columns: of many lines, in files that can be read again in
     parts?"""
-    if store.far or has_old_names(manifest):
+    if store.far or _Renaming(manifest):
         return False
     names = filter(store.has, map(records_name, range(manifest.num_ranks)))
     try:
@@ -593,8 +540,10 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
             strict.decode(line)
             record = decoder.decode(line)
         except BROKEN_JSON as error:
-            if not line.endswith(b"\n") and _may_be_torn(manifest, name):
-                return records, True  # killed while appending: the line never counted
+            # killed while appending: the line never counted
+            is_open = not manifest.complete and name not in manifest.record_digests
+            if is_open and not line.endswith(b"\n"):
+                return records, True
             raise RunFormatError(
                 f"broken record: {error}",
                 where=where,
@@ -614,11 +563,6 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
         records.append(record)
     check_digest(store, manifest, name)
     return records, False
-
-
-def _may_be_torn(manifest: Manifest, name: str) -> bool:
-    """Was the file still being written when the run ended, so that its last line may be a part?"""
-    return not manifest.complete and name not in manifest.record_digests
 
 
 def record_check(manifest: Manifest) -> RecordCheck:
@@ -701,21 +645,6 @@ def check_parts(records: Sequence[Record], shard_of: Callable[[Record, str], Sha
 
 
 _RAW = re.compile(r"[/:#\s\x00-\x1f\x7f-\x9f]")
-
-
-def _with_escaped_modules(manifest: Manifest) -> Manifest:
-    """The manifest with today's module paths; the same object where nothing changes."""
-    modules = manifest.plan.modules
-    if any(map(_RAW.search, modules)):
-        manifest.plan.modules = {
-            escape_path(path) if _RAW.search(path) else path: note for path, note in modules.items()
-        }
-    return manifest
-
-
-def has_old_names(manifest: Manifest) -> bool:
-    """Do its records call modules by names that are written otherwise today?"""
-    return bool(_Renaming(manifest))
 
 
 class _Renaming:

@@ -14,7 +14,7 @@ from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summary import Summary, summarize
 from divergence.run.contents import Digests
-from divergence.run.reader import Run
+from divergence.run.reader import Run, View
 from divergence.run.record import Coordinates, PassName, Record
 
 if TYPE_CHECKING:
@@ -109,14 +109,7 @@ def shape_of(whole: Joined | Record) -> tuple[int, ...]:
     return (*shapes[0][: whole.dim], length, *shapes[0][whole.dim + 1 :])
 
 
-def shares_of(whole: Joined | Record, num_dims: int) -> list[Share]:
-    """What each rank holds of a tensor; empty where one rank holds all."""
-    if isinstance(whole, Record):
-        return []
-    return list(_cut(whole, (slice(None),) * num_dims))
-
-
-def _cut(whole: Joined | Record, index: tuple[slice, ...]) -> Iterator[Share]:
+def shares_of(whole: Joined | Record, index: tuple[slice, ...]) -> Iterator[Share]:
     """Every leaf with the part of the whole tensor that it is (of terms: all of it)."""
     if isinstance(whole, Record):
         yield Share(whole.rank, whole, index)
@@ -129,7 +122,7 @@ def _cut(whole: Joined | Record, index: tuple[slice, ...]) -> Iterator[Share]:
             cut = slice(start, start + length)
             inner = (*index[: whole.dim], cut, *index[whole.dim + 1 :])
             start += length
-        yield from _cut(part, inner)
+        yield from shares_of(part, inner)
 
 
 def combined(terms: Iterable[torch.Tensor], how: str) -> torch.Tensor:
@@ -236,12 +229,11 @@ def unsharded(run: Run) -> Run:
     return UnshardedRun(run)
 
 
-class UnshardedRun(Run):
+class UnshardedRun(View):
     """Whole tensors of a run of several ranks. ``run``: the run as it lies on disk."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run.path, run.manifest, [], torn_tail=run.torn_tail)
-        self.run = run
+        super().__init__(run, [])
         self.disagreements: list[RankDisagreement] = []
         self.unmade: dict[Coordinates, str] = {}
         self._whole: dict[Coordinates, Joined | Record] = {}
@@ -274,21 +266,12 @@ class UnshardedRun(Run):
             return self.run.read(record, verify=verify)
         return self._read(whole, verify)
 
-    def check(self, record: Record) -> None:
-        for leaf in self._leaves(record):
-            self.run.check(leaf)
-
     def shares(self, record: Record) -> list[Share]:
         """The parts of a tensor that ranks hold pieces of; empty where each rank holds all."""
         whole = self._whole.get(record.coordinates, record)
-        return shares_of(whole, len(record.shape))
-
-    @property
-    def far(self) -> bool:
-        return self.run.far
-
-    def expect(self, records: Iterable[Record]) -> None:
-        self.run.expect(leaf for record in records for leaf in self._leaves(record))
+        if isinstance(whole, Record):
+            return []
+        return list(shares_of(whole, (slice(None),) * len(record.shape)))
 
     def files(self) -> dict[str, int]:
         return self.run.files()
@@ -296,28 +279,11 @@ class UnshardedRun(Run):
     def whole_files(self) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
         return self.run.whole_files()
 
-    def set_fallback(self, other: Run | None) -> None:
-        self.run.set_fallback(other)
-
-    @property
-    def fallback(self) -> Run | None:
-        return self.run.fallback
-
-    def has_bytes(self, record: Record) -> bool:
-        return all(self.run.has_bytes(leaf) for leaf in self._leaves(record))
-
     def holding(self, other: Record) -> Record | None:
         return self.run.holding(other)
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         return self.run.read_sketch(record, verify=verify)
-
-    def will_read(self, record: Record) -> None:
-        for leaf in self._leaves(record):
-            self.run.will_read(leaf)
-
-    def release(self, records: Iterable[Record]) -> None:
-        self.run.release(leaf for record in records for leaf in self._leaves(record))
 
     def verify(self, progress: Progress | None = None) -> list[str]:
         return self.run.verify(progress)
@@ -330,7 +296,7 @@ class UnshardedRun(Run):
         known = self._records.get(record.coordinates)
         return known is record or known == record
 
-    def _leaves(self, record: Record) -> Iterable[Record]:
+    def stored(self, record: Record) -> Iterable[Record]:
         """The records on disk that make it."""
         if not self._is_whole(record):
             return (record,)

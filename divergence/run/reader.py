@@ -123,12 +123,18 @@ class Run:
                 stack.callback(store.close)
                 manifest = read_manifest(store)
                 run = cls(place, manifest, [], store=store)
-                run.records, run.torn_tail = _read_records(store, manifest)
-                run._check_places()
+                table = None
+                if is_large(store, manifest):
+                    from divergence.run.table import read_table
+
+                    table = read_table(store, manifest)
+                run.records, run.torn_tail = table or read_records(store, manifest)
+                if table is None or not table[0].places_are_sound(run._shard, store.blob):
+                    check_parts(run.records, run._shard)
                 if not manifest.complete:  # a killed capture's says what was there long before
                     manifest.sizes = sizes_of(run.records)
-                if isinstance(run.records, StoredRecords):
-                    run.records.finish()
+                if table is not None:
+                    table[0].finish()
             except OSError as error:
                 raise RunFormatError(
                     f"cannot be read: {error.strerror or error}", where=str(error.filename or place)
@@ -388,24 +394,6 @@ class Run:
             self._shards[name] = Shard(self._opened().blob(name), self._headers)
         return self._shards[name]
 
-    def _check_places(self) -> None:
-        if isinstance(self.records, StoredRecords) and self.records.places_are_sound(
-            self._shard, self._opened().blob
-        ):
-            return
-        check_parts(self.records, self._shard)
-
-
-def _read_records(store: Store, manifest: Manifest) -> tuple[Sequence[Record], bool]:
-    """The records, and whether a last line was cut off. Raises RunFormatError."""
-    if is_large(store, manifest):
-        from divergence.run.table import read_table
-
-        stored = read_table(store, manifest)
-        if stored is not None:
-            return stored
-    return read_records(store, manifest)
-
 
 # The floor that a run carries: sums of its own error e = a - R, R its own float64 pass.
 #
@@ -547,6 +535,49 @@ class _Partial(Run):
         for name, length in self.files().items():
             pieces = iter([own[name]]) if name in own else self._opened().whole(name)
             yield name, length, pieces
+
+
+# A run whose records stand for those of another.
+
+
+class View(Run):
+    """Records that ``run`` reads: what is asked of their bytes is asked of its own records."""
+
+    def __init__(self, run: Run, records: Sequence[Record]) -> None:
+        super().__init__(run.path, run.manifest, records, torn_tail=run.torn_tail)
+        self.run = run
+
+    def stored(self, record: Record) -> Iterable[Record]:
+        """The records of ``run`` that make this one."""
+        raise NotImplementedError
+
+    @property
+    def far(self) -> bool:
+        return self.run.far
+
+    @property
+    def fallback(self) -> Run | None:
+        return self.run.fallback
+
+    def set_fallback(self, other: Run | None) -> None:
+        self.run.set_fallback(other)
+
+    def has_bytes(self, record: Record) -> bool:
+        return all(map(self.run.has_bytes, self.stored(record)))
+
+    def check(self, record: Record) -> None:
+        for part in self.stored(record):
+            self.run.check(part)
+
+    def expect(self, records: Iterable[Record]) -> None:
+        self.run.expect(part for record in records for part in self.stored(record))
+
+    def will_read(self, record: Record) -> None:
+        for part in self.stored(record):
+            self.run.will_read(part)
+
+    def release(self, records: Iterable[Record]) -> None:
+        self.run.release(part for record in records for part in self.stored(record))
 
 
 # What a notebook shows of a run.

@@ -386,7 +386,7 @@ class RecordCheck:
     def all(self, records: Sequence[Record]) -> Checked:
         """Checks records, at least one. Raises UnsoundError where one is not sound."""
         fields = tuple(zip(*map(msgspec.structs.astuple, records), strict=True))
-        (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, ranks, positions, _,
+        (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, _, positions, _,
          placements) = fields  # fmt: skip
         site_codes = list(map(self.sites.__getitem__, sites))
         kind_codes = list(map(self.kinds.__getitem__, zip(dtypes, shapes, strict=True)))
@@ -399,7 +399,11 @@ class RecordCheck:
                 xxh3s.count(None) == 0
                 or all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
             )
-            and self._fit(ranks, placements)
+            and (
+                placements.count(None) == len(placements)
+                if self._num_axes is None
+                else not any(map(self.misplaced, records))
+            )
         )
         if len(self.sites) > self._num_sites:
             sound = sound and all(map(_SITE.fullmatch, list(self.sites)[self._num_sites :]))
@@ -439,14 +443,6 @@ class RecordCheck:
         if record.placement is not None and len(record.placement) != self._num_axes:
             return f"a placement on {len(record.placement)} axes; the mesh has {self._num_axes}"
         return None
-
-    def _fit(self, ranks: Sequence[int], placements: Sequence[tuple[str, ...] | None]) -> bool:
-        """Is none of them misplaced?"""
-        if self._num_axes is None:
-            return placements.count(None) == len(placements)
-        return ranks.count(self.rank) == len(ranks) and all(
-            placement is None or len(placement) == self._num_axes for placement in set(placements)
-        )
 
 
 _SITE = re.compile(SITE_PATTERN)

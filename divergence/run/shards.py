@@ -135,9 +135,18 @@ class Ranges:
         if begin >= end:
             return memoryview(bytearray())
         with self._lock:
-            wanted = self._covering(name, begin, end)
+            kept = self._kept_index.covering(name, begin, end)
+            expected = kept or self._expected_index.covering(name, begin, end)
+            wanted = expected or (name, begin, end)
             fetched = self._submit(wanted)
-            self._go_ahead(wanted)
+            # what is expected after it, up to half of the budget
+            ahead_bytes, rank = 0, self._rank.get(wanted, len(self._expected))
+            for later in self._expected[rank + 1 :]:
+                ahead_bytes += later[2] - later[1]
+                if ahead_bytes > self._budget_bytes // 2:
+                    break
+                if later not in self._kept:
+                    self._submit(later)
         try:
             data = fetched.wait()
         except BaseException:
@@ -166,10 +175,6 @@ class Ranges:
 
     # With the lock held, from here on.
 
-    def _covering(self, name: str, begin: int, end: int) -> Range:
-        kept = self._kept_index.covering(name, begin, end)
-        return kept or self._expected_index.covering(name, begin, end) or (name, begin, end)
-
     def _submit(self, span: Range) -> _Fetched:
         if span in self._kept:
             self._kept.move_to_end(span)
@@ -192,19 +197,6 @@ class Ranges:
         self._kept.pop(span)
         self._kept_index.remove(span)
         self._kept_bytes -= span[2] - span[1]
-
-    def _go_ahead(self, span: Range) -> None:
-        """Fetch what is expected after ``span``, up to half of the budget."""
-        rank = self._rank.get(span)
-        if rank is None:
-            return
-        ahead_bytes = 0
-        for later in self._expected[rank + 1 :]:
-            ahead_bytes += later[2] - later[1]
-            if ahead_bytes > self._budget_bytes // 2:
-                break
-            if later not in self._kept:
-                self._submit(later)
 
     def _fill(
         self, data: bytearray | mmap.mmap, name: str, base: int, begin: int, end: int
@@ -595,19 +587,14 @@ def _entries(
             missing = end - num_bytes
             raise damaged(f"tensor {key} is cut off, {missing} bytes are missing (truncated file)")
         entries[key] = entry
-    _refuse_overlap(entries, damaged)
-    return entries
-
-
-def _refuse_overlap(entries: dict[str, Entry], damaged: Callable[[str], RunFormatError]) -> None:
     last_end, last_key = 0, ""
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
-        if begin == end:
-            continue
-        if begin < last_end:
+        if begin < end and begin < last_end:
             raise damaged(f"tensors {last_key} and {key} overlap")
-        last_end, last_key = end, key
+        if begin < end:
+            last_end, last_key = end, key
+    return entries
 
 
 # Stores that are no directory: an archive's members, objects below a URL, an archive there.
@@ -738,18 +725,6 @@ class _RemoteBlob(Blob):
         )
 
 
-def open_archive(place: Path) -> Store:
-    """A tar or zip of this machine."""
-    archive = LocalBlob(place)
-    kind = archive_kind_of(archive)
-    if kind is None:
-        raise RunFormatError(
-            f"{place} is not a directory, and no tar or zip archive either",
-            hint="a run is what `divergence capture MODEL -o RUN` wrote",
-        )
-    return _Archive(place, archive, kind)
-
-
 def open_url(place: Url) -> Store:
     """A folder of objects, or one that is an archive."""
     remote = Remote(place, refused=RunFormatError)
@@ -829,8 +804,23 @@ def open_store(place: Location) -> Store:
     """The store of the run at ``place``. RunFormatError where there is none."""
     if isinstance(place, Url):
         store = open_url(place)
+    elif place.is_dir():
+        store = _Directory(place)
+    elif place.is_file():
+        archive = LocalBlob(place)
+        kind = archive_kind_of(archive)
+        if kind is None:
+            raise RunFormatError(
+                f"{place} is not a directory, and no tar or zip archive either",
+                hint="a run is what `divergence capture MODEL -o RUN` wrote",
+            )
+        store = _Archive(place, archive, kind)
     else:
-        store = _open_path(place)
+        why = "is neither a directory nor a file" if place.exists() else "does not exist"
+        raise RunFormatError(
+            f"{place} {why}",
+            hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+        )
     if not store.has(MANIFEST):
         store.close()
         if not isinstance(place, Url) and (place / "config.json").is_file():
@@ -838,35 +828,14 @@ def open_store(place: Location) -> Store:
                 f"{place} is not a run but a model",
                 hint=command_line("capture", str(place), o="RUN", note="makes a run of it"),
             )
-        inside = [] if isinstance(place, Url) else _runs_in(place)
-        if inside:
-            raise RunFormatError(
-                f"{place} is not a run: it has no {MANIFEST}", hint=f"it holds {', '.join(inside)}"
-            )
-        raise RunFormatError(
-            f"{place} is not a run: it has no {MANIFEST}",
-            hint="give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or "
-            ".zip of one, or its URL",
+        hint = (
+            "give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or .zip of "
+            "one, or its URL"
         )
+        # the folder of a diff is often meant to be one of the runs inside
+        with contextlib.suppress(OSError):
+            inside = [] if isinstance(place, Url) else sorted(place.iterdir())
+            runs = [str(path) for path in inside if (path / MANIFEST).is_file()]
+            hint = f"it holds {', '.join(runs[:4])}" if runs else hint
+        raise RunFormatError(f"{place} is not a run: it has no {MANIFEST}", hint=hint)
     return store
-
-
-def _runs_in(folder: Path) -> list[str]:
-    """The first runs directly inside: the folder of a diff is often meant to be one of them."""
-    try:
-        runs = sorted(path for path in folder.iterdir() if (path / MANIFEST).is_file())
-    except OSError:
-        return []
-    return [str(path) for path in runs[:4]]
-
-
-def _open_path(place: Path) -> Store:
-    if place.is_dir():
-        return _Directory(place)
-    if not place.is_file():
-        why = "is neither a directory nor a file" if place.exists() else "does not exist"
-        raise RunFormatError(
-            f"{place} {why}",
-            hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
-        )
-    return open_archive(place)

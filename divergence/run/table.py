@@ -28,12 +28,20 @@ from divergence.run.contents import (
     UNSOUND,
     SiteCounts,
     StoredRecords,
+    call_passes,
     check_digest,
     check_part,
+    count_passes,
+    count_sites,
+    each_of,
+    num_kept,
     parts_of,
     portions,
     record_check,
-    sizes_counted,
+    records_at,
+    shards_of,
+    sizes_of,
+    with_nonfinite,
 )
 from divergence.run.manifest import Manifest, Sizes
 from divergence.run.record import (
@@ -293,7 +301,10 @@ class Index:
         written them, or where any file of the run has changed since."""
         try:
             with open(self._path, "rb") as file:
-                if not _is_own(file.fileno()):
+                status = os.fstat(file.fileno())
+                if hasattr(os, "getuid") and (
+                    status.st_uid != os.getuid() or status.st_mode & 0o022
+                ):
                     return None
                 with np.load(file, allow_pickle=False) as arrays:
                     names = msgspec.json.decode(arrays["names"].tobytes(), type=_Names)
@@ -327,14 +338,6 @@ class Index:
         """Removes the index, because the lines no longer match it."""
         with contextlib.suppress(OSError):
             self._path.unlink()
-
-
-def _is_own(file: int) -> bool:
-    """Can nobody but this user have written the file?"""
-    status = os.fstat(file)
-    return not hasattr(os, "getuid") or (
-        status.st_uid == os.getuid() and not status.st_mode & 0o022
-    )
 
 
 # The records of a large run, decoded when they are asked for.
@@ -444,6 +447,7 @@ class RecordTable(StoredRecords):
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def each(self) -> Iterator[Record]:
+        """All in order; none is kept."""
         for number in range(len(self._firsts)):
             yield from self._held.get(number) or self._decoder.decode_lines(self._lines(number))
 
@@ -585,7 +589,11 @@ class RecordTable(StoredRecords):
                 if name is not None:
                     rows = order[bounds[code] : bounds[code + 1]]
                     checked_shard_name(name, where="")
-                    if not self._is_as_written(blob_of(name), rows):
+                    kinds = self._col["kind"][rows].tolist()
+                    pairs = list(dict.fromkeys(zip(self._columns.keys(rows), kinds, strict=True)))
+                    usual = self._columns.odd_keys.keys().isdisjoint(rows.tolist())
+                    # is its header, byte for byte, as it is written? That is sooner told than read
+                    if not (usual and has_header(blob_of(name), pairs, list(self._columns.kinds))):
                         self._check_shard(shard_of(self._at(int(rows[0])), name), rows)
             for record in self._sketched():
                 part = parts_of(record)[-1]
@@ -593,15 +601,6 @@ class RecordTable(StoredRecords):
         except (RunFormatError, KeyError, OSError, OverflowError):
             return False
         return True
-
-    def _is_as_written(self, blob: Blob, rows: Array) -> bool:
-        """Has the shard, byte for byte, the header that ``write_shard`` makes of these records?
-        That is sooner told than read."""
-        if not self._columns.odd_keys.keys().isdisjoint(rows.tolist()):
-            return False
-        kinds = self._col["kind"][rows].tolist()
-        pairs = list(dict.fromkeys(zip(self._columns.keys(rows), kinds, strict=True)))
-        return has_header(blob, pairs, list(self._columns.kinds))
 
     def _check_shard(self, shard: Shard, rows: Array) -> None:
         """Raises RunFormatError, or KeyError for a missing tensor."""
@@ -624,7 +623,7 @@ class RecordTable(StoredRecords):
 
     def sizes(self) -> Sizes:
         if self._columns.odd_keys or "xxh3" not in self._col or (self._col["flags"] & SKETCH).any():
-            return sizes_counted(self.each())
+            return sizes_of(self.each())
         placed = np.flatnonzero(self._col["flags"] & KEPT)
         places = np.empty(len(placed), [("shard", np.uint32), ("xxh3", "V16")])
         places["shard"], places["xxh3"] = self._col["shard"][placed], self._col["xxh3"][placed]
@@ -645,6 +644,16 @@ class RecordTable(StoredRecords):
         is_large = sum(blob.size for blob in self._blobs) >= KEPT_BYTES
         if is_large and self._index is not None and not self._known:
             self._index.save(self._columns, self.shards())
+
+
+for function, method in (
+    (each_of, RecordTable.each), (count_passes, RecordTable.count_passes),
+    (count_sites, RecordTable.count_sites), (call_passes, RecordTable.call_passes),
+    (records_at, RecordTable.records_at), (num_kept, RecordTable.num_kept),
+    (shards_of, RecordTable.shards), (sizes_of, RecordTable.sizes),
+    (with_nonfinite, RecordTable.nonfinite),
+):  # fmt: skip
+    function.register(RecordTable, method)
 
 
 def _tally(codes: Array, num: int) -> tuple[Array, Array]:

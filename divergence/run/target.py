@@ -358,7 +358,18 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 def check_archive(place: Location, *, force: bool) -> None:
     """Raise RunExistsError unless nothing is at ``place``, or (with ``force``) a packed run."""
-    if _is_free(place):
+    if isinstance(place, Url):
+        remote = Remote(place, refused=RunWriteError)
+        remote.check_bucket()
+        is_free = remote.look() is None
+    elif place.is_symlink() or (place.exists() and not place.is_file()):
+        raise RunExistsError(
+            f"{place} exists and is not a file, which a run of this name would be",
+            hint="choose another name with -o; one without .tar or .zip becomes a directory",
+        )
+    else:
+        is_free = not place.exists()
+    if is_free:
         return
     if not force:
         raise RunExistsError(
@@ -372,19 +383,6 @@ def check_archive(place: Location, *, force: bool) -> None:
             f"{place} is not a run, so --force does not remove it: {error.message}",
             hint="choose another name with -o, or remove it yourself",
         ) from error
-
-
-def _is_free(place: Location) -> bool:
-    if isinstance(place, Url):
-        remote = Remote(place, refused=RunWriteError)
-        remote.check_bucket()
-        return remote.look() is None
-    if place.is_symlink() or (place.exists() and not place.is_file()):
-        raise RunExistsError(
-            f"{place} exists and is not a file, which a run of this name would be",
-            hint="choose another name with -o; one without .tar or .zip becomes a directory",
-        )
-    return not place.exists()
 
 
 def write_directory(run: Run, folder: Path, *, progress: Progress | None = None) -> None:

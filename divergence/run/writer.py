@@ -124,7 +124,13 @@ class Reducer:
 
     def take(self, items: Sequence[CapturedTensor], store: StoreBytes) -> list[CapturedTensor]:
         """``store(digest, piece)`` says where bytes will be."""
-        self._fetch([(item, item.reduced) for item in items if item.reduced is not None], store)
+        by_device: dict[str, dict[int, tuple[CapturedTensor, Reduced]]] = {}
+        for item in items:
+            if (reduced_there := item.reduced) is not None:
+                device = str(reduced_there.sums[0].device)
+                by_device.setdefault(device, {})[id(item)] = (item, reduced_there)
+        for group in by_device.values():
+            _fetch(list(group.values()), store)
         whole: list[CapturedTensor] = []
         reduced: list[tuple[CapturedTensor, ShardEntry]] = []
         there: dict[int, tuple[CapturedTensor, ShardEntry]] = {}  # an item may come twice
@@ -137,32 +143,19 @@ class Reducer:
                 item.fold = fold
         for item, piece in there.values():
             item.digest = piece.digest().hex()
-            if self._stays_whole(item) and not self._is_held(item):
+            stays_whole = self._store_mode == "full"
+            if self._store_mode == "sketch":
+                stays_whole = num_projections(item.shape, format_named(item.dtype)) is None
+            contents = [
+                (digest or "", item.dtype, item.shape) for digest in (item.digest, item.fold)
+            ]
+            if stays_whole and self._held.isdisjoint(contents):
                 whole.append(item)
                 continue
             item.tensor = None
             reduced.append((item, piece))
         self._complete(reduced, store)
         return whole
-
-    def _fetch(self, items: list[tuple[CapturedTensor, Reduced]], store: StoreBytes) -> None:
-        """What devices made of tensors, to the host: one transfer for each kind of number."""
-        by_device: dict[str, dict[int, tuple[CapturedTensor, Reduced]]] = {}
-        for item, reduced in items:
-            device = str(reduced.sums[0].device)
-            by_device.setdefault(device, {})[id(item)] = (item, reduced)
-        for group in by_device.values():
-            _fetch(list(group.values()), store)
-
-    def _stays_whole(self, item: CapturedTensor) -> bool:
-        if self._store_mode == "sketch":
-            return num_projections(item.shape, format_named(item.dtype)) is None
-        return self._store_mode == "full"
-
-    def _is_held(self, item: CapturedTensor) -> bool:
-        return any(
-            (digest, item.dtype, item.shape) in self._held for digest in (item.digest, item.fold)
-        )
 
     def _complete(self, items: list[tuple[CapturedTensor, ShardEntry]], store: StoreBytes) -> None:
         fresh: dict[Content, ShardEntry] = {}
@@ -175,25 +168,17 @@ class Reducer:
         else:
             tensors = [(piece.dtype, piece.data) for piece in fresh.values()]
             summaries = summarize_many(tensors, kernel=self._kernel)
-            sketches = self._sketches(fresh, store)
+            sketches: dict[Content, Sketch] = {}
+            contents = iter(fresh)
+            for part in flat_parts(fresh.values()) if self._store_mode == "sketch" else ():
+                flat = {content: tensor for tensor, content in zip(part, contents, strict=False)}
+                sketches |= self._sketched(flat, store)
             for content, summary in zip(fresh, summaries, strict=True):
                 self._known[content] = (summary, sketches.get(content))
         for item, _ in items:
             item.summary, item.sketch = self._known[_content(item)]
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
-
-    def _sketches(
-        self, pieces: dict[Content, ShardEntry], store: StoreBytes
-    ) -> dict[Content, Sketch]:
-        if self._store_mode != "sketch":
-            return {}
-        sketches: dict[Content, Sketch] = {}
-        contents = iter(pieces)
-        for part in flat_parts(pieces.values()):
-            flat = {content: tensor for tensor, content in zip(part, contents, strict=False)}
-            sketches |= self._sketched(flat, store)
-        return sketches
 
     def _sketched(
         self, flat: dict[Content, torch.Tensor], store: StoreBytes
@@ -214,7 +199,7 @@ class Reducer:
 
 
 def _fetch(items: list[tuple[CapturedTensor, Reduced]], store: StoreBytes) -> None:
-    """Complete items whose numbers lie on one device."""
+    """Completes items whose numbers lie on one device: one transfer for each kind of number."""
     import torch
 
     folds = folds_of([reduced.sums for _, reduced in items])
@@ -694,7 +679,9 @@ class RunWriter:
             sums = [entry[0] for entry in batch if entry[2] == "floor"]  # small, kept as they are
             whole = {id(item) for item in sums}
             rest = [item for item in items if id(item) not in whole]
-            items = [*self._reducer.take(rest, self._store), *sums]
+            # a sketch's own bytes are queued like those of a tensor
+            store = self._pending.add
+            items = [*self._reducer.take(rest, lambda *piece: store(*piece)[0]), *sums]
         self._complete(items)
         # Python passes more than 15 keywords in a dict of its own, which takes five times as long
         records = [
@@ -741,10 +728,6 @@ class RunWriter:
             self._stored.add(key, shard=shard, clash=clash, summary=summary)
         for item, other in same:
             item.place, item.summary = other.place, other.summary
-
-    def _store(self, digest: str, piece: ShardEntry) -> Place:
-        """Queues bytes of the reducer's own (a sketch) and returns where they will be."""
-        return self._pending.add(digest, piece)[0]
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()

@@ -10,12 +10,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.results import PreflightLine
 from divergence.errors import UsageError
 from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.formats import FORMATS, read
 from divergence.evaluations.formats.reading import ReadRequest
-from divergence.evaluations.joining import Pairs, causes_of, pair, preflight
+from divergence.evaluations.joining import Pairs, capture_flips, causes_of, joined, pair, preflight
 from divergence.evaluations.judging import adjusted, gated, measured
 from divergence.evaluations.result import (
     Candidate,
@@ -85,9 +84,16 @@ def scores(
     if (capture is None) != (out is None):
         raise UsageError("--capture MODEL and --out RUN belong together", hint="give both")
     paths = [str(source) for source in (reference, candidate, *others)]
-    _refuse_same(paths)
+    places = [Path(path).expanduser().resolve() for path in paths]
+    if places[0] in places[1:]:
+        raise UsageError(
+            "both sides are the same results, so nothing is compared",
+            where=paths[places.index(places[0], 1)], hint="name the results of another evaluation",
+        )  # fmt: skip
     loaded = None if band is None and policy is None else load_policy(policy)
-    bands = _bands(band, loaded)
+    asked = band if band is not None else None if loaded is None else loaded.scores.band
+    first_band = [] if asked is None else [parse_band(asked)]
+    bands = list(dict.fromkeys([*first_band, *DEFAULT_BANDS]))  # the usual ones beside it
     reading = ReadRequest(
         tasks=one_or_more(tasks), metrics=one_or_more(metrics), filters=one_or_more(filters),
         cluster=cluster,
@@ -100,7 +106,14 @@ def scores(
                 progress("read", number, len(paths), path)
             _refuse_shared(sides)
         first, rest = sides[0], sides[1:]
-        paired = [_paired(first, side, force=force) for side in rest]
+        paired: list[_Paired] = []
+        for side in rest:
+            theirs = side.named()
+            paired.append({
+                series.name: (series, pair(series, theirs[series.name], force=force))
+                for series in first.series
+                if series.name in theirs
+            })  # fmt: skip
         task_groups = [
             _compared(first, side, pairs, bands, force=force)
             for side, pairs in zip(rest, paired, strict=True)
@@ -114,8 +127,6 @@ def scores(
         made = [gated(result, loaded.scores) for result in made]
     report = ScoresReport(tool_version=__version__, reference=_summary(first), candidates=made)
     if capture is not None and out is not None:
-        from divergence.evaluations.joining import capture_flips
-
         captured = capture_flips(
             first, paired[0], model=capture, out=out, num_prompts=num_prompts,
             max_new_tokens=max_new_tokens, trust_remote_code=trust_remote_code, force=force,
@@ -123,22 +134,10 @@ def scores(
         )  # fmt: skip
         report = replace(report, captured=captured)
     if runs:
-        from divergence.evaluations.joining import joined
-
         report = replace(report, candidates=[
             joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]
         ])  # fmt: skip
     return replace(report, commands=_commands(report, paths, runs, reading))
-
-
-def _refuse_same(paths: Sequence[str]) -> None:
-    places = [Path(path).expanduser().resolve() for path in paths]
-    for number, place in enumerate(places[1:], 1):
-        if place == places[0]:
-            raise UsageError(
-                "both sides are the same results, so nothing is compared",
-                where=paths[number], hint="name the results of another evaluation",
-            )  # fmt: skip
 
 
 def _refuse_shared(sides: Sequence[Evaluation]) -> None:
@@ -150,22 +149,6 @@ def _refuse_shared(sides: Sequence[Evaluation]) -> None:
                 "both sides read the same file, so nothing is compared", where=side.path,
                 hint="name the results of another evaluation",
             )  # fmt: skip
-
-
-def _bands(band: str | float | None, policy: Policy | None) -> list[Band]:
-    """The one that is asked for, and the usual ones beside it."""
-    asked = band if band is not None else None if policy is None else policy.scores.band
-    first = [] if asked is None else [parse_band(asked)]
-    return list(dict.fromkeys([*first, *DEFAULT_BANDS]))
-
-
-def _paired(a: Evaluation, b: Evaluation, *, force: bool) -> _Paired:
-    theirs = b.named()
-    return {
-        series.name: (series, pair(series, theirs[series.name], force=force))
-        for series in a.series
-        if series.name in theirs
-    }
 
 
 def _compared(
@@ -187,7 +170,15 @@ def _compared(
         if not num_paired or (blocked and not force):
             if not num_paired:
                 blocked += [line for line in lines if line.status == "differs" and line.details]
-            stopped = fact("evaluations.not_the_same", reasons=[_reason(line) for line in blocked])
+            apart = [
+                fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
+                for line in blocked
+            ]
+            reasons = [
+                fact("evaluations.check", check=line.check, what=line.details or what)
+                for line, what in zip(blocked, apart, strict=True)
+            ]
+            stopped = fact("evaluations.not_the_same", reasons=reasons)
             task = replace(_stopped(name, stopped), preflight=lines, pairing=pairs.pairing)
             task_scores.append(task)
             continue
@@ -196,11 +187,6 @@ def _compared(
         task = replace(task, preflight=lines, causes=causes, remarks=_remarks(pairs))
         task_scores.append(task)
     return task_scores
-
-
-def _reason(line: PreflightLine) -> Fact:
-    apart = fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
-    return fact("evaluations.check", check=line.check, what=line.details or apart)
 
 
 def _stopped(name: SeriesName, why: Fact) -> TaskScores:

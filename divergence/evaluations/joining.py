@@ -413,6 +413,7 @@ def capture_flips(
 #                     repeat of the evaluation, such as its batches, rounds it either way
 #     not reproduced  else: the flip came from sampling, another prompt, other weights
 
+_SIDES: tuple[Side, Side] = ("reference", "candidate")
 _Ids = tuple[int, ...]
 
 
@@ -467,6 +468,12 @@ class _Joint:
         if ids is None or not all(ids in places for places in self.places):
             return None
         return self.places[0][ids], self.places[1][ids]
+
+    def text(self, token: int) -> str:
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode([token]))
+        texts = (run.manifest.tokens.texts.get(str(token)) for run in self.runs)
+        return next((text for text in texts if text is not None), f"#{token}")
 
 
 def _tokenizer(runs: Sequence[Run]) -> Any:
@@ -536,7 +543,13 @@ def _causes(
                 asked[first.place], (first, second), series.name.metric, joint
             )
         else:
-            answer = _parted(joint.runs, samples)
+            # the first different greedy choice
+            both = zip(*(
+                run.manifest.tokens.samples[sample].chosen_ids
+                for run, sample in zip(joint.runs, samples, strict=True)
+            ), strict=False)  # fmt: skip
+            steps = (_Answer(step, (x, y)) for step, (x, y) in enumerate(both) if x != y)
+            answer = next(steps, None)
         flip = _judged(first.document, answer, joint, samples, limit)
         flips.append(flip)
         if isinstance(answer, _Answer) and answer.whole and answer.logged is not None:
@@ -547,6 +560,19 @@ def _causes(
         shares[flip.judgement] += pairs.candidate[number] - pairs.reference[number]
     if not flips:
         return None
+    # runs in another dtype than what was evaluated say less of it
+    remarks = [
+        fact("evaluations.run_dtype", side=one_side, run_dtype=run_dtype, dtype=dtype)
+        for one_side, run_dtype, dtype in zip(_SIDES, joint.dtypes, dtypes, strict=True)
+        if dtype is not None and run_dtype != dtype
+    ]
+    # a run whose margins are not those of its side's own log ran something else
+    medians = [statistics.median(distances) if distances else 0.0 for distances in off]
+    remarks += [
+        fact("evaluations.run_off", side=one_side, nats=median)
+        for one_side, median in zip(_SIDES, medians, strict=True)
+        if not median <= limit
+    ]
     count, (reference, other) = Counter(flip.judgement for flip in flips), joint.runs
     return RunCauses(
         reference=str(reference.path), candidate=str(other.path), limit=limit, source=source,
@@ -554,30 +580,8 @@ def _causes(
         num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
         difference_of_ties=float(shares["tie"]) / len(pairs.rows),
         difference_of_shifts=float(shares["shift"]) / len(pairs.rows), flips=flips,
-        remarks=_remarks(joint, dtypes) + _strange(off, limit),
+        remarks=remarks,
     )  # fmt: skip
-
-
-_SIDES: tuple[Side, Side] = ("reference", "candidate")
-
-
-def _remarks(joint: _Joint, dtypes: Sequence[str | None]) -> list[Fact]:
-    """Runs in another dtype than what was evaluated say less of it."""
-    return [
-        fact("evaluations.run_dtype", side=side, run_dtype=run_dtype, dtype=dtype)
-        for side, run_dtype, dtype in zip(_SIDES, joint.dtypes, dtypes, strict=True)
-        if dtype is not None and run_dtype != dtype
-    ]
-
-
-def _strange(off: tuple[list[float], list[float]], limit: float) -> list[Fact]:
-    """A run whose margins are not those of its side's own log ran something else."""
-    medians = [statistics.median(distances) if distances else 0.0 for distances in off]
-    return [
-        fact("evaluations.run_off", side=side, nats=median)
-        for side, median in zip(_SIDES, medians, strict=True)
-        if not median <= limit
-    ]
 
 
 def _judged(
@@ -590,7 +594,7 @@ def _judged(
     if answer is None:
         same = fact("evaluations.no_token_differs")
         return replace(told, judgement="not_reproduced", reason=same)
-    names = [_text(joint, token) for token in answer.tokens]
+    names = [joint.text(token) for token in answer.tokens]
     told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
     a, b = (_margin(run, sample, answer) for run, sample in zip(joint.runs, samples, strict=True))
     if a is None or b is None:
@@ -607,29 +611,12 @@ def _judged(
     return replace(told, judgement="not_reproduced")
 
 
-def _text(joint: _Joint, token: int) -> str:
-    if joint.tokenizer is not None:
-        return str(joint.tokenizer.decode([token]))
-    texts = (run.manifest.tokens.texts.get(str(token)) for run in joint.runs)
-    return next((text for text in texts if text is not None), f"#{token}")
-
-
 def _margin(run: Run, sample: int, answer: _Answer) -> float | None:
     row = logits_row(run, sample, answer.step)
     if row is None or max(answer.tokens) >= len(row):
         return None
     logprob, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
     return float(answer.weights[0] * logprob - answer.weights[1] * other)
-
-
-def _parted(runs: tuple[Run, Run], samples: tuple[int, int]) -> _Answer | None:
-    """The first different greedy choice; None where there is none."""
-    ids, other = (
-        run.manifest.tokens.samples[sample].chosen_ids
-        for run, sample in zip(runs, samples, strict=True)
-    )
-    both = enumerate(zip(ids, other, strict=False))
-    return next((_Answer(step, tokens) for step, tokens in both if tokens[0] != tokens[1]), None)
 
 
 def _chosen(

@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 
 from divergence.evaluations.band import Band
 from divergence.evaluations.joining import Pairs
-from divergence.evaluations.result import BandResult, Candidate, ScoresVerdict, TaskScores
+from divergence.evaluations.result import BandResult, Candidate, TaskScores
 from divergence.evaluations.rows import Series, SeriesName
 from divergence.evaluations.statistics import (
     LEVEL,
@@ -74,10 +74,10 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     if not series.higher_is_better:
         lost, gained = gained, lost
     least = smallest_difference(float(padded.error), float(padded.freedom))
-    if alone:
-        p_value, test = mcnemar(lost, gained), "mcnemar"
-    else:
-        p_value, test = sign_test(sums, sizes)
+    p_value, test = (mcnemar(lost, gained), "mcnemar") if alone else sign_test(sums, sizes)
+    num_changed = None
+    if pairs.single and not any(a.answer is None or b.answer is None for a, b in pairs.rows):
+        num_changed = sum(row.answer != other.answer for row, other in pairs.rows)
     return TaskScores(
         task=series.name.task, filter=series.name.filter, metric=series.name.metric,
         verdict="undecided", higher_is_better=series.higher_is_better,
@@ -87,7 +87,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
         bands=[_band(band, held, plain) for band in bands],
         shown_band=float(max(abs(inner[0]), abs(inner[1]))), p_value=p_value, test=test,
         smallest_difference=least if least <= span else None,
-        num_gained=gained, num_lost=lost, num_changed=_num_changed(pairs),
+        num_gained=gained, num_lost=lost, num_changed=num_changed,
         graded=not (pairs.binary and pairs.single),
     )  # fmt: skip
 
@@ -103,30 +103,23 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     if width > 0:
         p_value = float(equivalence_p(sums.diff, sums.sizes, rooms, pad=sums.pad))
     shown, needed = p_value <= LEVEL, None
-    few = shown and _flip_whole(sums)
-    if not shown:
-        spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
-        per_document = float(sums.pad.far * np.sqrt(sums.pad.weight) / sums.sizes.mean())
-        needed = _round_up(documents_needed(
-            spread, per_document, difference=float(plain.mean), band=width, num=int(num)
-        ))  # fmt: skip
-    return BandResult(limit=band.limit, relative=band.relative, width=width, p_value=p_value,
-                      equal=shown and not few, few_clusters=few, needed=needed)  # fmt: skip
-
-
-def _flip_whole(sums: _Sums) -> bool:
-    """Do only few clusters differ, as a whole and nearly all in one direction? Then one more or
-    less would change everything, and the tests are wrong more often than they say."""
+    # do only few clusters differ, as a whole and nearly all in one direction? Then one more or less
+    # would change everything, and the test is wrong more often than it says
     changed = sums.diff != 0
     whole = float(np.mean(np.abs(sums.diff[changed]) / sums.sizes[changed])) if changed.any() else 0
     many = float(np.mean(sums.sizes)) > 1
-    return many and whole > _WHOLE and bool(lopsided(sums.diff))
-
-
-def _num_changed(pairs: Pairs) -> int | None:
-    if not pairs.single or any(a.answer is None or b.answer is None for a, b in pairs.rows):
-        return None
-    return sum(row.answer != other.answer for row, other in pairs.rows)
+    few = shown and many and whole > _WHOLE and bool(lopsided(sums.diff))
+    if not shown:
+        spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
+        per_document = float(sums.pad.far * np.sqrt(sums.pad.weight) / sums.sizes.mean())
+        needed = documents_needed(
+            spread, per_document, difference=float(plain.mean), band=width, num=int(num)
+        )
+        if needed is not None:  # to two digits, upwards: it is an estimate
+            step: int = 10 ** max(0, len(str(needed)) - 2)
+            needed = -(-needed // step) * step
+    return BandResult(limit=band.limit, relative=band.relative, width=width, p_value=p_value,
+                      equal=shown and not few, few_clusters=few, needed=needed)  # fmt: skip
 
 
 def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
@@ -135,21 +128,17 @@ def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
     p_values = holm([task.p_value for n in places if (task := tasks[n]).p_value is not None])
     results = list(tasks)
     for place, p_adjusted in zip(places, p_values, strict=True):
-        task = replace(tasks[place], p_adjusted=p_adjusted)
-        task = replace(task, verdict=_verdict(task))
+        task, verdict = tasks[place], "undecided"
+        assert task.difference is not None
+        if task.bands[0].equal:
+            verdict = "equal"
+        elif p_adjusted <= LEVEL:
+            verdict = "better" if (task.difference > 0) == task.higher_is_better else "worse"
+        task = replace(task, p_adjusted=p_adjusted, verdict=verdict)
         if task.verdict in ("worse", "better"):  # which is settled
             task = replace(task, bands=[replace(band, needed=None) for band in task.bands])
         results[place] = replace(task, headline=_headline(task))
     return results
-
-
-def _verdict(task: TaskScores) -> ScoresVerdict:
-    assert task.difference is not None and task.p_adjusted is not None
-    if task.bands[0].equal:
-        return "equal"
-    if task.p_adjusted > LEVEL:
-        return "undecided"
-    return "better" if (task.difference > 0) == task.higher_is_better else "worse"
 
 
 def band_of(band: BandResult) -> Fact:
@@ -188,14 +177,6 @@ def _verdict_fact(task: TaskScores, band: BandResult) -> Fact:
     return fact("evaluations.undecided", band=width, num_documents=band.needed)
 
 
-def _round_up(number: int | None) -> int | None:
-    """To two digits, upwards: it is an estimate."""
-    if number is None:
-        return None
-    step: int = 10 ** max(0, len(str(number)) - 2)
-    return -(-number // step) * step
-
-
 def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
     """With whether the policy is met. What was not compared is not a pass."""
     failures: list[Fact] = []
@@ -207,13 +188,9 @@ def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
             num_paired = task.pairing.num_paired
             num_documents = num_paired + task.pairing.num_left_out
             if num_paired < policy.min_paired * num_documents:
-                few = fact(
-                    "evaluations.few_paired",
-                    task=name,
-                    num_paired=num_paired,
-                    num_documents=num_documents,
-                    percent=100 * policy.min_paired,
-                )
-                failures.append(few)
+                failures.append(fact(
+                    "evaluations.few_paired", task=name, num_paired=num_paired,
+                    num_documents=num_documents, percent=100 * policy.min_paired,
+                ))  # fmt: skip
     failures += [item for item in candidate.remarks if item.code == "evaluations.incomplete"]
     return replace(candidate, passed=not failures, failures=failures)

@@ -48,9 +48,7 @@ def headline(candidate: Candidate) -> Headline:
     return Headline(_WORDS[candidate.verdict], printable(told), _STYLES[candidate.verdict])
 
 
-def scores_lines(
-    report: ScoresReport, *, brief: bool = False, verbose: bool = False
-) -> list[Line]:  # fmt: skip
+def scores_lines(report: ScoresReport, *, brief: bool = False, verbose: bool = False) -> list[Line]:
     """One screen a candidate. ``brief``: the verdicts; ``verbose``: every task, every check."""
     lines: list[Line] = []
     for number, candidate in enumerate(report.candidates):
@@ -58,7 +56,8 @@ def scores_lines(
         top = headline(candidate)
         lines.append(line((top.word, top.style), f": {top.text}")._replace(hang=2))
         if candidate.passed is not None:
-            lines.append(_policy(candidate))
+            passed = ("passed", "green") if candidate.passed else ("failed", "bold red")
+            lines.append(line("policy      ", passed))
         if brief:
             continue
         lines += [prose("  -", reason, width=4) for reason in candidate.reasons]
@@ -67,7 +66,14 @@ def scores_lines(
             content = score_table(candidate)
             first, *rows = columns([content.titles, *content.cells()])
             lines += [line((first.text, "dim")), *rows, BLANK]
-        for task in _in_full(candidate, verbose=verbose):
+        tasks = candidate.tasks
+        if not verbose and len(tasks) > _DETAILED:
+            order = ("worse", "undecided", "better", "incomparable")
+            tasks = sorted(
+                (task for task in tasks if task.verdict in order),
+                key=lambda task: order.index(task.verdict),
+            )[:_DETAILED]
+        for task in tasks:
             told = [
                 prose(f"  {name}", text, width=16)
                 for name, text in facts_of(task, verbose=verbose)
@@ -85,22 +91,9 @@ def scores_lines(
     return lines[:-1] if lines and lines[-1] == BLANK else lines
 
 
-def _policy(candidate: Candidate) -> Line:
-    word = ("passed", "green") if candidate.passed else ("failed", "bold red")
-    return line("policy      ", word)
-
-
 def _side(name: str, side: EvaluationSummary) -> Line:
     told = [fact for fact in (side.model, side.dtype, side.tool or side.format) if fact]
     return prose(name, f"{side.path}: {', '.join(told)}", width=3)
-
-
-def _in_full(candidate: Candidate, *, verbose: bool) -> list[TaskScores]:
-    if verbose or len(candidate.tasks) <= _DETAILED:
-        return candidate.tasks
-    order = ("worse", "undecided", "better", "incomparable")
-    odd = [task for task in candidate.tasks if task.verdict in order]
-    return sorted(odd, key=lambda task: order.index(task.verdict))[:_DETAILED]
 
 
 def score_table(candidate: Candidate) -> Table:

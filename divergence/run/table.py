@@ -646,14 +646,15 @@ class RecordTable(StoredRecords):
             self._index.save(self._columns, self.shards())
 
 
-for function, method in (
-    (each_of, RecordTable.each), (count_passes, RecordTable.count_passes),
-    (count_sites, RecordTable.count_sites), (call_passes, RecordTable.call_passes),
-    (records_at, RecordTable.records_at), (num_kept, RecordTable.num_kept),
-    (shards_of, RecordTable.shards), (sizes_of, RecordTable.sizes),
-    (with_nonfinite, RecordTable.nonfinite),
-):  # fmt: skip
-    function.register(RecordTable, method)
+each_of.register(RecordTable, RecordTable.each)
+count_passes.register(RecordTable, RecordTable.count_passes)
+count_sites.register(RecordTable, RecordTable.count_sites)
+call_passes.register(RecordTable, RecordTable.call_passes)
+records_at.register(RecordTable, RecordTable.records_at)
+num_kept.register(RecordTable, RecordTable.num_kept)
+shards_of.register(RecordTable, RecordTable.shards)
+sizes_of.register(RecordTable, RecordTable.sizes)
+with_nonfinite.register(RecordTable, RecordTable.nonfinite)
 
 
 def _tally(codes: Array, num: int) -> tuple[Array, Array]:

@@ -26,7 +26,6 @@ from divergence.evaluations.formats.reading import (
     only_model,
     part_of,
     root_of,
-    series_in,
     table_of,
     text_of,
 )
@@ -63,15 +62,12 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         root = root_of(folder, name, "reviews")
         if root not in settings:
             settings[root] = _settings(root, evaluation)
-        evaluation.series += _task(folder, name, settings[root], reading)
+        _task(folder, name, settings[root], reading)
     return finish(evaluation, reading)
 
 
-def _task(
-    folder: DumpFolder, name: str, settings: dict[str, str], reading: ReadRequest
-) -> list[Series]:  # fmt: skip
+def _task(folder: DumpFolder, name: str, settings: dict[str, str], reading: ReadRequest) -> None:
     task, file = PurePosixPath(name).stem, folder.where(name)
-    series: dict[SeriesName, Series] = {}
     unusable: list[ScoreRow] = []
     for number, item in lines_of(folder, name):
         sample = item.get("sample_score") if isinstance(item, dict) else None
@@ -86,19 +82,18 @@ def _task(
             continue
         values = score.get("value")
         for metric, value in values.items() if isinstance(values, dict) else ():
-            named = SeriesName(task, "", text_of(metric))
-            if reading.wants(named, file):
+            rows = reading.rows_in(SeriesName(task, "", text_of(metric)), file, settings)
+            if rows is not None:
                 number_, why = number_of(value)
-                held = series_in(series, named, file, settings)
-                held.rows.append(replace(row, score=number_, why=why))
+                rows.append(replace(row, score=number_, why=why))
     # evalscope leaves their metrics out of the file; they lack a score by each
+    series = reading.series_of(file)
     if len(series) * len(unusable) > _MAX_UNUSABLE:
         raise DumpError(
             f"{len(unusable):,} answers have no score by any of {len(series):,} metrics", where=file
         )
-    for held in series.values():
-        held.rows += unusable
-    return list(series.values())
+    for one in series:
+        one.rows += unusable
 
 
 def _row(
@@ -106,29 +101,18 @@ def _row(
     reading: ReadRequest,
 ) -> ScoreRow:  # fmt: skip
     """One answer, without its score."""
-    document, repeat = _identity(sample, item)
+    document, repeat = sample.get("group_id"), sample.get("generation_index")
+    if document is None or not isinstance(repeat, int):  # not of a group, or without a place in it
+        document, repeat = sample.get("sample_id", item.get("index")), 0
+    answers = (score.get(field) for field in ("extracted_prediction", "prediction"))
     asked = _asked([turn for turn in item.get("messages") or [] if isinstance(turn, dict)])
     return ScoreRow(
-        document=document, score=None, repeat=repeat, place=number, answer=_answer(score),
+        document=text_of(document), score=None, repeat=repeat, place=number,
+        answer=answer_of(next((answer for answer in answers if answer is not None), None)),
         prompt=hashed(asked) if asked else None,
         target=hashed(item.get("target")) if "target" in item else None,
         cluster=reading.cluster_of(sample.get("sample_metadata")),
     )  # fmt: skip
-
-
-def _identity(sample: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, int]:
-    """(question, repeat): by group and position in it, where both are told."""
-    group, repeat = sample.get("group_id"), sample.get("generation_index")
-    if group is None or not isinstance(repeat, int):
-        return text_of(sample.get("sample_id", item.get("index"))), 0
-    return text_of(group), repeat
-
-
-def _answer(score: Mapping[str, Any]) -> str | None:
-    for field in ("extracted_prediction", "prediction"):
-        if score.get(field) is not None:
-            return answer_of(score[field])
-    return None
 
 
 def _asked(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:

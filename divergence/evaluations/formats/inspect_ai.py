@@ -149,24 +149,22 @@ def _log(
         evaluation.incomplete = fact("evaluations.other_status", status=status)
     task = text_of(spec.get("task_registry_name") or spec.get("task") or name)
     settings = _settings(header, spec)
-    series: dict[SeriesName, Series] = {}
     for number, entry in archive.samples:
         sample = archive.json(entry)
         prompt, target = hashed(_asked(sample)), hashed(sample.get("target"))
         for metric, score, why, answer in _scores(sample):
-            named = SeriesName(task, "", metric)
-            if not reading.wants(named, archive.where):
+            rows = reading.rows_in(
+                SeriesName(task, "", metric), archive.where, settings, higher=True
+            )
+            if rows is None:
                 continue
-            if named not in series:
-                series[named] = Series(named, archive.where, dict(settings))
-            series[named].rows.append(ScoreRow(
+            rows.append(ScoreRow(
                 document=text_of(sample.get("id")), score=score, why=why,
                 repeat=int(sample.get("epoch") or 1) - 1, prompt=prompt, target=target,
                 answer=answer, cluster=reading.cluster_of(sample.get("metadata")), place=number,
             ))  # fmt: skip
         if sample.get("error") is not None:
             reading.left_out["evaluations.samples_with_error"] += 1
-    evaluation.series += series.values()
 
 
 def _settings(header: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,6 @@ from divergence.evaluations.formats.reading import (
     finish,
     first_of,
     hashed,
-    is_higher_better,
     number_of,
     only_model,
     part_of,
@@ -60,8 +59,8 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     results = _results(folder)
     for task, (date, name) in _samples(folder, evaluation).items():
         report = results.get(date) or (next(iter(results.values())) if len(results) == 1 else {})
-        series = _task(folder, name, task, report, reading)
-        evaluation.series += series
+        _task(folder, name, task, report, reading)
+        series = reading.series_of(folder.where(name))
         told = table_of(table_of(report.get("n-samples")).get(task)).get("effective")
         held = max((len({row.document for row in entry.rows}) for entry in series), default=told)
         if isinstance(told, int) and held != told:
@@ -73,7 +72,9 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         arguments = config.get("model_args")
         if isinstance(arguments, Mapping):
             evaluation.model = arguments.get("pretrained") or evaluation.model
-        evaluation.dtype = evaluation.dtype or _dtype(config)
+        dtype = config.get("model_dtype")
+        if isinstance(dtype, str):
+            evaluation.dtype = evaluation.dtype or dtype.removeprefix("torch.")
         version = report.get("lm_eval_version")
         evaluation.tool = evaluation.tool or (f"lm-eval {version}" if version else None)
     return finish(evaluation, reading)
@@ -114,12 +115,12 @@ def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
 
 def _task(
     folder: DumpFolder, name: str, task: str, report: Mapping[str, Any], reading: ReadRequest
-) -> list[Series]:
-    """The series of one file."""
-    series: dict[tuple[str, str], Series | None] = {}
+) -> None:
+    """The rows of one file."""
     seen: dict[tuple[str, str], dict[str, int]] = {}
     file = folder.where(name)
     settings: dict[str, str] | None = None
+    better = table_of(table_of(report.get("higher_is_better")).get(task))
     for number, item in lines_of(folder, name):
         if not isinstance(item, dict) or not isinstance(item.get("metrics"), list):
             raise DumpError("the line is no sample of lm-eval", where=f"{file}, line {number}",
@@ -135,33 +136,28 @@ def _task(
         prompt, target = _told(item.get("prompt_hash")), _told(item.get("target_hash"))
         cluster = reading.cluster_of(item.get("doc"))
         for metric in dict.fromkeys(map(text_of, item["metrics"])):
-            if (filter_name, metric) not in series:
-                named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
-                if settings is None:
-                    settings = _settings(task, report, item)
-                series[filter_name, metric] = (
-                    Series(named, file, dict(settings), _is_higher_better(named, report))
-                    if reading.wants(named, file) else None
-                )  # fmt: skip
-            held = series[filter_name, metric]
-            if held is None:
+            if settings is None:
+                settings = _settings(task, report, item)
+            named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
+            rows = reading.rows_in(
+                named, file, settings, higher=bool(better[metric]) if metric in better else None
+            )
+            if rows is None:
                 continue
             way = metric == "acc_norm"
-            if way not in ways:
-                choices = _choices(judged, metric)
-                ways[way] = choices, _answer(item, choices)
+            if way not in ways:  # what this metric ranks the choices by, and the answer by that
+                given = item.get("filtered_resps")
+                choices, answer = None, hashed(given) if given else None
+                if judged is not None:
+                    choices = tuple([value * weight(metric, text) for text, value in judged])
+                    answer = str(choices.index(max(choices)))
+                ways[way] = choices, answer
             choices, answer = ways[way]
             score, why = number_of(item.get(metric))
-            held.rows.append(ScoreRow(
+            rows.append(ScoreRow(
                 document=document, score=score, why=why, prompt=prompt, target=target,
                 cluster=cluster, answer=answer, choices=choices, place=number,
             ))  # fmt: skip
-    return [entry for entry in series.values() if entry is not None]
-
-
-def _is_higher_better(named: SeriesName, report: Mapping[str, Any]) -> bool:
-    better = table_of(table_of(report.get("higher_is_better")).get(named.task))
-    return bool(better.get(named.metric, is_higher_better(named.metric)))
 
 
 def _told(value: Any) -> str | None:
@@ -181,8 +177,11 @@ def _settings(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> 
         settings["generation settings"] = json.dumps(config["generation_kwargs"], sort_keys=True)
     elif table_of(report.get("config")).get("gen_kwargs"):
         settings["generation settings"] = json.dumps(report["config"]["gen_kwargs"], sort_keys=True)
-    if "generation settings" not in settings:
-        settings |= _generation(item)
+    arguments = item.get("arguments")
+    for request in arguments.values() if isinstance(arguments, dict) else ():
+        for value in request.values() if isinstance(request, dict) else ():
+            if isinstance(value, dict):  # what the first request asked of a generator
+                settings.setdefault("generation settings", json.dumps(value, sort_keys=True))
     if config:
         rest = {key: config.get(key) for key in _SETTINGS}
         settings["task settings"] = hashed(json.dumps(rest, sort_keys=True, default=str))
@@ -191,16 +190,6 @@ def _settings(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> 
         settings["chat template"] = text_of(chat or "none")
         settings["system prompt"] = text_of(report.get("system_instruction_sha") or "none")
     return settings
-
-
-def _generation(item: Mapping[str, Any]) -> dict[str, str]:
-    """What the first request asked of a generator."""
-    given = item.get("arguments")
-    for request in given.values() if isinstance(given, dict) else ():
-        for value in request.values() if isinstance(request, dict) else ():
-            if isinstance(value, dict):
-                return {"generation settings": json.dumps(value, sort_keys=True)}
-    return {}
 
 
 def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[str, float]] | None:
@@ -216,30 +205,9 @@ def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[str, float]] | 
     return values
 
 
-def _choices(judged: list[tuple[str, float]] | None, metric: str) -> tuple[float, ...] | None:
-    """What this metric ranks the choices by."""
-    if judged is None:
-        return None
-    if metric != "acc_norm":
-        return tuple([value for _, value in judged])
-    return tuple([value * weight(metric, text) for text, value in judged])
-
-
 def weight(metric: str, text: str) -> float:
     """By what the metric multiplies a choice's log-likelihood before it ranks the choices."""
     return 1 / max(len(text.strip()), 1) if metric == "acc_norm" else 1.0
-
-
-def _answer(item: Mapping[str, Any], choices: tuple[float, ...] | None) -> str | None:
-    if choices is not None:
-        return str(choices.index(max(choices)))
-    given = item.get("filtered_resps")
-    return hashed(given) if given else None
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    name = config.get("model_dtype")
-    return name.removeprefix("torch.") if isinstance(name, str) else None
 
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:

@@ -39,11 +39,12 @@ from divergence.recording.prompts import Message, Prompt
 NAME = "opencompass"
 _SCORES = ("correct", "is_correct", "cascade_correct", "score", "accuracy")
 _ANSWERS = ("pred", "predictions", "prediction")
+_ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}
 _TARGETS = ("answer", "refr", "references", "gold")
 
 
 def recognise(folder: DumpFolder) -> bool:
-    names = _results(folder)
+    names = files_in(folder, "results", ".json")
     if not names:
         return False
     if "results" in PurePosixPath(names[0]).parts:
@@ -54,13 +55,9 @@ def recognise(folder: DumpFolder) -> bool:
         return False
 
 
-def _results(folder: DumpFolder) -> list[str]:
-    return files_in(folder, "results", ".json")
-
-
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="opencompass")
-    names = _results(folder)
+    names = files_in(folder, "results", ".json")
     evaluation.model = only_model(
         folder, names, hint="name one file: FOLDER/results/MODEL/DATASET.json"
     )
@@ -70,14 +67,11 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         if not isinstance(details, list | dict):
             reading.left_out["evaluations.data_sets_without_details"] += 1
             continue
-        evaluation.series += _task(folder, name, result, reading)
+        _task(folder, name, result, reading)
     return finish(evaluation, reading)
 
 
-def _task(
-    folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRequest
-) -> list[Series]:
-    series: dict[SeriesName, Series] = {}
+def _task(folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRequest) -> None:
     task, file = PurePosixPath(name).stem, folder.where(name)
     asked = _predictions(folder, name)
     entries = list(_entries(result["details"]))
@@ -92,10 +86,9 @@ def _task(
         for metric in _SCORES:
             if metric not in entry:
                 continue
-            named = SeriesName(task, "", metric)
-            if not reading.wants(named, file):
+            rows = reading.rows_in(SeriesName(task, "", metric), file, {}, higher=True)
+            if rows is None:
                 continue
-            rows = series.setdefault(named, Series(named, file)).rows
             values = entry[metric] if isinstance(entry[metric], list) else [entry[metric]]
             given = entry.get("prompt", prediction.get("origin_prompt"))
             if isinstance(entry[metric], list) and isinstance(given, list) and "prompt" in entry:
@@ -119,7 +112,6 @@ def _task(
             break
         else:
             reading.left_out["evaluations.documents_without_score"] += 1
-    return list(series.values())
 
 
 def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -188,11 +180,9 @@ def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
             by_place[place] = Prompt(text=given)
         elif isinstance(given, list) and given:
             chat = (message for message in given if isinstance(message, dict))
-            by_place[place] = Prompt(messages=tuple(map(_message, chat)))
+            by_place[place] = Prompt(messages=tuple(
+                Message(_ROLES.get(text_of(message.get("role")), "user"),
+                        text_of(message.get("prompt") or ""))
+                for message in chat
+            ))  # fmt: skip
     return by_place
-
-
-def _message(message: Mapping[str, Any]) -> Message:
-    roles = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}
-    role = roles.get(text_of(message.get("role")), "user")
-    return Message(role, text_of(message.get("prompt") or ""))

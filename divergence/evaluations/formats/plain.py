@@ -19,7 +19,6 @@ from divergence.evaluations.formats.reading import (
     first_of,
     hashed,
     number_of,
-    series_in,
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
@@ -60,7 +59,6 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="plain")
     alone = len(_names(folder)) == 1
     for name in _names(folder):
-        series: dict[SeriesName, Series] = {}
         for number, item in _rows(folder, name):
             where = f"{folder.where(name)}, line {number}"
             if item.get("id") in (None, "") or "score" not in item:
@@ -69,11 +67,9 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
             default = "scores" if alone else PurePosixPath(name).stem
             metric = text_of(item.get("metric") or "score")
             named = SeriesName(text_of(item.get("task") or default), "", metric)
-            if not reading.wants(named, where):
-                continue
-            held = series_in(series, named, folder.where(name), {})
-            held.rows.append(_row(item, number, where, reading))
-        evaluation.series += series.values()
+            rows = reading.rows_in(named, folder.where(name), {}, where=where)
+            if rows is not None:
+                rows.append(_row(item, number, where, reading))
     return finish(evaluation, reading)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from divergence.errors import DumpError
-from divergence.evaluations.rows import Evaluation, Series, SeriesName
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import Fact, fact
 from divergence.importing.files import DumpFolder
 from divergence.outside import inside
@@ -50,15 +50,34 @@ class ReadRequest:
     """What was not taken, counted by its code."""
     refused: dict[SeriesName, None] = field(default_factory=dict)
     """What is there and was not asked for."""
-    _names: set[SeriesName] = field(default_factory=set)
+    _series: dict[tuple[str, SeriesName], Series | None] = field(default_factory=dict)
+    """By file and name; None for one that is not asked for."""
 
-    def wants(self, name: SeriesName, where: str) -> bool:
-        """Raises DumpError for more scores than any evaluation has, or names that are none."""
+    def rows_in(
+        self, name: SeriesName, file: str, settings: Mapping[str, str], *,
+        higher: bool | None = None, where: str | None = None,
+    ) -> list[ScoreRow] | None:  # fmt: skip
+        """The rows of a score in a file, whose series is new with the first one; None if it is not
+        asked for. ``higher``: is higher better, where the format tells. Raises DumpError for more
+        scores than any evaluation has, or names that are none."""
+        key = file, name
+        if key not in self._series:
+            higher = is_higher_better(name.metric) if higher is None else higher
+            wanted = self._wants(name, where or file)
+            self._series[key] = Series(name, file, dict(settings), higher) if wanted else None
+        series = self._series[key]
+        return None if series is None else series.rows
+
+    def series_of(self, file: str | None = None) -> list[Series]:
+        """Those that were begun, of one file or of all."""
+        series = [one for (its, _), one in self._series.items() if file in (None, its)]
+        return [one for one in series if one is not None]
+
+    def _wants(self, name: SeriesName, where: str) -> bool:
         if sum(map(len, name)) > _MAX_NAME:
             raise DumpError(f"a task's or metric's name is longer than {_MAX_NAME:,} letters",
                             where=where)  # fmt: skip
-        self._names.add(name)
-        if len(self._names) > _MAX_SERIES:
+        if len(self._series) >= _MAX_SERIES:
             raise DumpError(f"more than {_MAX_SERIES:,} tasks and metrics", where=where)
         wanted = all(
             not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns)
@@ -132,17 +151,10 @@ def is_higher_better(metric: str) -> bool:
     return not lower or not _HIGHER.isdisjoint(words)
 
 
-def series_in(
-    held: dict[SeriesName, Series], name: SeriesName, file: str, settings: Mapping[str, str]
-) -> Series:
-    """The one of this name, which is new with its first row."""
-    if name not in held:
-        held[name] = Series(name, file, dict(settings), is_higher_better(name.metric))
-    return held[name]
-
-
 def finish(result: Evaluation, reading: ReadRequest) -> Evaluation:
-    """With what was left out as notes, and a name that is text."""
+    """With its series, what was left out as notes, and a name that is text."""
+    result.series = reading.series_of()
+    reading._series.clear()
     result.model = None if result.model is None else text_of(result.model)
     result.remarks += [fact(code, num=num) for code, num in sorted(reading.left_out.items())]
     reading.left_out.clear()

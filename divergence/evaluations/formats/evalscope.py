@@ -92,8 +92,8 @@ def _task(folder: DumpFolder, name: str, settings: dict[str, str], reading: Read
         raise DumpError(
             f"{len(unusable):,} answers have no score by any of {len(series):,} metrics", where=file
         )
-    for one in series:
-        one.rows += unusable
+    for entry in series:
+        entry.rows += unusable
 
 
 def _row(

@@ -70,8 +70,8 @@ class ReadRequest:
 
     def series_of(self, file: str | None = None) -> list[Series]:
         """Those that were begun, of one file or of all."""
-        series = [one for (its, _), one in self._series.items() if file in (None, its)]
-        return [one for one in series if one is not None]
+        series = [entry for (its, _), entry in self._series.items() if file in (None, its)]
+        return [entry for entry in series if entry is not None]
 
     def _wants(self, name: SeriesName, where: str) -> bool:
         if sum(map(len, name)) > _MAX_NAME:

@@ -20,9 +20,13 @@ from collections import defaultdict
 from pathlib import Path
 
 from divergence import Run, capture, quantize
-from divergence.experiments.quantization.quantize import session_of
+from divergence.experiments.quantization.quantize import (
+    QuantizationTrials,
+    each_alone,
+    find_policy,
+    session_of,
+)
 from divergence.experiments.quantization.result import Cost, MatrixCost
-from divergence.experiments.quantization.trials import QuantizationTrials, each_alone, find_policy
 from divergence.recording.engines.quantize import QuantizeOptions
 
 PIECES, CHARACTERS = 6, 360

@@ -11,40 +11,644 @@ explaining what was found fails too, and the ladder goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.checklist.points import (
-    CheckedPair,
-    Said,
-    code,
-    phase,
-    points_of,
-    precision,
-    ranks,
-    sampling,
-    settings_differ,
-    tokens,
-    weights,
-    worst,
+from divergence.checklist.result import (
+    Checkup,
+    Point,
+    PointName,
+    PointState,
+    Rung,
+    RungName,
+    RungState,
 )
-from divergence.checklist.result import Checkup, Rung, RungName
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.pairs import load_name_map
 from divergence.comparison.api import compare
+from divergence.comparison.decide import tells
 from divergence.comparison.measure.runs import opened
+from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
-from divergence.comparison.result import summary_of
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results import Claim, Finding, PreflightLine, SiteResult, Verdict
 from divergence.errors import IncomparableError, UsageError
-from divergence.facts import Fact, apart, fact, sentence, worded
+from divergence.facts import Fact, apart, fact, has, plain, sentence, worded
 from divergence.run.command import command_line
+from divergence.run.contents import records_at
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.site import LOGPROBS
-from divergence.words import Progress, printable
+from divergence.run.site import LOGPROBS, ROOT, module_of, starred
+from divergence.words import HEADLINES, Progress, printable
+
+# The points and rungs of the checklist, each asked of what is known of two runs.
+
+# Two runs as the checklist sees them: manifests, the lines of preflight, and what compare says.
+
+_STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
+_DIVERGED = ("localized", "systematic", "nonfinite", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPair:
+    """``report``: compare's, or None where it had nothing to compare, for ``reason``."""
+
+    a: Run
+    b: Run
+    lines: Mapping[str, PreflightLine]
+    report: Report | None
+    reason: str = ""
+
+    @property
+    def manifests(self) -> tuple[Manifest, Manifest]:
+        return self.a.manifest, self.b.manifest
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.report is None else self.report.verdict
+
+    @property
+    def why_unjudged(self) -> list[Fact] | None:
+        """Why compare says nothing of the numbers; None where it does."""
+        if self.report is None:
+            return [plain(self.reason)]
+        verdict = self.report.verdict
+        if verdict.kind not in ("incomparable", "undetermined"):
+            return None
+        behind = verdict.headline[0]["beyond"] if verdict.headline else False
+        return verdict.headline[1 if behind else 0 :]
+
+    @property
+    def diverged(self) -> bool:
+        """Does compare find more than rounding explains?"""
+        return self.verdict is not None and self.verdict.kind in _DIVERGED
+
+    def state_of(self, check: str) -> PointState:
+        """What a line of preflight says; one that is not there, since neither run has anything to
+        say of it, is the same."""
+        status: str = self.lines[check].status if check in self.lines else "same"
+        return _STATES.get(status, "unknown")
+
+    def differs(self, check: str) -> bool:
+        """Does this line of preflight differ?"""
+        return self.state_of(check) == "fail"
+
+    @property
+    def untold(self) -> list[str]:
+        """The runs that say nothing of how they were made: no engine, and no weights."""
+        return [
+            name
+            for name, manifest in zip("AB", self.manifests, strict=True)
+            if manifest.engine is None and not manifest.model.digest
+        ]
+
+    def sites(self, *, decode: bool) -> list[SiteResult]:
+        """What was compared of the prefill, or of the decode steps."""
+        if self.report is None:
+            return []
+        return [site for site in self.report.sites if (site.step > 0) == decode]
+
+    def claims(self, *claims: Claim) -> list[Finding]:
+        """What the analyses claim, of these kinds, where it can be a verdict."""
+        if self.report is None:
+            return []
+        return [
+            finding
+            for finding in self.report.findings
+            if finding.claim in claims and finding.role in ("convicts", "refines")
+        ]
+
+    @property
+    def sampled(self) -> bool:
+        """Is the verdict about a token that its own logits do not decide?"""
+        return any(map(self.is_verdict, self.claims("not_the_largest_logit")))
+
+    def is_verdict(self, finding: Finding) -> bool:
+        """Is it what the verdict says?"""
+        verdict = self.verdict
+        return verdict is not None and verdict.onset == finding.onset and tells(verdict, finding)
+
+
+def worst(*states: PointState) -> PointState:
+    """Of several conditions together."""
+    return "fail" if "fail" in states else "unknown" if "unknown" in states else "pass"
+
+
+def both(pair: CheckedPair, say: Callable[[Manifest], Any]) -> Fact:
+    """``both: bfloat16``, or ``A: bfloat16, B: float16``."""
+    return in_both(*map(say, pair.manifests))
+
+
+def in_both(reference: Any, candidate: Any, *, apart: bool = False) -> Fact:
+    """The same of two values, with a semicolon between those that stand ``apart``."""
+    if reference == candidate:
+        return fact("checklist.both", what=reference)
+    return fact("checklist.each", reference=reference, candidate=candidate, apart=apart)
+
+
+def not_recorded(sides: Sequence[str], what: str) -> Fact:
+    """``A and B: settings are not recorded``"""
+    return fact("checklist.not_recorded", sides=sides, what=what)
+
+
+def differs(line: PreflightLine) -> Fact:
+    """``attention eager / sdpa``, with what is known of it."""
+    return fact(
+        "checklist.line_differs", check=line.check, reference=line.reference,
+        candidate=line.candidate, details=line.details,
+    )  # fmt: skip
+
+
+def choices_off(finding: Finding) -> list[Fact]:
+    """Which tokens are not the largest of their own logits."""
+    return [Fact(code="checklist.choices_off", values=finding.evidence[0].values)]
+
+
+def logits_kept(run: Run) -> tuple[int, int]:
+    """(forwards of which the logits were recorded, those of them whose values were kept)."""
+    site = run.manifest.plan.logits_site
+    records = [] if site is None else records_at(run.records, [site])
+    free = [record for record in records if record.pass_ == "free"]
+    return len(free), sum(run.has_bytes(record) for record in free)
+
+
+# The rungs that rest on numbers: prefill, decode, sampling, ranks. All of it is compare's.
+#
+# A rung explains what is below it only where it is the verdict itself. What stands beside the
+# verdict (another fault, in the other phase) fails without explaining.
+
+Said = tuple[RungState, Sequence[Fact], bool]
+"""(state, evidence, does it explain the rungs below)."""
+
+_NUMBERS: tuple[Claim, ...] = (
+    "nonfinite", "integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind",
+    "error_below_floor", "error_between", "operator_off", "drift",
+)  # fmt: skip
+_SAMPLED: Claim = "not_the_largest_logit"
+
+
+def phase(pair: CheckedPair, *, decode: bool) -> Said:
+    """The first forward of each prompt, or those of one token each."""
+    sites, verdict = pair.sites(decode=decode), pair.verdict
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged, False
+    assert verdict is not None
+    if pair.diverged:
+        told = _told_by_ranks(pair)
+        made = [
+            finding
+            for finding in pair.claims(*_NUMBERS)
+            if (at := finding.step if finding.onset is None else finding.onset.step) is not None
+            and (at > 0) == decode
+        ]
+        # the forward that the verdict names, if it names one; sampling is in none
+        drifts = [claim.step for claim in pair.claims("drift") if tells(verdict, claim)]
+        step = drifts[0] if drifts else None
+        if pair.sampled:
+            step = None
+        elif verdict.onset is not None:
+            step = verdict.onset.step
+        if step is not None and (step > 0) == decode and (made or told is None):
+            return "fail", verdict.headline, told is None
+        # sites that are flagged since ranks disagree there
+        shown = {key for claim in pair.claims("replicas_disagree") for key in claim.flags}
+        beyond = [site for site in sites if site.flagged and site.key not in shown]
+        if made or beyond:
+            if made:
+                return "fail", made[0].headline, False
+            return _rung("fail", "beyond_too", site=beyond[0].site)
+        if verdict.kind == "drift" and step is None:
+            return _rung("unknown", "forward_not_told", what=verdict.headline)
+        if verdict.kind == "nonfinite" and not all(site.identical for site in sites):
+            return _rung("unknown", "beside_nonfinite")
+    if not sites:
+        return _rung("unknown", "nothing_of_phase", decode=decode)
+    if unmeasured := [site for site in sites if site.is_unmeasured]:
+        return _rung("unknown", "phase_unmeasured", num=len(unmeasured), total=len(sites))
+    # what was compared, where none of it is beyond rounding
+    num_equal = sum(site.identical for site in sites)
+    if num_equal == len(sites):
+        return _rung("pass", "all_equal", num=num_equal)
+    judged = [site for site in sites if site.limit_usage is not None]
+    free = all(site.pass_ == "free" for site in judged)
+    site, usage = None, None
+    if not free:
+        most = max(judged, key=lambda site: site.limit_usage or 0.0)
+        if (most.limit_usage or 0.0) <= 1:
+            site, usage = most.site, 100 * (most.limit_usage or 0.0)
+    return _rung(
+        "pass", "within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
+    )
+
+
+def _rung(state: RungState, code: str, **values: Any) -> Said:
+    """One fact, which explains nothing below."""
+    return state, [fact(f"checklist.{code}", **values)], False
+
+
+def sampling(pair: CheckedPair) -> Said:
+    """Does each token follow from its own logits?"""
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged, False
+    assert pair.report is not None
+    if sampled := pair.claims(_SAMPLED):
+        return "fail", choices_off(sampled[0]), pair.is_verdict(sampled[0])
+    tokens = pair.report.tokens
+    if tokens is None or not tokens.num_tokens:
+        if pair.report.reference.generates or pair.report.candidate.generates:
+            return _rung("unknown", "no_common_token")
+        return _rung("pass", "chooses_none")
+    flips = tokens.differences
+    if not flips:
+        return _rung(
+            "pass", "choices_equal", forced=tokens.forced, num_equal=tokens.num_equal,
+            num_tokens=tokens.num_tokens, num_missing=tokens.num_missing,
+        )  # fmt: skip
+    first = flips[0]
+    kept = not any(None in (flip.margin, flip.candidate_margin) for flip in flips)
+    return _rung(
+        "pass" if kept else "unknown", "choices_differ", forced=tokens.forced, num=len(flips),
+        num_tokens=tokens.num_tokens, sample=first.sample, step=first.step, kept=kept,
+        judgement=first.judgement,
+    )  # fmt: skip
+
+
+def ranks(pair: CheckedPair) -> Said:
+    """Do the processes of a run agree on what several of them hold?"""
+    processes = both(pair, lambda manifest: manifest.processes)
+    if pair.untold:
+        return "unknown", [not_recorded(pair.untold, "processes")], False
+    if all(manifest.mesh is None for manifest in pair.manifests):
+        return _rung("pass", "processes", processes=processes, copies=None)
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged, False
+    assert pair.report is not None
+    if (told := _told_by_ranks(pair)) is not None:
+        return "fail", told.evidence[:1], True
+    if apart := pair.claims("replicas_disagree"):
+        return "fail", apart[0].evidence[:1], False
+    replicas = pair.report.replicas
+    num_held = sum(replica.num_tensors for replica in replicas)
+    if not num_held:
+        return _rung("unknown", "processes", processes=processes, copies="lone")
+    copies = "order" if any(replica.num_different for replica in replicas) else "agree"
+    return _rung("pass", "processes", processes=processes, copies=copies, num=num_held)
+
+
+def _told_by_ranks(pair: CheckedPair) -> Finding | None:
+    """What makes a rank the verdict: copies that disagree there, or its own part that is off."""
+    if pair.report is None:
+        return None
+    verdict = pair.report.verdict
+    for finding in pair.claims("replicas_disagree"):
+        inside = all(item in verdict.headline for item in finding.addition)
+        if pair.is_verdict(finding) or (finding.addition and inside):
+            return finding
+    for finding in pair.report.findings:
+        if finding.claim == "explanation" and has(finding.addition, "rank_share"):
+            return finding
+    return None
+
+
+# Weights and precision, and code: what is computed with, and what computes.
+#
+# The first point and the second rung ask for weights and precision. A digest that both sides lack,
+# or that stands for a parameter that was not read, proves nothing: such weights are unknown, though
+# preflight finds two equal texts.
+#
+# The rung of code explains what was found where all of this holds: the onset lies in a module of a
+# class whose code differs; the difference is somebody's doing, or cannot be a matter of another
+# version; and the error is made wherever that code runs. Other code elsewhere, another
+# configuration or another attention fails without explaining, since a correct one makes no more
+# than rounding.
+
+_UNREAD = "offloaded"
+
+
+def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
+    """Are the values the same, as far as both runs tell?"""
+    line, state = pair.lines["weights"], pair.state_of("weights")
+    lacking = [
+        name
+        for name, manifest in zip("AB", pair.manifests, strict=True)
+        if not manifest.model.digests
+    ]
+    digests = [manifest.model.digest for manifest in pair.manifests]
+    if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
+        if line.details and not lacking:
+            return "unknown", line.details
+        return "unknown", [fact("checklist.digests_not_recorded", sides=lacking or None)]
+    blocking = [
+        preflight_line
+        for preflight_line in pair.lines.values()
+        if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
+    ]
+    if blocking:
+        return "fail", apart(
+            [
+                item
+                for blocker in blocking
+                for item in blocker.details or [fact("checklist.other_check", check=blocker.check)]
+            ]
+        )
+    unread = {
+        name for manifest in pair.manifests for name, digest in manifest.model.digests.items()
+        if digest == _UNREAD
+    }  # fmt: skip
+    if unread:
+        return "unknown", [fact("checklist.offloaded", num=len(unread))]
+    if state == "fail":
+        two_dtypes = pair.differs("dtype") or pair.differs("quantization")
+        details = line.details or [fact("checklist.same_values")]
+        if two_dtypes:
+            return "unknown", [fact("checklist.weights_detail", details=details)]
+        return "pass", details
+    return "pass", line.details or [fact("checklist.same_weights", digest=digests[0][:12])]
+
+
+def precision(pair: CheckedPair) -> tuple[PointState, Fact]:
+    """Dtype and quantization, and what a truth was computed in."""
+
+    def say(manifest: Manifest) -> Fact:
+        model = manifest.model
+        return fact(
+            "checklist.computed_as", dtype=model.dtype, computed=manifest.settings.compute_dtype,
+            quantized=model.quantization.name if model.quantization else None,
+        )  # fmt: skip
+
+    a, b = (manifest.settings.compute_dtype for manifest in pair.manifests)
+    computed: PointState = "pass" if a == b else "fail"
+    return worst(computed, pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)
+
+
+_LIBRARIES = ("torch", "transformers")
+_SETTINGS = ("engine", "model class", "config", "attention")
+_LINES = (*_SETTINGS, CPU_OPERATORS, "substituted operators")
+"""Lines of preflight about what computes, beside the code itself."""
+
+
+def code(pair: CheckedPair) -> Said:
+    """Is the same computed, by the same code?"""
+    a, b = pair.manifests
+    differences = code_differences(a, b)
+    lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
+    texts = [*map(differs, lines), *(difference.text for difference in differences)]
+    lacking = [name for name, manifest in (("A", a), ("B", b)) if not manifest.model.code]
+    untold = [name for name in _LINES if pair.state_of(name) == "unknown"]
+    if untold:
+        texts.append(fact("checklist.lines_not_known", checks=untold))
+    if lacking:
+        texts.append(fact("checklist.code_not_recorded", sides=lacking))
+    if not texts:
+        same = both(pair, lambda side: fact("checklist.same_code", num=len(side.model.code)))
+        return "pass", [same], False
+    text = fact("checklist.first_parts", parts=texts)
+    verdict = pair.verdict
+    if verdict is not None and verdict.kind in ("identical", "within_floor"):
+        if not (lines or differences):
+            return "unknown", [text], False
+        effect = fact("checklist.effect", what=text, identical=verdict.kind == "identical")
+        return "pass", [effect], False
+    if not lines and not differences:
+        return "unknown", [text], False
+    if not pair.diverged:  # compare abstains: whether it makes a difference is not known
+        why = fact("checklist.unjudged_code", what=text, why=pair.why_unjudged)
+        return "unknown", [why], False
+    assert verdict is not None
+    guilty = [difference for difference in differences if _explains(difference, verdict, pair)]
+    if guilty:
+        assert verdict.onset is not None
+        begin = fact("checklist.code_explains", difference=guilty[0].text, site=verdict.onset.site)
+        return "fail", [begin], True
+    return "fail", [text], False
+
+
+def settings_differ(pair: CheckedPair) -> bool:
+    """Is there a difference that capturing the candidate like the reference takes away?"""
+    return any(map(pair.differs, _SETTINGS))
+
+
+def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -> bool:
+    """Is the onset where this code runs, and is the error in the blocks that run it and in no
+    other?"""
+    onset = verdict.onset
+    if onset is None or not difference.places:
+        return False
+    # does a module of this class lie in the one that the onset names? What enters a module was made
+    # by those around it
+    path = starred(module_of(onset.site))
+    around = ":in" in onset.site and any(
+        place == ROOT or path.startswith(f"{place}.") for place in difference.places
+    )
+    if not (around or difference.concerns(module_of(onset.site))):
+        return False
+    versions = [manifest.environment.versions for manifest in pair.manifests]
+    upgraded = any(versions[0].get(name) != versions[1].get(name) for name in _LIBRARIES)
+    if upgraded and not difference.deliberate:
+        return False
+    assert pair.report is not None
+    blocks = {site.block for site in pair.report.sites if site.block is not None}
+    beyond = {site.block for site in pair.report.sites if site.flagged and site.block is not None}
+    running = {block for block in blocks if difference.concerns(block)}
+    return not running or (
+        beyond <= running and (verdict.kind == "systematic" or running <= beyond)
+    )
+
+
+# The eight points to settle before one model's two outputs are compared.
+#
+# Each is a condition on the settings of both runs, or a question to the comparison that was made.
+# What a run does not tell is unknown, and never met.
+
+Settled = tuple[PointState, Sequence[Fact]]
+
+
+def points_of(pair: CheckedPair) -> list[Point]:
+    """All eight, in the order in which they are settled."""
+    points: tuple[tuple[PointName, Callable[[CheckedPair], Settled]], ...] = (
+        ("weights", _settle_weights), ("greedy", _greedy), ("seed", _seed), ("engine", _engine),
+        ("deterministic", _deterministic), ("tokens", tokens), ("logprobs", _logprobs),
+        ("logprob_diff", _logprob_diff),
+    )  # fmt: skip
+    settled = []
+    for number, (name, ask) in enumerate(points, start=1):
+        state, facts = ask(pair)
+        title = sentence(fact(f"checklist.point_{name}"))
+        settled.append(Point(number=number, name=name, title=title, state=state, facts=list(facts)))
+    return settled
+
+
+def _settle_weights(pair: CheckedPair) -> Settled:
+    (same, how), (state, details) = precision(pair), weights(pair)
+    return worst(same, state), apart([how, *details])
+
+
+def _point(state: PointState, code: str, **values: Any) -> Settled:
+    return state, [fact(f"checklist.{code}", **values)]
+
+
+def _greedy(pair: CheckedPair) -> Settled:
+    sampled = pair.claims("not_the_largest_logit")
+    if sampled:
+        return "fail", choices_off(sampled[0])
+    if pair.untold:
+        return "unknown", [not_recorded(pair.untold, "tokens")]
+
+    def say(manifest: Manifest) -> Fact:
+        chooses = any(sample.chosen_ids for sample in manifest.tokens.samples)
+        how = "forced" if manifest.tokens.forced_by else "greedy"
+        return fact("checklist.choice_of_tokens", how=how if chooses else None)
+
+    return "pass", [both(pair, say)]
+
+
+def _seed(pair: CheckedPair) -> Settled:
+    if pair.untold:
+        return "unknown", [not_recorded(pair.untold, "seed")]
+    seeds = both(pair, lambda side: side.settings.seed)
+    seed_a, seed_b = (manifest.settings.seed for manifest in pair.manifests)
+    return _point("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
+
+
+def _engine(pair: CheckedPair) -> Settled:
+    if pair.untold:
+        return "unknown", [not_recorded(pair.untold, "prefixes")]
+    a, b = map(_shortcuts, pair.manifests)
+    return worst(a[0], b[0]), [in_both(a[1], b[1])]
+
+
+def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
+    """What an engine does besides each forward as it stands."""
+    if manifest.engine is None or manifest.engine.name in _PLAIN_ENGINES:
+        name = "transformers" if manifest.engine is None else manifest.engine.name
+        return "pass", fact("checklist.plain_engine", name=name)
+    states: list[PointState] = []
+    told: list[Fact] = []
+    for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
+        facts = {key: text for key, text in manifest.engine.facts.items() if word in key.lower()}
+        if needed and not facts:
+            states.append("unknown")
+            told.append(fact("checklist.engine_silent", what=word))
+        for key, text in facts.items():
+            state = text.strip().lower()
+            states.append("pass" if state in _OFF else "unknown" if state in _NOT_TOLD else "fail")
+            told.append(fact("checklist.engine_fact", key=key, state=text))
+    return worst(*states), fact("checklist.engine_facts", name=manifest.engine.name, parts=told)
+
+
+_PLAIN_ENGINES = ("transformers", "compile", "onnx")
+"""Engines that run a model's own forward, once for each step."""
+_OFF = ("off", "false", "no", "none", "disabled", "0")
+_NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")
+
+
+def _deterministic(pair: CheckedPair) -> Settled:
+    """Asked for, granted, and as far as it was tried, kept."""
+    if pair.untold:
+        return "unknown", [not_recorded(pair.untold, "settings")]
+    a, b = pair.manifests
+    (state, trouble), (other_state, other_trouble) = _trouble(a), _trouble(b)
+    text = in_both(trouble, other_trouble, apart=True)
+    set_a, set_b = _switches(a), _switches(b)
+    other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
+    if other and "fail" not in (state, other_state):
+        text = fact("checklist.set_otherwise", what=text, names=other)
+    return worst(state, other_state, "fail" if other else "pass"), [text]
+
+
+def _trouble(manifest: Manifest) -> tuple[PointState, Fact]:
+    settings, repeated = manifest.settings, manifest.repeatability
+    if repeated.num_different:
+        return "fail", fact("checklist.repeats_not", site=repeated.first_difference or None)
+    repeats = repeated.num_runs > 1
+    kept = fact("checklist.determinism", deterministic=settings.deterministic, repeats=repeats)
+    if not settings.deterministic:
+        return "fail", kept
+    refused = [switch.name for switch in settings.switches if switch.status == "refused"]
+    noisy = settings.nondeterministic_warnings
+    if not (refused or noisy or not settings.switches):
+        return "pass", kept
+    doubts = [fact("checklist.refused", names=refused)] if refused else []
+    doubts += [fact("checklist.nondeterministic", names=noisy)] if noisy else []
+    doubts += [] if settings.switches else [fact("checklist.no_switch")]
+    if repeats:
+        return "pass", kept.with_values(parts=doubts)
+    return "unknown", fact("checklist.not_repeated", parts=doubts)
+
+
+def _switches(manifest: Manifest) -> dict[str, str]:
+    """The switches that stand, and to what."""
+    return {
+        switch.name: switch.found if switch.asked == "-" else switch.asked
+        for switch in manifest.settings.switches
+        if switch.status in ("accepted", "set")
+    }
+
+
+def tokens(pair: CheckedPair) -> Settled:
+    """The prompts as token ids; a rung of the ladder asks it too."""
+    line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
+    if state == "unknown":
+        return "unknown", line.details or [fact("checklist.tokens_not_told")]
+    if state == "fail":
+        template = None
+        if pair.differs("chat template"):
+            details = pair.lines["chat template"].details
+            template = details or [fact("checklist.another_template")]
+        return _point(
+            "fail", "prompts_differ", reference=line.reference, candidate=line.candidate,
+            details=line.details or None, template=template,
+        )  # fmt: skip
+    num = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
+    if not num:
+        return _point("unknown", "no_prompt_ids")
+    other = [check for check in ("tokenizer", "chat template") if pair.differs(check)]
+    return _point("pass", "tokens_equal", num=num, other=other)
+
+
+def _logprobs(pair: CheckedPair) -> Settled:
+    if all(manifest.plan.logits_site is None for manifest in pair.manifests):
+        return _point("unknown", "logits_not_named")
+    counts = logits_kept(pair.a), logits_kept(pair.b)
+    sides = [
+        fact("checklist.logits_kept", kept=kept, seen=seen) if seen else fact("checklist.no_logits")
+        for seen, kept in counts
+    ]
+    met = all(kept for _, kept in counts)
+    return "pass" if met else "fail", [in_both(*sides)]
+
+
+def _logprob_diff(pair: CheckedPair) -> Settled:
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged
+    assert pair.report is not None
+    names = {manifest.plan.logits_site for manifest in pair.manifests}
+    rows = [site for site in pair.report.sites if site.site in names and site.pass_ == "free"]
+    if not rows:
+        return _point("unknown", "logits_not_compared")
+    if all(row.identical for row in rows):
+        return _point("pass", "logits_equal", num=len(rows))
+    changes = [row.logits.chosen_logprob_diff_max for row in rows if row.logits is not None]
+    if not changes and any(row.nonfinite for row in rows):
+        return _point("fail", "logits_nonfinite")
+    if not changes:
+        return _point("unknown", "logits_unmeasured", num=len(rows))
+    tokens = pair.report.tokens
+    if tokens is not None and not tokens.num_tokens:
+        tokens = None
+    met = not pair.diverged or (pair.sampled and not pair.claims("drift"))
+    return _point(
+        "pass" if met else "fail", "logprob_changes", nats=max(changes),
+        num_equal=tokens and tokens.num_equal, num_tokens=tokens and tokens.num_tokens,
+        verdict=None if met or pair.verdict is None else HEADLINES[pair.verdict.kind],
+    )  # fmt: skip
+
 
 _TOLD = frozenset(
     {

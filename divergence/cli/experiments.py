@@ -307,8 +307,7 @@ def quantize(
     if policy is not None and options.get("target") is None:
         raise UsageError("--policy writes what --target finds", hint="--target 0.01")
     check_output(policy and policy / "list", what="policy", make_folder=True)
-    from divergence.experiments.quantization.quantize import quantize
-    from divergence.experiments.quantization.trials import write_forms
+    from divergence.experiments.quantization.quantize import quantize, write_forms
     from divergence.report.experiments import answer_line, quantization_lines
 
     with progress_bars(quiet=output.silent) as progress:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from divergence.comparison.align.pairs import compared_passes
-from divergence.comparison.align.pieces import Piece, Pieces, pieces_in, why_no_pair
+from divergence.comparison.align.pairs import Piece, Pieces, compared_passes, pieces_in, why_no_pair
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, Positions
 from divergence.errors import RunError, first_line

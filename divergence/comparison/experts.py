@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pieces import Pair, Piece
+from divergence.comparison.align.pairs import Pair, Piece
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named

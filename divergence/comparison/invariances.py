@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from divergence.comparison.align.pieces import Pair, Pieces, repeated, same_positions
+from divergence.comparison.align.pairs import Pair, Pieces, repeated, same_positions
 from divergence.comparison.decide import check, confidence_of
 from divergence.comparison.result import Report
 from divergence.comparison.results import Finding, SiteResult, order_of

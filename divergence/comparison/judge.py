@@ -130,7 +130,15 @@ def observed(
     """
     count = np.maximum(np.nan_to_num(numbers, nan=1.0, posinf=1.0), 1.0)
     if groups is not None and not typical:
-        energy, count = _pooled(energy, count, groups)
+        rows = np.bincount(groups)
+        with np.errstate(all="ignore"):
+            total, fourth = (
+                np.apply_along_axis(lambda line: np.bincount(groups, line), -1, values)
+                for values in (energy, np.square(energy) / count)
+            )
+            pooled = np.where(fourth > 0, np.square(total) / np.maximum(fourth, 1e-300), 1.0)
+        energy = total / rows
+        count = np.maximum(np.nan_to_num(pooled, nan=1.0, posinf=1.0), 1.0)
     added = energy + least**2
     with np.errstate(all="ignore"):
         x = 0.5 * np.log(added[1] / added[0])
@@ -138,21 +146,10 @@ def observed(
     own = (share * (1 / count + 1 / count**2)).sum(axis=0) / 2
     if groups is None or not typical:
         return x, own
-    rows = [np.flatnonzero(groups == group) for group in range(groups.max() + 1)]
-    middle = np.stack([_medians(x[..., members], -1) for members in rows], axis=-1)
-    chance = [_CONTROL * _medians(own[..., members], -1) / len(members) for members in rows]
+    grouped = [np.flatnonzero(groups == group) for group in range(groups.max() + 1)]
+    middle = np.stack([_medians(x[..., members], -1) for members in grouped], axis=-1)
+    chance = [_CONTROL * _medians(own[..., members], -1) / len(members) for members in grouped]
     return middle, np.stack(chance, axis=-1)
-
-
-def _pooled(energy: Floats, count: Floats, groups: npt.NDArray[np.intp]) -> tuple[Floats, Floats]:
-    rows = np.bincount(groups)
-    with np.errstate(all="ignore"):
-        total, fourth = (
-            np.apply_along_axis(lambda line: np.bincount(groups, line), -1, values)
-            for values in (energy, np.square(energy) / count)
-        )
-        numbers = np.where(fourth > 0, np.square(total) / np.maximum(fourth, 1e-300), 1.0)
-    return total / rows, np.maximum(np.nan_to_num(numbers, nan=1.0, posinf=1.0), 1.0)
 
 
 def reach_of_median(own: Floats) -> float:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import Measured, Shown, limits_used
-from divergence.comparison.measure.measurer import equal_contents
-from divergence.comparison.measure.runs import aligned, measure_tensors, opened
+from divergence.comparison.measure.runs import aligned, equal_contents, measure_tensors, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import SiteResult
 from divergence.errors import UsageError

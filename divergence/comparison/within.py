@@ -18,8 +18,7 @@ from dataclasses import replace
 import msgspec
 
 from divergence.comparison.advice import WithinAdvice
-from divergence.comparison.align.pairs import Alignment, why_nothing
-from divergence.comparison.align.pieces import Pair, Piece, is_given
+from divergence.comparison.align.pairs import Alignment, Pair, Piece, is_given, why_nothing
 from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.preflight.lines import preflight

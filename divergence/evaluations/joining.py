@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from divergence.analyses.logprobs.pattern import BY_DTYPE, WIDEST
-from divergence.comparison.align.pieces import logits_row
+from divergence.comparison.align.pairs import logits_row
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.errors import PromptError, UsageError
 from divergence.evaluations.formats import lm_eval, prompts_of

@@ -29,8 +29,7 @@ import msgspec
 import torch
 
 from divergence.analyses.tokens.measure import comparable_places
-from divergence.comparison.align.pairs import align, load_name_map
-from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.align.pairs import PromptStep, align, load_name_map, logits_row
 from divergence.comparison.result import Report
 from divergence.comparison.results import Explanation, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError

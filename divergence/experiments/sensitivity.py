@@ -26,13 +26,12 @@ import msgspec
 from divergence._version import __version__
 from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.advice import Advice, beside
-from divergence.comparison.align.pieces import Pair
+from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.decide import decide
-from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.measurer import Measurer
-from divergence.comparison.measure.runs import compare_escalated
+from divergence.comparison.measure.judge import ModelFloor
+from divergence.comparison.measure.runs import Measurer, compare_escalated
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of

@@ -135,7 +135,15 @@ class _Pair:
             from divergence.numerics.on_device import OnDevice
 
             self.there = OnDevice(self.a, self.b, self.base, device)
-        self.real, self.padded = _split_rows(row_mask, self.a.num_rows)
+        # rows to measure, and those to leave out
+        self.real: Rows = slice(0, self.a.num_rows)
+        self.padded: Rows = slice(0, 0)
+        if row_mask is not None:
+            mask = row_mask.detach().cpu().reshape(-1).to(torch.bool).numpy()
+            if len(mask) != self.a.num_rows:
+                raise ValueError(f"the row mask has {len(mask)} entries for {self.a.num_rows} rows")
+            if not mask.all():
+                self.real, self.padded = np.flatnonzero(mask), np.flatnonzero(~mask)
         self.threads = threads or (1 if a.numel() < 8 * BLOCK else min(8, torch.get_num_threads()))
         self.block = block
         self.row_a, self.row_d, self.row_update = np.zeros((3, self.a.num_rows))
@@ -186,7 +194,12 @@ class _Pair:
         sinks = norms > (SINK_FACTOR * usual if usual else math.inf)
         n = sums.num_finite
         spread = max(0.0, sums.product_squares - product**2 / max(n, 1)) * n / max(n - 1, 1)
+        known = np.sort(per_row[~np.isnan(per_row)])
         width = self.a.width
+        col_a, col_d = (x.reshape(-1, width).sum(axis=1) for x in (sums.col_a, sums.col_d))
+        unit = max(self.a.format.unit_roundoff, self.b.format.unit_roundoff)
+        ratios = channel_ratios(col_d, np.maximum(col_a, unit**2 * a2 / max(len(col_a), 1)))
+        worst = int(ratios.argmax()) if len(ratios) else 0
         numel = len(row_a) * self.a.num_cols
         update = None if self.base is None else math.sqrt(self.row_update[self.real].sum())
         metrics = PairMetrics(
@@ -227,8 +240,14 @@ class _Pair:
             mask_alike=sums.nonfinite["mask_alike"],
             **self._largest(sums, shape),
             **self._ulp(sums, ulp_form, a2),
-            **_token_metrics(per_row),
-            **self._channel_metrics(sums, a2),
+            token_rel_l2_median=_median(known) if len(known) else 0.0,
+            token_rel_l2_p99=float(known[max(0, math.ceil(0.99 * len(known) - 1))])  # inverted cdf
+            if len(known)
+            else 0.0,
+            token_rel_l2_max=float(known[-1]) if len(known) else 0.0,
+            worst_row=int(np.nanargmax(per_row)) if len(known) else None,
+            channel_rel_l2_max=math.sqrt(ratios[worst]) if len(ratios) else 0.0,
+            worst_channel=worst if len(ratios) else None,
         )
         with np.errstate(over="ignore"):  # a float64 mask's norm is beyond float64: inf
             diff = np.where(np.isnan(per_row), math.nan, np.sqrt(self.row_d) / self.scale)
@@ -319,41 +338,6 @@ class _Pair:
             "ulp_p99": counts.p99,
             "ulp_max": counts.max,
         }
-
-    def _channel_metrics(self, sums: Sums, a2: float) -> dict[str, Any]:
-        col_a = sums.col_a.reshape(-1, self.a.width).sum(axis=1)
-        col_d = sums.col_d.reshape(-1, self.a.width).sum(axis=1)
-        if not len(col_a):
-            return {"channel_rel_l2_max": 0.0, "worst_channel": None}
-        unit = max(self.a.format.unit_roundoff, self.b.format.unit_roundoff)
-        ratios = channel_ratios(col_d, np.maximum(col_a, unit**2 * a2 / len(col_a)))
-        worst = int(ratios.argmax())
-        return {"channel_rel_l2_max": math.sqrt(ratios[worst]), "worst_channel": worst}
-
-
-def _split_rows(row_mask: torch.Tensor | None, num_rows: int) -> tuple[Rows, Rows]:
-    """Row numbers to measure, and those to leave out."""
-    if row_mask is not None:
-        mask = row_mask.detach().cpu().reshape(-1).to(torch.bool).numpy()
-        if len(mask) != num_rows:
-            raise ValueError(f"the row mask has {len(mask)} entries for {num_rows} rows")
-        if not mask.all():
-            return np.flatnonzero(mask), np.flatnonzero(~mask)
-    return slice(0, num_rows), slice(0, 0)
-
-
-def _token_metrics(per_row: np.ndarray) -> dict[str, Any]:
-    known = np.sort(per_row[~np.isnan(per_row)])
-    count = len(known)
-    if not count:
-        zeros = ("token_rel_l2_median", "token_rel_l2_p99", "token_rel_l2_max")
-        return dict.fromkeys(zeros, 0.0) | {"worst_row": None}
-    return {
-        "token_rel_l2_median": _median(known),
-        "token_rel_l2_p99": float(known[max(0, math.ceil(0.99 * count - 1))]),  # inverted cdf
-        "token_rel_l2_max": float(known[-1]),
-        "worst_row": int(np.nanargmax(per_row)),
-    }
 
 
 def _median(ordered: np.ndarray) -> float:

@@ -183,7 +183,16 @@ class Grid:
         self.num_cols = tensor.shape[-1] if tensor.ndim else 1
         self.num_rows = math.prod(tensor.shape[:-1])
         self.torch = tensor.view(self.num_rows, self.num_cols)
-        self.bits, self._values = _views(self.torch, self.format.name)
+        # numpy's views of the bit patterns and, where numpy should read the dtype, the values
+        self._values: np.ndarray | None = None
+        if self.format.name in ("bfloat16", "float16"):  # which numpy converts ten times slower
+            self.bits: np.ndarray = self.torch.view(torch.int16).numpy()
+        elif self.format.name.startswith("float8"):
+            self.bits = self.torch.view(torch.uint8).numpy()
+        else:
+            values = self._values = self.torch.numpy()
+            is_bool = self.format.name == "bool"
+            self.bits = values if is_bool else values.view(f"i{values.itemsize}")
 
     def load(self, rows: Rows, cols: slice, out: np.ndarray) -> np.ndarray:
         """The block ``[rows, cols]`` in ``out``'s dtype: a view where that is the tensor's
@@ -200,34 +209,19 @@ class Grid:
             # bfloat16 is the upper half of a float32.
             np.left_shift(part, 16, out=block.view(np.int32), dtype=np.int32)
         else:
-            self._widen_by_torch(part, block)
+            import torch
+
+            flat_part = part.reshape(-1) if part.flags.c_contiguous else part.ravel()
+            stored = torch.from_numpy(flat_part).view(self.torch.dtype)
+            flat = block.reshape(-1)
+            for start in range(0, len(flat), _TORCH_GRAIN):
+                piece = slice(start, start + _TORCH_GRAIN)
+                torch.from_numpy(flat[piece]).copy_(stored[piece])
         return block if self.scale == 1.0 else np.multiply(block, self.scale, out=block)
-
-    def _widen_by_torch(self, part: np.ndarray, block: np.ndarray) -> None:
-        import torch
-
-        part = part.reshape(-1) if part.flags.c_contiguous else part.ravel()
-        stored, flat = torch.from_numpy(part).view(self.torch.dtype), block.reshape(-1)
-        for start in range(0, len(flat), _TORCH_GRAIN):
-            piece = slice(start, start + _TORCH_GRAIN)
-            torch.from_numpy(flat[piece]).copy_(stored[piece])
 
     def at(self, flat: int) -> float:
         """One element by its row-major number, unscaled."""
         return float(self.torch[divmod(flat, self.num_cols)])
-
-
-def _views(tensor: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """numpy's views of the bit patterns and, where numpy should read the dtype, the values."""
-    import torch
-
-    # numpy has float16, but converts it ten times slower than torch.
-    if name in ("bfloat16", "float16"):
-        return tensor.view(torch.int16).numpy(), None
-    if name.startswith("float8"):
-        return tensor.view(torch.uint8).numpy(), None
-    values = tensor.numpy()
-    return values if name == "bool" else values.view(f"i{values.itemsize}"), values
 
 
 def compute_dtype(*formats: Format) -> type[np.float32] | type[np.float64]:
@@ -399,7 +393,12 @@ class Sums:
         if self.base is not None:
             base = self.base.load(rows, cols, buffer_b)
             update = np.subtract(a, base, out=scratch[: a.size].reshape(a.shape))
-            self._add_update(rows, update, a, base)
+            squares_of_rows = row_dots(update, update)
+            if not self._in_range(squares_of_rows, update):
+                wide = a.astype(np.float64) - base
+                wide[~np.isfinite(wide)] = 0.0
+                squares_of_rows = row_dots(wide, wide)
+            self.row_update[rows] += squares_of_rows
 
     def _in_range(self, sums: np.ndarray, block: np.ndarray) -> bool:
         """Whether the rows' sums of squares lost nothing to float32's range."""
@@ -465,25 +464,15 @@ class Sums:
         self.col_d[cols] += column_dots(d, d) * unscale
         self.product += float(row_dots(a, d).sum()) / scale
         if top >= self.max_abs:
-            self._locate(rows, cols, d, top)
-
-    def _locate(self, rows: Rows, cols: slice, d: np.ndarray, top: float) -> None:
-        """Remember where the largest difference is; of equal ones the first in row-major order."""
-        high, low = int(d.argmax()), int(d.argmin())
-        rise, fall = float(d.flat[high]), -float(d.flat[low])
-        at = high if rise > fall else low if fall > rise else min(high, low)
-        row = int(_numbers(rows)[at // d.shape[1]])
-        flat = row * self.a.num_cols + cols.start + at % d.shape[1]
-        if top > self.max_abs or flat < self.max_at:
-            self.max_abs, self.max_at = top, flat
-
-    def _add_update(self, rows: Rows, update: np.ndarray, a: np.ndarray, base: np.ndarray) -> None:
-        squares = row_dots(update, update)
-        if not self._in_range(squares, update):
-            wide = a.astype(np.float64) - base
-            wide[~np.isfinite(wide)] = 0.0
-            squares = row_dots(wide, wide)
-        self.row_update[rows] += squares
+            # where the largest difference is; of equal ones the first in row-major order
+            high, low = int(d.argmax()), int(d.argmin())
+            rise, fall = float(d.flat[high]), -float(d.flat[low])
+            at = high if rise > fall else low if fall > rise else min(high, low)
+            numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            row = int(numbers[at // d.shape[1]])
+            flat = row * self.a.num_cols + cols.start + at % d.shape[1]
+            if top > self.max_abs or flat < self.max_at:
+                self.max_abs, self.max_at = top, flat
 
     def add(self, other: Sums) -> None:
         """Merge a worker that took later rows."""
@@ -527,10 +516,6 @@ def gather(sums: Sums, rows: Rows, *, block: int = BLOCK) -> Sums:
         for part, cols in tiles(rows, sums.a.num_cols, block=block):
             sums.block(part, cols)
     return sums
-
-
-def _numbers(rows: Rows) -> np.ndarray:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 NONFINITE = (

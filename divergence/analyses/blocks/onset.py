@@ -21,7 +21,7 @@ from divergence.analyses.blocks.suspects import (
     places_of,
 )
 from divergence.analyses.blocks.units import SURE, TABLES, Blame, Unit
-from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together

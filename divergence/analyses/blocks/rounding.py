@@ -10,7 +10,7 @@ from typing import Any
 
 from divergence.analyses.blocks.suspects import Escalation, next_commands
 from divergence.analyses.blocks.units import Unit, families_of, num_values, numbers_alike
-from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, allowed_errors, main_path, order_of

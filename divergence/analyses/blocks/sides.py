@@ -28,7 +28,7 @@ from divergence.analyses.blocks.units import (
     narrowed,
     one_step,
 )
-from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.judge import (
     JudgedTable,
     Level,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from divergence.analyses.blocks.units import TABLES
-from divergence.comparison.align.pieces import Pair, Pieces, same_positions
+from divergence.comparison.align.pairs import Pair, Pieces, same_positions
 from divergence.comparison.invariances import EXPLAINS
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
-from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results import SiteResult, order_of

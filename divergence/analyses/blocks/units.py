@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
-from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.judge import limit_of, observed, outliers
 from divergence.comparison.results import SiteResult, Visible, num_rows, order_of
 from divergence.numerics.floor import (

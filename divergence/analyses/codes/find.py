@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.align.pairs import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measure.floors import work_format
+from divergence.comparison.measure.judge import work_format
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged

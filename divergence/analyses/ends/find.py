@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.align.pieces import Piece, PromptStep, logits_row, why_no_pair
+from divergence.comparison.align.pairs import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, onset_at, order_of

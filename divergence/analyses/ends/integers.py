@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated
+from divergence.comparison.align.pairs import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
 from divergence.comparison.experts import logits_decide
 from divergence.comparison.results import SiteResult

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from divergence.comparison.align.pieces import Pair
+from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import Measured
 from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import Thresholds, floor_weights, spread

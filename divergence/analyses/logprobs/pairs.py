@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from divergence.comparison.align.pieces import Pieces, pieces_in
+from divergence.comparison.align.pairs import Pieces, pieces_in
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.errors import RunFormatError, UsageError
 from divergence.facts import Fact, fact, sentence

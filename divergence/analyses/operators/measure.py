@@ -19,7 +19,7 @@ from divergence.analyses.operators.regions import counted
 from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.analysis import Measured
 from divergence.comparison.calls import CallNode
-from divergence.comparison.measure.floors import work_dtype
+from divergence.comparison.measure.judge import work_dtype
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results import (
     OperatorResult,

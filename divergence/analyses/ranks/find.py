@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pieces import Pair
+from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.code import without_pads

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.align.pairs import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.runs import num_threads
 from divergence.comparison.results import (

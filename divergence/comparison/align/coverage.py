@@ -22,8 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from divergence.comparison.align.pairs import Alignment, NameMap, compared_passes
-from divergence.comparison.align.pieces import Piece, indexed, is_given, kinds_of
+from divergence.comparison.align.pairs import (
+    Alignment,
+    NameMap,
+    Piece,
+    compared_passes,
+    indexed,
+    is_given,
+    kinds_of,
+)
 from divergence.comparison.results import (
     OperatorsResult,
     PassCoverage,

@@ -2,23 +2,383 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from divergence.comparison.align.pieces import Pair, Piece, indexed, why_no_pair
 from divergence.comparison.results import Skipped
 from divergence.errors import ConfigError
 from divergence.facts import Fact, fact, plain, sentence
-from divergence.run.contents import site_names
+from divergence.numerics.formats import format_named
+from divergence.run.contents import call_passes, records_at, site_names
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Coordinates
-from divergence.run.site import module_of
+from divergence.run.record import OWN_TRUTH, Coordinates, Record
+from divergence.run.site import ROOT, is_operator_site, module_of, unescape_path
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Pieces of records: what is paired and read, a whole record or the rows of one sample.
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
+
+    record: Record
+    sample: int
+    row: int | None = None
+    """The sample's row of the batch; None for the whole record."""
+    left: int = 0
+    right: int = 0
+    pads: int = 0
+    """Positions that the batch put before the sample's first token."""
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Two pieces that hold the same tensor of the model."""
+
+    reference: Piece
+    candidate: Piece
+    pass_: str
+    """The pass that they are compared as."""
+    match: str
+    """``exact``, or the name map's rule."""
+
+
+def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+    """The tensors that are paired one by one, by (pass, sample, step, site); ``split``: batches are
+    taken apart into their samples."""
+    kinds = kinds_of(run)
+    tensors = (record for record in run.records if kinds(record) == "tensor")
+    if not split:
+        return {
+            (record.pass_, record.sample, record.step, record.site): Piece(record, record.sample)
+            for record in tensors
+        }
+    return {
+        (record.pass_, piece.sample, record.step, record.site): piece
+        for record in tensors
+        for piece in _pieces(record, run.manifest)
+    }
+
+
+def pieces_in(
+    run: Run, pass_: str, *, split: bool, sites: Collection[str] | None = None
+) -> dict[tuple[int, int, str], Piece]:
+    """Every piece of one pass by (sample, step, site); ``split``: batches into their samples;
+    ``sites``: of these alone."""
+    records = run.records if sites is None else records_at(run.records, sites)
+    return {
+        (piece.sample, record.step, record.site): piece
+        for record in records
+        if record.pass_ == pass_
+        for piece in (_pieces(record, run.manifest) if split else [Piece(record, record.sample)])
+    }
+
+
+def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
+    """One piece for each sample in the record's batch, pads cut off."""
+    group = manifest.tokens.group_of(record.sample)
+    members = [manifest.tokens.samples[number] for number in group]
+    padded = any(sample.num_left_pad or sample.num_right_pad for sample in members)
+    if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
+        right = record.shape[1] if len(record.shape) > 1 else 0
+        return [Piece(record, number, 0, 0, right) for number in group]
+    alone = len(group) <= 1 and not padded
+    if alone or not record.shape or record.shape[0] != len(group):
+        return [Piece(record, record.sample)]
+    pieces = []
+    for row, (number, sample) in enumerate(zip(group, members, strict=True)):
+        length = sample.num_padded
+        left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
+        encoded = manifest.model.task == "encoder-decoder"  # goes into every step
+        whole = record.step == 0 or encoded
+        if whole and len(record.shape) > 2 and record.shape[1] == length:
+            left, right = sample.num_left_pad, length - sample.num_right_pad
+        pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
+    return pieces
+
+
+def _shape(piece: Piece) -> tuple[int, ...]:
+    shape = piece.record.shape
+    if piece.row is None:
+        return shape
+    return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
+
+
+def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | None:
+    """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
+    token positions picked out of one of them, and none held against several."""
+    record, other_record = piece.record, other.record
+    if _shape(piece) != _shape(other):
+        if not exactly and _selectable(piece, other):
+            return None
+        if exactly or not is_repeated(piece, other):
+            return fact("align.shapes", reference=_shape(piece), candidate=_shape(other))
+    if record.positions is not None and other_record.positions is not None:
+        mine, theirs = (
+            [position - half.pads for position in half.record.positions or ()]
+            for half in (piece, other)
+        )
+        if mine != theirs:
+            return fact("align.positions", reference=mine, candidate=theirs)
+    return None
+
+
+def is_repeated(piece: Piece, other: Piece) -> bool:
+    """Does one side hold once what the other holds for each prompt or head: rows of tokens, or
+    integers for each token? It means the same as its copies (a table that all prompts share)."""
+    short, long = sorted((_shape(piece), _shape(other)), key=len)
+    whole = all(format_named(side.record.dtype).kind == "int" for side in (piece, other))
+    own = 1 if whole and len(long) == 2 else 2  # axes of one prompt's rows
+    return (
+        short != long
+        and len(short) >= own
+        and short[-own:] == long[-own:]
+        and all(1 in sizes or len(set(sizes)) == 1 for sizes in zip(short[::-1], long[::-1],
+                                                                    strict=False))
+    )  # fmt: skip
+
+
+def _selectable(piece: Piece, other: Piece) -> bool:
+    """One side holds only some token positions, the other all: those can be picked out."""
+    if piece.row is not None or other.row is not None:
+        return False
+    few, many = piece.record, other.record
+    if not few.positions:
+        few, many = many, few
+    return (
+        few.positions is not None
+        and many.positions is None
+        and len(few.shape) == len(many.shape) >= 2
+        and few.shape[1] == len(few.positions)
+        and many.shape[1] > max(few.positions, default=0)
+        and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
+    )
+
+
+class Pieces:
+    """Reads pairs of two runs. ``inputs``: the run whose inputs anchored them, where at hand."""
+
+    def __init__(self, reference: Run, candidate: Run, inputs: Run | None = None) -> None:
+        self.reference, self.candidate = reference, candidate
+        self._inputs = inputs
+        groups = reference.manifest.tokens.groups
+        self._groups = {group[0]: group for group in reversed(groups) if group}
+        """By its first sample."""
+
+    def tensor(self, run: Run, piece: Piece) -> torch.Tensor:
+        return self.rows_of(run.read(piece.record), piece)
+
+    def rows_of(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """The piece's own part of a record's tensor, or of one of the same shape."""
+        if piece.row is None:
+            return tensor
+        if tensor.ndim == 1:
+            return tensor[piece.row : piece.row + 1]
+        return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
+
+    def base(self, pair: Pair) -> torch.Tensor | None:
+        """The pair's part of the block's input in the reference, if it has the output's shape.
+
+        In an anchored pass that is the free input of the run which anchored it. Where that is
+        a third run, which is not at hand, the reference's own stands in for it.
+        """
+        run, record, piece = self._base(pair)
+        if record is None or not run.has_bytes(record):
+            return None
+        return self.rows_of(run.read(record), piece)
+
+    def base_source(self, pair: Pair) -> tuple[Run, Record] | None:
+        """The run and record that ``base`` reads, if it reads any."""
+        run, record, _ = self._base(pair)
+        return None if record is None or not run.has_bytes(record) else (run, record)
+
+    def base_record(self, pair: Pair) -> Record | None:
+        """The record of the block's input in the reference, where that is the one that counts."""
+        run, record, _ = self._base(pair)
+        return record if run is self.reference else None
+
+    def _base(self, pair: Pair) -> tuple[Run, Record | None, Piece]:
+        reference_record, candidate_record = pair.reference.record, pair.candidate.record
+        run, other, piece = self.reference, reference_record, pair.reference
+        if pair.pass_ != "free" and self._inputs is not None:
+            run = self._inputs
+            if run is self.candidate:
+                other, piece = candidate_record, pair.candidate
+        site = other.site.rpartition(":")[0] + ":in"
+        record = run.find(("free", other.sample, other.step, site))
+        if record is None or record.shape != other.shape or record.positions != other.positions:
+            return run, None, piece
+        if format_named(record.dtype).kind != "float":
+            return run, None, piece
+        return run, record, piece
+
+    def row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
+        """True for real tokens, per row (all leading axes); None where nothing is padded."""
+        if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
+            return None
+        pads = self.reference.manifest.tokens.pads(piece.record.sample)
+        if pads is None:
+            return None
+        kept = piece.record.positions
+        mask = ~pads if kept is None else ~pads[:, list(kept)]
+        flat = len(shape) == 2 and shape[0] == mask.numel()  # a router's tokens
+        if not flat and (len(shape) < 3 or tuple(shape[:2]) != mask.shape):
+            return None
+        inner = 1 if flat else math.prod(shape[2:-1])
+        return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
+
+    def members(self, piece: Piece, shape: Sequence[int]) -> list[int]:
+        """The prompts whose rows follow each other in equal parts; fewer than two where the forward
+        held one, or the first axis is none of prompts."""
+        if piece.row is not None or len(shape) < 2:
+            return []
+        group = self._groups.get(piece.record.sample, [])
+        return group if len(group) > 1 and shape[0] == len(group) else []
+
+    def locate(
+        self, piece: Piece, shape: Sequence[int], row: int | None
+    ) -> tuple[int | None, int | None]:
+        """(sample, token index) of a row, where rows are tokens: pads are not counted."""
+        if row is None:
+            return None, None
+        if len(shape) < 3:
+            members = self.members(piece, shape)
+            return (members[row], None) if members else (None, None)
+        record, tokens = piece.record, self.reference.manifest.tokens
+        inner = max(math.prod(shape[2:-1]), 1)
+        member, token = row // (inner * shape[1]), row // inner % shape[1]
+        group = self._groups.get(record.sample) or [piece.sample]
+        split = piece.row is not None or shape[0] != len(group)
+        number = piece.sample if split else group[member]
+        sample = tokens.samples[number]
+        token += piece.left
+        pads = sample.num_left_pad if piece.row is None else piece.pads
+        if record.positions is not None:
+            known = token < len(record.positions)
+            return number, record.positions[token] - pads if known else None
+        if record.step == 0:
+            length = pads + len(sample.prompt_ids) + sample.num_right_pad
+            length = length or self._num_fed(record.sample)
+            return number, token - pads if shape[1] <= length else None
+        # what was fed before: an encoder-decoder's decoder has a prompt of its own
+        before = len(sample.decoder_prompt_ids or sample.prompt_ids)
+        return number, before + record.step - 1 + token
+
+    def _num_fed(self, sample: int) -> int:
+        """Tokens of a prompt whose ids no manifest tells (a model's own inputs), by the model's
+        recorded input; 0 where that is none of tokens."""
+        record = self.reference.find(("free", sample, 0, f"{ROOT}:in"))
+        if record is None or len(record.shape) != 2 or format_named(record.dtype).kind != "int":
+            return 0
+        return record.shape[1]
+
+
+def same_positions(
+    a: torch.Tensor, record_a: Record, b: torch.Tensor, record_b: Record
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where one side holds all tokens and the other some, pick those out; where one holds once
+    what the other repeats, repeat it."""
+    if a.shape == b.shape:
+        return a, b
+    if record_a.positions != record_b.positions:
+        if record_a.positions is not None:
+            return a, b[:, list(record_a.positions)]
+        assert record_b.positions is not None  # they differ from those of the other side
+        return a[:, list(record_b.positions)], b
+    return repeated(a, b)
+
+
+def repeated(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the shape of the larger: what one side holds once stands for each of the other's."""
+    import torch
+
+    if a.shape == b.shape:
+        return a, b
+    x, y = torch.broadcast_tensors(a, b)
+    return x.contiguous(), y.contiguous()
+
+
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+Kind = Literal["tensor", "operator", "weight", "whole", "truth"]
+
+
+def kinds_of(run: Run) -> Callable[[Record], Kind]:
+    """What a record of the run is, and with that how it is compared: an ``operator``'s by its
+    place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
+    replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
+    (comparison.within); a ``truth``, or its floor, with nothing: both sides are held against it;
+    any other ``tensor`` with the one at the same site.
+
+    An operator is known by its call and not by the ``/`` in its site alone.
+    """
+    manifest = run.manifest
+    calls: set[str] = set()
+    if call_passes(run.records):
+        calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
+    sites: dict[str, tuple[bool, str | None]] = {}
+    """By site: is it an operator's, and the digest of the weight that is named like it."""
+
+    def look_up(site: str) -> tuple[bool, str | None]:
+        operator = "/" in site and is_operator_site(site) and site.rpartition(":")[0] in calls
+        path, _, port = site.partition(":")
+        digest = None
+        if port.startswith("in."):
+            name = f"{unescape_path(path)}.{port.removeprefix('in.')}".removeprefix(".")
+            digest = manifest.model.digests.get(name)
+        sites[site] = operator, digest
+        return sites[site]
+
+    def kind(record: Record) -> Kind:
+        if record.pass_ in OWN_TRUTH or record.pass_ == "floor":
+            return "truth"
+        operator, digest = sites.get(record.site) or look_up(record.site)
+        if operator:
+            return "operator"
+        if digest is not None:
+            # an argument of a module may be named like a weight, too: the digest tells, but not of
+            # a rank's part, an offloaded weight or on an accelerator
+            told = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
+            if not told or record.xxh3 == digest:
+                return "weight"
+        return "whole" if record.pass_ == "whole" else "tensor"
+
+    return kind
+
+
+PromptStep = tuple[int, int]
+"""(sample, step)."""
+
+
+def is_given(manifest: Manifest, site: str) -> bool:
+    """Is it an input that an anchored or a whole pass puts in place?"""
+    note = manifest.plan.modules.get(module_of(site))
+    port = site.rpartition(":")[2]
+    return port.startswith("in") and note is not None and note.role in ("block", "trunk")
+
+
+def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
+    """The logits (V,) that decided this token, if they were recorded."""
+    site = run.manifest.plan.logits_site
+    group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
+    record = run.find(("free", group[0], step, site)) if site else None
+    if record is None or not run.has_bytes(record):
+        return None
+    tensor = run.read(record)
+    if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):
+        return None
+    return tensor[group.index(sample), -1]
+
 
 # Name maps: the same module under two names.
 #
@@ -177,7 +537,15 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     only_candidate: list[Skipped] = []
     skipped: list[Skipped] = []
     used: set[Coordinates] = set()
-    parts = _Parts(reference, candidate, passes, rename)
+    # tensors that a run's ranks hold in parts which make none (run.unshard): with the reason
+    unmade, parts_b = _reasons(reference), _reasons(candidate)
+    named = [
+        (coordinates, (theirs_in, *coordinates[1:3], rename(coordinates[3])))
+        for coordinates in unmade
+        for _, ours_in, theirs_in in passes
+        if coordinates[0] == ours_in
+    ]
+    parts_a = {key: unmade[coordinates] for coordinates, key in named}
     last_step = last_comparable_steps(a, b)
     for pass_, ours_in, theirs_in in passes:
         for (found_in, sample, step, site), piece in ours.items():
@@ -187,15 +555,18 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             partner = theirs.get(key)
             if partner is None:
                 if pass_ == "free":
-                    why = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
+                    why = why_no_step(b, "candidate", sample, step)
+                    if key in parts_b:
+                        reason = parts_b[key]
+                        why = fact("align.parts_make_none", side="candidate", reason=reason)
                     only_reference.append(Skipped(pass_, sample, step, site, "reference", why))
                 continue
             used.add(key)
-            reason = why_no_pair(piece, partner)
+            apart = why_no_pair(piece, partner)
             if step > last_step.get(sample, step):
-                reason = fact("align.other_tokens_before")
-            if reason is not None:
-                skipped.append(Skipped(pass_, sample, step, site, "both", reason))
+                apart = fact("align.other_tokens_before")
+            if apart is not None:
+                skipped.append(Skipped(pass_, sample, step, site, "both", apart))
                 continue
             match = "exact" if key[3] == site else match_by_rule
             pairs.append(Pair(reference=piece, candidate=partner, pass_=pass_, match=match))
@@ -205,11 +576,26 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             continue
         why = fact("align.pass_without_partner")
         if key[0] in compared:
-            why = parts.of_reference(key) or why_no_step(a, "reference", *key[1:3])
+            why = why_no_step(a, "reference", *key[1:3])
+            if key in parts_a:
+                reason = parts_a[key]
+                why = fact("align.parts_make_none", side="reference", reason=reason)
         only_candidate.append(Skipped(*key, "candidate", why))
+    # parts that the other side has not either, or not in one piece: nothing else tells
+    skipped += [
+        Skipped(*coordinates, "reference", parts_a[key])
+        for coordinates, key in named
+        if key not in theirs
+    ]
+    known = {key[1:] for key in (*ours, *parts_a)}
+    skipped += [
+        Skipped(*key, "candidate", reason)
+        for key, reason in parts_b.items()
+        if key[0] in compared and key[1:] not in known
+    ]
     return Alignment(
         pairs=sorted(pairs, key=_order), only_reference=only_reference,
-        only_candidate=only_candidate, skipped=[*skipped, *parts.on_no_side(ours, theirs)],
+        only_candidate=only_candidate, skipped=skipped,
         prefix=prefix, anchored=any(label == "anchored" for label, _, _ in passes), notes=notes,
     )  # fmt: skip
 
@@ -240,49 +626,6 @@ def renaming(
 def _order(pair: Pair) -> tuple[bool, int, int, int]:
     record = pair.reference.record
     return (pair.pass_ == "free", pair.reference.sample, record.step, record.order)
-
-
-class _Parts:
-    """Tensors that a run's ranks hold in parts which make none (run.unshard): with the reason."""
-
-    def __init__(
-        self, reference: Run, candidate: Run, passes: list[tuple[str, str, str]], rename: NameMap
-    ) -> None:
-        unmade = _reasons(reference)
-        self._named = [
-            (coordinates, (theirs, *coordinates[1:3], rename(coordinates[3])))
-            for coordinates in unmade
-            for _, ours, theirs in passes
-            if coordinates[0] == ours
-        ]
-        self._ours = {key: unmade[coordinates] for coordinates, key in self._named}
-        self._theirs = _reasons(candidate)
-        self._compared = {theirs for _, _, theirs in passes}
-
-    def of_reference(self, key: Coordinates) -> Fact | None:
-        reason = self._ours.get(key)
-        return reason and fact("align.parts_make_none", side="reference", reason=reason)
-
-    def of_candidate(self, key: Coordinates) -> Fact | None:
-        reason = self._theirs.get(key)
-        return reason and fact("align.parts_make_none", side="candidate", reason=reason)
-
-    def on_no_side(
-        self, ours: Mapping[Coordinates, Piece], theirs: Mapping[Coordinates, Piece]
-    ) -> list[Skipped]:
-        """Those that the other side has not either, or not in one piece: nothing else tells."""
-        skipped = [
-            Skipped(*coordinates, "reference", self._ours[key])
-            for coordinates, key in self._named
-            if key not in theirs
-        ]
-        known = {key[1:] for key in (*ours, *self._ours)}
-        skipped += [
-            Skipped(*key, "candidate", reason)
-            for key, reason in self._theirs.items()
-            if key[0] in self._compared and key[1:] not in known
-        ]
-        return skipped
 
 
 def _reasons(run: Run) -> dict[Coordinates, Fact]:

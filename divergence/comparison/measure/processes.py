@@ -30,10 +30,9 @@ from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from divergence.comparison.align.pieces import Pair, Piece
+from divergence.comparison.align.pairs import Pair
 from divergence.comparison.measure.judge import PairNumbers
-from divergence.comparison.measure.measurer import Measurer
-from divergence.comparison.measure.runs import measure_pairs, measured_by
+from divergence.comparison.measure.runs import Measurer, measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -106,14 +105,13 @@ def share_out(pairs: Sequence[Pair], num_ranks: int) -> list[int]:
 
 
 def _num_bytes(pair: Pair) -> int:
-    return sum(map(_piece_bytes, (pair.reference, pair.candidate)))
-
-
-def _piece_bytes(piece: Piece) -> int:
-    whole = piece.record.numel * format_named(piece.record.dtype).itemsize
-    if piece.row is None or not piece.record.shape:
-        return whole
-    return whole // max(1, piece.record.shape[0])
+    num_bytes = 0
+    for piece in (pair.reference, pair.candidate):
+        record = piece.record
+        whole = record.numel * format_named(record.dtype).itemsize
+        part = piece.row is not None and record.shape
+        num_bytes += whole // max(1, record.shape[0]) if part else whole
+    return num_bytes
 
 
 def _join(dist: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,36 +15,760 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
+import numpy as np
 
 from divergence.comparison.advice import advise
 from divergence.comparison.align.coverage import account, tokens_row
 from divergence.comparison.align.pairs import (
     Alignment,
     NameMap,
+    Pair,
+    Piece,
+    Pieces,
     align,
+    is_repeated,
+    pieces_in,
     renaming,
+    repeated,
     replayed_from,
+    same_positions,
+    why_no_pair,
     why_nothing,
 )
-from divergence.comparison.align.pieces import Pair, pieces_in, why_no_pair
 from divergence.comparison.analysis import Measured, is_probe, numbers_of
-from divergence.comparison.experts import Routes, routing_notes, unknown_blocks
-from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.judge import PairNumbers
-from divergence.comparison.measure.measurer import Measurer, without_unknowable
+from divergence.comparison.experts import Routes, Routing, routing_notes, unknown_blocks
+from divergence.comparison.measure.judge import Judge, ModelFloor, PairNumbers, work_format
 from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
-from divergence.comparison.results import PreflightLine, SiteResult
-from divergence.errors import IncomparableError
+from divergence.comparison.results import LogitsDiff, PreflightLine, SiteResult, Skipped
+from divergence.errors import IncomparableError, RunFormatError
 from divergence.facts import Fact, fact, sentence
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.numerics.formats import format_named
-from divergence.numerics.kernels import kernel_for, set_device
-from divergence.run.reader import Run, own_truth
-from divergence.run.site import BACKWARD, is_operator_site
+from divergence.numerics.estimate import estimate_pair
+from divergence.numerics.floor import THRESHOLDS, Thresholds, norm_floor
+from divergence.numerics.formats import Format, format_named
+from divergence.numerics.kernels import Kernel, kernel_for, set_device
+from divergence.numerics.logits import measure_logits
+from divergence.numerics.pairs import (
+    MOST_NUMEL,
+    NUMEL_AT_ONCE,
+    AgainstTruth,
+    against_many,
+    measure_against,
+    measure_many,
+    measure_pair,
+)
+from divergence.numerics.summaries import (
+    Projections,
+    SumDtype,
+    fold_tensor,
+    grid_of,
+    rows_of,
+    sketch_tensor,
+)
+from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.run.contents import Digests
+from divergence.run.manifest import digest_tensor
+from divergence.run.reader import Run, floor_of, own_truth
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD, OPTIMIZER, is_norm, is_operator_site, module_of
 from divergence.words import Progress, Side, silent
 
 if TYPE_CHECKING:
     import torch
+
+
+# One pair of records measured, from bytes or from what is kept of them.
+
+
+class SharedRounding:
+    """By site, the error that all of an optimizer's input and moments have in common.
+
+    Each clipped gradient is multiplied by limit / norm, so the rounding of that one number is in
+    all that an optimizer gets and in all moments. It is no small one: some kernels add millions of
+    squares one after the other in float32, and lose a share of them once the sum is large. The norm
+    is judged as a site of its own; what follows from it is held to how far the norms are apart. A
+    new value moves by no more than its step times that: a first step of AdamW is the rate at most,
+    one of SGD the rate times what gradients are clipped to."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._rounding, norms = 0.0, []
+        for run in runs:
+            summaries = {}
+            for record in run.records:
+                if f"{OPTIMIZER}:in." in record.site:
+                    lanes = 8 if record.dtype in ("float32", "float64") else 1
+                    self._rounding = max(self._rounding, norm_floor(record.numel, lanes=lanes))
+                if is_norm(record.site) and record.summary is not None:
+                    summaries[record.pass_] = record.summary
+            # the last pass, which is the anchored one where there is one
+            summary = summaries.get("anchored", summaries.get("free"))
+            if summary is not None and summary.rms is not None:
+                norms.append(summary.rms)
+        apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
+        self._error = max(self._rounding, apart)
+        training = runs[0].manifest.training
+        self._clipped = any(run.manifest.training.clip_grad_norm is not None for run in runs)
+        self._rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
+        self._sizes = {
+            record.site: record.summary.rms
+            for record in runs[0].records
+            if f"{OPTIMIZER}:out." in record.site and record.summary is not None
+        }
+
+    def __call__(self, site: str) -> float:
+        path, _, port = site.partition(":")
+        if not path.endswith(OPTIMIZER):
+            return 0.0
+        if is_norm(site):
+            return self._rounding
+        if not self._clipped:
+            return 0.0
+        if port[:3] == "out" and port.count(".") == 1:  # a new value: its step, in shares of it
+            return self._error * self._rate / (self._sizes.get(site) or 1.0)
+        return self._error * (2 if port.endswith("_sq") else 1)
+
+
+# Pairs of which not both sides have their bytes: what can be known of them.
+#
+# Equal digests are equal tensors. A digest that only one side has is computed from the other's
+# bytes, where it has them; of a tensor that ranks hold in parts, part by part. Where the digests
+# differ, floats are estimated from sketches (numerics.summaries.estimate); a side in full is
+# projected like the other, row by row of the same number. Where no sketch is left, the statistics
+# say how far apart the two are at least
+#
+#     ‖a - b‖ >= |‖a‖ - ‖b‖|    and    ‖a - b‖ >= √n |mean(a) - mean(b)|,
+#
+# and how many elements are no finite numbers; of digests alone nothing but that they differ.
+
+_SUMMARY_PRECISION = 2e-6
+"""What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
+
+
+def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
+    """Are the two tensors equal, bit for bit? None where no digest tells."""
+    if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
+        return False
+    mine, theirs = _digests(a, record_a), _digests(b, record_b)
+    if (kind := _common(mine, theirs)) is not None:
+        return bool(getattr(mine, kind) == getattr(theirs, kind))
+    for run, record, known in ((a, record_a, theirs), (b, record_b, mine)):
+        kind = _first_kind(known)
+        if kind is not None and run.has_bytes(record):
+            tensor = run.read(record)
+            parts = [tensor[cut].contiguous() for cut in known.cuts]
+            return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
+    return None
+    return None
+
+
+_MAKERS = {"xxh3": digest_tensor, "fold": fold_tensor}
+
+
+def _digests(run: Run, record: Record) -> Digests:
+    if run.manifest.mesh is None:
+        return Digests.of([record])
+    from divergence.run.ranks import digests_of
+
+    return digests_of(run, record)
+
+
+def _first_kind(known: Digests) -> str | None:
+    return next((kind for kind in _MAKERS if getattr(known, kind) is not None), None)
+
+
+def _common(mine: Digests, theirs: Digests) -> str | None:
+    """The kind of digest that both have, of the same parts."""
+    if mine.cuts != theirs.cuts:
+        return None
+    both = (kind for kind in _MAKERS if getattr(mine, kind) and getattr(theirs, kind))
+    return next(both, None)
+
+
+def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | None:
+    """Why nothing can be said of the two, or None. They have comparable shapes."""
+    record_a, record_b = piece.record, other.record
+    if a.has_bytes(record_a) and b.has_bytes(record_b):
+        return None
+    if is_repeated(piece, other):
+        why = why_no_pair(piece, other, exactly=True)
+        return fact("align.repeated_without_bytes", why=why)
+    if _sketch_of(a, piece, other) is not None and _sketch_of(b, other, piece) is not None:
+        return None
+    whole = piece.row is None and other.row is None and record_a.positions == record_b.positions
+    if not whole:
+        return fact("align.rows_without_bytes")
+    if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
+        known = record_a.summary is not None and record_b.summary is not None
+        return None if known else fact("align.other_digests")
+    mine, theirs = _digests(a, record_a), _digests(b, record_b)
+    if (
+        _common(mine, theirs) is not None
+        or (_first_kind(mine) is not None and b.has_bytes(record_b))
+        or (_first_kind(theirs) is not None and a.has_bytes(record_a))
+    ):
+        return None
+    summary_a, summary_b = record_a.summary, record_b.summary
+    if summary_a is not None and summary_b is not None:  # do they show that the two are not equal?
+        exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
+        if any(getattr(summary_a, name) != getattr(summary_b, name) for name in exact):
+            return None
+        if (_least(piece, other) or 0.0) > 0.0:
+            return None
+    if mine.cuts != theirs.cuts:
+        return fact("align.parts_cut_otherwise")
+    return fact("align.two_kinds_of_digests")
+
+
+def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
+    """Pairs of which nothing can be said are skipped, with the reason; never a pass."""
+    pairs: list[Pair] = []
+    skipped = list(alignment.skipped)
+    for pair in alignment.pairs:
+        reason = why_not_comparable(a, pair.reference, b, pair.candidate)
+        if reason is None:
+            pairs.append(pair)
+            continue
+        record = pair.reference.record
+        skipped.append(
+            Skipped(pass_=pair.pass_, sample=pair.reference.sample, step=record.step,
+                    site=record.site, why=reason, side="both")
+        )  # fmt: skip
+    if len(pairs) == len(alignment.pairs):
+        return alignment
+    return replace(alignment, pairs=pairs, skipped=skipped)
+
+
+class _Sketched:
+    """One side's sketch: read, or made of its bytes like the other side's, with ``num_pooled``."""
+
+    def __init__(
+        self, run: Run, piece: Piece, k: int, rows: np.ndarray, like: Piece, *,
+        made: bool, num_pooled: int = 0,
+    ) -> None:  # fmt: skip
+        self.k, self.rows, self.made = k, rows, made
+        self._run, self._piece, self._like, self._num_pooled = run, piece, like, num_pooled
+
+    def read(self) -> Projections:
+        record = self._piece.record
+        if not self.made:
+            whole = self._run.read_sketch(record)
+            blocks = _whole_blocks(self.rows, record) or slice(0)
+            rows = whole.rows if len(self.rows) == len(whole.rows) else whole.rows[self.rows]
+            return Projections(rows, whole.pooled[blocks])
+        tensor = _rows(self._run.read(record), self._piece, self._like)
+        return sketch_tensor(tensor, self.k, num_pooled=self._num_pooled, row_numbers=self.rows)
+
+
+def _whole_blocks(rows: np.ndarray, record: Record) -> slice | None:
+    """Which of the record's blocks these are, where they are whole blocks one after another."""
+    each = grid_of(record.shape)[1]
+    if not len(rows) or rows[0] % each or len(rows) % each:
+        return None
+    start = int(rows[0])
+    if not np.array_equal(rows, np.arange(start, start + len(rows))):
+        return None
+    return slice(start // each, (start + len(rows)) // each)
+
+
+def _sketch_of(run: Run, piece: Piece, other: Piece) -> _Sketched | None:
+    """The side's sketch of the rows that both have, or None where there is none such. Two stored
+    ones must be of rows of equal numbers, since a row's signs go by its number."""
+    mine, theirs = piece.record.sketch, other.record.sketch
+    if len(piece.record.shape) < 2 and (piece.row is not None or other.row is not None):
+        return None  # one row: no part of it can be told apart
+    if mine is not None:
+        rows = _row_numbers(piece, other)
+        if theirs is not None and (
+            mine.num_projections != theirs.num_projections
+            or rows_of(piece.record.shape)[1] != rows_of(other.record.shape)[1]
+            or not np.array_equal(rows, _row_numbers(other, piece))
+        ):
+            return None
+        return _Sketched(run, piece, mine.num_projections, rows, other, made=False)
+    if theirs is None:
+        return None
+    if not run.has_bytes(piece.record) or format_named(piece.record.dtype).kind != "float":
+        return None
+    rows, k = _row_numbers(other, piece), theirs.num_projections
+    num_pooled = theirs.num_pooled
+    if num_pooled % k or _whole_blocks(rows, other.record) is None:
+        num_pooled = 0
+    return _Sketched(run, piece, k, rows, other, made=True, num_pooled=num_pooled)
+
+
+def _row_numbers(piece: Piece, other: Piece) -> np.ndarray:
+    """The numbers, in the piece's record, of the rows that both sides have."""
+    shape = piece.record.shape
+    numbers = np.arange(rows_of(shape)[0])
+    if len(shape) < 3:
+        return numbers if piece.row is None else numbers[piece.row : piece.row + 1]
+    grid = numbers.reshape(shape[:2])
+    if piece.row is not None:
+        grid = grid[piece.row : piece.row + 1, piece.left : piece.right]
+    chosen = other.record.positions
+    if piece.record.positions is None and chosen is not None and len(chosen) != grid.shape[1]:
+        grid = grid[:, list(chosen)]
+    return grid.reshape(-1)
+
+
+def _rows(tensor: torch.Tensor, piece: Piece, other: Piece) -> torch.Tensor:
+    """The rows that both sides have, of a record's whole tensor."""
+    if piece.row is not None:
+        if tensor.ndim < 3:
+            return tensor[piece.row : piece.row + 1]
+        tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
+    chosen = other.record.positions
+    if (
+        piece.record.positions is None
+        and chosen is not None
+        and tensor.ndim >= 3
+        and len(chosen) != tensor.shape[1]
+    ):
+        tensor = tensor[:, list(chosen)]
+    return tensor
+
+
+def _estimated(
+    pieces: Pieces,
+    pair: Pair,
+    sides: list[_Sketched],
+    sketches: tuple[Projections, Projections],
+    base: Record | None,
+    shape: tuple[int, ...],
+) -> tuple[PairMetrics, RowMetrics, Estimate]:
+    run, piece = pieces.reference, pair.reference
+    features = rows_of(shape)[1]
+    known = [p.record.sketch for p in (pair.reference, pair.candidate) if p.record.sketch]
+    sums: SumDtype = "float32" if any(sketch.sums == "float32" for sketch in known) else "float64"
+    entering = None
+    if base is not None:
+        inner = Piece(base, piece.sample, piece.row, piece.left, piece.right, piece.pads)
+        # with the signs of the side that was sketched, whichever that is
+        same = base.sketch is not None and base.sketch.num_projections == sides[0].k
+        if same and np.array_equal(_row_numbers(inner, pair.candidate), sides[0].rows):
+            entering = _Sketched(run, inner, sides[0].k, sides[0].rows, pair.candidate, made=False)
+        elif run.has_bytes(base):
+            entering = _Sketched(run, inner, sides[0].k, sides[0].rows, pair.candidate, made=True)
+    mask = pieces.row_mask(piece, (*shape[:2], 1)) if len(shape) >= 3 else None
+    metrics, rows, estimate = estimate_pair(
+        *sketches,
+        num_features=features,
+        sums=sums,
+        row_mask=mask,
+        base=None if entering is None else entering.read(),
+    )
+    return _with_counts(metrics, pair.reference, pair.candidate), rows, estimate
+
+
+def _with_counts(metrics: PairMetrics, reference: Piece, candidate: Piece) -> PairMetrics:
+    """With the non-finite elements that were counted when the tensors were recorded."""
+    first, second = reference.record.summary, candidate.record.summary
+    if first is None or second is None or reference.row is not None or candidate.row is not None:
+        return metrics
+    if reference.record.positions != candidate.record.positions:
+        return metrics
+    more = [
+        getattr(second, name) - getattr(first, name)
+        for name in ("num_nan", "num_posinf", "num_neginf")
+    ]
+    return msgspec.structs.replace(
+        metrics,
+        reference_nan=first.num_nan,
+        reference_inf=first.num_posinf + first.num_neginf,
+        candidate_nan=second.num_nan,
+        candidate_inf=second.num_posinf + second.num_neginf,
+        reference_neginf=first.num_neginf,
+        candidate_neginf=second.num_neginf,
+        # the places are not known: the least that the counts tell
+        nonfinite_differ=max(sum(max(0, x) for x in more), sum(max(0, -x) for x in more)),
+        reference_alone=max(0, -sum(more)),
+        candidate_alone=max(0, sum(more)),
+    )
+
+
+def _norm(record: Record) -> float | None:
+    summary = record.summary
+    if summary is None:
+        return None
+    finite = record.numel - summary.num_nan - summary.num_posinf - summary.num_neginf
+    return (summary.rms or 0.0) * math.sqrt(finite)
+
+
+def _least(ref: Piece, cand: Piece) -> float | None:
+    """The least relative L2 that the statistics allow, from norms and means."""
+    first, second = ref.record.summary, cand.record.summary
+    if first is None or second is None or not first.rms or second.rms is None:
+        return None
+    if ref.record.shape != cand.record.shape or ref.row is not None or cand.row is not None:
+        return None
+    if any(s.num_nan + s.num_posinf + s.num_neginf for s in (first, second)):
+        return None
+    apart = max(abs(first.rms - second.rms), abs((first.mean or 0.0) - (second.mean or 0.0)))
+    return max(0.0, apart / first.rms - _SUMMARY_PRECISION)
+
+
+# Measuring the pairs: reads both tensors ahead and checks them, calls numerics.
+#
+# Equal checksums are equal tensors: their bytes are checked against them, not measured. A pair of
+# tensors that occurs at several sites (one block's output is the next one's input) is measured
+# once. Pads are masked by the samples' token counts, and rows are turned back into token positions.
+# Small tensors of one shape are measured many at a time.
+
+_REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or not at all
+
+_Key = tuple[object, ...]
+BaseOf = Callable[[Pair], tuple[Run, Record] | None]
+
+
+class Reading:
+    """The bytes of two runs' pairs, and of the truth. ``base_of``: what a pair needs besides."""
+
+    def __init__(
+        self, reference: Run, candidate: Run, truth: Truth | None, base_of: BaseOf
+    ) -> None:
+        self._reference, self._candidate = reference, candidate
+        self._truth, self._base_of = truth, base_of
+
+    def read_ahead(self, pair: Pair) -> None:
+        """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
+        with contextlib.suppress(RunFormatError):
+            self.check(pair)
+
+    def prefetch(self, pairs: Sequence[Pair]) -> None:
+        """Say to runs that are far away what will be read of them, in which order."""
+        if not any(run.far for run in (self._reference, self._candidate)):
+            return
+        wanted: dict[int, tuple[Run, list[Record]]] = {}
+        for pair in pairs:
+            in_truth = self._right(pair)
+            if equal_by_record(pair) and in_truth is None:
+                continue
+            reference, candidate = pair.reference.record, pair.candidate.record
+            parts = [(self._reference, reference), (self._candidate, candidate)]
+            if in_truth is not None:
+                parts.append(in_truth)
+            base = self._base_of(pair)
+            parts += [] if base is None else [base]
+            for run, record in parts:
+                wanted.setdefault(id(run), (run, []))[1].append(record)
+        for run, records in wanted.values():
+            run.expect(records)
+
+    def fetch(self, pair: Pair) -> None:
+        """Have the system fetch what is on this machine's disks of a pair."""
+        for run, record in self.reads(pair):
+            if not run.far:
+                run.will_read(record)
+
+    def check(self, pair: Pair) -> None:
+        """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
+        that is far away, what is equal by its record is not fetched to be looked at."""
+        sides = (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
+        for run, record in sides:
+            if run.far and equal_by_record(pair):
+                continue
+            run.check(record)
+
+    def has_both(self, pair: Pair) -> bool:
+        """Are the bytes of both sides at hand?"""
+        return self._reference.has_bytes(pair.reference.record) and self._candidate.has_bytes(
+            pair.candidate.record
+        )
+
+    def release(self, pairs: Sequence[Pair]) -> None:
+        """What was read of the pairs may leave memory."""
+        self._reference.release([pair.reference.record for pair in pairs])
+        self._candidate.release([pair.candidate.record for pair in pairs])
+        if self._truth is not None:
+            self._truth.run.release_read(sum(8 * pair.reference.record.numel for pair in pairs))
+
+    def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
+        """What of which run is read for a pair, a block's input apart."""
+        reference, candidate = pair.reference.record, pair.candidate.record
+        parts = [(self._reference, reference), (self._candidate, candidate)]
+        in_truth = self._right(pair)
+        return parts if in_truth is None else [*parts, in_truth]
+
+    def _right(self, pair: Pair) -> tuple[Run, Record] | None:
+        """What the truth has of a pair."""
+        record = None if self._truth is None else self._truth.record(pair)
+        return None if self._truth is None or record is None else (self._truth.run, record)
+
+
+def equal_by_record(pair: Pair) -> bool:
+    """Are the two equal bit for bit, by what was recorded of them?"""
+    ref, cand = pair.reference.record, pair.candidate.record
+    return (
+        ref.xxh3 == cand.xxh3 is not None and ref.dtype == cand.dtype and ref.shape == cand.shape
+        and ref.positions == cand.positions
+        and pair.reference.row is None and pair.candidate.row is None
+    )  # fmt: skip
+
+
+class Measurer:
+    """Measures pairs of two runs; keeps what repeats."""
+
+    def __init__(
+        self,
+        reference: Run,
+        candidate: Run,
+        floor: ModelFloor,
+        *,
+        inputs: Run | None = None,
+        truth: Truth | None = None,
+        own_floor: Run | None = None,
+        work: Format | None = None,
+    ) -> None:
+        """``inputs``: the run whose inputs anchored the pairs. ``own_floor``: the side that carries
+        one, where there is no truth. ``work``: what both sides computed in, where that is not
+        their models' dtype."""
+        self._reference, self._candidate = reference, candidate
+        self._pieces = Pieces(reference, candidate, inputs)
+        self._truth = truth
+        self.reading = Reading(reference, candidate, truth, self._base_of)
+        self.kernel: Kernel = "numpy"
+        self.device: torch.device | None = None  # measure there, not by the kernel
+        self._routing = Routing(reference, candidate)
+        self.judge = Judge(
+            reference, candidate, self._pieces, self._routing, floor,
+            work or work_format(reference.manifest, candidate.manifest),
+            SharedRounding([reference, candidate, *([] if truth is None else [truth.run])]),
+            None if own_floor is None else floor_of(own_floor),
+        )  # fmt: skip
+        self._notes = reference.manifest.plan.modules
+        self._logits_site = reference.manifest.plan.logits_site
+        self._cache: dict[_Key, PairNumbers] = {}
+        self._lock = threading.Lock()
+
+    def measure(self, pair: Pair, *, threads: int = 1) -> PairNumbers | None:
+        """Read and measure; None where the bytes are equal. Safe to call from several threads.
+
+        ``threads``: to measure this pair with. Raises RunFormatError on bad bytes.
+        """
+        if not self.reading.has_both(pair):
+            return self._reduced(pair)
+        true_record = None if self._truth is None else self._truth.record(pair)
+        is_block = self._is_block(pair)
+        if equal_by_record(pair):
+            self.reading.check(pair)  # true only if the bytes agree with what was recorded
+            numbers = PairNumbers(None, None, None, pair.reference.record.shape)
+            if true_record is None:
+                return None
+        else:
+            numbers = self._numbers(pair, is_block, threads)
+        if true_record is None or format_named(true_record.dtype).kind != "float":
+            return numbers
+        return msgspec.structs.replace(numbers, against=self._against(pair, true_record, is_block))
+
+    def measure_small(self, pairs: Sequence[Pair]) -> list[PairNumbers | None]:
+        """``measure`` of each, many at a time where their tensors are small and alike."""
+        measured: list[PairNumbers | None] = [None] * len(pairs)
+        alike: dict[_Key, list[tuple[int, _Operands]]] = {}
+        for number, pair in enumerate(pairs):
+            operands = self._operands(pair)
+            if operands is None:
+                measured[number] = self.measure(pair)
+            elif operands.truth is None and operands.equal:
+                self.reading.check(pair)
+            else:
+                alike.setdefault(operands.kind, []).append((number, operands))
+        for group in alike.values():
+            at_once = max(1, NUMEL_AT_ONCE // max(1, group[0][1].reference.numel))
+            for first in range(0, len(group), at_once):
+                part = group[first : first + at_once]
+                results = self._measure_alike([(pairs[number], each) for number, each in part])
+                for (number, _), result in zip(part, results, strict=True):
+                    measured[number] = result or self.measure(pairs[number])
+        return measured
+
+    def _operands(self, pair: Pair) -> _Operands | None:
+        """What a pair is measured with; None for one that is not measured beside others."""
+        ref, cand = pair.reference.record, pair.candidate.record
+        if (
+            ref.numel > MOST_NUMEL or ref.shape != cand.shape or ref.positions != cand.positions
+            or pair.reference.row is not None or pair.candidate.row is not None
+            or self.device is not None or ref.site == self._logits_site
+            or not self.reading.has_both(pair)
+            or self._pieces.row_mask(pair.reference, ref.shape) is not None
+        ):  # fmt: skip
+            return None
+        truth = None if self._truth is None else self._truth.record(pair)
+        if truth is not None:
+            assert self._truth is not None
+            float_ = all(format_named(r.dtype).kind == "float" for r in (truth, ref))
+            routed = self._routing.of(pair, math.prod(ref.shape[:-1]), (self._truth.run, truth))
+            if not float_ or truth.shape != ref.shape or (routed and routed.kept is not None):
+                return None
+        base = self._pieces.base_source(pair) if self._is_block(pair) else None
+        return _Operands(ref, cand, base, truth, equal_by_record(pair))
+
+    def _measure_alike(self, pairs: Sequence[tuple[Pair, _Operands]]) -> list[PairNumbers | None]:
+        """Pairs of one kind; None for one that must be measured by itself, also where its bytes
+        are bad: measuring it says what is wrong."""
+        first = pairs[0][1]
+        base, truth = None, None
+        try:
+            a = self._reference.read_many([operands.reference for _, operands in pairs])
+            if first.equal:
+                b = a
+                for pair, _ in pairs:
+                    self.reading.check(pair)
+            else:
+                b = self._candidate.read_many([operands.candidate for _, operands in pairs])
+            if first.base is not None:
+                bases = [operands.base[1] for _, operands in pairs if operands.base is not None]
+                base = first.base[0].read_many(bases)
+            if first.truth is not None and self._truth is not None:
+                records = [operands.truth for _, operands in pairs if operands.truth is not None]
+                truth = self._truth.run.read_many(records)
+        except RunFormatError:
+            return [None] * len(pairs)
+        against: Sequence[AgainstTruth | None] = [None] * len(pairs)
+        if truth is not None:
+            against = against_many(a, b, truth, base)
+        shape = first.reference.shape
+        if first.equal:
+            return [
+                None if errors is None else PairNumbers(None, None, None, shape, against=errors)
+                for errors in against
+            ]
+        return [
+            None
+            if measured is None or (truth is not None and beside is None)
+            else PairNumbers(measured[0], None, measured[1], shape, against=beside)
+            for measured, beside in zip(measure_many(a, b, base=base), against, strict=True)
+        ]
+
+    def _reduced(self, pair: Pair) -> PairNumbers | None:
+        """What can be known without the bytes of both sides; None where they are equal."""
+        ref, cand = pair.reference, pair.candidate
+        positions = ref.record.positions, cand.record.positions
+        whole = ref.row is None and cand.row is None and positions[0] == positions[1]
+        if whole and equal_contents(self._reference, ref.record, self._candidate, cand.record):
+            self.reading.check(pair)
+            return None
+        shape = ref.record.shape  # what both sides have in common of it
+        if ref.row is not None:
+            shape = (1, ref.right - ref.left, *shape[2:]) if len(shape) > 1 else (1,)
+        if positions[0] is None and positions[1] is not None and len(shape) >= 2:
+            shape = (shape[0], len(positions[1]), *shape[2:])
+        mine = _sketch_of(self._reference, ref, cand)
+        theirs = _sketch_of(self._candidate, cand, ref)
+        if mine is None or theirs is None:
+            # nothing but that they differ, the norms, and what is no finite number
+            numel, nothing = math.prod(shape), np.zeros(0)
+            metrics = PairMetrics(
+                identical=False, numel=numel, num_finite=numel, num_rows=0,
+                reference_norm=_norm(ref.record), candidate_norm=_norm(cand.record),
+            )  # fmt: skip
+            metrics = _with_counts(metrics, Piece(ref.record, 0), Piece(cand.record, 0))
+            rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
+            estimate, least = None, _least(ref, cand)
+        else:
+            base = self._pieces.base_record(pair) if self._is_block(pair) else None
+            metrics, rows, estimate = _estimated(
+                self._pieces, pair, [mine, theirs], (mine.read(), theirs.read()), base, shape
+            )
+            least = None
+        self.reading.check(pair)
+        return PairNumbers(metrics, None, rows, shape, estimate=estimate, least=least)
+
+    def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
+        """What a block's output needs beside the pair: its input."""
+        return self._pieces.base_source(pair) if self._is_block(pair) else None
+
+    def _is_block(self, pair: Pair) -> bool:
+        """Is it a block's output?"""
+        site = pair.reference.record.site
+        note = self._notes.get(module_of(site))
+        return note is not None and note.role == "block" and site.endswith(":out")
+
+    def _against(self, pair: Pair, true_record: Record, is_block: bool) -> AgainstTruth | None:
+        """Both sides against the truth, where all three can be laid side by side. Only a block adds
+        to what it gets: of a dropout that hands its input on, nothing would be left."""
+        assert self._truth is not None
+        pieces, run = self._pieces, self._truth.run
+        a = pieces.tensor(self._reference, pair.reference)
+        b = pieces.tensor(self._candidate, pair.candidate)
+        if is_repeated(pair.reference, pair.candidate):
+            a, b = repeated(a, b)
+        if not (a.is_floating_point() and a.shape == b.shape and a.numel()):
+            return None
+        own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
+        truth = pieces.rows_of(run.read(true_record), own)
+        truth = truth if truth.shape == a.shape else repeated(truth, a)[0]
+        base = pieces.base(pair) if is_block and true_record.site.endswith(":out") else None
+        if base is not None and base.shape != a.shape:
+            base = None
+        mask = pieces.row_mask(pair.reference, tuple(a.shape))
+        routed = self._routing.of(pair, math.prod(a.shape[:-1]), (run, true_record))
+        if routed is not None and routed.kept is not None:
+            mask = routed.kept if mask is None else mask & routed.kept
+        return measure_against(
+            a, b, truth, row_mask=mask, base=base, kernel=self.kernel, device=self.device
+        )
+
+    def _numbers(self, pair: Pair, is_block: bool, threads: int) -> PairNumbers:
+        ref, cand = pair.reference.record, pair.candidate.record
+        base = self._pieces.base(pair) if is_block and ref.site.endswith(":out") else None
+        logits = ref.site == self._logits_site
+        whole = pair.reference.row is None and pair.candidate.row is None
+        # what has no digest (a tensor in parts) cannot be told from another like it
+        whole = whole and None not in (ref.xxh3, cand.xxh3)
+        key = (
+            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, cand.shape, logits,
+            ref.positions, cand.positions, base is not None, ref.step == 0,
+        )  # fmt: skip
+        known = self._cache.get(key) if whole else None
+        if known is not None:
+            self.reading.check(pair)  # the same contents may lie at several places
+            return known
+        a, b = (
+            self._pieces.tensor(self._reference, pair.reference),
+            self._pieces.tensor(self._candidate, pair.candidate),
+        )
+        if base is not None and ref.positions is None and cand.positions is not None:
+            base = same_positions(base, ref, b, cand)[0]
+        a, b = same_positions(a, ref, b, cand)
+        if base is not None and base.shape != a.shape:
+            base = repeated(base, a)[0]
+        mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
+        metrics, rows = measure_pair(
+            a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel, device=self.device
+        )
+        distance = None
+        if logits and a.ndim >= 1 and a.numel():
+            values = measure_logits(a, b, row_mask=mask)
+            if values.num_rows > values.num_skipped:  # else no row was finite enough to measure
+                distance = LogitsDiff(
+                    **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
+                )
+        numbers = PairNumbers(metrics, distance, rows, tuple(a.shape))
+        if whole:
+            with self._lock:
+                self._cache[key] = numbers
+                if len(self._cache) > _REMEMBERED:
+                    self._cache.pop(next(iter(self._cache)))
+        return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The records that a small pair is measured with."""
+
+    reference: Record
+    candidate: Record
+    base: tuple[Run, Record] | None
+    truth: Record | None
+    equal: bool
+
+    @property
+    def kind(self) -> _Key:
+        """Equal for those that can be measured together."""
+        return (
+            self.equal, self.reference.shape, self.reference.dtype, self.candidate.dtype,
+            None if self.base is None else (id(self.base[0]), self.base[1].dtype),
+            None if self.truth is None else self.truth.dtype,
+        )  # fmt: skip
 
 
 # Measuring many pairs: read ahead, measured side by side, handed on and judged in order.

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pairs import replayed_from
-from divergence.comparison.align.pieces import Pair, PromptStep
-from divergence.comparison.measure.floors import medians
+from divergence.comparison.align.pairs import Pair, PromptStep, replayed_from
 from divergence.comparison.preflight.code import other_code
-from divergence.comparison.preflight.models import other_weights
+from divergence.comparison.preflight.lines import other_weights
 from divergence.comparison.results import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import ENOUGH
@@ -584,3 +582,15 @@ def grouped(items: Iterable[_Item], kind_of: Callable[[_Item], object]) -> list[
         if kind is not None:
             groups.setdefault(kind, []).append(item)
     return list(groups.values())
+
+
+def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """The (lower) median of each row's kept values, (N, T) → (N,); nan where none is kept, or one
+    is nan."""
+    if not values.shape[1]:
+        return np.full(len(values), math.nan)
+    ordered = np.sort(np.where(keep, values, math.nan), axis=1)  # nan comes last
+    middle = np.maximum(keep.sum(axis=1) - 1, 0) // 2
+    middles = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
+    middles[(keep & np.isnan(values)).any(axis=1)] = math.nan
+    return middles

@@ -179,20 +179,19 @@ class CodeDifference:
 def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     """The line of preflight: what differs most tellingly first."""
     code_a, code_b = a.model.code, b.model.code
-    if not code_a or not code_b:
-        said = [
-            sentence(fact("preflight.recorded", recorded=bool(code))) for code in (code_a, code_b)
-        ]
-        return PreflightLine(check="code", status="same", reference=said[0], candidate=said[1])
-    differences = code_differences(a, b)
-    shown = [sentence(fact("preflight.num_classes", num=len(code))) for code in (code_a, code_b)]
-    if not differences:
-        return PreflightLine(check="code", status="same", reference=shown[0], candidate=shown[1])
+    shown = [
+        fact("preflight.num_classes", num=len(code))
+        if code_a and code_b
+        else fact("preflight.recorded", recorded=bool(code))
+        for code in (code_a, code_b)
+    ]
+    details = []
+    if differences := code_differences(a, b):
+        texts = difference_texts(differences, a, b)
+        details = [fact("preflight.code_differences", differences=texts)]
     return PreflightLine(
-        check="code", status="differs", reference=shown[0], candidate=shown[1],
-        details=[
-            fact("preflight.code_differences", differences=difference_texts(differences, a, b))
-        ],
+        check="code", status="differs" if details else "same", reference=sentence(shown[0]),
+        candidate=sentence(shown[1]), details=details,
     )  # fmt: skip
 
 

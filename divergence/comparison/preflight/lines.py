@@ -2,29 +2,721 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from divergence.comparison.align.pairs import NameMap
+from divergence.comparison.align.pairs import NameMap, find_prefix
 from divergence.comparison.preflight.code import code_line
-from divergence.comparison.preflight.models import (
-    attention_of,
-    block_lines,
-    config_line,
-    first_difference,
-    quantization_line,
-    shape_of,
-    template_cause,
-    tokenizer_cause,
-    weights_line,
-)
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
+from divergence.numerics.formats import format_named
 from divergence.run.contents import labels_text
-from divergence.run.manifest import NO_LABEL, Manifest, SampleTokens
+from divergence.run.manifest import (
+    NO_LABEL,
+    NUM_SUMS,
+    UNKNOWN,
+    ConfigValue,
+    EngineNote,
+    Manifest,
+    ModelIdentity,
+    ParameterNote,
+    SampleTokens,
+)
 from divergence.run.reader import Run
-from divergence.run.site import starred
+from divergence.run.site import starred, unescape_path
 from divergence.words import list_names
+
+# Which model each side ran: configuration, parameters, weights and codes.
+
+# How parameters that are not equal belong together: what two manifests tell of each pair.
+#
+# Equal values in another dtype, and values rounded to a narrower one that is the parameter's own
+# dtype, are the same weights: what differs is the dtype. All else is another experiment, whose
+# cause is named as far as digests and twelve sums with signs tell it: of D = B - A each sum has the
+# size of D's norm, unless D's rows, or its columns, were only put in another order.
+
+_SAME = 1e-4
+"""Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
+_SHORT = {name: format_named(name).unit_roundoff for name in ("bfloat16", "float16")}
+"""Of the norm: rounding to it takes numbers no farther apart."""
+_MOVED = 1e-2
+"""Of the norm: sums that an order of rows changes are farther apart, and small changes nearer."""
+_NEAR = 0.25
+"""Of the norm: what coarse codes make of weights, and hardly anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """Of all parameters that differ: are they the same values but for their dtypes, and what
+    relates them, by class of parameter, where anything does?"""
+
+    only_dtypes: bool
+    facts: list[Fact]
+
+    @property
+    def status(self) -> PreflightStatus:
+        """Do they stop a comparison?"""
+        return "differs" if self.only_dtypes else "blocking"
+
+    @property
+    def details(self) -> list[Fact]:
+        """The first few, as one fact; none where nothing is known."""
+        return [fact("preflight.relations", relations=self.facts)] if self.facts else []
+
+
+def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Relations | None:
+    """What is known of each pair that differs; None where a manifest does not tell. ``pairs``:
+    names that belong together, A's to B's."""
+    kinds: dict[Fact | None, tuple[list[str], list[float]]] = {}
+    only_dtypes = True
+    for name, other in pairs.items():
+        if a.digests[name] == b.digests[other]:
+            continue
+        how, same, near = _of_models(name, other, a, b), False, None
+        if how is None:
+            notes = a.parameters.get(name), b.parameters.get(other)
+            if notes[0] is None or notes[1] is None:
+                return None
+            how, same, near = _relation(notes[0], notes[1], has_codes=a.quantization is not None)
+        only_dtypes = only_dtypes and same
+        names, apart = kinds.setdefault(how, ([], []))
+        names.append(name)
+        apart += [] if near is None else [near]
+    relations = [
+        fact(
+            "preflight.relation", names=list(dict.fromkeys(map(starred, names))), how=how,
+            apart=_apart(apart),
+        )
+        for how, (names, apart) in kinds.items()
+        if how or apart
+    ]  # fmt: skip
+    return Relations(only_dtypes, relations)
+
+
+def _of_models(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    """What the model says of one parameter: its checkpoint lacks it, or it is another one too."""
+    sides: Sequence[tuple[str, ModelIdentity, str, ModelIdentity]] = (
+        ("reference", a, name, b), ("candidate", b, other, a)
+    )  # fmt: skip
+    for side, model, path, _ in sides:
+        if path in model.missing:
+            return fact("preflight.initialised", side=side)
+    for side, model, path, opposite in sides:
+        digest = model.digests[path]
+        note = model.parameters.get(path)
+        if note is None or len(note.shape) < 2 or note.norm == 0:
+            continue  # vectors of zeros or ones, as norms begin with, are equal by themselves
+        equal = [key for key in model.digests if key != path and model.digests[key] == digest]
+        for key in equal:
+            if opposite.digests.get(key) not in (None, opposite.digests.get(path)):
+                return fact("preflight.tied_alone", key=key, side=side)
+    return None
+
+
+def _relation(
+    a: ParameterNote, b: ParameterNote, *, has_codes: bool
+) -> tuple[Fact | None, bool, float | None]:
+    """(what relates them, or nothing that is known; is it the dtype alone?; how far apart, where
+    that is to be said). ``has_codes``: of a quantised model, where training is no cause."""
+    if a.shape != b.shape:
+        return fact("preflight.shapes", reference=a.shape, candidate=b.shape), False, None
+    dtypes = {"reference": a.dtype, "candidate": b.dtype}
+    if a.values == b.values:
+        return fact("preflight.values_in_dtypes", **dtypes), True, None
+    for side, other, mine, theirs in (
+        ("candidate", "reference", b, a), ("reference", "candidate", a, b)
+    ):  # fmt: skip
+        for form, digest in theirs.rounded.items():
+            if digest == mine.values or digest == mine.rounded.get(form) == mine.values:
+                narrower = mine.dtype == form != theirs.dtype
+                how = fact("preflight.rounded_to", side=side, other=other, form=form)
+                return how, narrower, None
+    if not (0 < a.norm < math.inf and 0 < b.norm < math.inf):
+        zeros = [side for side, note in (("reference", a), ("candidate", b)) if note.norm == 0]
+        return fact("preflight.all_zeros", side=zeros[0]) if zeros else None, False, None
+    apart = [x - y for x, y in zip(b.sums, a.sums, strict=True)]
+    near = _size(apart) / a.norm
+    if {a.dtype, b.dtype} == {"bfloat16", "float16"} and near < _SHORT["bfloat16"]:
+        return fact("preflight.dtypes_apart", **dtypes), True, None
+    by_column, by_row, _ = (
+        _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
+    )
+    alike = abs(b.norm / a.norm - 1) < _SAME
+    if alike and by_column < _SAME and by_row > _MOVED:
+        return fact("preflight.rows_moved"), False, None
+    if alike and by_row < _SAME and by_column > _MOVED:
+        return fact("preflight.columns_moved"), False, None
+    factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
+    rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
+    if _size(rest) / b.norm < min(_SAME, near / 10):
+        return fact("preflight.scaled", factor=factor), False, None
+    steps = [
+        fact("preflight.one_step", side=side)
+        for side, note in (("reference", a), ("candidate", b))
+        if note.levels
+    ]
+    if near < _NEAR:
+        cause = fact("preflight.as_quantised", steps=steps) if steps else None
+        if not (steps or has_codes):
+            cause = fact("preflight.as_trained")
+            if a.dtype == b.dtype and a.dtype in _SHORT and near < _SHORT[a.dtype]:
+                cause = fact("preflight.as_merged", dtype=a.dtype)
+        return cause, False, near
+    return None, False, None
+
+
+def _apart(nears: Sequence[float]) -> list[str] | None:
+    """``5.6%``, ``13%``: the ends, of all parameters that are so related; None without any."""
+    if not nears:
+        return None
+    return list(dict.fromkeys(f"{100 * near:.2g}%" for near in (min(nears), max(nears))))
+
+
+def _size(sums: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(x * x for x in sums) / len(sums))
+
+
+# How each side is quantised, scales included: those that a simulated scheme took from calibration
+# or migrated stand in no note of the model, and other ones are another quantised model.
+
+
+def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
+    """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
+    that are not the other side's."""
+    shown = [_with(str(m.model.quantization or "none"), _migration(m.engine)) for m in (a, b)]
+    if shown[0] == shown[1]:
+        shown = [
+            _with(text, own)
+            for text, own in zip(shown, _simulated_apart(a.engine, b.engine), strict=True)
+        ]
+    return _same("quantization", shown[0], shown[1])
+
+
+def _with(text: str, more: str) -> str:
+    """``W8A8: ... (simulated)`` with one more of its parts, before who made the codes."""
+    told, by, name = text.rpartition(" (")
+    return f"{told}; {more}{by}{name}" if more and told else text
+
+
+def _migration(note: EngineNote | None) -> str:
+    alpha = note.options.get("smooth") if note is not None and note.name == "quantize" else None
+    return "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
+
+
+def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
+    """What each side's simulation has that the other's has not, of two that follow one scheme."""
+    if a is None or b is None or not a.name == b.name == "quantize":
+        return "", ""
+    kept = [note.facts.get("kept", "") for note in (a, b)]
+    cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")
+    if kept[0] != kept[1] or cut:
+        told = [str(note.options.get("keep")) for note in (a, b)] if cut else kept
+        return [f"kept: {names.replace('; ', ' ')}" for names in told]
+    if a.calibration is None or b.calibration is None:
+        return "", ""
+    for code, here, there in (
+        ("static_range", a.calibration.limits, b.calibration.limits),
+        ("migrated_scales", a.calibration.scales, b.calibration.scales),
+    ):
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if names:
+            return [
+                sentence(
+                    fact(
+                        f"preflight.{code}", name=names[0], num_more=len(names) - 1,
+                        what=_first_apart(names[0], own, other),
+                    )
+                )
+                for own, other in ((here, there), (there, here))
+            ]  # fmt: skip
+    return "", ""
+
+
+def _first_apart(
+    name: str, own: Mapping[str, list[float]], other: Mapping[str, list[float]]
+) -> str:
+    """A range as it is; of more numbers the first that differs."""
+    mine, theirs = own.get(name), other.get(name)
+    if mine is None:
+        return "none"
+    if len(mine) == 2:
+        return f"{mine[0]:g} to {mine[1]:g}"
+    pairs = enumerate(zip(mine, theirs or [], strict=False))
+    channel = next((k for k, (x, y) in pairs if x != y), 0)
+    return f"{mine[channel]:g} at channel {channel}"
+
+
+# Two models, from what their manifests say: parameters by name, blocks by place, configurations.
+#
+# A digest says whether two tensors are equal; which belong together, names tell. Two checkpoints of
+# one model may differ in a prefix (a base model and its causal LM: ``layers.0`` and
+# ``model.layers.0``), and one may have a head besides. So names are matched one to one: by a name
+# map, then as they stand or by prefixes, as many as it takes (a model of several towers). A set of
+# equal values is no match: with a duplicated layer every value of one side is on the other too.
+#
+# What is left over on one side is another architecture, unless it is no part of what runs between
+# the embedding and the head: outside all numbered modules (``.3.``), and either outside the prefix
+# that matched (a head on a base model) or a copy of a matched tensor (tied weights written out).
+#
+# A configuration's key that moved (``rope_theta`` into ``rope_parameters``, as from one version of
+# transformers to another) is found by its last name.
+#
+# The causes are guesses with the facts that they rest on, said beside the difference itself and
+# never in its place: a LoRA that is not merged, weights that are tied on one side, a padded
+# vocabulary, one layer that was trained further, another chat template or tokenizer.
+
+_MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """``pairs``: reference's name → candidate's; ``prefixes`` that it took, in the order found;
+    ``mapped``: some were matched by a name map; ``alone``: what is left on each side, of which
+    ``beside`` is no part of the body: it may be there or not."""
+
+    pairs: dict[str, str]
+    prefixes: list[tuple[str, str]]
+    mapped: bool
+    alone: tuple[list[str], list[str]]
+    beside: tuple[list[str], list[str]]
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """Does every parameter of both sides have its one partner, heads and ties aside?"""
+        return bool(self.pairs) and all(
+            set(alone) <= set(beside) for alone, beside in zip(self.alone, self.beside, strict=True)
+        )
+
+    def describe(self) -> list[Fact]:
+        """How names were read, and what is left on which side."""
+        parts = [
+            fact("preflight.prefix_read", reference=a or None, candidate=b or None)
+            for a, b in self.prefixes
+        ]
+        parts += [fact("preflight.by_map")] if self.mapped else []
+        return [*parts, *self.left_over()]
+
+    def left_over(self) -> list[Fact]:
+        """What is left on which side."""
+        return [
+            fact("preflight.left_over", num=len(names), side=side, names=names)
+            for side, names in zip(("reference", "candidate"), self.alone, strict=True)
+            if names
+        ]
+
+
+def match_parameters(
+    a: Mapping[str, str], b: Mapping[str, str], names: NameMap | None = None
+) -> Matching:
+    """Match the parameters of two models (name → digest) by their names alone."""
+    pairs: dict[str, str] = {}
+    prefixes: list[tuple[str, str]] = []
+    taken: set[str] = set()
+    if names is not None:
+        for name in a:
+            other = names(f"{name}:out").rpartition(":")[0]  # a map names modules
+            if other != name and other in b and other not in taken:
+                pairs[name] = other
+                taken.add(other)
+    mapped = bool(pairs)
+    for _ in range(_MAX_PREFIXES):
+        taken = set(pairs.values())
+        ours = [name for name in a if name not in pairs]
+        theirs = {name for name in b if name not in taken}
+        if not ours or not theirs:
+            break
+        prefix_a, prefix_b = "", ""
+        if not (theirs.issuperset(ours) or theirs.issubset(ours)):
+            prefix_a, prefix_b = find_prefix(ours, theirs) or ("", "")
+        matched = {
+            name: prefix_b + name[len(prefix_a) :]
+            for name in ours
+            if name.startswith(prefix_a) and prefix_b + name[len(prefix_a) :] in theirs
+        }
+        if not matched:
+            break
+        pairs |= matched
+        if (prefix_a, prefix_b) != ("", ""):
+            prefixes.append((prefix_a, prefix_b))
+    taken = set(pairs.values())
+    alone = [name for name in a if name not in pairs], [name for name in b if name not in taken]
+    return Matching(
+        pairs=pairs,
+        prefixes=prefixes,
+        mapped=mapped,
+        alone=alone,
+        beside=(
+            _beside(alone[0], a, {a[name] for name in pairs}, [prefix for prefix, _ in prefixes]),
+            _beside(alone[1], b, {b[name] for name in taken}, [prefix for _, prefix in prefixes]),
+        ),
+    )
+
+
+def _beside(
+    names: list[str], digests: Mapping[str, str], matched: Collection[str], prefixes: list[str]
+) -> list[str]:
+    """Those that may be there or not: heads, and copies of what is matched."""
+
+    def may_be(name: str) -> bool:
+        is_copy = digests[name] in matched
+        return is_copy or any(prefix and not name.startswith(prefix) for prefix in prefixes)
+
+    numbered = {name for name in names if any(part.isdecimal() for part in name.split("."))}
+    return [name for name in names if name not in numbered and may_be(name)]
+
+
+def tells_in_part(manifest: Manifest) -> bool:
+    """Does its engine tell some of the weights, or none?"""
+    facts = {} if manifest.engine is None else manifest.engine.facts
+    return "weights" in facts or UNKNOWN in manifest.model.digests.values()
+
+
+def as_far_as_told(
+    a: ModelIdentity, b: ModelIdentity, matching: Matching
+) -> tuple[PreflightStatus, list[Fact]]:
+    """(status, details) of two models' weights, where an engine tells some of them, or none."""
+    pairs = [
+        (name, digest_a, digest_b)
+        for name, other in (matching.pairs if a.dtype == b.dtype else {}).items()
+        if UNKNOWN not in (digest_a := a.digests[name], digest_b := b.digests[other])
+    ]
+    different = [name for name, digest_a, digest_b in pairs if digest_a != digest_b]
+    if different:
+        return "blocking", [
+            fact("preflight.told_differ", num=len(different), total=len(pairs), names=different)
+        ]
+    return "unknown", [fact("preflight.told_equal", num=len(pairs))]
+
+
+def shape_of(manifest: Manifest) -> str:
+    """How tokens were fed: ``8 × batch 1``, ``1 × batch 8, in chunks of 16``, ``…, no cache``."""
+    groups, settings = manifest.tokens.groups, manifest.settings
+    return sentence(
+        fact(
+            "preflight.batches", num=len(groups), sizes=sorted(set(map(len, groups))) or [0],
+            chunk=settings.prefill_chunk or None, cache=settings.use_cache,
+        )
+    )  # fmt: skip
+
+
+def attention_of(manifest: Manifest) -> str:
+    """transformers' name of it, or what an engine says of its own kernels."""
+    facts = {} if manifest.engine is None else manifest.engine.facts
+    return manifest.model.attn_implementation or facts.get("attention backend") or "none"
+
+
+def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[PreflightLine]:
+    """A line where the two have other blocks; none where they have not, or where the runs' sites
+    do not tell. By the modules that were hooked, so also where digests cannot be compared."""
+    if not (_tells_blocks(a) and _tells_blocks(b)):
+        return []
+    ours, theirs = (
+        [unescape_path(path) for path, note in side.plan.modules.items() if note.role == "block"]
+        for side in (a, b)
+    )
+    matching = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
+    parts = matching.left_over()
+    if not parts:
+        return []
+    # all under other names: no architecture's difference, and nothing to compare them by
+    status: PreflightStatus = "differs"
+    if matching.pairs or len(ours) != len(theirs):
+        status = "blocking"
+    return [_same("blocks", str(len(ours)), str(len(theirs)), *parts, status=status)]
+
+
+def _tells_blocks(manifest: Manifest) -> bool:
+    """Did the capture put a hook on every block, and on this machine alone?"""
+    if manifest.engine is not None and "blocks" in manifest.engine.facts:
+        return False  # what ran there does not tell them
+    sites = manifest.plan.sites
+    return manifest.mesh is None and ("blocks" in sites or "modules" in sites)
+
+
+_ANYWHERE = ("factor", "type", "name", "value", "rope_type")
+"""Last names that stand under many keys: no sign of one that moved."""
+
+
+def config_line(a: Manifest, b: Manifest) -> PreflightLine:
+    """The line of preflight: keys whose values differ, reference first."""
+    digests = [manifest.model.config_digest[:12] for manifest in (a, b)]
+    same = digests[0] == digests[1]
+    detail: Fact | None = None
+    status: PreflightStatus = "same" if same else "differs"
+    ours, theirs = a.model.config, b.model.config
+    if same:  # beside equal digests stand settings, of which an engine may not tell one
+        ours = {key: value for key, value in ours.items() if key in theirs}
+        theirs = {key: value for key, value in theirs.items() if key in ours}
+    if ours and theirs:
+        differences, moved = config_differences(ours, theirs)
+        if differences:
+            status = "differs"
+            detail = fact("preflight.config_differences", differences=differences)
+        elif moved and not same:
+            status, detail = "same", fact("preflight.moved_keys", num=moved)
+        elif not same:
+            detail = fact("preflight.config_not_recorded")
+    return _same("config", digests[0], digests[1], detail, status=status)
+
+
+def config_differences(
+    a: dict[str, ConfigValue], b: dict[str, ConfigValue]
+) -> tuple[list[Fact], int]:
+    """(facts, how many keys only moved). Values that differ come before keys that one side
+    alone has; of those, what is null says nothing."""
+
+    def differ(key: str, reference: ConfigValue, candidate: ConfigValue, **places: str) -> Fact:
+        values = {"reference": _text(reference), "candidate": _text(candidate)}
+        return fact("preflight.config_value", key=key, **values, **places)
+
+    differences = [differ(key, a[key], b[key]) for key in a if key in b and a[key] != b[key]]
+    only_a = {key: value for key, value in a.items() if key not in b and value is not None}
+    only_b = {key: value for key, value in b.items() if key not in a and value is not None}
+    moved = 0
+    for key in list(only_a):
+        leaf = key.rpartition(".")[2]
+        there = [other for other in only_b if other.rpartition(".")[2] == leaf]
+        if len(there) != 1 or (leaf in _ANYWHERE and only_a[key] != only_b[there[0]]):
+            continue
+        ref, cand = only_a.pop(key), only_b.pop(there[0])
+        if ref == cand:
+            moved += 1
+        else:
+            differences.append(differ(leaf, ref, cand, place=key, other_place=there[0]))
+    for mine, other, flipped in ((only_b, a, False), (only_a, b, True)):
+        for key in list(mine):
+            leaf = key.rpartition(".")[2]
+            there = [k for k in other if k.rpartition(".")[2] == leaf and other[k] != mine[key]]
+            if leaf not in _ANYWHERE and len(there) == 1:
+                pair = [(other[there[0]], there[0]), (mine.pop(key), key)]
+                (value, place), (other_value, other_place) = pair[::-1] if flipped else pair
+                places = {"reference_place": place, "candidate_place": other_place}
+                differences.append(differ(leaf, value, other_value, **places))
+    for side, only in (("reference", only_a), ("candidate", only_b)):
+        if only:
+            shown = [f"{key}={_text(value)}" for key, value in only.items()]
+            differences.append(fact("preflight.config_only", side=side, shown=shown))
+    return differences, moved
+
+
+def _text(value: ConfigValue) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    text = str(value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+_CONTEXT = 24
+
+
+def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[Fact]:
+    """What the names and digests of two models' weights look like. ``guess``: what changed the
+    values is not known otherwise."""
+    causes = (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b) if guess else None)
+    return [text for text in causes if text is not None]
+
+
+def _adapters(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    for side, mine, other in (("candidate", b, a), ("reference", a, b)):
+        names = [name for name in mine.digests if ".lora_" in name and name not in other.digests]
+        if names and not any(".lora_" in name for name in other.digests):
+            notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
+            told = notes[0].partition(" (")[0] if notes else "LoRA"
+            return fact(
+                "preflight.adapters", side=side, num=len(names), adapter=told,
+                merged="merged" in told,
+            )  # fmt: skip
+    return None
+
+
+def _vocabulary(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    for what, rows_a, rows_b in (
+        ("embedding", a.embedding_rows, b.embedding_rows),
+        ("head", a.head_rows, b.head_rows),
+    ):
+        if rows_a is None or rows_b is None or rows_a == rows_b:
+            continue
+        sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
+        size = sizes.pop() if len(sizes) == 1 else None
+        padded = size is not None and min(rows_a, rows_b) >= size
+        return fact(
+            "preflight.vocabulary", size=size if padded else None, what=what, reference=rows_a,
+            candidate=rows_b,
+        )  # fmt: skip
+    return None
+
+
+def _tied(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    """Weights that are one tensor on one side, and two different ones on the other."""
+    for side, other, mine, theirs in (
+        ("reference", "candidate", a, b), ("candidate", "reference", b, a)
+    ):  # fmt: skip
+        for names in mine.tied:
+            known = [name for name in names if name in theirs.digests]
+            if len({theirs.digests[name] for name in known}) > 1:
+                return fact("preflight.tied", names=known, side=side, other=other)
+    return None
+
+
+def _trained(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    """Differing weights that all lie in one block, or are of few kinds in every block."""
+    common = [name for name in a.digests if name in b.digests]
+    different = [name for name in common if a.digests[name] != b.digests[name]]
+    if not different or len(different) == len(common) or a.quantization is not None:
+        return None
+    blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
+    if len(blocks) == 1 and "" not in blocks:
+        return fact("preflight.one_layer", module=blocks.pop())
+    kinds = sorted({starred(name) for name in different})
+    everywhere = sum(starred(name) in kinds for name in common)
+    if "" not in blocks and everywhere == len(different) and len(kinds) <= 4:
+        return fact("preflight.one_kind", names=[kind.rpartition("*.")[2] for kind in kinds])
+    return None
+
+
+def template_cause(a: Manifest, b: Manifest) -> Fact | None:
+    """Where two chat templates begin to differ, on a fixed conversation."""
+    example_a, example_b = a.model.chat_example, b.model.chat_example
+    if example_a is None or example_b is None:
+        return None
+    if example_a == example_b:
+        return fact("preflight.same_example")
+    return fact("preflight.rendered", place=first_difference(example_a, example_b))
+
+
+def tokenizer_cause(a: Manifest, b: Manifest) -> Fact | None:
+    """What is known of two tokenizers that differ."""
+    size_a, size_b = a.model.tokenizer_size, b.model.tokenizer_size
+    if size_a is None or size_b is None:
+        return None
+    if size_a != size_b:
+        return fact("preflight.tokenizer_sizes", reference=size_a, candidate=size_b)
+    return fact("preflight.tokenizer_rules", size=size_a)
+
+
+def first_difference(a: str, b: str) -> Fact:
+    """``from character 12 on: '…user' against '…[INST]'``"""
+    place = next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(a), len(b))
+    start = max(place - _CONTEXT // 3, 0)
+    parts = []
+    for text in (a, b):
+        part = text[start : place + _CONTEXT]
+        dots = "…" if start else ""
+        parts.append(repr(dots + part + ("…" if place + _CONTEXT < len(text) else "")))
+    return fact("preflight.texts_from", character=place, reference=parts[0], candidate=parts[1])
+
+
+# Do both sides compute with the same weights? By digests of their parameters.
+
+
+def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
+    """``names``: the name map that the comparison uses."""
+    model_a, model_b = a.model, b.model
+    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
+    alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
+    if alike and not (model_a.missing or model_b.missing):
+        return _same("weights", shown[0], shown[1], same=True)
+    matching = match_parameters(model_a.digests, model_b.digests, names)
+    relations = related(model_a, model_b, matching.pairs)
+    status, details = _weights_differ(model_a, model_b, matching, relations)
+    if status == "blocking" and any(map(tells_in_part, (a, b))):
+        status, details = as_far_as_told(model_a, model_b, matching)
+    if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
+        guess = relations is None or not relations.facts
+        details = [*details, *weight_causes(model_a, model_b, guess=guess)]
+    return _same("weights", shown[0], shown[1], *details, status=status)
+
+
+def _weights_differ(
+    a: ModelIdentity, b: ModelIdentity, matching: Matching, relations: Relations | None
+) -> tuple[PreflightStatus, list[Fact]]:
+    """(status, details) of two models' weights. ``matching``: their parameters by name;
+    ``relations``: of those that differ, where it is known."""
+
+    def say(
+        status: PreflightStatus, code: str, **values: Any
+    ) -> tuple[PreflightStatus, list[Fact]]:
+        return status, [fact(f"preflight.{code}", **values)]
+
+    same: tuple[PreflightStatus, list[Fact]] = "same", []
+    if missing := a.missing or b.missing:
+        same = say("same", "missing", num=len(missing), names=missing)
+    if a.digest == b.digest and a.dequantized == b.dequantized:
+        return same
+    if a.digest == b.digest:  # equal codes, which may have become other weights: no kernel ran yet
+        shared = [path for path in a.dequantized if path in b.dequantized and a.dtype == b.dtype]
+        names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
+        if not names:
+            return same
+        return say("blocking", "dequantized", num=len(names), total=len(shared), names=names)
+    digested = bool(a.digests and b.digests)
+    if a.quantization != b.quantization:
+        return say("differs", "codes_against", reference=_codes(a), candidate=_codes(b))
+    if a.dtype != b.dtype:
+        rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
+        if b.digest == rounded[0]:
+            return say("same", "rounded", wide=a.dtype, narrow=b.dtype)
+        if a.digest == rounded[1]:
+            return say("same", "rounded", wide=b.dtype, narrow=a.dtype)
+        if digested and not matching.is_one_to_one:
+            return say("blocking", "other_parameters", matching=matching.describe())
+        if relations is not None and digested:
+            return relations.status, relations.details or [fact("preflight.other_weights")]
+        if set(a.digests) != set(b.digests):
+            return say("differs", "digests_of_other_names")
+        if any(rounded):
+            return say("blocking", "other_after_rounding")
+        return say("differs", "digests_of_dtypes")
+    unknown = {name for name in a.digests if "offloaded" in (a.digests[name], b.digests.get(name))}
+    known = a.digests.keys() - unknown
+    agree = all(a.digests[name] == b.digests.get(name) for name in known)
+    if unknown and agree and a.digests.keys() == b.digests.keys():
+        return say("differs", "offloaded", num=len(unknown))
+    if not digested:
+        return say("blocking", "no_digests")
+    different = [
+        name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
+    ]
+    if different:
+        details = [] if relations is None else relations.details
+        if relations and details and relations.status == "differs" and matching.is_one_to_one:
+            return "differs", details
+        differ = fact(
+            "preflight.parameters_differ", num=len(different), total=len(matching.pairs),
+            names=different,
+        )  # fmt: skip
+        return "blocking", [differ, *details, *matching.describe()]
+    if not matching.is_one_to_one:
+        return say("blocking", "other_parameters", matching=matching.describe())
+    if matching.prefixes or matching.mapped:
+        return say("differs", "other_names", matching=matching.describe())
+    return "differs", matching.describe()
+
+
+def _codes(model: ModelIdentity) -> str:
+    return model.dtype if model.quantization is None else model.quantization.name
+
+
+def other_weights(a: Manifest, b: Manifest) -> bool:
+    """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
+    ref, cand = a.model, b.model
+    if ref.dtype != cand.dtype or ref.digest == cand.digest:
+        return False
+    if not (tells_in_part(a) or tells_in_part(b)):
+        relations = related(ref, cand, match_parameters(ref.digests, cand.digests).pairs)
+        return (
+            relations is None or not relations.only_dtypes or len(ref.digests) != len(cand.digests)
+        )
+    return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"
+
 
 # The prompts' tokens, and the labels of a training step: the same on both sides, and where not,
 # from where on and why.
@@ -164,13 +856,9 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
             )
             break
     own = sentence(fact("preflight.labels_own"))
-    return [
-        PreflightLine(
-            check="labels", status="same" if detail is None else "blocking",
-            reference=labels_text(a.tokens) or own, candidate=labels_text(b.tokens) or own,
-            details=[] if detail is None else [detail],
-        )
-    ]  # fmt: skip
+    shown = [labels_text(side.tokens) or own for side in (a, b)]
+    status: PreflightStatus = "same" if detail is None else "blocking"
+    return [_same("labels", shown[0], shown[1], detail, status=status)]
 
 
 # Preflight: were the two runs the same experiment at all?
@@ -240,25 +928,20 @@ def preflight(
     return [_unknown(line, a, b) for line in lines]
 
 
-def _tells(manifest: Manifest, check: str, shown: str) -> bool:
-    """Does the run say that of itself? An engine's kernels of attention may be its own, unnamed."""
-    if manifest.model.digest or manifest.model.task == "operators":
-        named = manifest.engine is None or manifest.engine.name == "transformers"
-        return check != "attention" or shown != "none" or named
-    if check == "determinism":
-        return bool(manifest.settings.switches)
-    return check != "weights" and shown.strip() not in _NOTHING
-
-
 def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
     """The line, or that it is unknown where a side does not say it."""
-    shown = [
-        value if _tells(manifest, line.check, value) else _UNKNOWN
-        for manifest, value in ((a, line.reference), (b, line.candidate))
-    ]
-    if _UNKNOWN not in shown:
-        return line
-    return PreflightLine(check=line.check, status="unknown", reference=shown[0], candidate=shown[1])
+    shown = []
+    for manifest, value in ((a, line.reference), (b, line.candidate)):
+        if manifest.model.digest or manifest.model.task == "operators":
+            # an engine's kernels of attention may be its own, unnamed
+            named = manifest.engine is None or manifest.engine.name == "transformers"
+            tells = line.check != "attention" or value != "none" or named
+        elif line.check == "determinism":
+            tells = bool(manifest.settings.switches)
+        else:
+            tells = line.check != "weights" and value.strip() not in _NOTHING
+        shown.append(value if tells else _UNKNOWN)
+    return _same(line.check, shown[0], shown[1], status="unknown") if _UNKNOWN in shown else line
 
 
 def _engines(a: Manifest, b: Manifest) -> PreflightLine:
@@ -303,12 +986,13 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
 
 
 def _same(
-    check: str, a: str, b: str, *details: Fact | None, same: bool | None = None
-) -> PreflightLine:
-    """``same``: are they, where the two texts do not tell?"""
+    check: str, a: str, b: str, *details: Fact | None, same: bool | None = None,
+    status: PreflightStatus | None = None,
+) -> PreflightLine:  # fmt: skip
+    """``same``: are they, where the texts do not tell? ``status``: where there is more to it."""
     same = a == b if same is None else same
     return PreflightLine(
-        check=check, status="same" if same else "differs", reference=a, candidate=b,
+        check=check, status=status or ("same" if same else "differs"), reference=a, candidate=b,
         details=apart([item for item in details if item is not None]),
     )  # fmt: skip
 
@@ -353,10 +1037,7 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
         status, detail = "unknown", fact("preflight.tokens_untold")
     elif detail is None:
         status = "same"
-    return PreflightLine(
-        check="prompt ids", status=status, reference=shown[0], candidate=shown[1],
-        details=[] if detail is None else [detail],
-    )  # fmt: skip
+    return _same("prompt ids", shown[0], shown[1], detail, status=status)
 
 
 def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:

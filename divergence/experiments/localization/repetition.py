@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from divergence.comparison.measure.measurer import equal_contents
+from divergence.comparison.measure.runs import equal_contents
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, spread

@@ -10,41 +10,580 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
 from divergence._version import __version__
-from divergence.errors import UsageError
-from divergence.experiments.quantization.result import MatrixCost, Quantization
-from divergence.experiments.quantization.trials import (
-    MEASURES,
-    QuantizationTrials,
-    check_reachable,
-    each_alone,
-    find_policy,
+from divergence.errors import RunWriteError, UsageError
+from divergence.experiments.quantization.result import (
+    Cost,
+    MatrixCost,
+    Outliers,
+    Quantization,
+    QuantizationPolicy,
 )
 from divergence.facts import Fact, fact, sentence, worded
+from divergence.numerics.codes import Quantizer, codes_of, scales_of, values_of
+from divergence.numerics.logits import RowCosts, row_costs
+from divergence.numerics.sums import following_of, quantile, standard_error
 from divergence.options.commands import CaptureOptions
+from divergence.output import write_output
+from divergence.quantization.model import CalibrationWatch as Watch
+from divergence.quantization.model import (
+    QuantizationTarget,
+    QuantizedWeight,
+    calibration_of,
+    install,
+    quantized_weight,
+    targets_of,
+    uninstall,
+    watching,
+)
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.api import capture
+from divergence.recording.engines.engine import failures
 from divergence.recording.engines.quantize import (
     QuantizeEngine,
     QuantizeOptions,
     QuantizeSession,
     keep_of,
+    quantised_cache,
     scheme_of,
 )
+from divergence.recording.engines.sessions import blocks_of
 from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, unlike
 from divergence.recording.request import resolve_request
 from divergence.recording.structure import describe_modules
+from divergence.recording.widening import Widening
 from divergence.run.command import command_line
+from divergence.run.manifest import SampleTokens
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.words import Progress, silent
+
+# A model run under a scheme: as a whole, each matrix alone, and with what a target needs kept.
+
+# A model in memory, run with any of its matrices quantised.
+#
+# Everything is held against the model's own floating-point forward over the same tokens (a prompt
+# and what followed it), made here first. What it gave at every block is kept: a trial with one
+# matrix quantised skips the blocks before that matrix (they give what they gave) and runs those
+# from there on, so its block has the recorded input. A trial of each matrix costs about half a
+# forward.
+
+
+class _Seen:
+    """What one prompt's forward gave."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of every block."""
+        self.outputs: list[Any] = []
+        self.logits = torch.empty(0)
+
+
+class QuantizationTrials:
+    """The model of a session, its tokens, and its floating-point forward."""
+
+    def __init__(self, session: QuantizeSession, samples: Sequence[SampleTokens]) -> None:
+        """Raises UsageError for a model without next-token distributions."""
+        self.session, self.scheme = session, session.scheme
+        self.model: Any = session.loaded.module
+        if session.loaded.task != "causal-lm":
+            raise UsageError(
+                f"the model is no causal language model but {session.loaded.task}",
+                hint="divergence quantize RUN --scheme ... -o Q, then divergence compare RUN Q",
+            )
+        self.samples = samples
+        self.blocks = blocks_of(self.model)
+        self._weights: dict[str, list[QuantizedWeight]] = {}
+        uninstall(self.model)
+        self.seen = [self._base(sample) for sample in samples]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(seen.ids) for seen in self.seen)
+
+    def without_migration(self, targets: Iterable[QuantizationTarget]) -> Cost:
+        """The cost of these quantised with α taken away."""
+        session, kept = self.session, (self.scheme, self.session.calibration, self._weights)
+        self.scheme = msgspec.structs.replace(self.scheme, smooth=None)
+        session.calibration = calibration_of(session.watches, session.targets, self.scheme)
+        self._weights = {}
+        try:
+            return self.cost(targets)
+        finally:
+            self.scheme, session.calibration, self._weights = kept
+
+    def run_plain(self) -> None:
+        """The forwards as the model is now; what they give is dropped."""
+        for seen in self.seen:
+            self._logits(seen)
+
+    def number_of(self, target: QuantizationTarget) -> int | None:
+        """Which block a target is in."""
+        if target.block is None:
+            return None
+        modules = dict(self.model.named_modules())
+        block = modules[target.block]
+        return next(n for n, other in enumerate(self.blocks) if other is block)
+
+    def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
+        """The target's matrices under the scheme, made once."""
+        if target.name not in self._weights:
+            known = self.session.calibration
+            if known is not None and target.name not in self.session.targets:
+                alone = msgspec.structs.replace(self.scheme, smooth=None)
+                known = calibration_of(self.session.watches, {target.name: target}, alone)
+            self._weights[target.name] = quantized_weight(
+                target, self.scheme,
+                smooth=None if known is None else known.divisors(target.name),
+                limits=None if known is None else known.limits.get(target.name),
+            )  # fmt: skip
+        return self._weights[target.name]
+
+    def cost(self, targets: Iterable[QuantizationTarget]) -> Cost:
+        """Of the model with these quantised."""
+        cached = self.scheme.kv is not None
+        with self._installed(targets), quantised_cache(self.scheme.kv, self.model) as filled:
+            for number, seen in enumerate(self.seen):  # after the weights, whose error names them
+                if bool(seen.logits.isnan().any()):
+                    raise UsageError(
+                        f"the floating-point model gives logits that are nan (prompt {number})",
+                        hint="divergence capture and inspect show where they begin",
+                    )
+            rows = [self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen]
+        if cached and not filled:
+            raise UsageError(
+                f"{self.scheme.name}: this model keeps no keys and values", hint="leave out kv8"
+            )
+        return cost_of(rows)
+
+    def alone(self, target: QuantizationTarget) -> tuple[Cost, float | None]:
+        """(cost, relative L2 error at the output of its block) with this one quantised."""
+        with self._installed([target]):
+            return self.from_block(self.number_of(target))
+
+    def from_block(self, number: int | None) -> tuple[Cost, float | None]:
+        """The model as it is now, from block ``number`` on; None: from its beginning."""
+        rows, errors, norms = [], 0.0, 0.0
+        for seen in self.seen:
+            outputs: list[Any] = []
+            with contextlib.ExitStack() as stack:
+                # the blocks before it give what they gave
+                skipped = self.blocks[: number or 0]
+                for block, output in zip(skipped, seen.outputs, strict=False):
+                    block.__dict__["forward"] = lambda *_, output=output, **__: output
+                    stack.callback(block.__dict__.pop, "forward")
+                if number is not None:
+                    hook = self.blocks[number].register_forward_hook(
+                        lambda _, __, out, outputs=outputs: outputs.append(out)
+                    )
+                    stack.callback(hook.remove)
+                logits = self._logits(seen)
+            rows.append(self._row_costs(seen, logits))
+            if number is not None:
+                was = _hidden(seen.outputs[number]).double()
+                errors += float((_hidden(outputs[0]).double() - was).square().sum())
+                norms += float(was.square().sum())
+        error = None if number is None else (errors / norms) ** 0.5 if norms else 0.0
+        return cost_of(rows), error
+
+    def floor(self, number: int) -> float:
+        """Relative L2 error of a block in the model's own dtype against float64, on its recorded
+        input."""
+        errors = norms = 0.0
+        block = self.blocks[number]
+        for seen in self.seen:
+            args, kwargs = seen.calls[number]
+            with torch.no_grad(), Widening(torch.float64):
+                wide = _hidden(block(*args, **kwargs)).double()
+            errors += float((_hidden(seen.outputs[number]).double() - wide).square().sum())
+            norms += float(wide.square().sum())
+        return (errors / norms) ** 0.5 if norms else 0.0
+
+    def _base(self, sample: SampleTokens) -> _Seen:
+        seen = _Seen([*sample.prompt_ids, *sample.generated_ids[:-1]])
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.calls.append((args, kwargs))
+
+        def after(_: nn.Module, __: Any, out: Any) -> None:
+            seen.outputs.append(out)
+
+        handles: list[Any] = []
+        for block in self.blocks:
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(block.register_forward_hook(after))
+        try:
+            seen.logits = self._logits(seen)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(seen.calls) != len(self.blocks):
+            raise UsageError("a forward of this model does not pass each block once")
+        return seen
+
+    def _logits(self, seen: _Seen, *, cached: bool = False) -> torch.Tensor:
+        """(T, V)."""
+        device = self.session.loaded.device
+        ids = torch.tensor([seen.ids], device=device)
+        with failures(self.session.loaded, [SampleTokens(prompt_ids=seen.ids)], 0), torch.no_grad():
+            out = self.model(input_ids=ids, use_cache=cached)
+        logits: torch.Tensor = out.logits[0].detach().cpu()
+        return logits
+
+    def _row_costs(self, seen: _Seen, logits: torch.Tensor) -> Any:
+        return row_costs(seen.logits, logits, [*seen.ids[1:], -1])
+
+    @contextlib.contextmanager
+    def _installed(self, targets: Iterable[QuantizationTarget]) -> Iterator[None]:
+        held = {t.name: (t, self.weight(t)) for t in targets if self.scheme.weights is not None}
+        install(held)
+        try:
+            yield
+        finally:
+            uninstall(self.model)
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """The residual stream among what a block gives."""
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
+    return hidden
+
+
+def cost_of(parts: Sequence[RowCosts]) -> Cost:
+    """Over all rows of all prompts. Rows that are not finite on one side make the mean infinite."""
+    kl = np.concatenate([part.kl for part in parts])
+    kl = np.where(np.isnan(kl), math.inf, kl)
+    same = np.concatenate([part.same_top for part in parts])
+    mine = np.concatenate([part.logprob_a for part in parts])
+    other = np.concatenate([part.logprob_b for part in parts])
+    following = following_of(mine, other)
+    num_following, figures = 0, dict[str, float | None]()
+    if following is not None:
+        figures = msgspec.structs.asdict(following)
+        num_following = following.num_tokens
+        del figures["num_tokens"]
+        figures |= {"perplexity_base": figures.pop("base"), "perplexity": figures.pop("other")}
+    return Cost(
+        num_tokens=len(kl), num_following=num_following,
+        kl_mean=float(kl.mean()), kl_error=standard_error(kl),
+        kl_median=quantile(kl, 0.5), kl_p90=quantile(kl, 0.9), kl_p99=quantile(kl, 0.99),
+        kl_max=float(kl.max()),
+        same_top=float(same.mean()), same_top_error=standard_error(same.astype(float)),
+        **figures,
+    )  # fmt: skip
+
+
+# Each matrix of a model quantised alone: those of the scheme, and those that it keeps, so that one
+# sees why; and outliers of what enters each. Embeddings and norms, which no scheme quantises, go
+# through codes as weights alone.
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A weight that no inputs are multiplied with."""
+
+    name: str
+    module: nn.Module
+    part: str
+    number: int | None
+    """Its block."""
+
+
+def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> list[MatrixCost]:
+    """In order of execution: what each costs alone. Cost: half a forward for each."""
+    tell = progress or silent
+    targets = targets_of(trials.model)
+    tables = _tables(trials)
+    total = len(targets) + len(tables)
+    with watching(trials.model, targets, kind=_Numbers) as watches:
+        trials.run_plain()
+    outliers = {}  # by target; of those that anything entered
+    for name, watch in watches.items():
+        assert isinstance(watch, _Numbers)
+        if watch.least is not None and watch.most is not None:
+            outliers[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
+    floors: dict[int, float] = {}
+    costs: list[MatrixCost] = []
+    for target in targets.values():
+        tell("each", len(costs), total, target.name)
+        number = trials.number_of(target)
+        cost, error = trials.alone(target)
+        if number is not None and number not in floors:
+            floors[number] = trials.floor(number)
+        costs.append(MatrixCost(
+            name=target.name, part=target.part, block=target.block,
+            by_default=target.name in trials.session.targets,
+            num_weights=sum(matrix.numel() for matrix in target.matrices),
+            block_error=error, floor=None if number is None else floors[number], cost=cost,
+            outliers=outliers.get(target.name),
+        ))  # fmt: skip
+    for table in tables:
+        tell("each", len(costs), total, table.name)
+        with _through_codes(table, trials.scheme.weights):
+            cost, error = trials.from_block(table.number)
+        weight = table.module._parameters["weight"]
+        costs.append(MatrixCost(
+            name=table.name, part=table.part, block=None, by_default=False,
+            num_weights=0 if weight is None else weight.numel(), block_error=error,
+            floor=None if table.number is None else floors.get(table.number), cost=cost,
+        ))  # fmt: skip
+    return costs
+
+
+def _tables(trials: QuantizationTrials) -> list[_Table]:
+    if trials.scheme.weights is None:
+        return []
+    numbers = {
+        id(module): number
+        for number, block in enumerate(trials.blocks)
+        for module in block.modules()
+    }
+    tables = []
+    for path, module in trials.model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        if isinstance(module, nn.Embedding):
+            tables.append(_Table(path, module, "embedding", None))
+        elif weight.ndim == 1 and "norm" in type(module).__name__.lower():
+            tables.append(_Table(path, module, "norm", numbers.get(id(module))))
+    return tables
+
+
+@contextlib.contextmanager
+def _through_codes(table: _Table, quantizer: Quantizer | None) -> Iterator[None]:
+    """An embedding's rows with a scale each, a norm's weight with one; a matrix that shares its
+    memory with it stays as it is."""
+    weight = table.module._parameters["weight"]
+    assert weight is not None and quantizer is not None
+    per = Quantizer(format=quantizer.format, per="channel" if weight.ndim == 2 else "tensor",
+                    symmetric=quantizer.symmetric)  # fmt: skip
+    wide = weight.detach().float()
+    scale, zero = scales_of(wide, per)
+    values = values_of(codes_of(wide, per, scale, zero), per, scale, zero).to(weight.dtype)
+    table.module._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        table.module._parameters["weight"] = weight
+
+
+_MOST = 1 << 16
+"""Numbers of a prompt that quartiles are taken from, evenly spaced."""
+
+
+class _Numbers(Watch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.power_sums = torch.zeros(4, dtype=torch.float64)
+        self.count = 0
+        self.some: list[torch.Tensor] = []
+
+    def see(self, x: torch.Tensor, norm: str | None) -> None:
+        super().see(x, norm)
+        flat = x.detach().reshape(-1).cpu().double()
+        if not len(flat):
+            return
+        self.count += len(flat)
+        self.power_sums += torch.stack([(flat**n).sum() for n in (1, 2, 3, 4)])
+        self.some.append(flat[:: max(1, len(flat) // _MOST)])
+
+
+def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
+    mean, mean_square, three, four = (watch.power_sums / watch.count).tolist()
+    variance = mean_square - mean * mean
+    fourth = four - 4 * mean * three + 6 * mean * mean * mean_square - 3 * mean**4
+    # not torch.quantile, which takes no more than 2^24 numbers
+    first, third = np.quantile(torch.cat(watch.some).numpy(), [0.25, 0.75]).tolist()
+    most, median = float(by_channel.max()), float(by_channel.median())
+    return Outliers(
+        max=most,
+        kurtosis=fourth / variance**2 if variance > 0 else math.nan,
+        quantile_score=2 * most / 254 / (third - first) if third > first else math.inf,
+        range_ratio=most / median if median > 0 else math.inf,
+    )
+
+
+# Which matrices to keep in floating point so that a target holds: found by running the model.
+#
+# Matrices are taken in order of what each costs alone. What they cost together is not the sum, so
+# the number that must stay is searched by running the model with the first k kept; then each of
+# those is tried without, cheapest first, again and again until none can go. Matrices that engines
+# fuse into one product (query, key and value; gate and up) stay or go together: a scheme of half a
+# product cannot be loaded.
+#
+# None of the set's members can be left out alone. That no other set is smaller is not shown.
+
+MEASURES = ("kl", "logprob")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
+          ("query", "key", "value"))  # fmt: skip
+_MOST_TRIES = 300
+"""Models that are run with one member fewer."""
+
+
+def value_of(cost: Cost, measure: str) -> float:
+    """What is held against the target."""
+    if measure == "kl":
+        return cost.kl_mean
+    return float("inf") if cost.delta_logprob_mean is None else cost.delta_logprob_mean
+
+
+def check_reachable(trials: QuantizationTrials, target: float, measure: str) -> None:
+    """Raises UsageError where the target is missed even with every matrix kept."""
+    cost = trials.cost([])
+    if measure == "logprob" and cost.delta_logprob_mean is None:
+        raise UsageError(
+            "--measure logprob: no token has a known next one",
+            hint="--measure kl, or longer prompts",
+        )
+    least = value_of(cost, measure)
+    if least > target:
+        raise UsageError(
+            f"--target {target:g} cannot be held: with every matrix in floating point, the keys "
+            f"and values of {trials.scheme.name} still cost {least:.3g}",
+            hint=f"a target above {least:.3g}, or a scheme without kv8",
+        )
+
+
+def find_policy(
+    trials: QuantizationTrials, matrices: Sequence[MatrixCost], *, target: float, measure: str,
+    whole: Cost, progress: Progress | None = None,
+) -> QuantizationPolicy:  # fmt: skip
+    """``matrices``: each alone. ``whole``: the cost with nothing kept."""
+    tell = progress or silent
+    units = _units([matrix for matrix in matrices if matrix.by_default], measure)
+    known: dict[frozenset[str], Cost] = {frozenset(): whole}
+    order = [tuple(matrix.name for matrix in unit) for unit in units]
+
+    def cost_without(kept: Sequence[tuple[str, ...]]) -> Cost:
+        names = frozenset(name for unit in kept for name in unit)
+        if names not in known:
+            tell("policy", len(known), None, f"{len(names)} kept")
+            known[names] = trials.cost(
+                [t for name, t in trials.session.targets.items() if name not in names]
+            )
+        return known[names]
+
+    def holds(kept: Sequence[tuple[str, ...]]) -> bool:
+        return value_of(cost_without(kept), measure) <= target
+
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(order[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    kept, fewer = _irreducible(order[:low], lambda k: value_of(cost_without(k), measure), target)
+    names = [name for unit in kept for name in unit]
+    cost = cost_without(kept)
+    by_name = {matrix.name: matrix for matrix in matrices}
+    rest = [matrix for matrix in matrices if matrix.by_default and matrix.name not in names]
+    return QuantizationPolicy(
+        measure=measure, target=target, keep=names, num_groups=len(kept),
+        num_kept_weights=sum(by_name[name].num_weights for name in names),
+        predicted=sum(value_of(matrix.cost, measure) for matrix in rest),
+        measured=value_of(cost, measure),
+        one_fewer=fewer,
+        num_runs=len(known), cost=cost,
+    )  # fmt: skip
+
+
+def _irreducible(
+    kept: list[tuple[str, ...]], value: Callable[[list[tuple[str, ...]]], float], target: float
+) -> tuple[list[tuple[str, ...]], float | None]:
+    """``kept`` without what can go, and the least value with one fewer; None where it was not tried
+    for each."""
+    tries = 0
+    while True:
+        before, least = list(kept), float("inf")
+        for unit in reversed(before):
+            if tries == _MOST_TRIES:
+                return kept, None
+            tries += 1
+            fewer = [other for other in kept if other != unit]
+            cost = value(fewer)
+            if cost <= target:
+                kept = fewer
+            else:
+                least = min(least, cost)
+        if kept == before:
+            return kept, least if kept else None
+
+
+def _units(matrices: Sequence[MatrixCost], measure: str) -> list[list[MatrixCost]]:
+    """Matrices that stay or go together, costliest first."""
+    units: dict[tuple[str, str], list[MatrixCost]] = {}
+    for matrix in matrices:
+        parent, _, leaf = matrix.name.rpartition(".")
+        family = next((str(n) for n, names in enumerate(_FUSED) if leaf in names), leaf)
+        units.setdefault((parent, family), []).append(matrix)
+    return sorted(units.values(), key=lambda unit: -sum(value_of(o.cost, measure) for o in unit))
+
+
+def forms(names: Sequence[str], scheme: Scheme) -> dict[str, str]:
+    """What is kept in the forms that quantisers read: file name → text.
+
+    ``compressed-tensors.json``: ``ignore`` of ``quantization_config``; ``modelopt.yaml``: entries
+    of ``quant_cfg`` that switch quantisers off; ``msmodelslim.yaml``: ``exclude`` of
+    ``linear_quant``.
+    """
+    ignore = json.dumps({"ignore": list(names)}, indent=2) + "\n"
+    off = "".join(f"  - quantizer_name: '*{name}.*'\n    enable: false\n" for name in names)
+    act = weight = ""
+    if scheme.activations is not None:
+        scope = "per_tensor" if scheme.static else f"per_{scheme.activations.per}"
+        act = _slim_lines("act", scope, scheme.activations)
+    if scheme.weights is not None:
+        weight = _slim_lines("weight", f"per_{scheme.weights.per}", scheme.weights)
+    exclude = "".join(f'        - "{name}"\n' for name in names)
+    slim = _SLIM.format(exclude=exclude, act=act, weight=weight)
+    return {"compressed-tensors.json": ignore, "modelopt.yaml": f"quant_cfg:\n{off}",
+            "msmodelslim.yaml": slim}  # fmt: skip
+
+
+_SLIM = """apiversion: modelslim_v1
+spec:
+  process:
+    - type: "linear_quant"
+      qconfig:
+{act}{weight}      include: ["*"]
+      exclude:
+{exclude}"""
+
+
+def write_forms(result: Quantization, folder: Path) -> None:
+    """Write ``forms`` of what is kept. Raises RunWriteError."""
+    for name, text in forms(result.kept, result.scheme_as_run).items():
+        write_output(text, folder / name, what="policy", error=RunWriteError, make_folder=True)
+
+
+def _slim_lines(what: str, scope: str, quantizer: Quantizer) -> str:
+    dtype = "fp8_e4m3" if quantizer.is_float else quantizer.format
+    inner = {"scope": f'"{scope}"', "dtype": f'"{dtype}"', "symmetric": quantizer.symmetric,
+             "method": '"minmax"'}  # fmt: skip
+    lines = [f"          {key}: {value}\n" for key, value in inner.items()]
+    if quantizer.per == "group":
+        lines.append(f"          ext:\n            group_size: {quantizer.group}\n")
+    return f"        {what}:\n{''.join(lines)}"
+
 
 _FEW_TOKENS = 512
 

@@ -8,7 +8,7 @@ import pytest
 from divergence.analyses.code.find import code_evidence
 from divergence.comparison.api import compare
 from divergence.comparison.preflight.code import code_differences, code_line
-from divergence.comparison.preflight.models import (
+from divergence.comparison.preflight.lines import (
     config_differences,
     config_line,
     first_difference,

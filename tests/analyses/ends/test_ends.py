@@ -12,7 +12,7 @@ import divergence.recording.engines.sessions as capture_api
 from divergence.analyses.blocks.find import find
 from divergence.analyses.blocks.rounding import find_drifts
 from divergence.analyses.ends.find import misfit_in
-from divergence.comparison.align.pieces import logits_row
+from divergence.comparison.align.pairs import logits_row
 from divergence.comparison.api import compare
 from divergence.comparison.decide import decide
 from divergence.comparison.measure.runs import measure

@@ -19,13 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.comparison.align.pairs import align
-from divergence.comparison.align.pieces import Pair, Piece
+from divergence.comparison.align.pairs import Pair, Piece, align
 from divergence.comparison.measure import processes as ranks
-from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.judge import ModelFloor
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
-from divergence.comparison.measure.runs import measure_all, measured_by
+from divergence.comparison.measure.runs import Measurer, measure_all, measured_by
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.recording.api import capture

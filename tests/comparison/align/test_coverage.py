@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence.comparison.align.coverage import UNACCOUNTED
-from divergence.comparison.align.pieces import kinds_of
+from divergence.comparison.align.pairs import kinds_of
 from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, UsageError
 from divergence.gate.check import check

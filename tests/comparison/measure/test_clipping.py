@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import divergence
-from divergence.comparison.measure.measurer import SharedRounding
+from divergence.comparison.measure.runs import SharedRounding
 from divergence.numerics.floor import norm_floor
 
 

@@ -13,9 +13,14 @@ import torch
 from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
 from divergence.comparison.measure import runs as measuring
-from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.measurer import Measurer, Reading
-from divergence.comparison.measure.runs import measure_all, measure_pairs, results_of_pairs
+from divergence.comparison.measure.judge import ModelFloor
+from divergence.comparison.measure.runs import (
+    Measurer,
+    Reading,
+    measure_all,
+    measure_pairs,
+    results_of_pairs,
+)
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from divergence.comparison.api import compare
-from divergence.comparison.preflight.models import match_parameters
+from divergence.comparison.preflight.lines import match_parameters
 from divergence.errors import IncomparableError
 from divergence.gate.check import check
 from divergence.gate.policy import Policy, PreflightPolicy

@@ -9,8 +9,7 @@ import torch
 import yaml
 
 from divergence.errors import UsageError
-from divergence.experiments.quantization.quantize import quantize
-from divergence.experiments.quantization.trials import cost_of, forms
+from divergence.experiments.quantization.quantize import cost_of, forms, quantize
 from divergence.numerics.logits import row_costs
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.api import capture

@@ -5,9 +5,8 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.quantization import trials as alone
-from divergence.experiments.quantization.quantize import quantize
-from divergence.experiments.quantization.trials import _Numbers, _statistics
+from divergence.experiments.quantization import quantize as alone
+from divergence.experiments.quantization.quantize import _Numbers, _statistics, quantize
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.quantize import keep_of
 from divergence.report.experiments import quantization_lines

@@ -124,7 +124,7 @@ def _drifts(pairs: int) -> None:
 
 
 def _trained(seeds: int, steps: int) -> None:
-    from divergence.training.curves.api import compare_losses
+    from divergence.training.curves.judging import compare_losses
 
     print(f"\ntrained twice, {steps} steps, {seeds} seeds\n")
     print("| the second time | verdicts | mean error | at the end | leaves the noise near |")

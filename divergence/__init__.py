@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
     from divergence.run.target import pack, unpack
     from divergence.sending import bundle
-    from divergence.training.curves.api import compare_losses
+    from divergence.training.curves.judging import compare_losses
     from divergence.training.curves.result import LossReport
 
 __all__ = [
@@ -69,7 +69,7 @@ _HOMES = {
     "capture": "divergence.recording.api",
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
-    "compare_losses": "divergence.training.curves.api",
+    "compare_losses": "divergence.training.curves.judging",
     "compare_many": "divergence.fleet.many",
     "diff": "divergence.experiments.diff",
     "doctor": "divergence.checklist.doctor",

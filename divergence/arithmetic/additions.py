@@ -3,11 +3,12 @@ kept."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -16,10 +17,10 @@ import numpy as np
 import torch
 import xxhash
 
-from divergence.arithmetic.notebook import Notebook
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 from divergence.output import write_output
+from divergence.run.manifest import ArithmeticFact
 
 # An order of additions, as a tree: leaves are terms, a node is one rounded addition.
 #
@@ -40,11 +41,9 @@ from divergence.output import write_output
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Leaves are 0 … num_leaves-1; ``nodes[k]`` holds the children of node num_leaves + k.
-
-    Children stand before their parents, the root is the last node. Make one with ``Tree.of``,
-    which brings it into the canonical form; equal trees are then equal values.
-    """
+    """Leaves are 0 … num_leaves-1; ``nodes[k]`` holds the children of node num_leaves + k. Children
+    stand before their parents, the root is the last node. Make one with ``Tree.of``, which brings
+    it into the canonical form; equal trees are then equal values."""
 
     num_leaves: int
     nodes: tuple[tuple[int, ...], ...]
@@ -52,9 +51,7 @@ class Tree:
     @classmethod
     def of(cls, num_leaves: int, nodes: Sequence[Iterable[int]]) -> Tree:
         """The canonical tree of ``nodes`` (in any order in which children stand before parents).
-
-        Raises ValueError where that is no tree over all leaves.
-        """
+        Raises ValueError where that is no tree over all leaves."""
         children = [tuple(node) for node in nodes]
         used = sorted(child for node in children for child in node)
         whole = num_leaves + len(children)
@@ -109,8 +106,6 @@ class Tree:
     @property
     def digest(self) -> str:
         """32 hex digits: equal for equal trees."""
-        import xxhash
-
         state = xxhash.xxh3_128(struct.pack("<q", self.num_leaves))
         for node in self.nodes:
             state.update(struct.pack(f"<{len(node) + 1}q", len(node), *node))
@@ -129,15 +124,13 @@ class Tree:
 #
 # ``call(leaves, partner)``: leaves (S, n) are the terms of S sums, partner (M, n) what they are
 # multiplied with; the answer is (M, S), [m, s] = Σ_k partner[m, k] · leaves[s, k]. A plain sum has
-# no partner (M = 1). Where the real operator has another layout, ``call`` brings the terms there
-# and the answer back, so that the probes see one form, on a machine and in a simulation alike.
-#
-# Kernels are chosen by shape, so a finding names the shape: n terms (K), M rows, N columns.
+# no partner (M = 1). ``call`` brings the terms into the real operator's layout and the answer back,
+# so that the probes see one form. Kernels are chosen by shape, so a finding names the shape.
 #
 # Values are the same bytes on every machine, made of the raw output of PCG64, which numpy
-# guarantees for a seed (NEP 19; its distributions are not), by shifts and exact scalings alone.
-# Signs, significands and a few exponents are uniform: enough exponents that sums in float32 round
-# at nearly every step, also of 16-bit terms.
+# guarantees for a seed (NEP 19), by shifts and exact scalings alone. Signs, significands and a few
+# exponents are uniform: enough exponents that sums in float32 round at nearly every step, also of
+# 16-bit terms.
 
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -231,9 +224,7 @@ def attention(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int 
 
 def sdpa(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1) -> Summing:
     """scaled_dot_product_attention with queries of 0: every weight is exp(0) = 1, so V is summed.
-
-    ``terms``: a power of two, so that the division by their sum is exact.
-    """
+    ``terms``: a power of two, so that the division by their sum is exact."""
     heads = 2
 
     def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
@@ -273,11 +264,9 @@ def exact_values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 def cancelling(
     seed: int, leaves: torch.Tensor, partner: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(leaves, partner) changed so that every exact sum over the last axis is 0.
-
-    Terms are paired off by a fixed shuffle, one being minus the other. What an operator then
-    returns is its rounding errors alone, which a 16-bit output would otherwise hide.
-    """
+    """(leaves, partner) changed so that every exact sum over the last axis is 0. Terms are paired
+    off by a fixed shuffle, one being minus the other. What an operator then returns is its rounding
+    errors alone, which a 16-bit output would otherwise hide."""
     shuffled = np.argsort(np.random.PCG64(seed).random_raw(leaves.shape[-1]), kind="stable")
     half = len(shuffled) // 2
     kept, other = shuffled[:half], shuffled[half : 2 * half]
@@ -293,23 +282,20 @@ def cancelling(
 #
 # Peichen Xie et al., "FPRev: Revealing the Order of Floating-Point Summation" (USENIX ATC 2025,
 # arXiv 2411.00442). Put M at term i, -M at term j and the same small unit everywhere else, with M
-# so large that M + (all units) = M. Units that are added to ±M before the two meet are swallowed;
-# those outside the smallest subtree that holds i and j survive. So the output tells size(i, j),
-# the leaves of that subtree.
+# so large that M + (all units) = M. Units that are added to ±M before the two meet are swallowed,
+# the others survive: the output tells size(i, j), the leaves of the smallest subtree with i and j.
 #
 # All sizes from one leaf give its path to the root, and which leaves hang off each step of the
 # path; those groups are treated alike. A node with more than two children shows as a group whose
-# members meet each other only at the node's own size. Cost: n - 1 measurements for a sequential
-# sum, n log n for a balanced one; the first leaf is tried first, then the last, then others, since
-# a chain that runs backwards would cost n²/2 from its first leaf. Measurements that do not depend
-# on each other are asked for together, so that they can be rows of one call.
+# members meet only at the node's own size. Cost: n - 1 measurements for a sequential sum, n log n
+# for a balanced one; the first leaf is tried first, then the last, then others, since a chain that
+# runs backwards would cost n²/2 from its first leaf. Independent measurements are rows of one call.
 #
-# A mask is a row of terms: M at i, -M at j, units elsewhere. M must not overflow, and must swallow
-# all units added to it: units · count <= M · 2^-26 for a float32 accumulator. float32 and bfloat16
-# have exponents to spare (M = 2^100, unit 1); float16 has 2^15 and 2^-24, so that its unit is a
-# subnormal number, or, where those are flushed, only 16 units may stand in a row at once. An output
-# with few bits cannot count beyond 2^(mantissa + 1) either. So units are laid out in portions, one
-# call for each, and the counts added: exact, at the price of more calls.
+# M must swallow all units: units · count <= M · 2^-26 for a float32 accumulator. float32 and
+# bfloat16 have exponents to spare (M = 2^100, unit 1); float16 has 2^15 and 2^-24, a subnormal
+# number; where those are flushed only 16 units may stand in a row at once. An output with few bits
+# cannot count beyond 2^(mantissa + 1) either. So units are laid out in portions, one call each, and
+# the counts added.
 
 Measure = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(i, j) of equal lengths → size(i, j) of each pair."""
@@ -327,10 +313,8 @@ class TooManyError(Exception):
 @dataclass(slots=True)
 class _Group:
     """Leaves that hang off one node of ``size`` leaves: one subtree, or several of its children.
-
-    ``path``: for each ancestor of the pivot inside this group, its size and the group that joins
-    it there. ``beside``: what meets the pivot only in the node above.
-    """
+    ``path``: for each ancestor of the pivot inside this group, its size and the group that joins it
+    there. ``beside``: what meets the pivot only in the node above."""
 
     leaves: np.ndarray
     size: int
@@ -341,29 +325,34 @@ class _Group:
 
 
 def reveal(measure: Measure, num_leaves: int, *, most: int | None = None) -> Tree:
-    """The tree behind ``measure``.
-
-    ``most``: measurements allowed. Raises NotATreeError and TooManyError.
-    """
+    """The tree behind ``measure``. ``most``: measurements allowed. Raises NotATreeError and
+    TooManyError."""
     top = _Group(np.arange(num_leaves), num_leaves)
     groups, frontier, asked = [top], [top], 0
     while frontier:
         open_ = [group for group in frontier if len(group.leaves) > 1]
         for group in frontier:
-            group.pivot = _pivot(group)
+            # its first leaf, then its last, then by any fixed rule that moves about: a real chain
+            # is never built against it
+            places = (0, -1, (group.turn * 2654435761) % len(group.leaves))
+            group.pivot = int(group.leaves[places[min(group.turn, 2)]])
         asked += sum(len(group.leaves) - 1 for group in open_)
         if most is not None and asked > most:
             raise TooManyError(f"more than {most} measurements")
         frontier = _split(open_, measure)
         groups += frontier
-    return _assemble(groups, num_leaves)
-
-
-def _pivot(group: _Group) -> int:
-    if group.turn < 2:
-        return int(group.leaves[0 if group.turn == 0 else -1])
-    # any fixed rule that moves about; a real chain is never built against it
-    return int(group.leaves[(group.turn * 2654435761) % len(group.leaves)])
+    # groups were made before those that hang off them: from the last to the first
+    nodes: list[tuple[int, ...]] = []
+    tops: dict[int, list[int]] = {}
+    for group in reversed(groups):
+        at = group.pivot
+        for _, child in group.path:
+            nodes.append((at, *tops.pop(id(child))))
+            at = num_leaves + len(nodes) - 1
+        tops[id(group)] = [at, *(tops.pop(id(group.beside)) if group.beside is not None else [])]
+    if len(tops[id(top)]) != 1:
+        raise NotATreeError("the terms meet in no common sum")
+    return Tree.of(num_leaves, nodes)
 
 
 def _split(groups: list[_Group], measure: Measure) -> list[_Group]:
@@ -397,21 +386,6 @@ def _split(groups: list[_Group], measure: Measure) -> list[_Group]:
     return children
 
 
-def _assemble(groups: list[_Group], num_leaves: int) -> Tree:
-    """Groups were made before those that hang off them: from the last to the first."""
-    nodes: list[tuple[int, ...]] = []
-    tops: dict[int, list[int]] = {}
-    for group in reversed(groups):
-        at = group.pivot
-        for _, child in group.path:
-            nodes.append((at, *tops.pop(id(child))))
-            at = num_leaves + len(nodes) - 1
-        tops[id(group)] = [at, *(tops.pop(id(group.beside)) if group.beside is not None else [])]
-    if len(tops[id(groups[0])]) != 1:
-        raise NotATreeError("the terms meet in no common sum")
-    return Tree.of(num_leaves, nodes)
-
-
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """``big`` and ``unit`` as leaves; every leaf is multiplied with ``partner``; at most ``most``
@@ -421,22 +395,6 @@ class Encoding:
     unit: float
     partner: float
     most: int
-
-
-def _encodings(operator: Summing) -> list[Encoding]:
-    form = format_of(operator.dtype)
-    counts = 2 ** (form.mantissa_bits + 1)
-    if form.name != "float16":
-        return [Encoding(2.0**100, 1.0, 1.0, counts)]
-    partner = 2.0**10 if operator.products else 1.0
-    encodings = [
-        Encoding(2.0**15, 2.0**-24, partner, counts // 2),
-        Encoding(2.0**15, 2.0**-14, 1.0, 16),
-    ]
-    if operator.even:  # one unit must remain a number after the division by n
-        unit = 2.0**-24 * operator.terms
-        encodings = [Encoding(2.0**15, unit, 1.0, max(1, int(2.0 ** (15 - 26) / unit)))]
-    return encodings
 
 
 def _portions(terms: int, encoding: Encoding, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -449,17 +407,23 @@ def _portions(terms: int, encoding: Encoding, dtype: torch.dtype) -> list[torch.
     return rows
 
 
-def num_portions(operator: Summing, encoding: Encoding) -> int:
-    """Calls that one measurement takes."""
-    return -(-operator.terms // encoding.most)
-
-
 def find_encoding(operator: Summing) -> Encoding:
-    """The first encoding whose units are all counted and whose big terms cancel.
-
-    Raises NotATreeError where there is none.
-    """
-    for encoding in _encodings(operator):
+    """The first encoding whose units are all counted and whose big terms cancel. Raises
+    NotATreeError where there is none."""
+    form = format_of(operator.dtype)
+    most = 2 ** (form.mantissa_bits + 1)
+    encodings = [Encoding(2.0**100, 1.0, 1.0, most)]
+    if form.name == "float16" and operator.even:
+        # one unit must remain a number after the division by n
+        unit = 2.0**-24 * operator.terms
+        encodings = [Encoding(2.0**15, unit, 1.0, max(1, int(2.0 ** (15 - 26) / unit)))]
+    elif form.name == "float16":
+        lifted = 2.0**10 if operator.products else 1.0
+        encodings = [
+            Encoding(2.0**15, 2.0**-24, lifted, most // 2),
+            Encoding(2.0**15, 2.0**-14, 1.0, 16),
+        ]
+    for encoding in encodings:
         partner = torch.full((operator.rows, operator.terms), encoding.partner).to(operator.dtype)
         rows = _portions(operator.terms, encoding, operator.dtype)
         probes = [*rows]
@@ -487,10 +451,8 @@ def _counts(operator: Summing, output: torch.Tensor, encoding: Encoding) -> list
 def size_measure(
     operator: Summing, encoding: Encoding, *, row: int = 0, columns: Sequence[int] | None = None
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """(i, j) → leaves of the smallest subtree with both, for ``fprev.reveal``.
-
-    ``row``, ``columns``: which outputs are looked at, where not all are made alike.
-    """
+    """(i, j) → leaves of the smallest subtree with both, for ``fprev.reveal``. ``row``,
+    ``columns``: which outputs are looked at, where not all are made alike."""
     terms = operator.terms
     columns = range(operator.columns) if columns is None else columns
     partner = torch.full((operator.rows, terms), encoding.partner).to(operator.dtype)
@@ -522,17 +484,15 @@ def size_measure(
 # What a sum keeps: bits of its inputs, bits of its partial sums, and how those are rounded.
 #
 # * Input bits: one product (1 + 2^-k) · 1, all other terms 0: the largest k that survives, for
-# either
-#   factor. float32 keeps 23, TF32 10, bfloat16 7. Whether the rest is cut off or rounded shows in
-#   1 + 0.75 · 2^-bits.
+#   either factor. float32 keeps 23, TF32 10, bfloat16 7. Whether the rest is cut off or rounded
+#   shows in 1 + 0.75 · 2^-bits.
 # * Partial sums: 2^t at i, 1 at j, -2^t at k, where i and j meet before k: the 1 is lost from the t
 #   on that is the width of the accumulator's significand: 24 for float32, 53 for float64, 8 for
 #   bfloat16. Which terms meet first is read off the revealed tree.
 # * Inside a fused node, i, j and k meet at once: the 1 is lost beyond the fraction bits to which
 #   the node aligns its terms.
 # * Rounding: 1 at i, 1.5 · 2^-p at j, -1 at k leaves 2^(1-p) where partial sums of p bits are
-# rounded
-#   to nearest, 0 where they are cut off.
+#   rounded to nearest, 0 where they are cut off.
 
 
 def keep_bits(values: np.ndarray, bits: int, *, cut: bool = True) -> np.ndarray:
@@ -622,14 +582,22 @@ class Accumulator:
 
 def find_accumulator(operator: Summing, tree: Tree, *, row: int = 0) -> Accumulator:
     """Width and rounding of the partial sums. ``tree``: that of the outputs of ``row``."""
-    between, inside = _between(tree), _inside(tree)
+    between = _between(tree)
+    inside = None  # three leaves of one fused node
+    for node in tree.nodes:
+        leaves = [kid for kid in node if kid < tree.num_leaves]
+        if inside is None and len(node) > 2 and len(leaves) > 2:
+            inside = leaves[0], leaves[1], leaves[2]
     bits = None if between is None else _lost_from(operator, between, row)
     fraction = None if inside is None else _lost_from(operator, inside, row)
     rounding = None
     if bits is not None and between is not None:
         # float16 has no 2^-24 to spare: there everything is lifted
         scale = 2.0**10 if operator.dtype == torch.float16 else 1.0
-        rest = _leftover(operator, between, scale, scale * 1.5 * 2.0**-bits, row) / scale
+        terms = torch.zeros(operator.columns, operator.terms, dtype=torch.float64)
+        i, j, k = between
+        terms[:, i], terms[:, j], terms[:, k] = scale, scale * 1.5 * 2.0**-bits, -scale
+        rest = float(_call(operator, terms)[row, 0]) / scale
         rounding = {2.0 ** (1 - bits): "rounded to nearest", 0.0: "cut off"}.get(rest)
     return Accumulator(
         bits=bits, rounding=rounding, fraction_bits=None if fraction is None else fraction - 1
@@ -650,15 +618,6 @@ def _between(tree: Tree) -> tuple[int, int, int] | None:
     return i, j, at
 
 
-def _inside(tree: Tree) -> tuple[int, int, int] | None:
-    """Three leaves of one fused node."""
-    for node in tree.nodes:
-        leaves = [kid for kid in node if kid < tree.num_leaves]
-        if len(node) > 2 and len(leaves) > 2:
-            return leaves[0], leaves[1], leaves[2]
-    return None
-
-
 def _lost_from(operator: Summing, where: tuple[int, int, int], row: int) -> int | None:
     """The smallest t at which 1 is lost beside 2^t; None where it is never."""
     form = format_of(operator.dtype)
@@ -676,15 +635,6 @@ def _lost_from(operator: Summing, where: tuple[int, int, int], row: int) -> int 
             if got[column] != small[column]:
                 return t
     return None
-
-
-def _leftover(
-    operator: Summing, where: tuple[int, int, int], big: float, small: float, row: int
-) -> float:
-    leaves = torch.zeros(operator.columns, operator.terms, dtype=torch.float64)
-    i, j, k = where
-    leaves[:, i], leaves[:, j], leaves[:, k] = big, small, -big
-    return float(_call(operator, leaves)[row, 0])
 
 
 def _call(operator: Summing, leaves: torch.Tensor) -> torch.Tensor:
@@ -707,8 +657,7 @@ def _call(operator: Summing, leaves: torch.Tensor) -> torch.Tensor:
 # * each of these with results cut off instead of rounded;
 # * for nodes with more than two children: all aligned to the largest exponent, cut off after so
 #   many fraction bits (as many as were measured, or 23 to 25), summed exactly and then rounded or
-# cut
-#   off to float32.
+#   cut off to float32.
 #
 # Replay is exact: a fused multiply-add is a float64 operation rounded to odd before it is rounded
 # to float32, so that rounding twice is harmless (Boldo and Melquiond, "Emulation of FMA and
@@ -784,12 +733,12 @@ class Trial:
     output: torch.Tensor
 
 
-def trials(operator: Summing, *, seed: int = 2411) -> list[Trial]:
+def trials(operator: Summing) -> list[Trial]:
     """Plain and cancelling values, and the operator's answers."""
-    plain = operator.values(seed)
+    plain = operator.values(2411)
     return [
         Trial(name, *pair, operator.call(*pair))
-        for name, pair in (("plain", plain), ("zero", cancelling(seed, *plain)))
+        for name, pair in (("plain", plain), ("zero", cancelling(2411, *plain)))
     ]
 
 
@@ -812,14 +761,17 @@ class Proof:
 def prove(
     operator: Summing, tree: Tree, made: list[Trial], cells: torch.Tensor | None = None
 ) -> Proof:
-    """Replay all trials under each arithmetic in turn until one gives every bit.
-
-    ``cells``: (M, S), the outputs that the tree is said to be of; all without.
-    """
+    """Replay all trials under each arithmetic in turn until one gives every bit. ``cells``: (M, S),
+    the outputs that the tree is said to be of; all without."""
     if cells is None:
         cells = torch.ones(operator.rows, operator.columns, dtype=torch.bool)
     chosen = [_chosen(trial, cells) for trial in made]
-    telling = sum(_num_inexact(operator, *choice) for choice in chosen)
+    telling = 0
+    for leaves, partner, got, mask in chosen:
+        # float64 is exact enough: all that is asked is whether any rounding shows
+        exact = partner.double() @ leaves.double().T
+        scale = operator.terms if operator.even else 1
+        telling += int(((exact / scale).to(got.dtype).ne(got) & mask).sum())
     num_outputs, best = sum(int(mask.sum()) for *_, mask in chosen), 0
     row = int(cells.any(1).nonzero()[0])
     for arithmetic in candidates(operator, tree, row=row):
@@ -844,19 +796,6 @@ def _chosen(
     rows = rows[torch.linspace(0, len(rows) - 1, number).long()]
     both = torch.meshgrid(rows, columns, indexing="ij")
     return trial.leaves[columns], trial.partner[rows], trial.output[both], cells[both]
-
-
-def _num_inexact(
-    operator: Summing,
-    leaves: torch.Tensor,
-    partner: torch.Tensor,
-    got: torch.Tensor,
-    mask: torch.Tensor,
-) -> int:
-    # float64 is exact enough: all that is asked is whether any rounding shows
-    exact = partner.double() @ leaves.double().T
-    scale = operator.terms if operator.even else 1
-    return int(((exact / scale).to(got.dtype).ne(got) & mask).sum())
 
 
 def replay(
@@ -972,13 +911,10 @@ def _stored(values: np.ndarray, how: Arithmetic) -> np.ndarray:
 # In which order an operator adds: found from outside, then proven or marked unverified.
 #
 # 1. Equal terms in every row and column, values whose exact sum is 0: outputs that differ were
-# added
-#    in different orders (the last columns of a kernel, the rows beyond its block). Outputs fall
-# into
-#    classes of equal bits.
-# 2. FPRev (divergence.arithmetic.additions) on the outputs of one class at a time.
-# 3. Proof (divergence.arithmetic.additions) on other values: bit for bit, or the tree is not
-#    claimed.
+#    added in different orders (the last columns of a kernel, the rows beyond its block). Outputs
+#    fall into classes of equal bits.
+# 2. FPRev on the outputs of one class at a time.
+# 3. Proof on other values: bit for bit, or the tree is not claimed.
 
 MAX_CLASSES = 4
 """Orders looked for within one operator; more are counted only."""
@@ -1029,10 +965,8 @@ class OperatorOrders:
 
 
 def find_order(operator: Summing) -> OperatorOrders:
-    """Reveal and prove the order of additions of every class of outputs.
-
-    Whatever the operator raises is the reason of a finding without orders.
-    """
+    """Reveal and prove the order of additions of every class of outputs. Whatever the operator
+    raises is the reason of a finding without orders."""
     try:
         made = trials(operator)
         classes = output_classes(operator)
@@ -1043,7 +977,7 @@ def find_order(operator: Summing) -> OperatorOrders:
         encoding = find_encoding(operator)
     except NotATreeError as refusal:
         return OperatorOrders(operator=operator, reason=str(refusal), error=error)
-    per_measurement = operator.terms * num_portions(operator, encoding)
+    per_measurement = operator.terms * (-(-operator.terms // encoding.most))
     orders, reason = [], None
     for cells in classes[:MAX_CLASSES]:
         row = int(cells.any(1).nonzero()[0])
@@ -1065,16 +999,14 @@ def find_order(operator: Summing) -> OperatorOrders:
     )  # fmt: skip
 
 
-def typical_error(operator: Summing, *, seed: int = 31) -> float:
-    """rms(output - exact) / rms(exact) over some hundred sums of values of either sign.
-
-    What the order, the widths and the store come to together; the ratio of two machines' is W on
-    these values, within a tenth or so.
-    """
+def typical_error(operator: Summing) -> float:
+    """rms(output - exact) / rms(exact) over some hundred sums of values of either sign. What the
+    order, the widths and the store come to together; the ratio of two machines' is W on these
+    values, within a tenth or so."""
     wrong = total = 0.0
     calls = max(1, min(4, _ERROR_OUTPUTS // (operator.rows * operator.columns)))
     for number in range(calls):
-        leaves, partner = operator.values(seed + 2 * number)
+        leaves, partner = operator.values(31 + 2 * number)
         exact = partner.double() @ leaves.double().T
         if operator.even:
             exact = exact / operator.terms
@@ -1083,14 +1015,14 @@ def typical_error(operator: Summing, *, seed: int = 31) -> float:
     return float((wrong / total) ** 0.5)
 
 
-def output_classes(operator: Summing, *, seed: int = 97) -> list[torch.Tensor]:
+def output_classes(operator: Summing) -> list[torch.Tensor]:
     """Masks (M, S) of outputs that are bitwise equal for equal terms, the largest first."""
     seen: dict[tuple[int, ...], list[int]] = {}
     columns = []
     for look in range(_LOOKS):
-        leaves, partner = operator.values(seed + 2 * look, alike=True)
+        leaves, partner = operator.values(97 + 2 * look, alike=True)
         if look:  # once as they are
-            leaves, partner = cancelling(seed + look, leaves, partner)
+            leaves, partner = cancelling(97 + look, leaves, partner)
         output = operator.call(leaves.repeat(operator.columns, 1), partner.repeat(operator.rows, 1))
         whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         columns.append(output.contiguous().view(whole[format_of(output.dtype).itemsize]).flatten())
@@ -1109,8 +1041,7 @@ def output_classes(operator: Summing, *, seed: int = 97) -> list[torch.Tensor]:
 #     sequential 512                               ((x0 + x1) + x2) + …
 #     pairwise 8, by 1                             x0+x1, x2+x3, … then those in pairs
 #     pairwise 16, by 8 of (sequential 64, by 16)  16 lanes, lane k adds x[k], x[k+16], …
-#     (fused 16) + 48 more in 3 fused              as matrix units do: 16 at once, then 16 and the
-# sum
+#     (fused 16) + 48 more in 3 fused              as matrix units do: 16, then 16 and the sum
 #
 # ``by d``: the first two things that are added stand d terms apart; left out where neighbours are
 # next to each other. Parts of several kinds stand in the order in which they are added,
@@ -1220,7 +1151,9 @@ class _Describer:
         """Parts of several kinds, in the order in which they are added; runs counted."""
         runs: list[tuple[int, int, int, int]] = []  # part, how many, joined so many at once
         whole = at
-        while at >= self.leaves and (at == whole or not self._regular(at)):
+        while at >= self.leaves:
+            if at != whole and (self._pairwise(at) or self._sequential(at)):
+                break
             *items, spine = sorted(
                 self.kids(at), key=lambda kid: (self.size[kid], -self.first[kid])
             )
@@ -1240,9 +1173,6 @@ class _Describer:
                 text += f" in {nodes} fused" if nodes > 1 else " fused"
             texts.append(text)
         return " + ".join(texts)
-
-    def _regular(self, at: int) -> bool:
-        return self._pairwise(at) is not None or self._sequential(at) is not None
 
     def _bracketed(self, at: int, depth: int) -> str:
         text = self.text(at, depth + 1)
@@ -1298,10 +1228,59 @@ def write_drawings(folder: Path, findings: list[OperatorOrders]) -> list[Path]:
     return written
 
 
-# Facts about the order of additions of the operators that models use.
+# What probes write into: facts, and the exact tensors that they rest on. And the facts about the
+# order of additions of the operators that models use.
 #
 # Which operators, at which shapes, and what a finding says as a fact. Kernels are chosen by shape,
 # so a fact names it, and only facts of one shape are compared.
+
+
+class Notebook:
+    """Facts in the order in which they were found; ``tensors``: (site, tensor) of a probe run.
+    ``keep_tensors`` false, as in the quick form, keeps facts alone."""
+
+    def __init__(self, *, keep_tensors: bool = True) -> None:
+        self.facts: list[ArithmeticFact] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self._keep = keep_tensors
+
+    def note(
+        self,
+        probe: str,
+        subject: str,
+        value: str,
+        *,
+        verified: bool = True,
+        unit: str | None = None,
+        numbers: dict[str, float] | None = None,
+        digest: str | None = None,
+        evidence: str | None = None,
+    ) -> None:
+        """One fact."""
+        fact = ArithmeticFact(
+            name=f"{probe}: {subject}", value=value, verified=verified, unit=unit,
+            numbers=numbers or {}, digest=digest, evidence=evidence,
+        )  # fmt: skip
+        self.facts.append(fact)
+
+    @contextlib.contextmanager
+    def attempt(self, probe: str, subject: str) -> Iterator[None]:
+        """A probe that this machine refuses is noted, never fatal."""
+        try:
+            yield
+        except (RuntimeError, TypeError) as error:
+            evidence = first_line(error)
+            self.note(probe, subject, "no answer", verified=False, evidence=evidence)
+
+    def keep(self, probe: str, subject: str, **ports: torch.Tensor) -> None:
+        """Tensors of one probe by port; ``in_x`` becomes the port ``in.x``. The path is a module's:
+        an operator's (with a slash) would stand for a call that can be run again."""
+        if not self._keep:
+            return
+        path = f"probe.{probe}.{subject}".replace(" ", "-").replace("@", "").replace(":", "")
+        for port, tensor in ports.items():
+            self.tensors.append((f"{path}:{port.replace('_', '.', 1)}", tensor))
+
 
 FULL = ("sum", "linear", "linear 16", "matmul", "attention", "sdpa")
 QUICK = ("sum", "linear", "linear 16", "attention")
@@ -1345,10 +1324,13 @@ def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
             digest.update(order.tree.digest.encode())
             digest.update(order.cells.numpy().tobytes())
         first = finding.orders[0]
+        cells = [int(order.cells.sum()) for order in finding.orders]
+        sums = [order.tree.partials for order in finding.orders]
+        partials = sum(c * s for c, s in zip(cells, sums, strict=True)) / sum(cells)
         notebook.note(
             "order", operator.title, _value(finding), verified=finding.verified,
             digest=digest.hexdigest(),
-            numbers={"terms": operator.terms, "partials": _mean_partials(finding),
+            numbers={"terms": operator.terms, "partials": partials,
                      "depth": first.tree.depth, "widest": first.tree.widest,
                      "rounded_products": int(_rounds_products(operator, first)),
                      "error": finding.error or 0.0},
@@ -1415,12 +1397,6 @@ def _evidence(finding: OperatorOrders) -> str:
     if best == num:
         return "hardly any replayed output holds a rounding error, so they tell nothing"
     return f"only {best} of {num} outputs are replayed bit by bit"
-
-
-def _mean_partials(finding: OperatorOrders) -> float:
-    cells = [int(order.cells.sum()) for order in finding.orders]
-    sums = [order.tree.partials for order in finding.orders]
-    return sum(c * s for c, s in zip(cells, sums, strict=True)) / sum(cells)
 
 
 def _rounds_products(operator: Summing, order: Order) -> bool:

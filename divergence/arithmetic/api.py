@@ -12,12 +12,12 @@ import xxhash
 from divergence.arithmetic.additions import (
     FULL,
     QUICK,
+    Notebook,
     OperatorOrders,
     operators,
     probe_orders,
     write_drawings,
 )
-from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, probe_scalars
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.machine import deterministic_settings, resolve_device
@@ -72,8 +72,21 @@ def probe(
     device = resolve_device(device)
     on_progress = progress or silent
     with deterministic_settings(device.partition(":")[0], seed=0, enabled=deterministic) as state:
-        manifest = _manifest(device, lengths, quick, deterministic, label, command)
-        manifest.settings.switches = state.switches
+        plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
+        manifest = Manifest(
+            **provenance(device, label=label, command=command),
+            model=ModelIdentity(
+                source="probe", model_class="probe", task="operators",
+                config_digest=xxhash.xxh3_128_hexdigest(plan.encode()), dtype="float32",
+                num_parameters=0, digest="",
+            ),
+            tokens=Tokens(samples=[SampleTokens(text=None, prompt_ids=[])], groups=[[0]]),
+            settings=Settings(
+                deterministic=deterministic, seed=0, device=device, max_new_tokens=0, batch=False,
+                switches=state.switches,
+            ),
+            plan=Plan(passes=["free"], sites=["probe.*"]),
+        )  # fmt: skip
         with RunWriter(place, manifest, force=force) as writer:
             notebook = Notebook()
             manifest.arithmetic = notebook.facts  # as far as it comes, if it is interrupted
@@ -110,27 +123,3 @@ def _probe_all(
             on_progress("probe", number + 1, len(wanted) + 1, operator.title)
             findings += probe_orders(notebook, [operator])
     return findings
-
-
-def _manifest(
-    device: str,
-    lengths: tuple[int, ...],
-    quick: bool,
-    deterministic: bool,
-    label: str | None,
-    command: str | None,
-) -> Manifest:
-    plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
-    return Manifest(
-        **provenance(device, label=label, command=command),
-        model=ModelIdentity(
-            source="probe", model_class="probe", task="operators",
-            config_digest=xxhash.xxh3_128_hexdigest(plan.encode()), dtype="float32",
-            num_parameters=0, digest="",
-        ),
-        tokens=Tokens(samples=[SampleTokens(text=None, prompt_ids=[])], groups=[[0]]),
-        settings=Settings(
-            deterministic=deterministic, seed=0, device=device, max_new_tokens=0, batch=False
-        ),
-        plan=Plan(passes=["free"], sites=["probe.*"]),
-    )  # fmt: skip

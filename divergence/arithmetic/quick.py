@@ -10,8 +10,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from divergence.arithmetic.additions import QUICK, exact_values, operators, probe_orders
-from divergence.arithmetic.notebook import Notebook
+from divergence.arithmetic.additions import QUICK, Notebook, exact_values, operators, probe_orders
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 from divergence.run.manifest import ArithmeticFact, digest_tensor
@@ -206,9 +205,10 @@ def worst_ulp(function: Unary, given: torch.Tensor, got: torch.Tensor) -> float:
     return float(np.nan_to_num(error, nan=np.inf)[normal].max())
 
 
-def lanes(function: Unary, given: torch.Tensor, device: str, *, count: int = 24) -> tuple[int, int]:
+def lanes(function: Unary, given: torch.Tensor, device: str) -> tuple[int, int]:
     """(elements that differ, elements looked at): in a long array against alone, and at the end of
     an odd length."""
+    count = 24
     x = given[: 67 + count].to(device)
     long = function(x).cpu()
     differ, seen = 0, 0
@@ -317,28 +317,23 @@ def probe_rows(
         }
         for name, call in calls.items():
             there = _there(call, device)
-            _probe_batches(notebook, name, format_of(dtype).name, there, x, few=few)
-
-
-def _probe_batches(
-    notebook: Notebook, name: str, dtype: str, call: Unary, x: torch.Tensor, *, few: bool
-) -> None:
-    sizes = FEW_SIZES if few else SIZES
-    subject = f"{name} sizes={len(sizes)} {dtype}"
-    with notebook.attempt("rows", subject):
-        differ, total = row_share(call, x[:16], every=5 if few else 1)
-        groups = batch_groups(call, x, sizes)
-        notebook.note(
-            "rows", subject,
-            "the same bits at M=1 and M=16" if not differ else "other bits at M=1 than at M=16",
-            numbers={"differ": differ, "outputs": total},
-            evidence=f"{differ} of {total} outputs differ",
-        )  # fmt: skip
-        notebook.note(
-            "batch", subject,
-            "invariant" if len(groups) == 1 else f"varies with the batch: {spans(groups)}",
-            numbers={"groups": len(groups), "sizes": len(sizes)},
-        )  # fmt: skip
+            sizes = FEW_SIZES if few else SIZES
+            subject = f"{name} sizes={len(sizes)} {format_of(dtype).name}"
+            with notebook.attempt("rows", subject):
+                differ, total = row_share(there, x[:16], every=5 if few else 1)
+                groups = batch_groups(there, x, sizes)
+                notebook.note(
+                    "rows", subject,
+                    "the same bits at M=1 and M=16" if not differ
+                    else "other bits at M=1 than at M=16",
+                    numbers={"differ": differ, "outputs": total},
+                    evidence=f"{differ} of {total} outputs differ",
+                )  # fmt: skip
+                notebook.note(
+                    "batch", subject,
+                    "invariant" if len(groups) == 1 else f"varies with the batch: {spans(groups)}",
+                    numbers={"groups": len(groups), "sizes": len(sizes)},
+                )  # fmt: skip
 
 
 # The quick form: what every capture notes about the arithmetic that it ran on.

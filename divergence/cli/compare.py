@@ -253,7 +253,7 @@ def _compare_losses(
     output: Output,
 ) -> None:  # fmt: skip
     from divergence.layout import print_lines
-    from divergence.training.curves.api import compare_losses
+    from divergence.training.curves.judging import compare_losses
     from divergence.training.curves.show import EXIT_CODES as LOSS_EXIT_CODES
     from divergence.training.curves.show import loss_lines, verdict_line
 

@@ -30,8 +30,13 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.ops.suite.definition import OUTLIER_FACTOR, integers, normal, outlier_channels
-from divergence.ops.suite.definition import to_tensor as to_16_or_32
+from divergence.ops.suite.definition import (
+    OUTLIER_FACTOR,
+    integers,
+    normal,
+    outlier_channels,
+    to_tensor,
+)
 from divergence.run.record import Placement
 
 # What each rank puts in: the same bytes on every machine, made of (values, rank, size) alone.
@@ -40,12 +45,11 @@ from divergence.run.record import Placement
 # ``cancelling``   ranks 2k and 2k + 1 differ in sign and, by up to 2^-8, in size: the sum loses its
 #                  leading digits. The last of an odd number of ranks holds values 2^-12 as big
 # ``outlier``      random, and every 43rd element of one rank (another for each) times 1000
-# ``subnormal``    below the dtype's smallest normal value: are they flushed to zero? ``integers``
-# so small that every partial sum is exact, in whatever order: any other bit is wrong ``rank_coded``
-# where ranks are added, rank r puts in 2^r, so that the binary digits of a result
+# ``subnormal``    below the dtype's smallest normal value: are they flushed to zero?
+# ``integers``     so small that every partial sum is exact: any other bit is wrong
+# ``rank_coded``   where ranks are added, rank r puts in 2^r, so that the binary digits of a result
 #                  tell whose terms are in it (element e codes only some ranks, where there are more
-#                  than the significand has digits). Where nothing is added, another number for each
-#                  piece of each rank
+#                  than digits). Else another number for each piece of each rank
 
 Values = Literal["random", "cancelling", "outlier", "subnormal", "integers", "rank_coded"]
 
@@ -75,16 +79,12 @@ def draw(
             x[mine & (np.arange(size) % num_ranks == rank)] *= OUTLIER_FACTOR
         elif values == "subnormal":
             x = np.ldexp(x, _SUBNORMAL_EXPONENT.get(dtype, -130))
-    return _to_tensor(x, dtype)
-
-
-def coded_ranks(element: int, dtype: str, num_ranks: int) -> range:
-    """Which ranks put something into ``element`` of rank-coded terms; the first of them 1, the
-    next 2, then 4."""
-    digits = format_named(dtype).mantissa_bits + 1
-    groups = -(-num_ranks // digits)
-    first = element % groups * digits
-    return range(first, min(first + digits, num_ranks))
+    # float64 → ``dtype``, to nearest even
+    if dtype == "float64":
+        return torch.from_numpy(np.ascontiguousarray(x))
+    if dtype in ("float32", "bfloat16", "float16"):
+        return to_tensor(x, dtype)
+    return to_tensor(x, "float32").to(getattr(torch, dtype))
 
 
 def _full(name: str, size: int) -> np.ndarray:
@@ -120,15 +120,6 @@ def _integral(values: Values, dtype: str, size: int, *, rank: int, num_ranks: in
     most = min(torch.iinfo(kind).max // max(1, num_ranks), 2**20)
     low = 0 if torch.iinfo(kind).min == 0 else -most
     return torch.from_numpy(integers(name, (size,), low, most + 1)).to(kind)
-
-
-def _to_tensor(x: np.ndarray, dtype: str) -> torch.Tensor:
-    """float64 → ``dtype``, to nearest even."""
-    if dtype == "float64":
-        return torch.from_numpy(np.ascontiguousarray(x))
-    if dtype in ("float32", "bfloat16", "float16"):
-        return to_16_or_32(x, dtype)
-    return to_16_or_32(x, "float32").to(getattr(torch, dtype))
 
 
 PREFIX = "collective."
@@ -223,6 +214,11 @@ class CollectiveCase:
     def path(self) -> str:
         """What stands for a module's path in its sites."""
         return f"{self.collective}.{self.dtype}.{self.size}.{self.values}"
+
+    @property
+    def order_path(self) -> str:
+        """The same, of what masks give in it."""
+        return f"order.{self.collective}.{self.dtype}.{self.size}"
 
     @property
     def adds(self) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from divergence.collectives.cases import COLLECTIVES, ROOT_RANK, Collective
 from divergence.errors import PlantError, UsageError
 from divergence.facts import fact, sentence
-from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
+from divergence.ops.suite.catalog import Wishes, function_named, label_of, pairs_of
 from divergence.recording.processes import Ranks
 from divergence.run.manifest import Mesh, MeshAxis
 

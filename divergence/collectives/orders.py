@@ -41,7 +41,8 @@ class Masks:
 
     @property
     def num_calls(self) -> int:
-        return number_of_calls(self.num_ranks, self.size)
+        pairs = self.num_ranks * (self.num_ranks - 1) // 2
+        return pairs if pairs <= MOST_CALLS and self.size <= 4096 else 1
 
     @property
     def fits(self) -> bool:
@@ -74,11 +75,6 @@ class Masks:
         return torch.where(good, self.num_ranks - whole, -1.0).to(torch.int16)
 
 
-def number_of_calls(num_ranks: int, size: int) -> int:
-    pairs = num_ranks * (num_ranks - 1) // 2
-    return pairs if pairs <= MOST_CALLS and size <= 4096 else 1
-
-
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """Elements ``start`` to ``stop`` - 1 are added by ``tree``; None where the sizes belong to no
@@ -90,10 +86,8 @@ class Stretch:
 
 
 def decode(sizes: np.ndarray, num_ranks: int) -> list[Stretch]:
-    """(calls, elements) of ``Masks.sizes`` → stretches of one order each, in order.
-
-    Where windows lie across a change of order, the elements between are in no stretch.
-    """
+    """(calls, elements) of ``Masks.sizes`` → stretches of one order each, in order. Where windows
+    lie across a change of order, the elements between are in no stretch."""
     num_pairs = num_ranks * (num_ranks - 1) // 2
     calls, size = sizes.shape
     if calls == num_pairs:

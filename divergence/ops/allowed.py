@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from divergence.ops.backward import BACKWARD_NAMES
 from divergence.run.manifest import NO_TENSOR
 from divergence.run.site import did_you_mean
 
@@ -180,6 +179,16 @@ _NAMES = frozenset(
 """Of aten, without the overload and the mark of an operator that writes in place."""
 
 
+BACKWARD_NAMES = frozenset(
+    """
+    _fused_rms_norm_backward _log_softmax_backward_data _softmax_backward_data
+    _scaled_dot_product_flash_attention_for_cpu_backward embedding_dense_backward
+    native_layer_norm_backward nll_loss_backward nll_loss_forward select_backward slice_backward
+    """.split()
+)
+"""Those of a backward that have kernels of their own and are not tagged as pointwise."""
+
+
 def asked_for(operators: Collection[str], device: str) -> frozenset[str]:
     """The namespaces that a caller asked for, and that of the device (``npu``): its maker's own."""
     return frozenset({*operators, device.partition(":")[0]})
@@ -217,15 +226,12 @@ def _why_not(operator: torch._ops.OpOverload) -> str | None:
     private = private and schema.name.removeprefix("aten::") not in BACKWARD_NAMES
     if torch.Tag.generated in operator.tags or (private and "out" in names):
         return f"{short}.{schema.overload_name} is a variant that no model calls"
-    if operator.namespace == "aten" and not _is_listed(schema.name.removeprefix("aten::")):
+    base = schema.name.removeprefix("aten::").removeprefix("_foreach_")
+    bases = {base} if base.endswith("__") else {base, base.removesuffix("_")}
+    listed = not bases.isdisjoint(_NAMES | BACKWARD_NAMES) or any(map(_is_pointwise, bases))
+    if operator.namespace == "aten" and not listed:
         return f"{short} is not among the operators that are run for a recorded run"
     return None
-
-
-def _is_listed(name: str) -> bool:
-    base = name.removeprefix("_foreach_")
-    names = {base} if base.endswith("__") else {base, base.removesuffix("_")}
-    return not names.isdisjoint(_NAMES | BACKWARD_NAMES) or any(map(_is_pointwise, names))
 
 
 def _is_pointwise(name: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from divergence.ops.allowed import Unsafe, schema_name
-from divergence.ops.backward import BACKWARD_CHECKS
-from divergence.ops.fitting import (
-    Bound,
-    fits,
-    mask_fits,
-    normalized_axes,
-    same_sequences,
-    weights_fit,
-    within,
-)
 from divergence.recording.dispatch import bound_arguments
 from divergence.recording.machine import free_bytes
+
+Bound = Mapping[str, Any]
+"""All arguments of a call by name, defaults too."""
 
 MAX_BYTES = 1 << 34
 """Of one result, where nobody tells how much memory is free."""
@@ -77,7 +70,10 @@ def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
     try:
         with warnings.catch_warnings(), _disable_current_modes(), torch.no_grad():
             warnings.simplefilter("ignore")
-            results = operator(**_all_on_meta(bound))
+            on_meta = {name: _on_meta(value) for name, value in bound.items()}
+            if "device" in on_meta:
+                on_meta["device"] = torch.device("meta")
+            results = operator(**on_meta)
     except Exception:  # nothing was computed: a kernel of its own, or what the kernel refuses too
         return
     needed = sum(tensor.numel() * max(tensor.itemsize, 8) for tensor in _tensors(results))
@@ -90,11 +86,6 @@ def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
 def _most_bytes(bound: Bound) -> int:
     device = next((tensor.device for tensor in _tensors(bound.values())), torch.device("cpu"))
     return free_bytes(device) // 2 or MAX_BYTES
-
-
-def _all_on_meta(bound: Bound) -> dict[str, Any]:
-    on_meta = {name: _on_meta(value) for name, value in bound.items()}
-    return on_meta | ({"device": torch.device("meta")} if "device" in on_meta else {})
 
 
 def _on_meta(value: Any) -> Any:
@@ -129,6 +120,55 @@ def _lists(bound: Bound) -> None:
     """As many tensors in each list."""
     lengths = {len(value) for value in bound.values() if isinstance(value, list | tuple)}
     fits(len(lengths) == 1 and lengths != {0}, "lists of several lengths")
+
+
+# What an operator is given fits together. Each check raises ValueError with what does not.
+
+
+def fits(what: bool, why: str) -> None:
+    if not what:
+        raise ValueError(why)
+
+
+def within(index: torch.Tensor, size: int, *, low: int = 0, masks: bool = True) -> None:
+    """Every index from ``low`` to ``size - 1``; booleans are masks, not indices, where an operator
+    takes ``masks``."""
+    if masks and index.dtype in (torch.bool, torch.uint8):
+        return
+    fits(not index.is_floating_point() and not index.is_complex(), "an index is no integer")
+    if index.numel():
+        least, most = (int(extreme) for extreme in torch.aminmax(index.to(torch.int64)))
+        fits(low <= least and most < size, f"indices {least} to {most} into {size}")
+
+
+def weights_fit(bound: Bound, shape: tuple[int, ...]) -> None:
+    for name in ("weight", "bias"):
+        given = bound.get(name)
+        fits(given is None or tuple(given.shape) == shape, f"{name} of another shape")
+
+
+def normalized_axes(bound: Bound) -> tuple[int, ...]:
+    """The last axes are normalized, by weights of their shape."""
+    shape, given = tuple(bound["normalized_shape"]), tuple(bound["input"].shape)
+    fits(0 < len(shape) <= len(given), f"normalized over {len(shape)} axes")
+    fits(given[-len(shape) :] == shape, f"normalized over {shape}")
+    weights_fit(bound, shape)
+    return shape
+
+
+def same_sequences(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
+    """q (B, H, T, D), k (B, G, S, D), v (B, G, S, E)."""
+    fits(len(query) == len(key) == len(value) == 4, "attention takes four axes")
+    fits(key[:3] == value[:3], f"keys {tuple(key)} and values {tuple(value)}")
+    fits(query[0] == key[0] and query[3] == key[3], f"queries {tuple(query)}, keys {tuple(key)}")
+
+
+def mask_fits(mask: torch.Tensor | None, wanted: Sequence[int]) -> None:
+    """Of the shape (B, H, T, S), or one that is broadcast to it."""
+    if mask is not None:
+        fits(mask.ndim <= 4, f"a mask of {mask.ndim} axes")
+        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        fits(all(a in (1, b) for a, b in pairs), f"a mask {tuple(mask.shape)} for {tuple(wanted)}")
 
 
 def _embedding(bound: Bound) -> None:
@@ -261,8 +301,53 @@ def _fourier(bound: Bound) -> None:
     fits(operand.is_complex() == ("onesided" not in bound), "an input of another kind")
 
 
+def _gradient(bound: Bound) -> None:
+    """A gradient of its result's shape."""
+    shapes = [tuple(bound[name].shape) for name in ("grad_output", "output")]
+    fits(shapes[0] == shapes[1], f"a gradient {shapes[0]} of {shapes[1]}")
+    fits(-len(shapes[0]) <= bound["dim"] < max(len(shapes[0]), 1), f"axis {bound['dim']}")
+
+
+def _norm_gradient(bound: Bound) -> None:
+    """Of the last axes, with a mean and a deviation for each of the rest."""
+    shape, given = normalized_axes(bound), tuple(bound["input"].shape)
+    fits(tuple(bound["grad_out"].shape) == given, "a gradient of another shape")
+    for name in ("mean", "rstd"):
+        term = bound.get(name)
+        fits(term is None or term.numel() == math.prod(given[: -len(shape)]), f"{name} of others")
+
+
+def _embedding_gradient(bound: Bound) -> None:
+    """A row of the gradient for each index, which is of one of the rows."""
+    gradient, indices, size = bound["grad_output"], bound["indices"], bound["num_weights"]
+    fits(gradient.ndim > 0 and gradient.shape[:-1] == indices.shape, "a gradient of other indices")
+    within(indices, size, masks=False)
+
+
+def _loss(bound: Bound) -> None:
+    """One class for each row, but where it is to be ignored."""
+    given, target = bound["self"], bound["target"]
+    fits(given.ndim in (1, 2) and target.shape == given.shape[:-1], "targets of other rows")
+    within(target[target != bound["ignore_index"]], given.shape[-1], masks=False)
+
+
+def _attention_gradient(bound: Bound) -> None:
+    """g and out (B, H, T, E), logsumexp (B, H, T); the rest as of the forward, of equal heads."""
+    query, key, value = (tuple(bound[name].shape) for name in ("query", "key", "value"))
+    same_sequences(query, key, value)
+    fits(query[1] == key[1], f"queries {query}, keys {key}")
+    for name in ("grad_out", "out"):
+        fits(tuple(bound[name].shape) == (*query[:3], value[3]), f"{name} of another shape")
+    fits(tuple(bound["logsumexp"].shape) == query[:3], "logsumexp of another shape")
+    mask_fits(bound.get("attn_mask"), (*query[:3], key[2]))
+
+
 _CHECKS: dict[str, Callable[[Bound], object]] = {
-    **BACKWARD_CHECKS,
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _gradient),
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _norm_gradient),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _loss),
+    "embedding_dense_backward": _embedding_gradient,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_gradient,
     **dict.fromkeys(("index_select", "index_add", "index_copy", "index_reduce", "gather", "scatter",
                      "scatter_add", "scatter_reduce"), _along),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _index),

@@ -29,13 +29,11 @@ from divergence.ops.allowed import (
     short_name,
     suite_function,
 )
-from divergence.ops.backward import BACKWARD_DEFINITIONS, attention_scores
-from divergence.ops.bounds import Checking, check_bounds
-from divergence.ops.fitting import Bound
+from divergence.ops.bounds import Bound, Checking, check_bounds
 from divergence.ops.suite.definition import PREFIX
 from divergence.recording.dispatch import draws_random_numbers, tensors_in, written_arguments
 from divergence.recording.engines.load import Weights
-from divergence.recording.machine import Determinism, deterministic_settings, resolve_device
+from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.prompts import plain_wishes
 from divergence.recording.request import taken_from
@@ -54,19 +52,14 @@ from divergence.words import Progress, silent
 
 # Arguments: a recorded call's JSON and tensors as the values that the operator takes.
 #
-# The operator's own schema gives order and defaults. The recorded device is replaced by the one
-# at hand; a generator cannot be recorded (such a call carries a note).
-#
-# Kernels are chosen by layout, and so is the order of their additions: a matrix product with
-# a transposed operand is another kernel than with a contiguous one. So recorded values, which lie
-# contiguous on disk, are put back under the strides that the operator saw. Axes that share memory
-# (an expanded one has stride 0) share it again.
-#
-# So is the address: vector kernels handle what lies before the first aligned element apart, so
-# where memory begins modulo 64 bytes changes the order of additions too (a float32 matrix-vector
-# product gives four results by the weight's address: benchmarks/alignment.py; weights that are
-# mapped from a safetensors file are not aligned). Always fresh memory, so that an operator may
-# write to it.
+# The operator's own schema gives order and defaults; the recorded device is replaced by the one at
+# hand. Kernels are chosen by layout, and so is the order of their additions: recorded values, which
+# lie contiguous on disk, are put back under the strides that the operator saw, and axes that share
+# memory (stride 0) share it again. So is the address: vector kernels handle what lies before the
+# first aligned element apart, and where memory begins modulo 64 bytes changes the order of
+# additions (a float32 matrix-vector product gives four results by the weight's address:
+# benchmarks/alignment.py; weights mapped from a safetensors file are not aligned). Always fresh
+# memory, so that an operator may write to it.
 
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -104,9 +97,7 @@ def decoded(value: Any, tensors: Sequence[Any], device: str | torch.device) -> A
 
 def check_names(call: Call) -> None:
     """Are all arguments of the call its operator's, by torch's schema or the suite's own function?
-
-    Raises Refusal, which names the first that is not, or where there is no such operator.
-    """
+    Raises Refusal, which names the first that is not, or where there is no such operator."""
     if call.operator.startswith(PREFIX):
         known = set(inspect.signature(suite_function(call.operator)).parameters)
     else:
@@ -123,10 +114,8 @@ def fitted(
     tensors: Sequence[Any],
     device: str | torch.device,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(args, kwargs) of a call of the operator, by its schema.
-
-    Raises Refusal where one is missing that this torch's operator needs.
-    """
+    """(args, kwargs) of a call of the operator, by its schema. Raises Refusal where one is missing
+    that this torch's operator needs."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in operator._schema.arguments:
@@ -240,9 +229,7 @@ class RecordedCall:
 
 def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
     """The pass whose operators are run again: the anchored one if it holds any, else the free one.
-
-    Raises UsageError where the run holds none.
-    """
+    Raises UsageError where the run holds none."""
     held: set[PassName] = call_passes(run.records)
     if run.manifest.plan.replayed_pass is not None:
         raise UsageError(
@@ -276,10 +263,8 @@ def _make(run: Run) -> str:
 
 
 def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[RecordedCall]:
-    """The calls of one pass in the order of capture; ``sites``: patterns of what is wanted.
-
-    Raises UsageError where the patterns match none.
-    """
+    """The calls of one pass in the order of capture; ``sites``: patterns of what is wanted. Raises
+    UsageError where the patterns match none."""
     results: dict[tuple[int, int, str, int], dict[str, Record]] = {}
     firsts: dict[tuple[int, int, str, int], Record] = {}
     for record in run.records:
@@ -309,10 +294,8 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
 
 
 def operand_values(run: Run, call: RecordedCall, weights: Weights | None) -> list[torch.Tensor]:
-    """The values of the call's operands, each in its shape; their layout is not restored.
-
-    Raises Refusal where one is not there.
-    """
+    """The values of the call's operands, each in its shape; their layout is not restored. Raises
+    Refusal where one is not there."""
     return [operand_value(run, call.first, operand, weights) for operand in call.call.operands]
 
 
@@ -355,17 +338,19 @@ def _part(weight: torch.Tensor, operand: Operand) -> torch.Tensor:
 
 # One recorded operator, run again alone: on this machine, in its own dtype or in float64.
 #
-# Operands are laid out in fresh memory as the operator saw them, arguments are rebuilt by its
-# schema (ops.arguments), and what it returns or writes comes back contiguous on the CPU. An
-# operator that writes in place writes into its own copy.
+# What it returns or writes comes back contiguous on the CPU. In float64 every floating-point
+# operand is widened first and the operator runs under ``recording.widening``, so that ``dtype=``
+# arguments and casts inside composite operators are widened too. Operators whose kernels have no
+# float64 are written out below; they take the call's arguments by name, widened already. Fused
+# attention is softmax(scale·q·kᵀ + mask)·v by its definition (Vaswani et al. 2017), the causal mask
+# aligned at the top left as torch defines it; scaled matrix products are those of their dequantised
+# operands.
 #
-# In float64 every floating-point operand is widened first and the operator runs under
-# ``recording.widening``, so that ``dtype=`` arguments and casts inside composite operators are
-# widened too. Operators whose kernels have no float64 are written out below: fused attention is
-# softmax(scale·q·kᵀ + mask)·v by its definition (Vaswani et al. 2017), with the causal mask aligned
-# at the top left as torch defines it; scaled matrix products are those of their dequantised
-# operands. These take the call's arguments by name, floating-point ones widened already. Integer
-# results (argmax, top-k indices) are then the float64 computation's as well.
+# Of a backward g is the gradient of the loss by the forward's result. Of a softmax
+# y = exp(x) / Σ exp(x) the gradient by x is y · (g - Σ g·y), of its logarithm g - exp(y) · Σ g. Of
+# fused attention it is made of the result and of the logarithm of the sum that the forward kept:
+# P = exp(scale·q·kᵀ + mask - logsumexp), dv = Pᵀ·g, dS = P · (g·vᵀ - Σ g·out), dq = scale · dS·k,
+# dk = scale · dSᵀ·q (Dao et al. 2022, algorithm 4, without its tiles).
 
 RANDOM = "draws random numbers"
 UNINITIALISED = "its result is uninitialised memory: nothing to compare"
@@ -401,8 +386,13 @@ def execute_ports(
         _prepared(value, operand, device, compute_dtype, aligned=aligned)
         for value, operand in zip(operands, call.operands, strict=True)
     ]
-    if call.operator.startswith("suite."):
-        return _suite(call, laid, device, compute_dtype)
+    if call.operator.startswith(PREFIX):  # its named implementation, or its float64 definition
+        function = suite_function(call.operator, truth=compute_dtype is not None)
+        values = {name: decoded(value, laid, device) for name, value in call.arguments.items()}
+        why = f"{call.operator} does not run on {torch.device(device).type}"
+        with _refusals(why), Checking():
+            results = function(**values)
+        return _by_port(results, [], call.operator)
     operator = find_operator(call.operator)
     args, kwargs = fitted(operator, call.arguments, laid, device)
     names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
@@ -469,20 +459,6 @@ def _refusals(why: str) -> Iterator[None]:
         raise Refusal(why, detail=first_line(error)) from error
 
 
-def _suite(
-    call: Call,
-    tensors: list[torch.Tensor],
-    device: str | torch.device,
-    compute_dtype: torch.dtype | None,
-) -> dict[str, torch.Tensor]:
-    """An operator of a suite: its named implementation, or its float64 definition."""
-    function = suite_function(call.operator, truth=compute_dtype is not None)
-    values = {name: decoded(value, tensors, device) for name, value in call.arguments.items()}
-    with _refusals(f"{call.operator} does not run on {torch.device(device).type}"), Checking():
-        results = function(**values)
-    return _by_port(results, [], call.operator)
-
-
 def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     """The tensors of the results as capture numbers them; what was written where none is given."""
     tensors = tensors_in(results) or written
@@ -497,6 +473,24 @@ def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, 
 Definition = Callable[[Bound, Sequence[Operand]], Any]
 
 
+def _attention_scores(
+    bound: Bound, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """(scale·q·kᵀ + mask, scale), the causal mask aligned at the top left as torch defines it."""
+    if bound.get("dropout_p"):
+        raise NotImplementedError("attention with dropout")
+    scale = bound.get("scale")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale  # (B, H, T, S)
+    if bound.get("is_causal"):
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~kept, -math.inf)
+    mask = bound.get("attn_mask", bound.get("attn_bias"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores, scale
+
+
 def _attention(bound: Bound, _: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, logsumexp). q (B, H, T, D), k and v (B, G, S, D) with H a multiple of G."""
     query, key, value = bound["query"], bound["key"], bound["value"]
@@ -504,7 +498,7 @@ def _attention(bound: Bound, _: Sequence[Operand]) -> tuple[torch.Tensor, torch.
     if groups > 1:
         key = key.repeat_interleave(groups, dim=-3)
         value = value.repeat_interleave(groups, dim=-3)
-    scores = attention_scores(bound, query, key)[0]
+    scores = _attention_scores(bound, query, key)[0]
     return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
 
 
@@ -549,6 +543,32 @@ def _int8pack(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
     return out
 
 
+def _softmax_gradient(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
+    gradient, result, dim = bound["grad_output"], bound["output"], bound["dim"]
+    out: torch.Tensor = result * (gradient - (gradient * result).sum(dim, keepdim=True))
+    return out
+
+
+def _log_softmax_gradient(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
+    gradient, result, dim = bound["grad_output"], bound["output"], bound["dim"]
+    out: torch.Tensor = gradient - result.exp() * gradient.sum(dim, keepdim=True)
+    return out
+
+
+def _attention_gradient(
+    bound: Bound, _: Sequence[Operand]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(by q, by k, by v)."""
+    gradient, query, key, value = (bound[n] for n in ("grad_out", "query", "key", "value"))
+    scores, scale = _attention_scores(bound, query, key)
+    sums = bound["logsumexp"].unsqueeze(-1)
+    weights = (scores - sums).exp().masked_fill(~sums.isfinite(), 0.0)
+    along = (gradient * bound["out"]).sum(-1, keepdim=True)
+    by_scores = weights * (gradient @ value.transpose(-2, -1) - along) * scale
+    by_key = by_scores.transpose(-2, -1) @ query
+    return by_scores @ key, by_key, weights.transpose(-2, -1) @ gradient
+
+
 _DEFINITIONS: dict[str, Definition] = {
     **{
         f"aten._scaled_dot_product_{name}.default": _attention
@@ -560,7 +580,9 @@ _DEFINITIONS: dict[str, Definition] = {
             "fused_attention_overrideable",
         )
     },
-    **BACKWARD_DEFINITIONS,
+    "aten._softmax_backward_data.default": _softmax_gradient,
+    "aten._log_softmax_backward_data.default": _log_softmax_gradient,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_gradient,
     "aten._softmax.default": _softmax,
     "aten._log_softmax.default": _log_softmax,
     "aten._fused_rms_norm.default": _rms_norm,
@@ -572,13 +594,9 @@ _DEFINITIONS: dict[str, Definition] = {
 # replay(): each recorded operator of a run, run again alone on its recorded inputs.
 #
 # No model is needed, and no error is inherited: any difference was made by that operator on this
-# machine. With ``truth`` the operators run in float64. The result is a run of the pass ``replayed``
-# at the same sites, without the inputs. What cannot be run again alone (it draws random numbers,
-# its weight was not stored, this machine has no such operator) is counted by reason in
-# ``plan.skipped_operators``.
-#
-# On the same machine under the same settings a replay gives the recorded bits, which shows that the
-# recording is complete.
+# machine. The result is a run of the pass ``replayed`` at the same sites, without the inputs. What
+# cannot be run again alone is counted by reason in ``plan.skipped_operators``. On the same machine
+# under the same settings a replay gives the recorded bits: the recording is complete.
 
 _SHOWN = 3  # particulars named behind a reason
 
@@ -630,18 +648,37 @@ def replay(
     weights = None
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
-    settings = source.manifest.settings
+    theirs = source.manifest
     on_progress: Progress = progress or silent
-    seed = recorded_seed(source.manifest)
+    seed = recorded_seed(theirs)
     said = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
     on_progress("taken", 0, None, taken_from(source.path, said))
     with deterministic_settings(
-        device.partition(":")[0], seed=seed, enabled=settings.deterministic
+        device.partition(":")[0], seed=seed, enabled=theirs.settings.deterministic
     ) as determinism:
-        manifest = _manifest(
-            source, pass_, sites, device, determinism,
-            truth=truth, label=label, command=command,
+        # the source's model and tokens; this machine's environment and switches
+        settings = msgspec.structs.replace(
+            theirs.settings, device=device, device_map=None, switches=determinism.switches,
+            nondeterministic_warnings=[], cpu_fallbacks=[],
+            compute_dtype="float64" if truth else None,
         )  # fmt: skip
+        label = label or ("float64 truth" if truth else None)
+        manifest = Manifest(
+            **provenance(device, command=command, like=theirs, label=label),
+            model=theirs.model,
+            tokens=theirs.tokens,
+            settings=settings,
+            arithmetic=[] if truth else quick_facts(device),
+            plan=Plan(
+                passes=["replayed"],
+                sites=list(sites) or theirs.plan.sites,
+                steps=theirs.plan.steps,
+                positions=theirs.plan.positions,
+                anchored_to=theirs.id,
+                replayed_pass=pass_,
+                modules=theirs.plan.modules,
+            ),
+        )
         with RunWriter(place, manifest, force=force) as writer:
             skipped = manifest.plan.skipped_operators
             details: dict[str, list[str]] = defaultdict(list)
@@ -658,7 +695,13 @@ def replay(
                         [refusal.detail] if refusal.detail is not None else []
                     )
             determinism.note_in(manifest.settings)
-            lines = _skipped_lines(skipped, details)
+            lines = []  # what was left out: one for each reason, with the first few particulars
+            for reason, num in skipped.items():
+                named = list(dict.fromkeys(details[reason]))
+                text = f": {', '.join(named[:_SHOWN])}" if named else ""
+                more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+                were = "operator call was" if num == 1 else "operator calls were"
+                lines.append(f"{num} {were} not run again: {reason}{text}{more}")
             for text in lines:
                 on_progress("note", 0, None, text)
             if sum(skipped.values()) == len(calls):
@@ -669,19 +712,6 @@ def replay(
                 )
             on_progress("replay", len(calls), len(calls), "")
     return Run.open(place)
-
-
-def _skipped_lines(counts: Mapping[str, int], details: Mapping[str, Sequence[str]]) -> list[str]:
-    """What was left out: one line a reason, with the first few particulars."""
-    lines = []
-    for reason, num in counts.items():
-        named = list(dict.fromkeys(details[reason]))
-        text = f": {', '.join(named[:_SHOWN])}" if named else ""
-        if len(named) > _SHOWN:
-            text += f" and {len(named) - _SHOWN} more"
-        calls = "operator call was" if num == 1 else "operator calls were"
-        lines.append(f"{num} {calls} not run again: {reason}{text}")
-    return lines
 
 
 def _run_one(
@@ -721,45 +751,3 @@ def _run_one(
             positions=record.positions,
             call=record.call,
         )
-
-
-def _manifest(
-    source: Run,
-    pass_: str,
-    sites: Sequence[str],
-    device: str,
-    determinism: Determinism,
-    *,
-    truth: bool,
-    label: str | None,
-    command: str | None,
-) -> Manifest:
-    """The source's model and tokens; this machine's environment and switches."""
-    theirs = source.manifest
-    settings: dict[str, Any] = {
-        "device": device,
-        "device_map": None,
-        "switches": determinism.switches,
-        "nondeterministic_warnings": [],
-        "cpu_fallbacks": [],
-        "compute_dtype": "float64" if truth else None,
-    }
-    return Manifest(
-        **provenance(
-            device, command=command, like=theirs,
-            label=label or ("float64 truth" if truth else None),
-        ),
-        model=theirs.model,
-        tokens=theirs.tokens,
-        settings=msgspec.structs.replace(theirs.settings, **settings),
-        arithmetic=[] if truth else quick_facts(device),
-        plan=Plan(
-            passes=["replayed"],
-            sites=list(sites) or theirs.plan.sites,
-            steps=theirs.plan.steps,
-            positions=theirs.plan.positions,
-            anchored_to=theirs.id,
-            replayed_pass=pass_,
-            modules=theirs.plan.modules,
-        ),
-    )  # fmt: skip

@@ -72,10 +72,8 @@ def literal(value: Any) -> str:
 
 def node(value: Any) -> ast.expr:
     """The syntax tree of a value: None, bool, int, float, complex, str, torch's dtypes, layouts and
-    memory formats, and lists, tuples and dicts of them. A tree is taken as it is.
-
-    Raises Refusal for anything else.
-    """
+    memory formats, and lists, tuples and dicts of them. A tree is taken as it is. Raises Refusal
+    for anything else."""
     kind = type(value)
     if isinstance(value, ast.expr):
         return value
@@ -134,10 +132,7 @@ def place(name: str) -> str:
 
 def check_script(text: str, template: str, meant: Mapping[str, ast.expr]) -> None:
     """Is ``text`` the script ``template`` with the trees ``meant`` in their places, and no other?
-    Docstrings and comments may differ.
-
-    Raises FaultError: such a script is not to be written.
-    """
+    Docstrings and comments may differ. Raises FaultError: such a script is not to be written."""
     wanted = _Filled(meant).visit(ast.parse(template))
     try:
         syntax = ast.parse(text)
@@ -166,16 +161,6 @@ def _plain(tree: ast.Module) -> str:
 _OWN = "divergence."
 _THERE = frozenset({"torch", "numpy"})
 """Packages that are wherever torch is, beside the standard library."""
-
-
-def pasted_source(operator: str) -> tuple[str, str, str]:
-    """(imports, source, name of the function) of ``suite.NAME``. Raises Refusal where it does not
-    stand alone."""
-    function = suite_function(operator)
-    imports: dict[str, str] = {}
-    parts: dict[str, str] = {}
-    _collect(function, operator, imports, parts)
-    return "".join(imports.values()), "\n\n".join(parts.values()), function.__name__
 
 
 def _collect(
@@ -280,12 +265,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     )
 
 
-def store_error(truth: torch.Tensor, dtype: torch.dtype) -> float | None:
-    """‖round(R) - R‖ / ‖R‖: what storing the right result in ``dtype`` costs."""
-    apart = difference(truth.to(dtype), truth)
-    return None if apart is None else apart.rel_l2
-
-
 def what_differs(
     ours: RecordedCall, values: Sequence[torch.Tensor], other: Run, theirs: RecordedCall
 ) -> str | None:
@@ -301,7 +280,10 @@ def what_differs(
             f"{item.argument}={scalar_words(item.candidate)} there, "
             f"{scalar_words(item.reference)} here"
         )
-    names = _differences_names(mine)
+    names: dict[int, str] = {}
+    for argument in mine.arguments:
+        for place, number in enumerate(operand_indices(mine, argument)):
+            names[number] = argument if place == 0 else f"{argument}[{place}]"
     for number, (x, y) in enumerate(zip(mine.operands, call.operands, strict=True)):
         name = names.get(number, str(number))
         if (x.shape, x.dtype) != (y.shape, y.dtype):
@@ -319,14 +301,6 @@ def what_differs(
             by = "" if apart is None else f" by rel L2 {apart.rel_l2:.3g}"
             return f"{name} differs{by}"
     return None
-
-
-def _differences_names(call: Call) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name in call.arguments:
-        for place, number in enumerate(operand_indices(call, name)):
-            names[number] = name if place == 0 else f"{name}[{place}]"
-    return names
 
 
 # A script that runs one operator: torch and safetensors alone, short enough for a bug tracker.
@@ -361,10 +335,8 @@ def portable_truth(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def operand_names(call: Call) -> list[str]:
-    """A name for each operand: of the argument, with its place in a list (``tensors.1``).
-
-    Raises Refusal for an argument that is no operand's number.
-    """
+    """A name for each operand: of the argument, with its place in a list (``tensors.1``). Raises
+    Refusal for an argument that is no operand's number."""
     names = [""] * len(call.operands)
 
     def walk(value: Any, name: str) -> None:
@@ -392,10 +364,8 @@ def script_text(
     device: str,
     has_truth: bool,
 ) -> str:
-    """The whole of repro.py; ``device``: the type it runs on unless told.
-
-    Raises Refusal where the operator cannot be called by its name, or an argument has none of its.
-    """
+    """The whole of repro.py; ``device``: the type it runs on unless told. Raises Refusal where the
+    operator cannot be called by its name, or an argument has none of its."""
     check_names(call)
     names = operand_names(call)
     imports, definition, expression, written = _called(call, names)
@@ -469,9 +439,14 @@ def _switches(switches: Sequence[Switch]) -> dict[str, str | bool]:
 def _called(call: Call, names: Sequence[str]) -> tuple[str, str, ast.expr, list[ast.expr] | None]:
     """(imports, definitions, the call, the tensors it writes to where it returns none)."""
     if call.operator.startswith(PREFIX):
-        imports, source, function = pasted_source(call.operator)
+        function = suite_function(call.operator)
+        needed: dict[str, str] = {}
+        parts: dict[str, str] = {}
+        _collect(function, call.operator, needed, parts)
+        source = "\n\n".join(parts.values())
         inside = {name: _argument(value, names) for name, value in call.arguments.items()}
-        return imports, f"\n{source}\n", call_node([function], [], inside), None
+        called = call_node([function.__name__], [], inside)
+        return "".join(needed.values()), f"\n{source}\n", called, None
     operator = find_operator(call.operator)
     package = _PACKAGES.get(operator.namespace)
     imports = ""
@@ -689,7 +664,12 @@ def title_of(
     """One line: the operator, its dtypes and shapes, and what is said of it. ``stores``: by port,
     the error of storing the truth alone; ``shown``: how words of a run are written; ``called``:
     with which other arguments than on the other side."""
-    what = f"{shown(call.operator)} ({shown(_signature(call))})"
+    shapes = [  # ``bfloat16 14x64, 64x64``
+        f"{operand.dtype} {'x'.join(map(str, operand.shape)) or 'scalar'}"
+        for operand in call.operands
+    ]
+    given = ", ".join(shapes[:3]) + (f" and {len(shapes) - 3} more" if len(shapes) > 3 else "")
+    what = f"{shown(call.operator)} ({shown(given)})"
     if called:
         return f"{what}: called with {shown(called)}"
     if len(sides) < 2:
@@ -723,7 +703,19 @@ def report_text(
     """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
     computed it, as markdown, or None where there is none. ``called``: as in ``title_of``."""
     title = title_of(call, sides, stores, shown=code_span, called=called)
-    lines = [f"# {title}", "", *_summary(sides, truth), ""]
+    offs = []
+    for side in sides:
+        difference = side.from_truth.get("out")
+        if difference is not None:
+            ulp = "" if difference.max_ulp is None else f", max {difference.max_ulp:,} ulp"
+            offs.append(
+                f"{code_span(side.label)} is off from float64 by rel L2 {difference.rel_l2:.3g} "
+                f"(max abs {difference.max_abs:.3g}{ulp})."
+            )
+    summary = [" ".join(offs), "", f"The float64 truth was {truth}."]
+    if truth is None:
+        summary = ["There is no float64 result to hold it against: the operator has none here."]
+    lines = [f"# {title}", "", *summary, ""]
     called = "" if call.source is None else f", called from {code_span(call.source)}"
     lines += [
         "## Operator",
@@ -745,8 +737,35 @@ def report_text(
             for name, value in scalars.items()
         )
         lines += ["", f"Other arguments: {text}."]
-    lines += ["", "## Measured", "", *_bug_report_table(sides, stores)]
-    lines += ["", "## Environment", "", *_environments(sides)]
+    lines += [
+        "",
+        "## Measured",
+        "",
+        "| result | side | held against | rel L2 | max abs | max ulp | elements that differ |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for port in sides[0].from_truth:
+        for number, side in enumerate(sides):
+            against = [("float64", side.from_truth.get(port))]
+            if number:
+                against.append((code_span(sides[0].label), side.from_first.get(port)))
+            for whose, difference in against:
+                if difference is not None:
+                    ulp = "-" if difference.max_ulp is None else f"{difference.max_ulp:,}"
+                    lines.append(
+                        f"| {code_span(port)} | {code_span(side.label)} | {whose} | "
+                        f"{difference.rel_l2:.4g} | {difference.max_abs:.4g} | {ulp} | "
+                        f"{difference.num_different:,} of {difference.numel:,} |"
+                    )
+        if stores.get(port) is not None:
+            lines.append(
+                f"| {code_span(port)} | float64, rounded once to the result's dtype | float64 | "
+                f"{stores[port]:.4g} | | | |"
+            )
+    envs = [_environment(side.manifest.environment, side.manifest) for side in sides]
+    names = dict.fromkeys(name for environment in envs for name in environment)
+    rows = [(name, [env.get(name) for env in envs]) for name in names]
+    lines += ["", "## Environment", "", *_side_by_side(" ", sides, rows)]
     facts = _facts(call, sides)
     if facts:
         lines += ["", "## Arithmetic of this operation, as probed", "", *facts]
@@ -760,48 +779,6 @@ def report_text(
     return "\n".join(lines) + "\n"
 
 
-def _summary(sides: Sequence[RunSide], truth: str | None) -> list[str]:
-    if truth is None:
-        return ["There is no float64 result to hold it against: the operator has none here."]
-    lines = []
-    for side in sides:
-        difference = side.from_truth.get("out")
-        if difference is not None:
-            lines.append(
-                f"{code_span(side.label)} is off from float64 by rel L2 {difference.rel_l2:.3g} "
-                f"(max abs {difference.max_abs:.3g}"
-                + ("" if difference.max_ulp is None else f", max {difference.max_ulp:,} ulp")
-                + ")."
-            )
-    return [" ".join(lines), "", f"The float64 truth was {truth}."]
-
-
-def _bug_report_table(sides: Sequence[RunSide], stores: Mapping[str, float | None]) -> list[str]:
-    lines = [
-        "| result | side | held against | rel L2 | max abs | max ulp | elements that differ |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for port in sides[0].from_truth:
-        for number, side in enumerate(sides):
-            rows = [("float64", side.from_truth.get(port))]
-            if number:
-                rows.append((code_span(sides[0].label), side.from_first.get(port)))
-            for against, difference in rows:
-                if difference is not None:
-                    ulp = "-" if difference.max_ulp is None else f"{difference.max_ulp:,}"
-                    lines.append(
-                        f"| {code_span(port)} | {code_span(side.label)} | {against} | "
-                        f"{difference.rel_l2:.4g} | {difference.max_abs:.4g} | {ulp} | "
-                        f"{difference.num_different:,} of {difference.numel:,} |"
-                    )
-        if stores.get(port) is not None:
-            lines.append(
-                f"| {code_span(port)} | float64, rounded once to the result's dtype | float64 | "
-                f"{stores[port]:.4g} | | | |"
-            )
-    return lines
-
-
 def _side_by_side(corner: str, sides: Sequence[RunSide], rows: Rows) -> list[str]:
     """A table with a column for each side."""
     return [
@@ -809,12 +786,6 @@ def _side_by_side(corner: str, sides: Sequence[RunSide], rows: Rows) -> list[str
         "|---|" + "---|" * len(sides),
         *(f"| {name} | " + " | ".join(value or "-" for value in row) + " |" for name, row in rows),
     ]
-
-
-def _environments(sides: Sequence[RunSide]) -> list[str]:
-    envs = [_environment(side.manifest.environment, side.manifest) for side in sides]
-    names = dict.fromkeys(name for environment in envs for name in environment)
-    return _side_by_side(" ", sides, [(name, [env.get(name) for env in envs]) for name in names])
 
 
 def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]:
@@ -848,15 +819,6 @@ def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
     return _side_by_side(" probe ", sides, rows)
 
 
-def _signature(call: Call) -> str:
-    """``bfloat16 14x64, 64x64``."""
-    shapes = [
-        f"{operand.dtype} {'x'.join(map(str, operand.shape)) or 'scalar'}"
-        for operand in call.operands
-    ]
-    return ", ".join(shapes[:3]) + (f" and {len(shapes) - 3} more" if len(shapes) > 3 else "")
-
-
 def _tuple(values: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, values)) + ")"
 
@@ -875,8 +837,7 @@ def code_span(text: str) -> str:
 
 # repro(): one recorded operator as a folder that runs anywhere, for a vendor's bug tracker.
 #
-#     repro.py               runs it and prints how far the result is off: torch and safetensors
-# alone
+#     repro.py               runs it and prints how far the result is off
 #     inputs.safetensors     its inputs, bit by bit
 #     expected.safetensors   what the run recorded
 #     truth.safetensors      the same in float64
@@ -944,9 +905,29 @@ def repro(
     pass_ = replayable_pass(source)
     calls = _calls_at(source, pass_, site, sample=sample, step=step)
     if true_run is not None:
-        _check_truth(true_run, source, pass_)
+        plan = true_run.manifest.plan
+        belongs = plan.anchored_to == source.manifest.id and plan.replayed_pass == pass_
+        if true_run.manifest.settings.compute_dtype != "float64" or not belongs:
+            raise UsageError(
+                f"{true_run.path} is no float64 replay of {source.path}",
+                hint=command_line("replay", source.path, o="TRUTH", truth=True)
+                + "; or leave it out, and it is computed here",
+            )
     out = folder_of(out)
-    _check_folder(out, force=force)
+    # only an empty or absent directory is written to, or with ``force`` a reproducer's
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise RunExistsError(f"{out} exists and is not a directory")
+    try:
+        there = {entry.name for entry in out.iterdir()} if out.exists() else set()
+    except OSError as error:
+        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error
+    if there and not (force and there <= set(FILES)):
+        foreign = sorted(there - set(FILES))
+        raise RunExistsError(
+            f"{out} holds {foreign[0]}" if force and foreign else f"{out} exists already",
+            hint="choose another directory with -o"
+            + ("" if force else ", or pass --force to replace a reproducer"),
+        )
     call = calls[0] if other is None else _worst(source, other, calls)
     weights = None
     if model is not None:
@@ -961,8 +942,16 @@ def repro(
         sides = [_side(source, expected, true, expected)]
         if other is not None:
             sides.append(_other_side(source, other, call, operands, expected, true))
-        sides = _told_apart(sides, source, other)
-        stores = {port: store_error(true[port], expected[port].dtype) for port in true}
+        if other is not None and sides[0].label == sides[1].label:  # two machines of one name
+            sides = [
+                replace(side, label=f"{side.label} [{run.path.name}]")
+                for side, run in zip(sides, (source, other), strict=True)
+            ]
+        # ‖round(R) - R‖ / ‖R‖: what storing the right result in its dtype costs
+        rounded = {
+            port: difference(true[port].to(expected[port].dtype), true[port]) for port in true
+        }
+        stores = {port: None if cost is None else cost.rel_l2 for port, cost in rounded.items()}
         title = title_of(call.call, sides, stores, called=called)
         device = (other or source).manifest.environment.device_type
         text = script_text(
@@ -1000,7 +989,21 @@ def _calls_at(
     path = site.partition(":")[0]
     at_site = [call for call in calls if call.path == path]
     if not at_site:
-        raise _no_operator(run, site, calls)
+        paths = sorted({call.path for call in calls}, key=natural_key)
+        module = module_of(site)
+        inside = [p for p in paths if module_of(p) == module]
+        inside = inside or [p for p in paths if module_of(p).startswith(module + ".")]
+        if inside and not is_operator_site(site):
+            raise UsageError(
+                f"{site} is a module, not an operator",
+                hint=f"its operators are {', '.join(f'{p}:out' for p in inside[:6])}"
+                + (f" and {len(inside) - 6} more" if len(inside) > 6 else ""),
+            )
+        raise UsageError(
+            f"no operator at {site} in {run.path}",
+            hint=did_you_mean(site, [f"{path}:out" for path in paths])
+            or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
+        )
     chosen = [
         call
         for call in at_site
@@ -1017,61 +1020,12 @@ def _calls_at(
     return chosen
 
 
-def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
-    paths = sorted({call.path for call in calls}, key=natural_key)
-    if not is_operator_site(site):
-        module = module_of(site)
-        inside = [p for p in paths if module_of(p) == module]
-        inside = inside or [p for p in paths if module_of(p).startswith(module + ".")]
-        if inside:
-            return UsageError(
-                f"{site} is a module, not an operator",
-                hint=f"its operators are {', '.join(f'{p}:out' for p in inside[:6])}"
-                + (f" and {len(inside) - 6} more" if len(inside) > 6 else ""),
-            )
-    return UsageError(
-        f"no operator at {site} in {run.path}",
-        hint=did_you_mean(site, [f"{path}:out" for path in paths])
-        or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
-    )
-
-
-def _check_truth(truth: Run, source: Run, pass_: str) -> None:
-    plan = truth.manifest.plan
-    belongs = plan.anchored_to == source.manifest.id and plan.replayed_pass == pass_
-    if truth.manifest.settings.compute_dtype != "float64" or not belongs:
-        raise UsageError(
-            f"{truth.path} is no float64 replay of {source.path}",
-            hint=command_line("replay", source.path, o="TRUTH", truth=True)
-            + "; or leave it out, and it is computed here",
-        )
-
-
-def _check_folder(out: Path, *, force: bool) -> None:
-    """Only an empty or absent directory is written to, or with ``force`` a reproducer's."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise RunExistsError(f"{out} exists and is not a directory")
-    try:
-        names = {entry.name for entry in out.iterdir()} if out.exists() else set()
-    except OSError as error:
-        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error
-    if names and not (force and names <= set(FILES)):
-        other = sorted(names - set(FILES))
-        raise RunExistsError(
-            f"{out} exists already" if not (force and other) else f"{out} holds {other[0]}",
-            hint="choose another directory with -o"
-            + ("" if force else ", or pass --force to replace a reproducer"),
-        )
-
-
 def _truth(
     true_run: Run | None, call_alone: RecordedCall, operands: list[torch.Tensor],
     notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
-    """The right results by port and what computed them; empty where that cannot be had.
-
-    The operator is run here in any case: what is not safe to run comes into no script.
-    """
+    """The right results by port and what computed them; empty where that cannot be had. The
+    operator is run here in any case: what is not safe to run comes into no script."""
     try:
         results = execute_ports(
             call_alone.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
@@ -1152,17 +1106,6 @@ def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSi
     )
 
 
-def _told_apart(sides: list[RunSide], *runs: Run | None) -> list[RunSide]:
-    """Two machines of one name are told apart by the names of their runs."""
-    if len({side.label for side in sides}) == len(sides):
-        return sides
-    names = [run.path.name for run in runs if run is not None]
-    return [
-        replace(side, label=f"{side.label} [{name}]")
-        for side, name in zip(sides, names, strict=True)
-    ]
-
-
 def _other_side(
     source: Run, other: Run, call: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
     true: Tensors,
@@ -1174,32 +1117,25 @@ def _other_side(
         other_record = _find(other, pass_, record)
         if other_record is not None:
             results[port] = other.read(other_record)
-    if other.manifest.plan.anchored_to != source.manifest.id or pass_ != "replayed":
-        _check_inputs(source, other, pass_, call, operands)
-    return _side(other, results, true, expected)
-
-
-def _check_inputs(
-    source: Run, other: Run, pass_: str, call: RecordedCall, operands: list[torch.Tensor]
-) -> None:
-    """Refuse a pair whose inputs or scalars are not shown to be equal: of other inputs the other
-    machine's result is no fault of its operator."""
+    if other.manifest.plan.anchored_to == source.manifest.id and pass_ == "replayed":
+        return _side(other, results, true, expected)
+    # of other inputs or scalars its result would be no fault of its operator
     first = call.first
     theirs = [c for c in recorded_calls(other, pass_) if c.path == call.path
               and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
-    differs = "its call was not recorded there"
+    differs: str | None = "its call was not recorded there"
     if theirs:
-        difference = what_differs(call, operands, other, theirs[0])
-        if difference is None:
-            return
-        differs = difference
-    raise UsageError(
-        f"inputs differ at {call.path}: this reproducer would blame the operator for what it was "
-        "given",
-        where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
-        hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "
-        "gives its operator these inputs; then --against OTHER",
-    )
+        differs = what_differs(call, operands, other, theirs[0])
+    if differs is not None:
+        raise UsageError(
+            f"inputs differ at {call.path}: this reproducer would blame the operator for what it "
+            "was given",
+            where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: "
+            f"{differs}",
+            hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "
+            "gives its operator these inputs; then --against OTHER",
+        )
+    return _side(other, results, true, expected)
 
 
 def _write(

@@ -19,7 +19,7 @@ from divergence.errors import UsageError
 from divergence.numerics.codes import Quantizer, codes_of, grouped, scales_of, values_of
 from divergence.quantization.scheme import Scheme
 from divergence.recording.structure import describe_modules, routing_modules
-from divergence.run.manifest import Calibration as Recorded
+from divergence.run.manifest import Calibration
 from divergence.run.site import did_you_mean, unescape_path
 
 # Linear layers that follow a scheme, in exact integers where the scheme has integers.
@@ -183,11 +183,8 @@ class _InPlace(TorchFunctionMode):
 
 
 def put_in(module: nn.Module, weights: Weights) -> None:
-    """Make a module's own forward multiply with ``weights``.
-
-    Its class becomes one of the name ``Quantized...``; parameters, hooks and place stay.
-    ``take_out`` undoes it.
-    """
+    """Make a module's own forward multiply with ``weights``. Its class becomes one of the name
+    ``Quantized...``; parameters, hooks and place stay. ``take_out`` undoes it."""
     take_out(module)
     module.__dict__["_quantized"] = weights
     kind: Any = type(module)
@@ -392,11 +389,9 @@ def quantized_weight(
     target: QuantizationTarget, scheme: Scheme, *, smooth: torch.Tensor | None = None,
     limits: Sequence[float] | None = None,
 ) -> list[QuantizedWeight]:  # fmt: skip
-    """A target's matrices under the scheme. ``smooth``, ``limits``: from calibration.
-
-    Raises UsageError for weights that are not finite, for groups that do not divide their rows,
-    and for static scales that no calibration gave.
-    """
+    """A target's matrices under the scheme. ``smooth``, ``limits``: from calibration. Raises
+    UsageError for weights that are not finite, for groups that do not divide their rows, and for
+    static scales that no calibration gave."""
     if scheme.static and limits is None:
         raise UsageError(
             f"{target.name}: nothing entered it during calibration, so it has no static scale",
@@ -462,18 +457,11 @@ _LEAST = 1e-5
 """Of scales and of maxima of weights, as in SmoothQuant's own code."""
 
 
-class CalibratedLimits:
-    """Limits and divisors by name of a matrix."""
-
-    def __init__(self, recorded: Recorded) -> None:
-        self.recorded = recorded
-        self.limits = recorded.limits
-
-    def divisors(self, name: str) -> torch.Tensor | None:
-        """(K,) what inputs of the matrix are divided by."""
-        norm = self.recorded.fed_by.get(name)
-        scales = None if norm is None else self.recorded.scales.get(norm)
-        return None if scales is None else torch.tensor(scales, dtype=torch.float32)
+def divisors_of(calibration: Calibration, name: str) -> torch.Tensor | None:
+    """(K,) what inputs of the matrix of that name are divided by."""
+    norm = calibration.fed_by.get(name)
+    scales = None if norm is None else calibration.scales.get(norm)
+    return None if scales is None else torch.tensor(scales, dtype=torch.float32)
 
 
 class CalibrationWatch:
@@ -547,12 +535,15 @@ def calibration_of(
     watches: Mapping[str, CalibrationWatch],
     targets: Mapping[str, QuantizationTarget],
     scheme: Scheme,
-) -> CalibratedLimits:
+) -> Calibration:
     """What the scheme needs of what was seen. ``targets``: those that are quantised."""
     seen = {name: watch for name, watch in watches.items() if name in targets}
-    fed_by, scales = {}, {}
+    fed_by: dict[str, str] = {}
+    scales: dict[str, list[float]] = {}
     if scheme.smooth is not None:
-        fed_by = _fed_by(seen)
+        # the norm that a matrix reads, where it always was one and the same
+        alone = {name: next(iter(w.fed_by)) for name, w in seen.items() if len(w.fed_by) == 1}
+        fed_by = {name: norm for name, norm in alone.items() if norm is not None}
         for norm in dict.fromkeys(fed_by.values()):
             group = [name for name, fed in fed_by.items() if fed == norm]
             scales[norm] = _migration(group, seen, targets, scheme.smooth)
@@ -565,15 +556,7 @@ def calibration_of(
         least, most = (watch.least / divisors).min(), (watch.most / divisors).max()
         limits[name] = [_outward(float(least)), _outward(float(most))]
     num_tokens = max((watch.num_tokens for watch in seen.values()), default=0)
-    return CalibratedLimits(
-        Recorded(num_tokens=num_tokens, limits=limits, scales=scales, fed_by=fed_by)
-    )
-
-
-def _fed_by(watches: Mapping[str, CalibrationWatch]) -> dict[str, str]:
-    """The norm that a matrix reads, where it always was one and the same."""
-    alone = {name: next(iter(w.fed_by)) for name, w in watches.items() if len(w.fed_by) == 1}
-    return {name: norm for name, norm in alone.items() if norm is not None}
+    return Calibration(num_tokens=num_tokens, limits=limits, scales=scales, fed_by=fed_by)
 
 
 def _migration(

@@ -88,7 +88,24 @@ def record(
     check_output(place, force=force, like=None)
     notes = describe_modules(module)
     selection = SiteSelection([sites] if isinstance(sites, str) else list(sites), notes)
-    identity = _identity(module)
+    # class and weights: equal weights have equal digests, as in a capture
+    state = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
+    digests = {name: digest_tensor(tensor) for name, tensor in state.items()}
+    sizes = [
+        (format_of(tensor.dtype).name, tensor.numel())
+        for tensor in state.values()
+        if tensor.is_floating_point()
+    ]
+    identity = ModelIdentity(
+        source=type(module).__qualname__,
+        model_class=type(module).__name__,
+        task="encoder",
+        config_digest="",
+        dtype=usual_dtype(sizes) or "float32",
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        digest=digest_many(digests),
+        digests=digests,
+    )
     device = next((str(parameter.device) for parameter in module.parameters()), "cpu")
     manifest = Manifest(
         **provenance(device, label=label, command=None),
@@ -153,21 +170,3 @@ def refuse_beside_inputs(options: CaptureOptions, like: object) -> None:
             f"{', '.join(given)}: a module is run as it is, on its inputs",
             hint="inputs, out, sites, label and force apply; capture(PATH, ...) takes all others",
         )
-
-
-def _identity(module: torch.nn.Module) -> ModelIdentity:
-    """Class and weights. Equal weights have equal digests, as in a capture."""
-    state = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
-    digests = {name: digest_tensor(tensor) for name, tensor in state.items()}
-    floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    return ModelIdentity(
-        source=type(module).__qualname__,
-        model_class=type(module).__name__,
-        task="encoder",
-        config_digest="",
-        dtype=usual_dtype((format_of(tensor.dtype).name, tensor.numel()) for tensor in floats)
-        or "float32",
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        digest=digest_many(digests),
-        digests=digests,
-    )

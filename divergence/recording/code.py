@@ -159,7 +159,12 @@ def put_in_namespace(
         same = actual == file and inner.__name__ == name
         return None if same or _decorated(says, inner) else title
     if isinstance(says, ast.ImportFrom):
-        source = _source_module(says, str(space.get("__package__") or ""))
+        home = says.module or ""
+        if says.level:
+            base = str(space.get("__package__") or "").split(".")
+            base = base[: len(base) - says.level + 1]
+            home = ".".join([*base, home] if home else base)
+        source = sys.modules.get(home)
         asked = next(alias.name for alias in says.names if (alias.asname or alias.name) == name)
         there = None if source is None else source.__dict__.get(asked)
         if there is not None and there is not value:
@@ -175,26 +180,15 @@ def _decorated(node: ast.FunctionDef, inner: types.FunctionType) -> bool:
     return bool(node.decorator_list) and is_library(inner)
 
 
-def _source_module(node: ast.ImportFrom, package: str) -> types.ModuleType | None:
-    name = node.module or ""
-    if node.level:
-        base = package.split(".")
-        base = base[: len(base) - node.level + 1]
-        name = ".".join([*base, name] if name else base)
-    return sys.modules.get(name)
-
-
-def replaced_in_torch() -> Iterator[tuple[str, Any]]:
+def replaced_in_torch() -> Iterator[tuple[str, list[types.FunctionType]]]:
     holders = {"torch": torch, "torch.nn.functional": torch.nn.functional,
                "torch.Tensor": torch.Tensor}  # fmt: skip
     for holder, names in _TORCH_FUNCTIONS.items():
         for name in names:
-            function = getattr(holders[holder], name, None)
-            chain = layers(function)
-            if chain and any(
-                func.__globals__.get("__name__", "").partition(".")[0] != "torch" for func in chain
-            ):
-                yield f"{holder}.{name}", function
+            chain = layers(getattr(holders[holder], name, None))
+            homes = (function.__globals__.get("__name__", "") for function in chain)
+            if any(home.partition(".")[0] != "torch" for home in homes):
+                yield f"{holder}.{name}", chain
 
 
 def kernels_replaced() -> list[str]:
@@ -396,8 +390,9 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
     schemes: dict[_Numbers, list[str]] = {}
     kept: list[str] = []
     for path, module in model.named_modules():
-        if _caches(module):
-            continue  # what it quantises are keys and values
+        # of compressed-tensors' attentions what is quantised are keys and values
+        if hasattr(module, "kv_cache") or type(module).__name__ == "QuantizedKVCache":
+            continue
         numbers = _of_module(module)
         if any(numbers) or quantized_by(module):
             schemes.setdefault(numbers, []).append(path)
@@ -447,11 +442,6 @@ def _has_matrix(module: nn.Module) -> bool:
         weight is not None and weight.ndim >= 2 and weight.is_floating_point()
         for weight in module._parameters.values()
     )
-
-
-def _caches(module: nn.Module) -> bool:
-    """Is it an attention whose keys and values compressed-tensors quantises, or what does so?"""
-    return hasattr(module, "kv_cache") or type(module).__name__ == "QuantizedKVCache"
 
 
 def _of_module(module: nn.Module) -> _Numbers:
@@ -664,7 +654,9 @@ class _Reader:
         self._foreign: dict[str, str] = {}
         self.origin = module_text(kind.__module__)
         forward = original_forward(module)
-        if forward is not None or _has_forward(kind):
+        usual = innermost(getattr(kind, "forward", None))
+        has_one = usual is not None and usual.__name__ != "_forward_unimplemented"
+        if forward is not None or has_one:
             self._method("forward", forward)
         hooks = hooks_of(module)
         self.hooked = bool(hooks)
@@ -698,7 +690,8 @@ class _Reader:
             return
         inner = chain[-1]
         if name == "forward":
-            self.origin = _origin(inner)
+            self.origin = module_text(str(inner.__globals__.get("__name__", "?")))
+            self.origin += "" if is_library(inner) else f", {place_of(inner)}"
         if on_instance:
             parts = " and ".join(self._parts(name, function))
             self._say(name, parts if is_own and not added else put_by((added or chain)[0]))
@@ -819,16 +812,6 @@ def _code_plain(value: Any) -> Any:
     return value.fget if isinstance(value, property) else value
 
 
-def _has_forward(kind: type) -> bool:
-    forward = innermost(getattr(kind, "forward", None))
-    return forward is not None and forward.__name__ != "_forward_unimplemented"
-
-
-def _origin(function: types.FunctionType) -> str:
-    name = module_text(str(function.__globals__.get("__name__", "?")))
-    return name if is_library(function) else f"{name}, {place_of(function)}"
-
-
 def _resolve(function: types.FunctionType, chain: tuple[str, ...]) -> tuple[Any, int]:
     """(value, how many parts of the name lead to it); modules are walked through."""
     root = chain[0]
@@ -865,10 +848,9 @@ def _torch_note() -> dict[str, CodeNote]:
     """torch's own functions that something else was put in place of, by name."""
     notes: dict[str, str] = {}
     replaced = []
-    for title, function in replaced_in_torch():
-        chain = layers(function)
-        notes[title] = digest_of(chain[-1], syntax_of(chain[-1])) if chain else ""
-        replaced.append(f"{title} was replaced by {put_by(chain[0] if chain else None)}")
+    for title, chain in replaced_in_torch():
+        notes[title] = digest_of(chain[-1], syntax_of(chain[-1]))
+        replaced.append(f"{title} was replaced by {put_by(chain[0])}")
     for text in kernels_replaced():
         replaced.append(text)
         notes[text.partition(" was ")[0]] = ""

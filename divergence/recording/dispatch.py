@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -27,26 +27,22 @@ from divergence.run.site import escape_path, join_site, operator_path
 
 # Names for the tensors and values that modules and operators take and give.
 #
-# ``forward(hidden, mask=m, position_embeddings=(cos, sin))`` has the ports ``in``,
-# ``in.mask``, ``in.position_embeddings.0`` and ``in.position_embeddings.1``. The
-# first tensor found is always ``in`` (or ``out``), given by position or by name, so
-# that ``layer(hidden)`` and ``layer(hidden_states=hidden)`` have the same sites;
-# the other positional arguments take their names from ``forward``'s signature for the
-# same reason. Caches and other objects are passed by.
+# ``forward(hidden, mask=m, position_embeddings=(cos, sin))`` has the ports ``in``, ``in.mask``,
+# ``in.position_embeddings.0`` and ``….1``. The first tensor is always ``in`` (or ``out``), given by
+# position or by name, and other positional arguments take their names from ``forward``'s signature,
+# so that ``layer(hidden)`` and ``layer(hidden_states=hidden)`` have the same sites. Caches and
+# other objects are passed by.
 #
 # Of an operator the schema tells the names, what is written to and whether chance is in it. Its
-# scalars become JSON, which has no word for a dtype, a device or an infinity: those are objects of
-# one key. What is no scalar at all (a generator) is named by its type, and a call with it cannot be
-# run again.
+# scalars become JSON; what JSON has no word for (a dtype, a device, an infinity) is an object of
+# one key. What is no scalar (a generator) is named by its type: its call cannot be run again.
 
 Leaf = tuple[str, torch.Tensor]
 
 
 def argument_names(module: torch.nn.Module) -> list[str]:
-    """Names of the positional parameters of ``module.forward``; empty where it hides them.
-
-    A wrapper put over one module's forward (tensor parallelism does) has none: then its class's.
-    """
+    """Names of the positional parameters of ``module.forward``; empty where it hides them. A
+    wrapper put over one module's forward (tensor parallelism does) has none: then its class's."""
     names = _positional(module.forward)
     return names or _positional(functools.partial(type(module).forward, module))
 
@@ -366,11 +362,8 @@ _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permu
                             "new_empty_strided"})  # fmt: skip
 
 
-class Emit(Protocol):
-    """Makes a record of the forward under way."""
-
-    def __call__(self, site: str, item: CapturedTensor, call: Call | None = None) -> None: ...
-
+Emit = Callable[[str, CapturedTensor, Call | None], None]
+"""Makes a record of the forward under way: of a site, and the call that gave it."""
 
 Substitution = Callable[[str], torch.Tensor | None]
 """By site: what is put in place of an operator's result in this forward, or None."""
@@ -525,8 +518,19 @@ class OperatorRecorder(TorchDispatchMode):
         if not results:
             self.skipped[f"it {NO_TENSOR}"] += 1
             return result
-        if self._substitute is not None:
-            self._put_in_place(self._substitute, told.where, results)
+        if self._substitute is not None:  # another run's results, into the memory of these
+            for index, tensor in enumerate(results):
+                new = self._substitute(f"{told.where}:out" + (f".{index}" if index else ""))
+                if new is None:
+                    continue
+                if new.numel() != tensor.numel():
+                    raise UsageError(
+                        f"{told.where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is "
+                        "to be put in its place",
+                        hint="substitute from a run of the same tokens, at the same operator",
+                    )
+                tensor.copy_(new.reshape(tensor.shape))
+                self.num_substituted += 1
         with self.paused():
             self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
         return result
@@ -550,23 +554,6 @@ class OperatorRecorder(TorchDispatchMode):
         with self.paused():
             self._note_view(func, (before, *args[1:]), kwargs, tensors_in(result))
         return result
-
-    def _put_in_place(
-        self, substitute: Substitution, where: str, results: list[torch.Tensor]
-    ) -> None:
-        """Writes another run's results into the memory of these."""
-        for index, tensor in enumerate(results):
-            new = substitute(f"{where}:out" + (f".{index}" if index else ""))
-            if new is None:
-                continue
-            if new.numel() != tensor.numel():
-                raise UsageError(
-                    f"{where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is to be "
-                    "put in its place",
-                    hint="substitute from a run of the same tokens, at the same operator",
-                )
-            tensor.copy_(new.reshape(tensor.shape))
-            self.num_substituted += 1
 
     def _told(self, func: Any, named: dict[str, Any]) -> _PendingCall:
         """The call as it is recorded, and the operands that no record holds yet."""
@@ -593,7 +580,7 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> None:
         self._numbers[told.key] += 1
         for site, item in told.pending:
-            self._emit(site, item)
+            self._emit(site, item, None)
         for tensor in written:
             self._flow.written_to(tensor)
             self._weights.pop(storage_of(tensor), None)  # a state from now on, not a weight
@@ -664,7 +651,7 @@ class OperatorRecorder(TorchDispatchMode):
             with _disable_current_modes():
                 self._weight_items[name] = self._keep(parameter)
         if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not
-            self._emit(site, self._weight_items[name])
+            self._emit(site, self._weight_items[name], None)
             self._weight_sites.add(site)
         return site
 

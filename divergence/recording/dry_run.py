@@ -25,6 +25,7 @@ from divergence.options.commands import CaptureOptions
 from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.modules import Recorder
+from divergence.recording.new_run import PlannedSite
 from divergence.recording.passes import (
     can_anchor,
     keeps_tensors,
@@ -49,23 +50,6 @@ from divergence.run.manifest import ModuleNote, StoreMode
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, module_of
 from divergence.training.plan.result import TrainingPlan
-
-
-class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture would write for one site. Bytes are 0 where the tensor is stored at another
-    site."""
-
-    site: str
-    role: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes_prefill: int
-    """Over all prompts."""
-    bytes_per_step: int
-    """Of one decode step of one group."""
-    num_steps: int
-    bytes: int
-    """Over the whole capture."""
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,18 +364,11 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
     if collectives:
         from divergence.collectives.capturing import plan_collectives
 
-        cases = plan_collectives(like, options)
+        rows = plan_collectives(like, options)
     else:
         from divergence.ops.suite.capturing import plan_cases
 
-        cases = plan_cases(suite_of(model), like=like, sites=options.sites)
-    rows = [
-        PlannedSite(
-            site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
-            bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
-        )
-        for case in cases
-    ]  # fmt: skip
+        rows = plan_cases(suite_of(model), like=like, sites=options.sites)
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),
         rows=rows,

@@ -104,10 +104,8 @@ def storage(
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[RunWriter, Keeper]]:
     """The writer of this rank's part of ``out``, and the keeper that fills its buffer.
-
     ``num_bytes``: of tensors, about as many as will be seen. ``note``: told what is done otherwise
-    than usual.
-    """
+    than usual."""
     kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
     if kernel == "compiled":  # loaded now: the writer's thread would keep Python's lock for it
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -241,9 +241,7 @@ USUAL = Forwards()
 
 class Chunks:
     """The chunks of one prefill of ``num_tokens``: each of ``size``, the last one of what is left.
-
-    ``first`` is the number of tokens before the present chunk.
-    """
+    ``first`` is the number of tokens before the present chunk."""
 
     def __init__(self, size: int, num_tokens: int) -> None:
         self._size, self._num_tokens = size, num_tokens

@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -47,39 +47,25 @@ from divergence.run.manifest import StoreMode
 from divergence.run.writer import RunWriter
 
 
-class Event(Protocol):
-    """Of torch.cuda, torch.xpu, torch_npu and others."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Stream(Protocol):
-    """Where copies run."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Start copying, behind all that the compute stream was given; the event is behind it."""
-
-
 class SideStream:
-    """A stream of ``device`` beside the one that the model computes on."""
+    """A stream of ``device`` (torch's, of CUDA, XPU, torch_npu and others) beside the one that the
+    model computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start copying, behind all that the compute stream was given; the event is behind it."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            made = self._module.Event()
-            made.record(self._stream)
-        event: Event = made
+            event = self._module.Event()
+            event.record(self._stream)
         return event
 
 
-def side_stream(device: torch.device) -> Stream | None:
+def side_stream(device: torch.device) -> SideStream | None:
     """None where torch knows no streams of the device: then copies are waited for."""
     module = torch.get_device_module(device)
     if device.type == "cpu" or not all(hasattr(module, name) for name in ("Stream", "stream")):
@@ -101,9 +87,9 @@ def can_pin(device: torch.device) -> bool:
 class DeviceCopies:
     """Copies of one device under way. Used from the model's thread alone."""
 
-    def __init__(self, stream: Stream, *, max_bytes: int) -> None:
+    def __init__(self, stream: SideStream, *, max_bytes: int) -> None:
         self._stream, self._max_bytes = stream, max_bytes
-        self._under_way: deque[tuple[Event, torch.Tensor]] = deque()
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
         self.num_bytes = 0
         """Of clones that wait."""
 
@@ -158,18 +144,16 @@ class CopyKeeper:
 
 
 class BufferKeeper:
-    """Keeps every byte in the writer's buffer: no memory beside it, and no page touched twice.
-
-    A tensor that the buffer can never hold gets memory of its own, and the emptied buffer's goes
-    back to the system meanwhile. ``streams``: tests give others.
-    """
+    """Keeps every byte in the writer's buffer: no memory beside it, and no page touched twice. A
+    tensor that the buffer can never hold gets memory of its own, and the emptied buffer's goes back
+    to the system meanwhile. ``streams``: tests give others."""
 
     def __init__(
         self,
         writer: RunWriter,
         buffer: Buffer,
         *,
-        streams: Callable[[torch.device], Stream | None] = side_stream,
+        streams: Callable[[torch.device], SideStream | None] = side_stream,
     ) -> None:
         self._buffer, self._writer, self._streams = buffer, writer, streams
         self._copies: dict[torch.device, DeviceCopies | None] = {}

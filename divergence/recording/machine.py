@@ -294,10 +294,8 @@ def _is_plain(name: str, value: str) -> bool:
 
 def resolve_device(name: str = "auto") -> str:
     """``auto`` → the accelerator if there is one, else ``cpu``; others are checked to be there.
-
-    ``cuda`` is also the name of ROCm devices, as in torch. An index (``cuda:1``) is kept.
-    Raises UsageError for a name torch does not know and for a device that is not there.
-    """
+    ``cuda`` is also the name of ROCm devices, as in torch. An index (``cuda:1``) is kept. Raises
+    UsageError for a name torch does not know and for a device that is not there."""
     kind, _, index = name.partition(":")
     if kind not in DEVICE_TYPES:
         known = f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)"
@@ -349,6 +347,11 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
     name, count, driver, runtime = cpu, 0, None, None
     if kind != "cpu":
         name, count, driver, runtime = _accelerator_facts(kind, device)
+    versions = {name: text for name in PACKAGES if (text := _installed(name)) is not None}
+    versions["torch"] = str(torch.__version__)  # with the build, e.g. 2.13.0+cpu
+    cudnn = _asked(torch.backends.cudnn, "version")
+    if cudnn not in (None, "None"):
+        versions["cudnn"] = str(cudnn)
     return Environment(
         label=label or (f"{name} ({capability})" if kind == "cpu" else name),
         platform=f"{platform.system()} {platform.machine()}",
@@ -361,7 +364,7 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
         cpu=cpu,
         cpu_capability=capability,
         num_threads=torch.get_num_threads(),
-        versions=_versions(),
+        versions=versions,
         variables={key: _told(os.environ[key]) for key in VARIABLES if key in os.environ},
         architecture=platform.machine() or None,
         cpu_model=cpu_model(),
@@ -431,15 +434,6 @@ def _first_match(path: Path, pattern: str) -> str | None:
     except OSError:
         return None
     return match[1] if match else None
-
-
-def _versions() -> dict[str, str]:
-    versions = {name: text for name in PACKAGES if (text := _installed(name)) is not None}
-    versions["torch"] = str(torch.__version__)  # with the build, e.g. 2.13.0+cpu
-    cudnn = _asked(torch.backends.cudnn, "version")
-    if cudnn not in (None, "None"):
-        versions["cudnn"] = str(cudnn)
-    return versions
 
 
 # Deterministic settings: every switch asked for, and what the machine made of it.
@@ -588,13 +582,29 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
     torch.manual_seed(seed)  # seeds cuda, xpu, mps and registered backends too
     try:
         if enabled:
-            _set_variables(device_type, state, variables)
+            started = bool(getattr(getattr(torch, device_type, None), "is_initialized", bool)())
+            for variable, text in _VARIABLES.get(device_type, ()):
+                held = os.environ.get(variable)
+                if held is not None and held in _AS_GOOD.get(variable, ()):
+                    _note(state, variable, text, held, "set", "kept: it promises as much or more")
+                elif started and held != text:
+                    why = "the device had started already"
+                    _note(state, variable, text, held or "unset", "refused", why)
+                else:
+                    variables[variable], os.environ[variable] = held, text
+                    _note(state, variable, text, held or "unset", "set")
             mode_name = str(mode[0]).lower()
             # warn_only: an operator without a deterministic form is recorded, not fatal.
             torch.use_deterministic_algorithms(True, warn_only=True)
             _note(state, "torch.use_deterministic_algorithms", "true", mode_name, "accepted")
             _set(state, undo, "utils.deterministic.fill_uninitialized_memory", False)
-        pairs = _wanted(device_type)
+        pairs = [
+            pair
+            for table in (_LEGACY, _ATTRIBUTES)
+            for group in ("any", device_type)
+            for pair in table.get(group, ())
+            if hasattr(torch.backends, "fp32_precision") or not pair[0].endswith("fp32_precision")
+        ]
         # All are read before any is set: a general fp32_precision answers for those below it.
         before = {name: _read(name) for name, _ in pairs}
         for name, wanted in pairs:
@@ -613,25 +623,13 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
             with contextlib.suppress(Exception):
                 _write(name, value)
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        for variable, held in variables.items():
+            os.environ.pop(variable, None)
+            if held is not None:
+                os.environ[variable] = held
         random.setstate(rng[0])
         numpy.random.set_state(rng[1])
         torch.set_rng_state(rng[2])
-
-
-def _wanted(device_type: str) -> list[tuple[str, object]]:
-    wanted = [
-        pair
-        for table in (_LEGACY, _ATTRIBUTES)
-        for group in ("any", device_type)
-        for pair in table.get(group, ())
-    ]
-    if hasattr(torch.backends, "fp32_precision"):
-        return wanted
-    return [pair for pair in wanted if not pair[0].endswith("fp32_precision")]
 
 
 def _is_legacy(name: str) -> bool:
@@ -706,24 +704,6 @@ def _look(state: Determinism, name: str) -> None:
         _note(state, f"torch.{name}", "-", str(_now(name)).lower(), "accepted")
     except (AttributeError, RuntimeError, ImportError) as error:
         _note(state, f"torch.{name}", "-", "-", "absent", first_line(error))
-
-
-def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | None]) -> None:
-    module = getattr(torch, device_type, None)
-    started = bool(getattr(module, "is_initialized", bool)())
-    for name, value in _VARIABLES.get(device_type, ()):
-        before = os.environ.get(name)
-        if before is not None and before in _AS_GOOD.get(name, ()):
-            _note(state, name, value, before, "set", "kept: it promises as much or more")
-            continue
-        if started and before != value:
-            _note(
-                state, name, value, before or "unset", "refused", "the device had started already"
-            )
-            continue
-        saved[name] = before
-        os.environ[name] = value
-        _note(state, name, value, before or "unset", "set")
 
 
 @contextlib.contextmanager

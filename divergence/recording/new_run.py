@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from divergence._version import __version__
 from divergence.errors import RunExistsError, RunWriteError
@@ -46,15 +48,31 @@ def provenance(
     }
 
 
-class PlannedCase(NamedTuple):
-    """A case of a suite that would be run: its first tensor's shape and dtype, the bytes of all its
-    inputs (on all ranks)."""
+class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
+    """What a capture would write for one site. Bytes are 0 where the tensor is stored at another
+    site."""
 
-    path: str
-    operator: str
+    site: str
+    role: str
     shape: tuple[int, ...]
     dtype: str
-    num_bytes: int
+    bytes_prefill: int
+    """Over all prompts."""
+    bytes_per_step: int
+    """Of one decode step of one group."""
+    num_steps: int
+    bytes: int
+    """Over the whole capture."""
+
+    @classmethod
+    def of_case(
+        cls, path: str, operator: str, shape: tuple[int, ...], dtype: str, num_bytes: int
+    ) -> PlannedSite:
+        """A case of a suite, by its first tensor; the bytes are those of all its inputs."""
+        return cls(
+            site=path, role=operator, shape=shape, dtype=dtype, bytes_prefill=num_bytes,
+            bytes_per_step=0, num_steps=1, bytes=num_bytes,
+        )  # fmt: skip
 
 
 def operators_manifest(

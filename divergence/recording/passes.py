@@ -281,9 +281,7 @@ def check_forwards(request: Request, session: Session) -> None:
 
 def own_inputs(run: Run) -> Anchor:
     """An Anchor over a run's own free pass: the rows of all steps of a group, one after another.
-
-    None where a site was not seen in every step, or where its tensors are not made of rows.
-    """
+    None where a site was not seen in every step, or where its tensors are not made of rows."""
     samples = run.manifest.tokens.samples
 
     def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
@@ -308,10 +306,8 @@ def run_whole(
     samples: Sequence[SampleTokens],
     groups: Sequence[list[int]],
 ) -> None:
-    """Run every group that made decode steps once, whole.
-
-    The last generated token was never fed forward, so it is left out.
-    """
+    """Run every group that made decode steps once, whole. The last generated token was never fed
+    forward, so it is left out."""
     with recorder.installed():
         for group in groups:
             num_decoded = len(samples[group[0]].generated_ids) - 1
@@ -444,19 +440,14 @@ class FloorSink:
 
 # Anchors: recorded inputs that a pass puts in place of a block's own.
 #
-# ``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way
-# round). The anchored pass is then put together row by row: of each prompt, RUN's recorded tokens
-# go where the new batch has that prompt's tokens.
+# ``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way round).
+# The anchored pass is then put together row by row: RUN's recorded tokens of each prompt go where
+# the new batch has them. Everything else stays the forward's own:
 #
-# Everything else stays the forward's own:
-#
-# * pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong
-#   mask, a kernel whose result depends on the whole batch), that must show. Zeros would hide half
-#   of it.
-# * rows of prompts that had ended in RUN while others go on: they are fed padding.
-# * masks, positions and whatever else has no row of tokens for each prompt.
-#
-# A tensor that cannot be put together is left as it is.
+# * pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong mask,
+#   a kernel whose result depends on the whole batch), that must show;
+# * rows of prompts that had ended in RUN while others go on: they are fed padding;
+# * masks, positions, whatever has no row of tokens for each prompt, and what does not fit.
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
@@ -619,17 +610,16 @@ def recorded_inputs(
     return anchor
 
 
-# The truth that a run carries: its own anchored pass in float64, made by the capture itself, and
-# with ``full`` the free one, in which errors add up and tokens flip.
+# The truth that a run carries: its own anchored pass in float64, and with ``full`` the free one, in
+# which errors add up and tokens flip.
 #
 # The weights are there, so it takes no second command: each block gets the input that the free pass
-# recorded, and every operator is computed in float64 (recording.widening), an operator's weights
-# at a time, on the CPU where the device has no float64. It is made last, so that nothing else that
-# is recorded depends on it.
+# recorded, and every operator is computed in float64 (recording.widening), on the CPU where the
+# device has none. It is made last, so that nothing else that is recorded depends on it.
 #
 # ``auto`` keeps to a share of the time that the capture has taken until then: the prompts' prefills
 # first, then as many decode steps as fit, equally long for each group of prompts. What was covered
-# stands in the manifest. A forward costs about what the last one did.
+# stands in the manifest.
 
 DEFAULT_TRUTH = "auto"
 """Where no run is repeated and nothing else is asked for."""

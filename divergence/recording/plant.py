@@ -298,11 +298,8 @@ def parse_substitutes(
     given: Mapping[str, str | Path | Run | Substitute] | Sequence[str],
 ) -> dict[str, Substitute]:
     """By operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``; in words ``SITE=RUN``, or
-    ``SITE=RUN=OTHER_SITE``.
-
-    Raises UsageError for a site that is no operator's or that the run does not hold, and
-    RunFormatError for an unreadable run.
-    """
+    ``SITE=RUN=OTHER_SITE``. Raises UsageError for a site that is no operator's or that the run does
+    not hold, and RunFormatError for an unreadable run."""
     by_path: dict[str, Substitute] = {}
     named = given if isinstance(given, Mapping) else dict(map(_parted, one_or_more(given)))
     for site, source in named.items():
@@ -312,7 +309,12 @@ def parse_substitutes(
                 hint="for example --substitute model.layers.3.mlp/aten.mul:out=RUN",
             )
         if not isinstance(source, Substitute):
-            source = _opened(site, source)
+            # ``RUN``, or ``RUN=SITE`` where the operator has another site there
+            there, run = site, source
+            path, _, other = str(source).rpartition("=")
+            if not isinstance(source, Run) and path and is_operator_site(other) and ":out" in other:
+                there, run = other, path
+            source = Substitute(Run.open(run), there)
         held = site_names(source.run.records)
         if source.site not in held:
             raise UsageError(
@@ -331,16 +333,6 @@ def _parted(word: str) -> tuple[str, str]:
             hint="for example --substitute model.layers.3.mlp/aten.mul:out=RUN",
         )
     return site, run
-
-
-def _opened(site: str, source: str | Path | Run) -> Substitute:
-    """``RUN``, or ``RUN=SITE`` where the operator has another site there."""
-    if isinstance(source, Run):
-        return Substitute(source, site)
-    path, _, other = str(source).rpartition("=")
-    if path and is_operator_site(other) and ":out" in other:
-        return Substitute(Run.open(path), other)
-    return Substitute(Run.open(source), site)
 
 
 def substituted(

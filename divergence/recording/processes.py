@@ -88,10 +88,8 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
 
 
 def start_ranks(mesh: str | None, device: str) -> Ranks | None:
-    """Join the other processes; None where there is one alone.
-
-    Raises UsageError for a mesh without ranks, and for ranks without a mesh.
-    """
+    """Join the other processes; None where there is one alone. Raises UsageError for a mesh without
+    ranks, and for ranks without a mesh."""
     started, count = "RANK" in os.environ, int(os.environ.get("WORLD_SIZE", "1"))
     if mesh is None:
         if count > 1:
@@ -177,10 +175,8 @@ class Ranks:
 
     def deal(self, groups: Sequence[list[int]], *, together: bool) -> list[list[int]]:
         """The batches that this rank runs, all of them where there are fewer than ranks.
-
-        ``together``: ranks must make equally many forwards (FSDP gathers weights from all): who
-        has nothing left then runs a batch that ``owns`` is false of. All ranks call this once.
-        """
+        ``together``: ranks must make equally many forwards (FSDP gathers weights from all): who has
+        nothing left then runs a batch that ``owns`` is false of. All ranks call this once."""
         count = math.prod(self.sizes.get(name, 1) for name in DATA_AXES)
         self.dealt = 1 < count <= len(groups)
         self._mine = {group[0] for group in groups}

@@ -270,9 +270,7 @@ def group_samples(
 ) -> list[list[int]]:
     """One group a sample, or one for all, or those of ``batches``. The padding is noted in the
     samples: what a batch needs, on the left if ``pad_left``, and ``more_left`` and ``more_right``.
-
-    Raises UsageError for ``batches`` that do not hold each sample once.
-    """
+    Raises UsageError for ``batches`` that do not hold each sample once."""
     if batches is not None:
         parts = [part.split(",") for part in batches.split()]
         groups = []

@@ -1,14 +1,13 @@
 """Quantisers of activations: their codes, recorded and put in place.
 
 A code is a choice that rounding may flip: where x / scale lies next to k + 1/2, two correct
-machines take different codes, and a whole step of error appears out of nothing (compressed-tensors'
-own scale, max|x| / 127.5, puts the largest number of every row onto such a tie). So codes are
+machines take different codes, and a whole step of error appears out of nothing. So codes are
 treated as the experts of a token are. They are recorded with the blocks, at ``MODULE:in.codes``,
 less their zero point; in an anchored pass the other run's are put in place, and the values behind
-them differ by rounding alone; the codes are judged as codes (analyses/codes). In float64, which is
-what a truth computes in, x / scale is recorded before it is rounded: it tells how near a tie lies.
-Keys and values that a cache holds as codes are treated alike, at ``ATTENTION:in.k.codes`` and
-``in.v.codes``, all heads of a token in one row.
+them differ by rounding alone; the codes are judged as codes (analyses/codes). In float64 x / scale
+is recorded before it is rounded: it tells how near a tie lies. Keys and values that a cache holds
+as codes are treated alike, at ``ATTENTION:in.k.codes`` and ``in.v.codes``, all heads of a token in
+one row.
 
 Known of compressed-tensors, whose modules all quantise through one function, and of simulated
 schemes; what other libraries do inside a kernel cannot be seen.
@@ -19,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from divergence.quantization.model import CacheWatch, Watch, cache_of, running_attention, watchable
+from divergence.quantization.model import cache_of, running_attention, watchable
 from divergence.recording.hooks import patched
 from divergence.run.site import CODES, HEAD_CODES, escape_path
 
@@ -51,48 +51,36 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
         for path, module in model.named_modules():
             matrix = watchable(module)
             if matrix is not None:
-                watch = _told_apart(escape_path(path), seen, quiet)
+                watch = partial(_quietly, quiet, seen, escape_path(path), CODES)
                 stack.enter_context(patched(matrix, "watch", watch))
         cache = cache_of(model)
         if cache is not None:
             path_of = stack.enter_context(running_attention(model))
-            of_layers = _told_by_layer(path_of, seen, quiet)
-            stack.enter_context(patched(cache, "watch", of_layers))
+
+            def watch_layer(
+                layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
+            ) -> torch.Tensor | None:
+                path = path_of(layer)
+                if path is None:
+                    return None
+                return _quietly(quiet, seen, escape_path(path), HEAD_CODES[what], codes, told)
+
+            stack.enter_context(patched(cache, "watch", watch_layer))
         stack.enter_context(_watched_library(model, seen, quiet))
         yield
 
 
-def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
-    def watch(codes: torch.Tensor, told: torch.Tensor) -> torch.Tensor | None:
-        with quiet():
-            return seen(path, CODES, codes, told)
-
-    return watch
-
-
-def _told_by_layer(
-    path_of: Callable[[int], str | None], seen: Seen, quiet: Callable[[], Any]
-) -> CacheWatch:
-    def watch(
-        layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
-    ) -> torch.Tensor | None:
-        path = path_of(layer)
-        if path is None:
-            return None
-        with quiet():
-            return _asked(seen, escape_path(path), HEAD_CODES[what], codes, told)
-
-    return watch
+def _quietly(
+    quiet: Callable[[], Any], seen: Seen, path: str, port: str, codes: torch.Tensor,
+    told: torch.Tensor,
+) -> torch.Tensor | None:  # fmt: skip
+    with quiet():
+        return _asked(seen, path, port, codes, told)
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
     """(B, heads, T, D) → (B, T, heads · D): a row a token, as all that is recorded."""
     return heads.transpose(1, 2).flatten(2)
-
-
-def _by_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    heads: torch.Tensor = rows.unflatten(2, (like.shape[1], like.shape[3]))
-    return heads.transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -141,7 +129,10 @@ def _asked(
     if port == CODES:
         return seen(path, port, codes, told)
     given = seen(path, port, _by_token(codes), _by_token(told))
-    return None if given is None else _by_head(given, codes)
+    if given is None:
+        return None
+    heads: torch.Tensor = given.unflatten(2, (codes.shape[1], codes.shape[3]))
+    return heads.transpose(1, 2)
 
 
 def _scale(
@@ -164,9 +155,8 @@ def _codes(
     zero: torch.Tensor | None,
     args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes less their zero point, as what came of them tells; and what is recorded of them.
-
-    A zero point is an integer and a choice of its own: with it a tie in one number would move the
+    """The codes less their zero point, as what came of them tells; and what is recorded of them. A
+    zero point is an integer and a choice of its own: with it a tie in one number would move the
     codes of a whole row."""
     codes = _nearest(_in_steps(result, scale, args), args)
     if value.dtype != torch.float64:

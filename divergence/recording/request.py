@@ -41,11 +41,9 @@ from divergence.run.trust import (
 
 @dataclass(frozen=True, kw_only=True)
 class Request(CaptureOptions):
-    """Everything decided before the model is loaded: the options, and none of them open.
-
-    ``named``: the user named the model; else the run to be repeated did, and it is data alone.
-    ``engine_named``: likewise the engine, which then comes with divergence.
-    """
+    """Everything decided before the model is loaded: the options, and none of them open. ``named``:
+    the user named the model; else the run to be repeated did, and it is data alone.
+    ``engine_named``: likewise the engine, which then comes with divergence."""
 
     model: str
     engine: str

@@ -41,10 +41,8 @@ OPERATORS = "ops@"
 
 
 class SiteSelection:
-    """``wanted(path, port, tensor)`` and the set of modules that need a hook.
-
-    Raises UsageError for a pattern that no module of this model can satisfy.
-    """
+    """``wanted(path, port, tensor)`` and the set of modules that need a hook. Raises UsageError for
+    a pattern that no module of this model can satisfy."""
 
     def __init__(self, sites: Sequence[str], notes: Mapping[str, ModuleNote]) -> None:
         self.sites = expand_sites(sites or ["blocks"])
@@ -144,11 +142,9 @@ _STORES: tuple[StoreMode, ...] = get_args(StoreMode)
 
 
 def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
-    """The mode: as asked for, else that of the run to be repeated, else ``full``.
-
-    Raises UsageError for a mode that there is none of, and for ``only_changed`` without a run that
-    has digests, or with a mode that keeps no bytes anyhow.
-    """
+    """The mode: as asked for, else that of the run to be repeated, else ``full``. Raises UsageError
+    for a mode that there is none of, and for ``only_changed`` without a run that has digests, or
+    with a mode that keeps no bytes anyhow."""
     if store is not None and store not in _STORES:
         raise UsageError(
             f"--store {store}: there are {', '.join(_STORES)}",

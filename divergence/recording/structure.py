@@ -305,23 +305,17 @@ def _dump(node: ast.AST) -> Iterator[str]:
 
 # What the parts of a model are, found from its structure and not from a list of names.
 #
-# A *block list* is an outermost ``ModuleList`` whose members own parameters: the
-# decoder blocks, an encoder's layers, both stacks of an encoder-decoder. Members are
-# *blocks*. Every other module that the owner of a block list, or a parent of an
-# owner, calls directly is *trunk*: embedding, rotary table, final norm, head. One
-# forward passes through trunk and blocks once, in order.
+# A *block list* is an outermost ``ModuleList`` whose members, the *blocks*, own parameters: decoder
+# blocks, an encoder's layers, both stacks of an encoder-decoder. Every other module that the owner
+# of a block list, or a parent of an owner, calls directly is *trunk*: embedding, rotary table,
+# final norm, head. One forward passes through trunk and blocks once, in order.
 #
-# A block with experts says which token goes to which of them. That is recorded with ``blocks``,
-# since one token's error in such a block may mean only that rounding sent it to another expert.
-#
-# * the module called ``experts``: the chosen experts, its integer argument (T, k). So transformers
-#   >= 5 calls them, whatever the model;
-# * the router beside it (``gate``, ``router``, or a class of that name): its first result, the
-#   logits (T, E).
-#
-# Both come as rows of a whole batch, one prompt after another; they are recorded as (B, T, ...),
-# like everything else that has tokens. Where experts are a list of modules (transformers 4) no
-# call tells the choice, and it stays unknown.
+# Which token goes to which expert is recorded with ``blocks``, since one token's error may mean
+# only that rounding sent it to another: the integer argument (T, k) of the module called
+# ``experts``, as transformers >= 5 calls them, and the logits (T, E) of the router beside it
+# (``gate``, ``router``, or a class of that name). Both come as rows of a whole batch and are
+# recorded as (B, T, ...). Where experts are a list of modules (transformers 4) no call tells the
+# choice.
 
 
 def inside(path: str, roots: Iterable[str]) -> bool:
@@ -418,17 +412,14 @@ def by_token(tensor: torch.Tensor, batch: int) -> torch.Tensor:
 
 # Models that run through ``torch.compile``: recorded without being traced; what became of them.
 #
-# Torch must not trace a recorder's hooks. So a recorded compiled module gets them around the
-# compiled call, which stays in one piece; hooks on modules inside it divide its graph there, and
-# fusions across a recorded place are not seen. To record a compiled block as it runs in
-# production, record the block and nothing in it.
+# Torch must not trace a recorder's hooks. A recorded compiled module gets them around the compiled
+# call, which stays in one piece; hooks on modules inside it divide its graph there. To record a
+# compiled block as it runs in production, record the block and nothing in it.
 #
-# Whether a module really ran compiled is taken from torch: its list of compilations (which
-# function, how many operators, why not) and its warnings that a limit of recompilations was
-# reached, after which calls run eager. Torch does not say it call by call, so neither does this.
-#
-# ``torch.compile(module)`` wraps a module in another, under whose name ``_orig_mod`` all its parts
-# would be found; the same compilation is put in place (``module.compile()``), and names stay.
+# Whether a module really ran compiled is taken from torch: its list of compilations, and its
+# warnings that a limit of recompilations was reached, after which calls run eager. Torch does not
+# say it call by call. ``torch.compile(module)`` wraps a module in another, under whose name
+# ``_orig_mod`` all its parts would be found; the same compilation is put in place, and names stay.
 
 _LIMIT = "torch._dynamo hit config."
 _MOST_EVENTS = 1 << 14
@@ -485,10 +476,8 @@ def hooked(
     compiled: bool,
 ) -> Iterator[None]:
     """A pre-hook and a hook (both with keyword arguments) on a module; off again on exit.
-
     ``compiled``: is something in this model compiled? Then torch is told not to trace the hooks,
-    and around a module that is compiled itself they are put around its compiled call.
-    """
+    and around a module that is compiled itself they are put around its compiled call."""
     if compiled:
         import torch._dynamo
 
@@ -515,10 +504,8 @@ def hooked(
 
 
 class CompiledWatch:
-    """Watches what torch compiles while a capture runs; ``notes()`` then says it by region.
-
-    Costs nothing, and imports nothing of torch's compiler, where no module was given to it.
-    """
+    """Watches what torch compiles while a capture runs; ``notes()`` then says it by region. Costs
+    nothing, and imports nothing of torch's compiler, where no module was given to it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

@@ -94,20 +94,17 @@ def _checkpoint(model: Any, *, on: bool = True) -> None:
 # Operators of a training step: of the forward, and of the backward of the same modules.
 #
 # The backward runs outside of all modules. Whose an operator is tells the node of autograd's graph
-# that calls it: nodes are numbered in the order in which the forward made them, and so each belongs
-# to the innermost module whose call made it. Its site is
-# ``model.layers.3.mlp#backward/aten.mm:out``, with the line of the forward operator of which it is
-# the backward.
+# that calls it: nodes are numbered in the order in which the forward made them, and each belongs to
+# the innermost module whose call made it. Its site is ``model.layers.3.mlp#backward/aten.mm:out``,
+# with the line of the forward operator of which it is the backward.
 #
-# Where a tensor was read several times its gradients are added up, by autograd itself. Such a sum
-# is called behind the last of those that are added, and is recorded in that one's module. What
-# adds a parameter's gradient to those of other prompts belongs to no module and is not recorded.
+# Where a tensor was read several times autograd itself adds up its gradients, behind the last of
+# those that are added: that is recorded in that one's module. What adds a parameter's gradient to
+# those of other prompts belongs to no module. A forward that is run again for its activations
+# (gradient checkpointing) is not recorded twice, and what it makes has the names of the first.
 #
-# A forward that is run again for its activations (gradient checkpointing) is what it was the first
-# time: its operators are not recorded twice, and what they make is known by the names of the first.
-#
-# On an accelerator autograd runs a backward in a thread of its own, and in several where there are
-# several devices. While operators are recorded it runs in the calling thread, which moves no bit.
+# On an accelerator autograd runs a backward in threads of its own. While operators are recorded it
+# runs in the calling thread, which moves no bit.
 
 _SUMS = ("aten.add", "aten.add_")
 
@@ -302,22 +299,20 @@ def _is_in(module: str, root: str) -> bool:
 # Hooks of a training step: what the forward gives, and the gradients that enter and leave modules.
 #
 # The backward of a module is written as a call of it: ``model.layers.3#backward:in`` is the
-# gradient of the loss by the block's output, which enters the block's backward,
-# ``...#backward:out`` that by its input, which leaves it, and ``...#backward:out.weight`` that by
-# its parameter. So a backward is compared as a forward is, in its own order of execution.
+# gradient of the loss by the block's output, ``...#backward:out`` that by its input,
+# ``...:out.weight`` that by its parameter. So a backward is compared as a forward is, in its own
+# order of execution.
 #
 # Gradients are seen by hooks of tensors, which change no bit. A tensor that several modules read
-# has one gradient, their sum. So of modules inside a block what enters their backward is recorded,
-# and not what leaves it: to tell apart what each adds, the sums would have to be made in another
-# order. What a block hands out beside its first result it may have used itself, as attention's
-# weights: it hands out a view, whose gradient is what enters from outside alone.
+# has one gradient, their sum: of modules inside a block what enters their backward is recorded, and
+# not what leaves it. What a block hands out beside its first result it may have used itself, as
+# attention's weights: it hands out a view, whose gradient is what enters from outside alone.
 #
-# Anchored, each block gets the other run's input and the other run's incoming gradient, so that a
-# difference in what it hands on, and in its parameters' gradients, was made in it. The graph is cut
-# at the blocks' ends, and all pieces are run by one call of torch's autograd.
-#
-# Parameter gradients are those of the whole step: of all prompts together, each of which is a
-# micro-batch. They are recorded behind the last one.
+# Anchored, each block gets the other run's input and incoming gradient, so that a difference in
+# what it hands on, and in its parameters' gradients, was made in it. The graph is cut at the
+# blocks' ends, and all pieces are run by one call of torch's autograd. Parameter gradients are
+# those of the whole step, of all prompts (each a micro-batch) together, and are recorded behind the
+# last one.
 
 _UPDATE = 16
 """Places in the order for what is recorded of one parameter's update."""
@@ -707,48 +702,39 @@ class TrainingSession:
             ranks.idle = False
             if not ranks.owns(recorder.sample):  # it runs for the others' sake, who wait for it
                 share = 0.0
-            _add_up(model, dealt=ranks.dealt)
+            # FSDP divides gradients by the number of ranks; the loss is a mean over all ranks'
+            # tokens already, where each has its own prompts
+            for module in model.modules() if ranks.dealt else ():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                    module.set_gradient_divide_factor(1.0)
+        low: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._training.autocast is not None:
+            dtype = getattr(torch, self._training.autocast)
+            low = torch.autocast(ids.device.type, dtype=dtype)
         dropout, again = self._training.dropout, self._training.gradient_checkpointing
         with (
             failures(loaded, samples, 0),
             torch.enable_grad(),
             training_mode(model, on=dropout or again, dropout=dropout, checkpointing=again),
         ):
-            with self._autocast(ids.device.type):
-                output = model(input_ids=ids, attention_mask=mask, **_beside(model, mask))
+            known = inspect.signature(model.forward).parameters
+            positions = mask.cumsum(-1).sub(1).clamp(min=0)  # pads in front move no token
+            beside = {"use_cache": False, "position_ids": positions}
+            beside = {name: value for name, value in beside.items() if name in known}
+            with low:
+                output = model(input_ids=ids, attention_mask=mask, **beside)
                 loss = self._loss(output.logits, labels, self._num_labels)
             recorder.backward(loss, share)
         self.losses.append(float(loss.detach().sum()))
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
 
-    def _autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        if self._training.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device, dtype=getattr(torch, self._training.autocast))
-
     def note(self) -> EngineNote:
         return self._inner.note()
 
     def close(self) -> None:
         self._inner.close()
-
-
-def _beside(model: Any, mask: torch.Tensor) -> dict[str, Any]:
-    """What else a forward is given, where the model takes it."""
-    known = inspect.signature(model.forward).parameters
-    positions = mask.cumsum(-1).sub(1).clamp(min=0)  # pads in front move no token
-    values = {"use_cache": False, "position_ids": positions}
-    return {name: value for name, value in values.items() if name in known}
-
-
-def _add_up(model: Any, *, dealt: bool) -> None:
-    """FSDP divides gradients by the number of ranks; the loss is a mean over all ranks' tokens
-    already, where each has its own prompts."""
-    for module in model.modules():
-        if dealt and hasattr(module, "set_gradient_divide_factor"):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            module.set_gradient_divide_factor(1.0)
 
 
 def _refuse(inner: Session, training: Training) -> None:

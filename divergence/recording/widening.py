@@ -1,32 +1,28 @@
 """Widening: run a model's own code with every operator computed in a wider dtype.
 
 `model.double()` is not a float64 model. Hugging Face models cast to float32 inside (norms, softmax,
-rotary tables, router logits), so the very roundings to be measured are kept: the norm's error
-against such a "truth" is exactly 0. Here the casts are intercepted at torch's dispatcher: under
-``Widening(torch.float64)`` an operator gets its floating-point operands widened, and a request for
-a narrower dtype (``.float()``, ``softmax(dtype=torch.float32)``) gives the wide one; so does a
-request for none (``arange(9) / 7``), by torch's default dtype. Parameters and buffers stay as
-loaded, i.e. rounded to the run's dtype, and are widened as they are used.
+rotary tables, router logits), so the very roundings to be measured are kept. Here the casts are
+intercepted at torch's dispatcher: under ``Widening(torch.float64)`` an operator gets its
+floating-point operands widened, and a request for a narrower dtype (``.float()``,
+``softmax(dtype=torch.float32)``), or for none (``arange(9) / 7``), gives the wide one. Parameters
+and buffers stay as loaded, i.e. rounded to the run's dtype, and are widened as they are used:
+beside the model that takes one operator's widened weights (large matrices go in slices of
+``SLICE_NUMEL``).
 
-So the memory needed beside the model is one operator's widened weights (large matrices go in slices
-of ``SLICE_NUMEL``); ``keep_bytes`` of widened weights may be kept, which spares small models the
-repeated widening.
+Where the model's device has no float64 (MPS, Ascend), ``device`` names another, the CPU: operands
+are moved there as they are widened, results stay there, and what the model writes into tensors of
+its own is moved back.
 
-Where the model's device has no float64 (MPS, Ascend), ``device`` names another, the CPU: each
-operator's operands are moved there as they are widened, whatever their kind, results stay there,
-and what is made anew is made there. So the model stays where it is, and the other memory holds one
-operator's weights. What the model writes into tensors of its own is moved back.
-
-Integer and 8-bit arithmetic is left alone. A weight that was dequantised from codes is not widened
-as it was rounded: it is code × scale in the wide dtype (``codes``). Constants that the code itself
-rounds are data like the weights. Code that leaves torch (a compiled kernel, numpy) is out of reach,
-and code that asks ``torch.finfo(x.dtype)`` for its formula gets the limits of the wide dtype.
+Integer and 8-bit arithmetic is left alone. A weight that was dequantised from codes is code × scale
+in the wide dtype (``codes``). Constants that the code itself rounds are data like the weights. Code
+that leaves torch (a compiled kernel, numpy) is out of reach, and code that asks
+``torch.finfo(x.dtype)`` for its formula gets the limits of the wide dtype.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from divergence.errors import UsageError, first_line
-from divergence.recording.engines.codes import QuantizedCodes
+from divergence.recording.engines.load import QuantizedCodes
 
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {
@@ -93,9 +89,7 @@ def _is_view(func: Any) -> bool:
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """``change`` of each tensor, dtype and device among an operator's arguments, or of its results.
-
-    They nest in lists and tuples alone; torch's tree_map, which is general, is slower.
-    """
+    They nest in lists and tuples alone; torch's tree_map, which is general, is slower."""
     if isinstance(value, torch.Tensor | torch.dtype | torch.device):
         return change(value)
     if type(value) in (list, tuple):
@@ -138,7 +132,7 @@ class Widening(TorchDispatchMode):
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
         self.wider |= {_COMPLEX[real]: _COMPLEX[dtype] for real in narrow if real in _COMPLEX}
-        self._functions = _SameDtype(self.wider, self._device)
+        self._functions = _SameDtype(self._wide_result)
         self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
         self._own: dict[Any, Callable[..., torch.Tensor]] = {
             aten.mm.default: self._mm,
@@ -314,11 +308,9 @@ class Widening(TorchDispatchMode):
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """(S, K) rows sorted by expert × (E, K, N): torch's kernel takes no float64. Of a
-        backward (K, S) × (S, N), which is (E, K, N).
-
-        ``offs``: end of each expert's rows. Rows beyond the last end give zeros.
-        """
+        """(S, K) rows sorted by expert × (E, K, N): torch's kernel takes no float64. Of a backward
+        (K, S) × (S, N), which is (E, K, N). ``offs``: end of each expert's rows. Rows beyond the
+        last end give zeros."""
         if offs is not None and left.ndim == 2 and right.ndim == 2:  # (K, S) × (S, N): of weights
             left, right, parts, start = self._wide(left), self._wide(right), [], 0
             for end in offs.tolist():
@@ -353,11 +345,9 @@ class _SameDtype(TorchFunctionMode):
 
     _NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
 
-    def __init__(
-        self, wider: Mapping[torch.dtype, torch.dtype], device: torch.device | None
-    ) -> None:
+    def __init__(self, wide: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._wider, self._device = wider, device
+        self._wide = wide
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -375,11 +365,6 @@ class _SameDtype(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Left out, it is that of what torch computes the norm in: float32 for narrower inputs.
         In float64 it would be another formula."""
-        if eps is None and self._wider:
+        if eps is None:
             eps = torch.finfo(torch.float32).eps
         return (input, normalized_shape, weight, eps), {}
-
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        wide = self._wider.get(tensor.dtype)
-        tensor = _on(self._device, tensor)
-        return tensor if wide is None else tensor.to(wide)

@@ -163,11 +163,6 @@ _OTHERS = ("output_dtype", "cast_forward_inputs", "cast_root_forward_inputs",
            "keep_low_precision_grads", "_module_classes_to_ignore")  # fmt: skip
 
 
-def is_policy(text: str) -> bool:
-    """Is it the text of one?"""
-    return _POLICY.match(text) is not None
-
-
 def fsdp_policy(text: str) -> PrecisionPolicy:
     """Raises UsageError for text that is no call with named arguments."""
     given = _arguments(text)
@@ -252,7 +247,16 @@ def megatron_policy(text: str, where: str) -> PrecisionPolicy:
     if dtype != "float32":
         options["main_weights"] = True
     if on("use_precision_aware_optimizer"):
-        options |= _of_optimizer(given)
+        main = given.get("main_params_dtype", "fp32")
+        if named_dtype(main, "main_params_dtype") != "float32":
+            raise UsageError(
+                f"main_params_dtype is {main}: main weights are tried in float32 alone"
+            )
+        names = ("exp_avg_dtype", "exp_avg_sq_dtype")
+        moments = {named_dtype(given.get(name, "fp32"), name) for name in names}
+        if len(moments) > 1:
+            raise UsageError("exp_avg_dtype and exp_avg_sq_dtype differ: moments are tried in one")
+        options["moments_dtype"] = moments.pop()
     if on("loss_scale"):
         options["loss_scale"] = number(given["loss_scale"], "loss_scale")
     if on("clip_grad"):
@@ -280,17 +284,6 @@ def _megatron_arguments(text: str) -> dict[str, str]:
     return {name: value.strip("\"'") for name, value in arguments.items()}
 
 
-def _of_optimizer(given: dict[str, str]) -> dict[str, Any]:
-    main = given.get("main_params_dtype", "fp32")
-    if named_dtype(main, "main_params_dtype") != "float32":
-        raise UsageError(f"main_params_dtype is {main}: main weights are tried in float32 alone")
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
-    moments = {named_dtype(given.get(name, "fp32"), name) for name in names}
-    if len(moments) > 1:
-        raise UsageError("exp_avg_dtype and exp_avg_sq_dtype differ: moments are tried in one")
-    return {"moments_dtype": moments.pop()}
-
-
 # A precision policy, whosever it is.
 
 MAX_BYTES = 16 << 20
@@ -300,7 +293,7 @@ MAX_BYTES = 16 << 20
 def read_policy(text: str) -> PrecisionPolicy:
     """``text``: FSDP's policy, or the path of a file of DeepSpeed or Megatron-LM. Raises UsageError
     where it is none of them."""
-    if is_policy(text):
+    if _POLICY.match(text) is not None:
         return fsdp_policy(text)
     path, hint = Path(text).expanduser(), sentence(fact("training.policy_forms"))
     with opened(path, error=UsageError, hint=hint) as file:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.arithmetic.additions import find_order, note_finding, typical_error
-from divergence.arithmetic.notebook import Notebook
+from divergence.arithmetic.additions import Notebook, find_order, note_finding, typical_error
 from divergence.comparison.arithmetic import expected_w
 from divergence.run.manifest import ArithmeticFact
 from tests.models.matrix_unit import matrix_unit

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic.additions import cancelling, exact_values
-from divergence.arithmetic.notebook import Notebook
+from divergence.arithmetic.additions import Notebook, cancelling, exact_values
 from divergence.arithmetic.quick import (
     FUNCTIONS,
     MODES,

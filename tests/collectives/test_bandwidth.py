@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.collectives.running import bus_factor
+from divergence.collectives.capturing import bus_factor
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from divergence.ops.allowed import Unsafe, check_operator
-from divergence.ops.backward import BACKWARD_DEFINITIONS, BACKWARD_NAMES
+from divergence.ops.allowed import BACKWARD_NAMES, Unsafe, check_operator
 from divergence.ops.bounds import check_bounds
+from divergence.ops.replay import _DEFINITIONS
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -20,7 +20,7 @@ def random(*shape):
 
 
 def defined(operator, **bound):
-    return BACKWARD_DEFINITIONS[str(operator)](bound, ())
+    return _DEFINITIONS[str(operator)](bound, ())
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])

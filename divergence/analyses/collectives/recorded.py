@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from divergence.collectives.capturing import ORDER, SECONDS, bus_factor
 from divergence.collectives.cases import (
     ADDING,
     COLLECTIVES,
@@ -19,7 +20,6 @@ from divergence.collectives.cases import (
     CollectiveCase,
     case_of,
 )
-from divergence.collectives.running import ORDER, SECONDS, bus_factor
 from divergence.comparison.results import BandwidthRow
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_of

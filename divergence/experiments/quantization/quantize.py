@@ -43,6 +43,7 @@ from divergence.quantization.model import (
     QuantizationTarget,
     QuantizedWeight,
     calibration_of,
+    divisors_of,
     install,
     quantized_weight,
     targets_of,
@@ -150,7 +151,7 @@ class QuantizationTrials:
                 known = calibration_of(self.session.watches, {target.name: target}, alone)
             self._weights[target.name] = quantized_weight(
                 target, self.scheme,
-                smooth=None if known is None else known.divisors(target.name),
+                smooth=None if known is None else divisors_of(known, target.name),
                 limits=None if known is None else known.limits.get(target.name),
             )  # fmt: skip
         return self._weights[target.name]
@@ -783,7 +784,7 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
     known = session.calibration
     if known is None:
         return
-    tokens = known.recorded.num_tokens
+    tokens = known.num_tokens
     if scheme.static:
         yield fact(
             "experiments.static_scales", num_tokens=tokens, num_later=tokens + 1,
@@ -791,8 +792,8 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
         )  # fmt: skip
     if scheme.smooth is not None:
         yield fact(
-            "experiments.migrated_in", num=len(known.recorded.fed_by), total=len(session.targets),
-            num_norms=len(known.recorded.scales),
+            "experiments.migrated_in", num=len(known.fed_by), total=len(session.targets),
+            num_norms=len(known.scales),
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from divergence.ops.suite.definition import (
 )
 from divergence.options.commands import CaptureOptions
 from divergence.recording.machine import Determinism, deterministic_settings, resolve_device
-from divergence.recording.new_run import PlannedCase, operators_manifest
+from divergence.recording.new_run import PlannedSite, operators_manifest
 from divergence.recording.request import taken_from
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
@@ -231,8 +231,10 @@ def capture_suite(
             (progress or silent)("probe", 0, None, "")
             manifest.arithmetic = quick_facts(device)
         with RunWriter(out, manifest, force=force) as writer:
-            runner = _Runner(writer, chosen, device, options.repeat, progress, determinism)
-            runner.run(works)
+            _record_cases(
+                works, writer, chosen, determinism, device=device, repeat=options.repeat,
+                progress=progress or silent,
+            )  # fmt: skip
             determinism.note_in(manifest.settings)
     return Run.open(out)
 
@@ -277,13 +279,13 @@ def truth_of_suite(
     return Run.open(out)
 
 
-def plan_cases(suite: str | None, *, like: Run | None, sites: Sequence[str]) -> list[PlannedCase]:
+def plan_cases(suite: str | None, *, like: Run | None, sites: Sequence[str]) -> list[PlannedSite]:
     """What ``capture_suite`` with the same parameters would run."""
     planned = []
     for work in _works(suite, like, list(sites) or ["*"], {}):
         tensors = [value for value in work.load().values() if isinstance(value, torch.Tensor)]
         planned.append(
-            PlannedCase(
+            PlannedSite.of_case(
                 work.path,
                 work.operator.name,
                 tuple(tensors[0].shape),
@@ -294,80 +296,63 @@ def plan_cases(suite: str | None, *, like: Run | None, sites: Sequence[str]) -> 
     return planned
 
 
-class _Runner:
-    """Runs cases and records them. ``repeat``: how often each is run, to see whether it repeats
-    itself."""
+def _record_cases(
+    works: list[CaseWork], writer: RunWriter, chosen: dict[str, ChosenOperator],
+    determinism: Determinism, *, device: str, repeat: int, progress: Progress,
+) -> None:  # fmt: skip
+    """``repeat``: how often each case is run, to see whether it repeats itself."""
+    manifest = writer.manifest
+    cases = CaseWriter(writer, "free" if manifest.like is None else "replayed")
+    repeated, skipped = Repeatability(num_runs=repeat), manifest.plan.skipped_operators
+    inputs: list[tuple[str, str]] = []
 
-    def __init__(
-        self,
-        writer: RunWriter,
-        chosen: dict[str, ChosenOperator],
-        device: str,
-        repeat: int,
-        progress: Progress | None,
-        determinism: Determinism,
-    ) -> None:
-        self._determinism = determinism
-        self._cases = CaseWriter(writer, "free" if writer.manifest.like is None else "replayed")
-        self._chosen, self._device, self._repeat = chosen, device, repeat
-        self._progress, self._manifest = progress or silent, writer.manifest
-        self._inputs: list[tuple[str, str]] = []
-
-    def run(self, works: list[CaseWork]) -> None:
-        repeated = Repeatability(num_runs=self._repeat)
-        skipped = self._manifest.plan.skipped_operators
-        for number, work in enumerate(works):
-            self._progress("suite", number, len(works), work.path)
-            arguments = work.load()
-            try:
-                outputs = self._call(work, arguments)
-                again = [self._call(work, arguments) for _ in range(self._repeat - 1)]
-            except (Unavailable, Unsafe, NotImplementedError, *_REFUSED) as error:
-                reason = f"{work.operator.name}: {first_line(error, most=160)}"
-                skipped[reason] = skipped.get(reason, 0) + 1
-                continue
-            self._record(work, arguments, outputs)
-            for others in again:
-                for output, other in zip(outputs, others, strict=True):
-                    repeated.num_compared += 1
-                    if digest_tensor(output) != digest_tensor(other):
-                        repeated.num_different += 1
-                        repeated.first_difference = repeated.first_difference or work.path
-        if self._cases.order == 0:
-            raise UsageError(
-                "nothing was recorded: no operator could be run here",
-                where=next(iter(skipped), None),
-            )
-        for reason, count in skipped.items():
-            self._progress("note", 0, None, f"{count} cases were skipped: {reason}")
-        self._manifest.repeatability = repeated
-        self._manifest.model.digest = digest_many(self._inputs)
-
-    def _call(self, work: CaseWork, arguments: Arguments) -> tuple[torch.Tensor, ...]:
-        """Results on the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
-        if self._manifest.like is not None:  # a run chose them: torch's own sees them first
+    def results(work: CaseWork, arguments: Arguments) -> tuple[torch.Tensor, ...]:
+        """On the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
+        if manifest.like is not None:  # a run chose them: torch's own sees them first
             with torch.no_grad(), Checking():
                 work.operator.run(**_copied(arguments, "cpu"))
-        arguments = _copied(arguments, self._device)
-        before = self._determinism.num_fallbacks
+        there = _copied(arguments, device)
+        before = determinism.num_fallbacks
         with torch.no_grad():
-            results = outputs_of(self._chosen[work.operator.full_name].call(**arguments))
-        if self._determinism.num_fallbacks > before:  # nothing that the device computed
-            raise Unavailable(f"the CPU ran it in place of {self._device}")
-        return tuple(result.detach().cpu().contiguous() for result in results)
+            made = outputs_of(chosen[work.operator.full_name].call(**there))
+        if determinism.num_fallbacks > before:  # nothing that the device computed
+            raise Unavailable(f"the CPU ran it in place of {device}")
+        return tuple(result.detach().cpu().contiguous() for result in made)
 
-    def _record(
-        self, work: CaseWork, arguments: Arguments, outputs: tuple[torch.Tensor, ...]
-    ) -> None:
+    for number, work in enumerate(works):
+        progress("suite", number, len(works), work.path)
+        arguments = work.load()
+        try:
+            outputs = results(work, arguments)
+            again = [results(work, arguments) for _ in range(repeat - 1)]
+        except (Unavailable, Unsafe, NotImplementedError, *_REFUSED) as error:
+            reason = f"{work.operator.name}: {first_line(error, most=160)}"
+            skipped[reason] = skipped.get(reason, 0) + 1
+            continue
         name = work.operator.full_name
-        call = self._cases.inputs(work.path, name, arguments)
-        place = operator_path(work.path, name, 1)
-        for argument, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                self._inputs.append((f"{work.path}.{argument}", digest_tensor(value)))
-        for number, output in enumerate(outputs):
-            site = join_site(place, output_port(number))
-            self._cases.put(site, output, call if number == 0 else None)
+        call = cases.inputs(work.path, name, arguments)
+        inputs += [
+            (f"{work.path}.{argument}", digest_tensor(value))
+            for argument, value in arguments.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        for place, output in enumerate(outputs):
+            site = join_site(operator_path(work.path, name, 1), output_port(place))
+            cases.put(site, output, None if place else call)
+        for others in again:
+            for output, other in zip(outputs, others, strict=True):
+                repeated.num_compared += 1
+                if digest_tensor(output) != digest_tensor(other):
+                    repeated.num_different += 1
+                    repeated.first_difference = repeated.first_difference or work.path
+    if cases.order == 0:
+        raise UsageError(
+            "nothing was recorded: no operator could be run here", where=next(iter(skipped), None)
+        )
+    for reason, count in skipped.items():
+        progress("note", 0, None, f"{count} cases were skipped: {reason}")
+    manifest.repeatability = repeated
+    manifest.model.digest = digest_many(inputs)
 
 
 def _works(

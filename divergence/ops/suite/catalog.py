@@ -11,13 +11,15 @@ A user's function takes the operator's arguments by name and returns its results
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
 from divergence.ops.suite.definition import PREFIX, Operator, OperatorCase, Unavailable
 from divergence.ops.suite.operators import (
     activations,
@@ -77,6 +79,56 @@ def cases_in(suite: str) -> Iterator[tuple[Operator, OperatorCase]]:
 def case_path(operator: Operator, case: OperatorCase) -> str:
     """What stands for a module's path in its sites: ``rms_norm.bfloat16.decode.outliers``."""
     return f"{operator.full_name.removeprefix(PREFIX)}.{case.name}"
+
+
+# What ``--impl`` says, of operators or collectives.
+
+Wishes = str | Sequence[str] | Mapping[str, Callable[..., Any]]
+"""Values of ``--impl``, or functions by what they are to run."""
+
+
+def pairs_of(wishes: Wishes) -> list[tuple[str, Any]]:
+    """(where, what): ``where`` is empty of what is meant everywhere. Raises UsageError for half a
+    wish."""
+    if isinstance(wishes, Mapping):
+        return list(wishes.items())
+    pairs = []
+    for wish in [wishes] if isinstance(wishes, str) else wishes:
+        where, equals, what = wish.rpartition("=")
+        if not what or (equals and not where):
+            raise UsageError(
+                f"--impl {wish!r} has nothing {'before' if what else 'behind'} its '='"
+                if equals else "--impl has no name",
+                hint="NAME, WHERE=NAME or WHERE=MODULE:FUNCTION",
+            )  # fmt: skip
+        pairs.append((where, what))
+    return pairs
+
+
+def function_named(name: str, where: str) -> Callable[..., Any]:
+    """The function of ``package.module:function``, for ``where``; modules of the directory that the
+    command was given in count. Raises UsageError."""
+    module, _, attribute = name.partition(":")
+    hint = f"--impl {where}=MODULE:FUNCTION, where python -c 'import MODULE' works"
+    here = os.getcwd()
+    sys.path.insert(0, here)  # searched first, as ``python -m`` does
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module is the user's own
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise UsageError(f"cannot import {name!r}: {kind}{error}", hint=hint) from error
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
+    if not callable(function):
+        raise UsageError(f"{name!r} is not a function", hint=hint)
+    return function
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """As a function that was handed over is recorded."""
+    label: str = getattr(function, "__qualname__", type(function).__name__)
+    return label
 
 
 DEFAULT = "torch"

@@ -248,7 +248,11 @@ class TensorSource:
         keeps more than 24 bits before it is rounded."""
         x = draw(name, shape, values=self.values, dtype=self.dtype, axis=axis)
         tensor = to_tensor(x * scale, self.dtype)
-        return cut_out(tensor) if self.strided else tensor
+        if not self.strided:
+            return tensor
+        # the same values as columns of a wider tensor: not contiguous
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+        return wide[..., : tensor.shape[-1]].copy_(tensor)
 
     def plain(
         self,
@@ -275,14 +279,6 @@ class TensorSource:
         return torch.from_numpy(np.ascontiguousarray(integers(name, shape, 0, high)))
 
 
-def cut_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as columns of a wider tensor: not contiguous."""
-    wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
-    view = wide[..., : tensor.shape[-1]]
-    view.copy_(tensor)
-    return view
-
-
 def cases_of(
     build: Callable[[TensorSource, tuple[int, ...]], Arguments],
     *,
@@ -292,9 +288,7 @@ def cases_of(
     suffix: str = "",
 ) -> Callable[[], Iterator[OperatorCase]]:
     """Cases ``DTYPE.SHAPE.DISTRIBUTION[.SUFFIX]`` for every dtype and entry of ``plan``.
-
-    ``build(source, shape)`` makes the arguments.
-    """
+    ``build(source, shape)`` makes the arguments."""
 
     def cases() -> Iterator[OperatorCase]:
         for dtype in dtypes:
@@ -357,9 +351,7 @@ _STORED: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar(
 
 def stored(x: torch.Tensor) -> torch.Tensor:
     """``x``, an intermediate result that implementations may round to the dtype of the tensors.
-
-    Exactly ``x`` in the truth; off by a rounding where rounding is simulated.
-    """
+    Exactly ``x`` in the truth; off by a rounding where rounding is simulated."""
     change = _STORED.get()
     return x if change is None else change(x)
 
@@ -396,7 +388,12 @@ class RoundingNoise(TorchDispatchMode):
         if result.dtype != torch.float64:
             return result
         if name == "cumsum":
-            return result + self._running_error(result, args[1])
+            # a running sum carries on the rounding of each step; all in one direction where the
+            # addends are equal
+            shape = [1] * result.ndim if self._equal else result.shape
+            noise = torch.randn(shape, generator=self._random, dtype=torch.float64)
+            steps = spacing(result, self._single) * ROUNDING_RMS
+            return result + torch.where(result.isfinite(), (steps * noise).cumsum(args[1]), 0.0)
         moved = self._off(result, self._error(name, result, args, kwargs or {}), self._single)
         if self._equal and name in ("sum", "mean", *_PRODUCTS):
             length = args[0].shape[-1] if name in _PRODUCTS else _ratio(args[0], result)
@@ -427,14 +424,6 @@ class RoundingNoise(TorchDispatchMode):
         # the spacing of subnormals does not shrink with the result
         least = self._single.smallest_subnormal * ROUNDING_RMS
         return (_ROUNDOFF * typical).clamp_min(least * math.sqrt(length))
-
-    def _running_error(self, result: torch.Tensor, axis: int) -> torch.Tensor:
-        """A running sum carries on the rounding of each step; all in one direction where the
-        addends are equal."""
-        shape = [1] * result.ndim if self._equal else result.shape
-        noise = torch.randn(shape, generator=self._random, dtype=torch.float64)
-        steps = spacing(result, self._single) * ROUNDING_RMS
-        return torch.where(result.isfinite(), (steps * noise).cumsum(axis), 0.0)
 
     def _off(self, x: torch.Tensor, error: torch.Tensor, form: Format) -> torch.Tensor:
         """``x`` with an error of that size; beyond the range of ``form``, infinite."""
@@ -474,12 +463,18 @@ def widened(arguments: Arguments) -> Arguments:
 def truth_of(
     operator: Operator, arguments: Arguments, *, equal: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(port, tensor) of everything a truth records of a case; see ops.suite.recording.
-
-    ``equal``: the inputs are all one value, see RoundingNoise.
-    """
+    """(port, tensor) of everything a truth records of a case; see ops.suite.recording. ``equal``:
+    the inputs are all one value, see RoundingNoise."""
     wide = widened(arguments)
-    form = _narrowest(arguments)
+    forms = [
+        format_of(value.dtype)
+        for value in arguments.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    asked = arguments.get("out_dtype")
+    if isinstance(asked, str):
+        forms.append(format_named(asked))
+    form = min(forms, key=lambda form: form.mantissa_bits, default=format_named("float32"))
     truths = outputs_of(operator.truth(**wide))
     trials = [
         outputs_of(result) for result in samples(lambda: operator.truth(**wide), form, equal=equal)
@@ -502,19 +497,6 @@ def truth_of(
             drawn = list(samples(scores_of, form, equal=equal))
             yield f"{port}.scores", scores
             yield f"{port}.floor", _floor(scores, drawn).float()
-
-
-def _narrowest(arguments: Arguments) -> Format:
-    """The format of the floating-point tensors; float32 where there is none."""
-    forms = [
-        format_of(value.dtype)
-        for value in arguments.values()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
-    asked = arguments.get("out_dtype")
-    if isinstance(asked, str):
-        forms.append(format_named(asked))
-    return min(forms, key=lambda form: form.mantissa_bits, default=format_named("float32"))
 
 
 def _difference(truth: torch.Tensor, trial: torch.Tensor) -> torch.Tensor:

@@ -263,11 +263,9 @@ def generate(
 
 
 def control(forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None) -> Any:
-    """A logits processor: notes the greedy choice, and forces the recorded one if there is one.
-
-    Of ``ranks`` with the same prompts one chooses. After ``count`` steps, or when each row has met
-    one of ``ends``, this rank is done, and runs on only for the others.
-    """
+    """A logits processor: notes the greedy choice, and forces the recorded one if there is one. Of
+    ``ranks`` with the same prompts one chooses. After ``count`` steps, or when each row has met one
+    of ``ends``, this rank is done, and runs on only for the others."""
     from transformers import LogitsProcessor
 
     class Control(LogitsProcessor):
@@ -343,9 +341,8 @@ def _decoder_start(model: Any) -> int:
 # An engine is a class with three things (docs/extending.md walks through one):
 #
 # ``name``      what ``--engine`` calls it;
-# ``Options``   a struct with a field for each ``--engine-option KEY=VALUE``: names, types,
-# defaults.
-#               They are recorded in the manifest, and ``--like`` takes them from there;
+# ``Options``   a struct with a field for each ``--engine-option KEY=VALUE``, recorded in the
+#               manifest, from where ``--like`` takes them;
 # ``load``      makes a session of a model.
 #
 # ``sessions.TorchSession`` is the session of any engine whose modules lie in this process and can
@@ -447,9 +444,7 @@ class Engine(Protocol):
 
 def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
     """The engine. Raises UsageError for a name that there is none of, with near ones.
-
-    ``built_in_alone``: what a run names is no reason to import somebody's package.
-    """
+    ``built_in_alone``: what a run names is no reason to import somebody's package."""
     place = BUILT_IN.get(name)
     if place is not None:
         module, _, attribute = place.partition(":")
@@ -488,10 +483,8 @@ def given_options(given: Sequence[str] | Mapping[str, EngineValue]) -> dict[str,
 
 
 def options_for(engine: Engine, values: Mapping[str, EngineValue]) -> EngineOptions:
-    """Values, or their texts, as the engine's own type.
-
-    Raises UsageError for an unknown key (with near ones), and for a value of another type.
-    """
+    """Values, or their texts, as the engine's own type. Raises UsageError for an unknown key (with
+    near ones), and for a value of another type."""
     types = {field.name: field.type for field in msgspec.structs.fields(engine.Options)}
     for key in values:
         if key not in types:

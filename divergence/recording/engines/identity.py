@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -183,10 +184,31 @@ def identify(
             numels = counts | numels
             for target, values in wide.items():
                 narrowed[target] = values | narrowed.get(target, {})
+    dequantized: dict[str, str] = {}  # equal on every machine, where codes and scales are
+    if loaded.codes is not None and ranks is None:
+        products = loaded.codes.weights()
+        dequantized = {path: digest_tensor(weight.detach()) for path, weight in products}
     config: Any = module.config
     tokenizer = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None)
     steady = _steady(config.to_dict())
+    code: dict[str, CodeNote] = {}  # not recorded where that fails, which comparisons say
+    with contextlib.suppress(Exception):  # modules are anybody's code
+        code = code_notes(module)
+    structure: Any = loaded.structure
+    groups: dict[int, list[str]] = {}
+    for name, weight in structure.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(weight), []).append(name)
+    rows: dict[str, int | None] = {}
+    for field, side in (("embedding_rows", "input"), ("head_rows", "output")):
+        try:
+            weight = getattr(getattr(structure, f"get_{side}_embeddings")(), "weight", None)
+        except (AttributeError, NotImplementedError, TypeError):
+            weight = None
+        rows[field] = None if weight is None or weight.ndim != 2 else int(weight.shape[0])
+    tokenizer_size = None
+    with contextlib.suppress(Exception):  # of a tokenizer's own code
+        tokenizer_size = None if tokenizer is None else len(tokenizer)
     # which implementation of experts was chosen is a setting, so no part of the digest
     chosen = getattr(config, "_experts_implementation", None)
     experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
@@ -202,7 +224,7 @@ def identify(
         digests=digests,
         parameters=notes,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
-        dequantized=_dequantized(loaded),
+        dequantized=dequantized,
         quantization=quantization_of(module, loaded.quantization),
         attn_implementation=getattr(config, "_attn_implementation", None),
         tokenizer_digest=tokenizer_digest(tokenizer),
@@ -210,9 +232,11 @@ def identify(
         trust_remote_code=loaded.trust_remote_code,
         missing=loaded.missing,
         config=config_values(steady | experts),
-        code=_code(module),
+        code=code,
         chat_example=chat_example(tokenizer),
-        **_size_facts(loaded.structure, tokenizer),
+        tied=[names for names in groups.values() if len(names) > 1],
+        tokenizer_size=tokenizer_size,
+        **rows,
     )
 
 
@@ -234,13 +258,6 @@ def _stored(loaded: LoadedModel, *, whole: bool = False) -> Iterator[tuple[str, 
             yield name, tensor
     if codes is not None:
         yield from codes.stored()
-
-
-def _dequantized(loaded: LoadedModel) -> dict[str, str]:
-    """Equal codes and scales are multiplied to equal numbers on every machine."""
-    if loaded.codes is None or loaded.ranks is not None:
-        return {}
-    return {path: digest_tensor(weight.detach()) for path, weight in loaded.codes.weights()}
 
 
 def _portable_source(source: str) -> str:
@@ -275,13 +292,6 @@ def _steady(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_steady(item) for item in value]
     return value
-
-
-def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
-    try:
-        return code_notes(module)
-    except Exception:  # modules are anybody's code; then it is not recorded, which comparisons say
-        return {}
 
 
 def tokenizer_digest(tokenizer: Any) -> str | None:
@@ -364,29 +374,6 @@ def _plain(value: Any) -> Any:
 
 def _digest(value: Any) -> str:
     return f"digest {digest_json(value)[:16]}"
-
-
-def _size_facts(module: Any, tokenizer: Any) -> dict[str, Any]:
-    """``tied``, ``embedding_rows``, ``head_rows`` and ``tokenizer_size`` of ModelIdentity."""
-    groups: dict[int, list[str]] = {}
-    for name, weight in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(weight), []).append(name)
-    sizes = {}
-    for field, side in (("embedding_rows", "input"), ("head_rows", "output")):
-        try:
-            weight = getattr(getattr(module, f"get_{side}_embeddings")(), "weight", None)
-        except (AttributeError, NotImplementedError, TypeError):
-            weight = None
-        sizes[field] = None if weight is None or weight.ndim != 2 else int(weight.shape[0])
-    try:
-        tokenizer_size = None if tokenizer is None else len(tokenizer)
-    except Exception:  # of a tokenizer's own code
-        tokenizer_size = None
-    return {
-        "tied": [names for names in groups.values() if len(names) > 1],
-        "tokenizer_size": tokenizer_size,
-        **sizes,
-    }
 
 
 def chat_example(tokenizer: Any) -> str | None:

@@ -19,7 +19,6 @@ import torch
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
-from divergence.recording.engines.codes import QuantizedCodes, dequantize
 from divergence.recording.hooks import USUAL, Forwards, patched
 from divergence.recording.machine import accelerator_type
 from divergence.recording.processes import Ranks
@@ -36,15 +35,13 @@ if TYPE_CHECKING:
 # Where the weights of a model lie, if not all on one device.
 #
 # ``device_map`` leaves some in host memory or on disk. accelerate's hooks bring such a weight in
-# for its module's forward and take it away again; in between torch shows it on the meta device, as
-# a shape without values. Whoever needs the values asks the same hook, for one module at a time, so
-# that never more than one is held.
+# for its module's forward and take it away again; in between torch shows it on the meta device.
+# Whoever needs the values asks the same hook, for one module at a time.
 #
-# Ranks divide a model by transformers' own means, ``DistributedConfig`` (5.23): tensor parallel
-# (``tp_plan``), FSDP2 (``fully_shard``), pipeline stages; every rank then reads only its own part
-# of the weights. That needs accelerate. Without it, or for ranks on the CPU of a machine with an
-# accelerator, each rank loads the whole model into the host's memory, divides it, and keeps its
-# part: the same result, at the price of that memory.
+# Ranks divide a model by transformers' own means, ``DistributedConfig`` (5.23): tensor parallel,
+# FSDP2, pipeline stages; every rank then reads only its part of the weights. That needs accelerate.
+# Without it, or for ranks on the CPU of a machine with an accelerator, each rank loads the whole
+# model into the host's memory and keeps its part.
 
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -149,12 +146,6 @@ def distribution(ranks: Ranks) -> Any | None:
         raise UsageError(f"--mesh cannot be carried out: {error}", hint="fewer axes") from error
 
 
-def as_loaded(ranks: Ranks) -> bool:
-    """Can the model be divided while it is read?"""
-    kind = accelerator_type() or "cpu"
-    return importlib.util.find_spec("accelerate") is not None and ranks.device.startswith(kind)
-
-
 def divide(module: Any, config: Any, ranks: Ranks) -> Any:
     """Divide a model that this rank holds whole, and let go of what is not its own."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -205,6 +196,92 @@ def tensor_plan(module: Any) -> dict[str, str]:
         if style is not None:
             styles[escape_path(path)] = style
     return styles
+
+
+# Codes: the stored weights of a compressed-tensors checkpoint, and what they stand for.
+#
+# Where no kernel multiplies codes, as on a CPU, transformers has compressed-tensors dequantise
+# every weight before the first forward: code × scale, rounded to the scale's dtype. That is done
+# here when the model is loaded, so that every pass runs the same weights; the codes are kept beside
+# them (one byte an element and less). They are what is hashed, since they are what the checkpoint
+# holds, and what a wider pass computes with: code × scale in its own dtype, so that a truth has the
+# scheme's integers exactly. Activations are quantised by the library's own code in the forward;
+# under a wider dtype its scales, quotients and zero points are wide, its codes the nearest integers
+# of those.
+
+
+class QuantizedCodes:
+    """Of each quantised module: its stored tensors, and how they become a weight."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor], Any]] = {}
+
+    def keep(self, path: str, module: torch.nn.Module, scheme: Any) -> None:
+        """The module as it was loaded, before its weight is dequantised."""
+        tensors = {**module._parameters, **module._buffers}  # not those of modules in it
+        own = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+        self._of[path] = module, own, scheme
+
+    @property
+    def paths(self) -> list[str]:
+        return list(self._of)
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name → tensor, as the checkpoint has them."""
+        for path, (_, tensors, _) in self._of.items():
+            for name, tensor in tensors.items():
+                yield f"{path}.{name}", tensor
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Module → what its codes became."""
+        for path, (module, _, _) in self._of.items():
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            yield path, weight
+
+    def by_storage(self) -> dict[int, str]:
+        """Where each dequantised weight lies → its module."""
+        return {weight.untyped_storage().data_ptr(): path for path, weight in self.weights()}
+
+    def exact(self, path: str, dtype: torch.dtype) -> torch.Tensor:
+        """Code × scale, computed in ``dtype``."""
+        from compressed_tensors.compressors.base import BaseCompressor
+
+        _, tensors, scheme = self._of[path]
+        wide = {
+            name: tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+            for name, tensor in tensors.items()
+        }
+        compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
+        weight: torch.Tensor = compressor.decompress(wide, scheme)["weight"]
+        return weight.to(dtype)
+
+
+def dequantize(model: torch.nn.Module, source: str) -> QuantizedCodes | None:
+    """Dequantise a compressed-tensors model now, instead of in its first forward. None where it is
+    none, or where its weights are brought in only when they are needed."""
+    hook = getattr(model, "ct_decompress_hook", None)
+    if hook is None or any(weight.is_meta for weight in model.parameters()):
+        return None
+    from compressed_tensors.compressors.base import decompress_module
+
+    codes = QuantizedCodes()
+    for path, module in model.named_modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None or scheme.weights is None:
+            continue
+        codes.keep(path, module, scheme)
+        try:
+            decompress_module(module)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ModelError(
+                f"the codes of {path} cannot be dequantised: {error}",
+                where=source,
+                hint="are its tensors those that quantization_config in config.json names?",
+            ) from error
+    hook.remove()
+    del model.ct_decompress_hook
+    return codes
 
 
 # Loading a Hugging Face model by hub id or local path, without surprises.
@@ -316,11 +393,8 @@ def load_tokenizer(
 
 
 def load_model(loading: Loading) -> LoadedModel:
-    """Load model and tokenizer.
-
-    Raises ModelError (no such model, no weights, not loadable, does not fit) and
-    UsageError (unknown dtype or attention implementation).
-    """
+    """Load model and tokenizer. Raises ModelError (no such model, no weights, not loadable, does
+    not fit) and UsageError (unknown dtype or attention implementation)."""
     config, ranks = _load_config(loading), loading.ranks
     options: dict[str, Any] = {
         "config": config,
@@ -334,7 +408,9 @@ def load_model(loading: Loading) -> LoadedModel:
     if loading.device_map is not None:
         options["device_map"] = device_map_of(loading.device_map)
     division = None if ranks is None else distribution(ranks)
-    at_once = division is not None and ranks is not None and as_loaded(ranks)
+    # can it be divided while it is read?
+    at_once = division is not None and importlib.util.find_spec("accelerate") is not None
+    at_once = at_once and ranks is not None and ranks.device.startswith(accelerator_type() or "cpu")
     if at_once:
         options["distributed_config"] = division
     quantization = getattr(config, "quantization_config", None)
@@ -569,12 +645,11 @@ def register_operators() -> None:
 
 # A checkpoint's files: are they data alone, and the weights in them by name.
 #
-# A checkpoint that a run names, and not the user, is read only where it is data alone. Weights in
-# safetensors are data. Pickled ones (``pytorch_model.bin``) are read by torch with
-# ``weights_only``, which allows tensors and plain containers; still a pickle is a program, so that
-# only the user can choose it. An adapter (PEFT) names another model and Python modules. What
-# transformers reads of a checkpoint otherwise (config, tokenizer, chat template in jinja's
-# sandbox) is data to it as long as ``trust_remote_code`` is not given.
+# A checkpoint that a run names, and not the user, is read only where it is data alone: safetensors.
+# Pickled weights are read by torch with ``weights_only``; still a pickle is a program, so that only
+# the user can choose it. An adapter (PEFT) names another model and Python modules. What
+# transformers reads otherwise (config, tokenizer, chat template in jinja's sandbox) is data to it
+# as long as ``trust_remote_code`` is not given.
 #
 # Weights that a run recorded by digest alone are found again in the files, so that one tensor costs
 # one tensor; where they name or hold it otherwise (fused experts, tied or computed tensors) the
@@ -592,10 +667,8 @@ def own_dtype(source: str) -> str | None:
 
 
 def check_data_alone(source: str, *, revision: str | None) -> None:
-    """Raise ModelError where loading ``source`` reads a pickle or an adapter.
-
-    What is not there at all (no config, no weights) is left to the loader, which says so.
-    """
+    """Raise ModelError where loading ``source`` reads a pickle or an adapter. What is not there at
+    all (no config, no weights) is left to the loader, which says so."""
     config = None if is_gguf(source) else _file(source, revision, "config.json")
     if config is None:  # or GGUF, which is data
         return
@@ -666,9 +739,7 @@ def _refused(source: str, what: str) -> ModelError:
 
 class Weights:
     """The weights of ``source`` (a directory or hub id), as ``manifest`` says they were loaded.
-
-    Raises ModelError, from ``find``, where the model must be loaded and cannot be.
-    """
+    Raises ModelError, from ``find``, where the model must be loaded and cannot be."""
 
     def __init__(self, source: str, manifest: Manifest, *, trust_remote_code: bool = False) -> None:
         self._source, self._manifest, self._trust = source, manifest, trust_remote_code

@@ -199,17 +199,15 @@ class Graph:
         for path, (first, last, _) in span.items():
             depth, name = path.count("."), escape_path(path)
             ins = [v for v in entering.get(path, ()) if v in self.stream][:1]
-            outs = sorted(self._counting(leaving.get(path, ())), key=lambda v: self.maker[v])
+            made = [value for value in leaving.get(path, ()) if self.is_float(value)]
+            counting = [value for value in made if value in self.stream] or made
+            outs = sorted(counting, key=lambda v: self.maker[v])
             events.append((first, 0, depth, [Port(name, "in", value) for value in ins]))
             named = [Port(name, f"out.{n}" if n else "out", v) for n, v in enumerate(outs)]
             events.append((last, 1, -depth, named))
         events.sort(key=lambda event: event[:3])
         inner = [port for *_, ports in events for port in ports]
         return [Port(ROOT, "in", self.tokens), *inner, Port(ROOT, "out", self.logits)]
-
-    def _counting(self, values: Iterable[str]) -> list[str]:
-        every = [value for value in values if self.is_float(value)]
-        return [value for value in every if value in self.stream] or every
 
     def is_float(self, value: str) -> bool:
         """By its type, where the file tells it; a value of unknown type may be."""
@@ -406,7 +404,6 @@ _BFLOAT16 = 16
 _LEVELS = {"disable": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED",
            "all": "ENABLE_ALL"}  # fmt: skip
 _FOLDER = "session.model_external_initializers_file_folder_path"
-LEVELS = tuple(_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,9 +446,7 @@ class Runtime:
 
 class Subgraph:
     """A part of the graph: it is given ``cuts`` and the graph's inputs, and gives ``targets``.
-
-    ``whole``: all of the graph, as it is, with the targets beside its outputs.
-    """
+    ``whole``: all of the graph, as it is, with the targets beside its outputs."""
 
     def __init__(
         self,
@@ -489,8 +484,11 @@ def _part(
 ) -> Any:
     import onnx
 
-    part = onnx.ModelProto()
-    part.CopyFrom(_frame(graph.model))
+    # versions and functions of the whole
+    model = graph.model
+    part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
+    part.opset_import.extend(model.opset_import)
+    part.functions.extend(model.functions)
     known = {spec.name: spec for spec in (*graph.model.graph.value_info, *graph.model.graph.output,
                                        *graph.model.graph.input)}  # fmt: skip
     chosen = [graph.nodes[number] for number in nodes]
@@ -501,27 +499,13 @@ def _part(
         constant for n, constant in graph.constants.items() if whole or n in used
     )
     for name in graph.inputs if whole else inputs:
-        part.graph.input.append(known.get(name) or _typed(name, graph.types.get(name, 1)))
+        element = graph.types.get(name, 1)
+        value = known.get(name) or onnx.helper.make_tensor_value_info(name, element, None)
+        part.graph.input.append(value)
     outputs = [*graph.outputs, *targets] if whole else targets
     for name in dict.fromkeys(outputs):
         part.graph.output.append(known.get(name) or onnx.ValueInfoProto(name=name))
     return part
-
-
-def _frame(model: Any) -> Any:
-    """The model without its graph: versions and functions."""
-    import onnx
-
-    frame = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
-    frame.opset_import.extend(model.opset_import)
-    frame.functions.extend(model.functions)
-    return frame
-
-
-def _typed(name: str, element: int) -> Any:
-    from onnx import helper
-
-    return helper.make_tensor_value_info(name, element, None)
 
 
 def _given(tensor: torch.Tensor, element: int) -> Any:
@@ -807,7 +791,13 @@ class GraphRecorder(Recorder):
         super().__init__(model, notes, **how)
         parts = _parts(graph, notes)
         self._parts = [] if self._anchor is None else parts
-        self._ports = [port for port in _with_tables(graph.ports, parts) if self._takes(port)]
+        tables = {part.path: part.ins[1:] for part in parts}  # rotary ones, which blocks take
+        ports = [
+            tap
+            for port in graph.ports
+            for tap in (port, *(tables.get(port.path, ()) if port.port == "in" else ()))
+        ]
+        self._ports = [port for port in ports if self._takes(port)]
         self.num_taps = 0
 
     def _takes(self, port: Port) -> bool:
@@ -952,16 +942,6 @@ def _parts(graph: Graph, notes: Mapping[str, ModuleNote]) -> list[_Part]:
     return parts
 
 
-def _with_tables(ports: list[Port], parts: list[_Part]) -> list[Port]:
-    """The graph's ports, and those at which blocks take rotary tables."""
-    tables = {part.path: part.ins[1:] for part in parts}
-    return [
-        tap
-        for port in ports
-        for tap in (port, *(tables.get(port.path, ()) if port.port == "in" else ()))
-    ]
-
-
 def feeds(graph: Graph, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """The graph's inputs for a whole forward. A cache that it wants is empty."""
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
@@ -1056,15 +1036,6 @@ class OnnxOptions(EngineOptions, frozen=True, kw_only=True):
     """The directory of config and tokenizer; None: that of the ONNX file."""
 
 
-def check_level(level: str) -> None:
-    """Raise UsageError for a level of optimisation that there is none of."""
-    if level not in LEVELS:
-        raise UsageError(
-            f"--engine-option optimization={level}: there is no such level",
-            hint=did_you_mean(level, LEVELS, count=1) or f"one of {', '.join(LEVELS)}",
-        )
-
-
 def installed(name: str) -> str:
     """The version. Raises ModelError where it is not installed, broken or too old."""
     hint = "pip install 'divergence-debug[onnx]'"
@@ -1125,7 +1096,12 @@ class OnnxEngine:
                 "--engine onnx runs in one process, on one execution provider",
                 hint="leave out --mesh and --device-map",
             )
-        check_level(options.optimization)
+        level = options.optimization
+        if level not in _LEVELS:
+            raise UsageError(
+                f"--engine-option optimization={level}: there is no such level",
+                hint=did_you_mean(level, _LEVELS, count=1) or f"one of {', '.join(_LEVELS)}",
+            )
         device, _, number = loading.device.partition(":")
         provider = provider_for(options.provider, device)
         path = expanded(loading.source)

@@ -21,10 +21,10 @@ from divergence.errors import UsageError
 from divergence.numerics.codes import Quantizer
 from divergence.quantization.model import (
     HELD,
-    CalibratedLimits,
     QuantizedCache,
     calibration_of,
     chosen,
+    divisors_of,
     install,
     quantized_weight,
     targets_of,
@@ -39,6 +39,7 @@ from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks import patched
 from divergence.run.manifest import (
+    Calibration,
     EngineNote,
     EngineValue,
     Manifest,
@@ -124,7 +125,7 @@ class QuantizeSession(TorchSession):
             targets = {}
         self.targets = {tgt.name: tgt for tgt in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
-        self.calibration: CalibratedLimits | None = None
+        self.calibration: Calibration | None = None
         self._cache = contextlib.ExitStack()
         self.watches: Mapping[str, Watch] = {}
 
@@ -144,7 +145,7 @@ class QuantizeSession(TorchSession):
         known = None if like is None else like.calibration
         own = self.options.items()
         if like is not None and known and all(like.options.get(key) == v for key, v in own):
-            self.calibration = CalibratedLimits(known)
+            self.calibration = known
             return
         with watching(self.loaded.module, targets_of(self.loaded.module)) as self.watches:
             for sample in samples:
@@ -158,7 +159,7 @@ class QuantizeSession(TorchSession):
         known = self.calibration
         return quantized_weight(
             self.targets[name], self.scheme,
-            smooth=None if known is None else known.divisors(name),
+            smooth=None if known is None else divisors_of(known, name),
             limits=None if known is None else known.limits.get(name),
         )  # fmt: skip
 
@@ -183,7 +184,7 @@ class QuantizeSession(TorchSession):
         note.facts["kept"] = ", ".join(self.kept[:8]) + (
             f" and {len(self.kept) - 8} more" if len(self.kept) > 8 else ""
         )
-        note.calibration = None if self.calibration is None else self.calibration.recorded
+        note.calibration = self.calibration
         return note
 
     def close(self) -> None:
@@ -204,9 +205,8 @@ def _numbers(quantizer: Quantizer | None, *, dynamic: bool) -> QuantizedNumbers 
 @contextlib.contextmanager
 def quantised_cache(quantizer: Quantizer | None, model: nn.Module) -> Iterator[set[int]]:
     """Keys and values go through codes before a cache of transformers holds them; (B, heads, T, D),
-    a scale for each token and head. The step that makes them reads them from there too.
-
-    Gives the numbers of the layers that filled a cache."""
+    a scale for each token and head. The step that makes them reads them from there too. Gives the
+    numbers of the layers that filled a cache."""
     if quantizer is None:
         yield set()
         return

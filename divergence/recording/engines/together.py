@@ -1,16 +1,15 @@
 """The decode steps of a truth, many in one forward.
 
-A truth feeds tokens that are known beforehand, and in float64 it does not matter to the result, but
-for rounding at 2^-53, whether they go through the model one by one or together. One by one each
-forward reads every weight for a single row, which is what its time goes into. So after the prefill,
-which is made as ever, up to ``MOST_STEPS`` tokens are fed at once behind the same cache, and what
-each step would have given is cut out.
+A truth feeds tokens that are known beforehand, and in float64 the result does not depend, but for
+rounding at 2^-53, on whether they go through the model one by one or together. One by one each
+forward reads every weight for a single row. So after the prefill up to ``MOST_STEPS`` tokens are
+fed at once behind the same cache, and what each step would have given is cut out.
 
 Of each such forward the first and the last step are made alone as well, the last one behind a cache
-that was filled in another division, and all that is recorded must agree (hooks.rows). Where it does
-not, in a model with a state, with rotary tables that depend on the length, with sites whose tensors
-have no row a token, the cache is set back and all further steps of the truth are made one by one.
-Caches of other kinds than keys and values, whole or of a sliding window, are not tried.
+that was filled in another division, and all that is recorded must agree (hooks.Rows). Where it does
+not (a model with a state, rotary tables that depend on the length, tensors without a row a token),
+the cache is set back and all further steps are made one by one. Caches of other kinds than keys and
+values, whole or of a sliding window, are not tried.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -207,31 +205,26 @@ class _Group:
         layers = _marks(self._cache, num_fed=self._num_fed)
         if layers is None:
             return None
-        return _Mark(self._num_fed, layers, _states(self._model))
+        return self._num_fed, layers, _states(self._model)
 
     def set_back(self, mark: _Mark) -> None:
         """Forget what was fed since ``mark``: in the cache, and in modules that note lengths
         (dynamic rotary tables)."""
-        self._num_fed = mark.num_fed
-        for number, kept in enumerate(mark.layers):
+        self._num_fed, layers, modules = mark
+        for number, kept in enumerate(layers):
             layer = self._cache.layers[number]
             if kept is not None:
                 self._cache.layers[number] = copy.copy(kept)
                 continue
             layer.keys, layer.values = (
-                tensor[..., : mark.num_fed, :] for tensor in (layer.keys, layer.values)
+                tensor[..., : self._num_fed, :] for tensor in (layer.keys, layer.values)
             )
-        _restore(mark.modules)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    num_fed: int
-    layers: list[Any]
-    modules: _States
+        _restore(modules)
 
 
 _States = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]
+_Mark = tuple[int, list[Any], _States]
+"""Number of tokens that were fed, the cache's layers, what modules held."""
 
 
 def _states(model: torch.nn.Module) -> _States:

@@ -74,11 +74,8 @@ def metric_of(name: str) -> str | None:
 
 
 def read_losses(path: str) -> Curves:
-    """The curves at ``path``.
-
-    Raises UsageError where there is no such file, or TensorBoard is needed and absent, and
-    DumpError for a file that holds no loss or is damaged.
-    """
+    """The curves at ``path``. Raises UsageError where there is no such file, or TensorBoard is
+    needed and absent, and DumpError for a file that holds no loss or is damaged."""
     place = Path(path).expanduser()
     if not place.exists():
         raise UsageError(f"there is no file {path}", hint="check the path")
@@ -175,7 +172,13 @@ def _scalars(place: Path) -> Iterable[Row]:
             "event files are read with tensorboard, which is not installed", where=str(place),
             hint='pip install "divergence-debug[tensorboard]", or export the scalar as CSV',
         ) from error  # fmt: skip
-    _check_events(place)
+    # TensorBoard reads whatever is called so, to any length that a record is said to have
+    total = 0
+    for path in _events(place) if place.is_dir() else [place]:
+        with opened(inside(place, path.name) if place.is_dir() else path) as file:
+            total += os.fstat(file.fileno()).st_size
+    if total > MAX_TEXT_BYTES:
+        raise DumpError(f"{total:,} bytes are more than a curve takes", where=str(place))
     everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
     try:
         events = EventAccumulator(str(place), size_guidance=everything)
@@ -201,16 +204,6 @@ def _scalars(place: Path) -> Iterable[Row]:
 
 def _events(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if EVENTS in path.name]
-
-
-def _check_events(place: Path) -> None:
-    """TensorBoard reads whatever is called so, to any length that a record is said to have."""
-    total = 0
-    for path in _events(place) if place.is_dir() else [place]:
-        with opened(inside(place, path.name) if place.is_dir() else path) as file:
-            total += os.fstat(file.fileno()).st_size
-    if total > MAX_TEXT_BYTES:
-        raise DumpError(f"{total:,} bytes are more than a curve takes", where=str(place))
 
 
 def _number(value: Any, where: str, name: str) -> float:

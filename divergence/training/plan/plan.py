@@ -6,37 +6,645 @@ pipeline stages, tensor parallelism of experts, a forward that needs values.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from divergence.errors import DivergenceError, UsageError, first_line
+from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.facts import Fact, fact, with_sentences
 from divergence.options.commands import PlanOptions, link_rate
 from divergence.recording.engines.load import LoadedModel, tensor_plan
+from divergence.recording.hooks import swapped
 from divergence.recording.processes import parse_mesh
 from divergence.recording.request import Request
 from divergence.recording.structure import describe_modules
+from divergence.recording.training import training_mode
 from divergence.run.site import escape_path
-from divergence.training.plan.result import TrainingPlan
-from divergence.training.plan.step import (
-    GATHERED,
-    REDUCED,
-    SHARED,
-    StepLayout,
-    Stepped,
-    Wanted,
-    gradient_traffic,
-    kept_parts,
-    pieces_of,
-    run_step,
-    shrink,
-    tensor_traffic,
-    whole_parameters_bytes,
-)
+from divergence.training.plan.result import Activations, Collective, Kept, TrainingPlan
+
+# Bytes of parameters, gradients and optimizer state on one rank, from shapes and dtypes.
+#
+# Per parameter, in bytes (Ψ parameters on a rank; ZeRO divides over N ranks):
+#
+# =====================  =======  =========  ============  =======  =====================
+# training               weights  gradients  main weights  moments  in all
+# =====================  =======  =========  ============  =======  =====================
+# 16 bits, main weights  2        2          4             8        16  (ZeRO's "mixed precision")
+# float32 (autocast too) 4        4          -             8        16
+# 16 bits alone          2        2          -             4         8
+# =====================  =======  =========  ============  =======  =====================
+#
+# for Adam; SGD without momentum has no moments. With main weights ZeRO's stages are 16Ψ;
+# 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+# Trillion Parameter Models", arXiv 1910.02054, section 5).
+#
+# Stages 1 and 2 divide all elements evenly, as DeepSpeed and Megatron do. Stage 3 divides each
+# parameter along its first dimension, as torch's ``fully_shard`` does: the first ranks hold
+# ceil(rows/N) of its rows. ``whole_parameters_bytes`` is what torch's ``ZeroRedundancyOptimizer``
+# does at stage 1. Moments lie in the dtype of what they update. Not counted: a step counter of 4
+# bytes for each tensor, and what an allocator adds.
+
+MOMENTS = {"adamw": 2, "sgd": 0}
+"""Tensors of a parameter's shape that each optimizer keeps."""
+
+
+class RankParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter on a rank, tensor parallelism done and ZeRO not yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of an element."""
+    trained: bool = True
+    """Has it a gradient?"""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def rows_numel(self, num_ranks: int) -> int:
+        """Elements on the first rank where ``num_ranks`` divide the first dimension."""
+        if num_ranks == 1 or not self.shape:
+            return self.numel
+        return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
+
+
+def pieces_of(module: object) -> list[RankParameter]:
+    """The parameters of a torch module, each once, whatever device they lie on."""
+    named = module.named_parameters()  # type: ignore[attr-defined]
+    return [
+        RankParameter(
+            name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
+            trained=parameter.requires_grad,
+        )
+        for name, parameter in named
+    ]  # fmt: skip
+
+
+def kept_parts(
+    pieces: Sequence[RankParameter],
+    *,
+    optimizer: str,
+    main_weights: bool,
+    zero: int,
+    num_ranks: int,
+) -> list[Kept]:
+    """What stays in memory from step to step, on the rank that holds most. ``num_ranks``: N. Raises
+    UsageError for an optimizer or a stage that is not known."""
+    if optimizer not in MOMENTS:
+        raise UsageError(
+            f"--optimizer-step {optimizer}: its state is not known", hint=f"{' or '.join(MOMENTS)}"
+        )
+    if zero not in range(4):
+        raise UsageError(f"--zero {zero} is no stage of ZeRO", hint="0, 1, 2 or 3")
+    trained = [piece for piece in pieces if piece.trained]
+    sizes = {piece.itemsize for piece in trained}
+
+    def part(
+        name: str, of: Sequence[RankParameter], factor: int, size: int | None, stage: int
+    ) -> Kept:
+        """``factor`` tensors of each shape; ``size``: bytes of an element, None for its own."""
+        divided = zero >= stage and num_ranks > 1
+        if not divided:
+            total = sum(factor * p.numel * (size or p.itemsize) for p in of)
+        elif zero == 3:
+            total = sum(factor * p.rows_numel(num_ranks) * (size or p.itemsize) for p in of)
+        else:  # one flat tensor in equal parts
+            total = sum(factor * -(-p.numel // num_ranks) * (size or p.itemsize) for p in of)
+        own = {p.itemsize for p in of}
+        each = str(factor * (size or own.pop())) if size or len(own) == 1 else "(2..4)"
+        return Kept(name=name, formula=f"{each}Ψ{'/N' if divided else ''}", bytes=total)  # type: ignore[arg-type]
+
+    parts = [part("parameters", pieces, 1, None, 3), part("gradients", trained, 1, None, 2)]
+    with_main = main_weights and any(size < 4 for size in sizes)
+    if with_main:
+        parts.append(part("main weights", trained, 1, 4, 1))
+    if MOMENTS[optimizer]:
+        parts.append(part("moments", trained, MOMENTS[optimizer], 4 if with_main else None, 1))
+    return parts
+
+
+def whole_parameters_bytes(
+    pieces: Sequence[RankParameter], *, optimizer: str, num_ranks: int
+) -> int:
+    """Moments on the fullest rank where each parameter's lie whole on one: greedily, the largest
+    first, each to the rank that has least (``torch.distributed.optim.ZeroRedundancyOptimizer``)."""
+    ranks, held = [0] * num_ranks, [0] * num_ranks
+    for piece in sorted((p for p in pieces if p.trained), key=lambda p: p.numel, reverse=True):
+        rank = ranks.index(min(ranks))
+        ranks[rank] += piece.numel
+        held[rank] += MOMENTS[optimizer] * piece.bytes
+    return max(held)
+
+
+# A rank's part of a model under tensor parallelism, as shapes, without any other rank.
+#
+# The model's own plan (``tp_plan`` of transformers) says which matrices are divided by rows and
+# which by columns. Weights are made that much smaller and the forward is run as it stands:
+# attention and MLP then compute this rank's heads and columns, as they do in a real run. What the
+# plan holds beyond that (experts, sequence parallelism) is refused rather than guessed.
+
+_COLUMNS = ("colwise", "packed_colwise")
+GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Their output is put together from all ranks' parts: an all-gather in the forward."""
+_ROWS = ("rowwise", "packed_rowwise")
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+
+REDUCED = (*_ROWS, "embedding_rowwise")
+"""Their outputs are sums over ranks: an all-reduce in the forward."""
+SHARED = (*_COLUMNS, *GATHERED)
+"""Their input is the same on all ranks: its gradient is a sum, an all-reduce in the backward."""
+
+
+def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -> None:
+    """Make the weights of ``module`` (on the meta device) the first rank's part. ``styles``: module
+    path → style, as ``engines.placement.tensor_plan`` gives it. Raises ModelError where the model
+    has no plan, or one with a style that is not known here."""
+    if not styles:
+        raise ModelError(
+            f"{type(module).__name__} has no plan for tensor parallelism",
+            hint="plan it without the axis tp",
+        )
+    for path, style in styles.items():
+        if style in _WHOLE:
+            continue
+        part: Any = module.get_submodule(path)
+        if style not in SHARED + REDUCED or not isinstance(
+            part, torch.nn.Linear | torch.nn.Embedding
+        ):
+            raise ModelError(
+                f"how {style!r} divides {type(part).__name__} is not known to the plan",
+                where=path, hint="plan it without the axis tp",
+            )  # fmt: skip
+    method = getattr(module, "get_input_embeddings", None)
+    tied = getattr(None if method is None else method(), "weight", None)
+    for path, style in styles.items():
+        if style not in _WHOLE:
+            part = module.get_submodule(path)
+            if part.weight is not tied or style == "embedding_rowwise":
+                _shrink_one(part, style, num_ranks)
+
+
+def _shrink_one(part: Any, style: str, num_ranks: int) -> None:
+    axis = 1 if style in _ROWS else 0
+    whole = part.weight.shape[axis]
+    own = -(-whole // num_ranks)
+    part.weight = _first(part.weight, axis, own)
+    if axis == 0 and getattr(part, "bias", None) is not None:
+        part.bias = _first(part.bias, 0, own)
+    if style in GATHERED:
+        part.register_forward_hook(
+            lambda _part, _inputs, output: torch.cat([output] * num_ranks, -1)[..., :whole]
+        )
+
+
+def _first(weight: torch.nn.Parameter, axis: int, length: int) -> torch.nn.Parameter:
+    part = torch.empty_like(weight.narrow(axis, 0, length), device="meta")
+    return torch.nn.Parameter(part.contiguous(), requires_grad=weight.requires_grad)
+
+
+# Bytes that the collectives of one training step move, and how long a link takes for them.
+#
+# Of n ranks each sends, and receives, (n-1)/n of a tensor in a reduce-scatter or an all-gather, and
+# twice that in an all-reduce, which is one after the other (ring: Patarasuk and Yuan, "Bandwidth
+# optimal all-reduce algorithms for clusters of workstations", 2009; in NCCL's words the bus
+# bandwidth's factor). For G bytes of gradients and P of parameters on a rank:
+#
+# ========  ==========================================================================
+# ZeRO 0    all-reduce of G
+# ZeRO 1-2  reduce-scatter of G, all-gather of P
+# ZeRO 3    all-gather of P in the forward, again in the backward of what was let go in
+#           between, reduce-scatter of G (arXiv 1910.02054, section 7: 1.5 times ZeRO 0)
+# tp        all-reduce of each row-divided matrix's output in the forward, and of each
+#           column-divided matrix's input gradient in the backward: 2 and 2 a block
+#           (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3)
+# ========  ==========================================================================
+#
+# Times are bytes over the rate, as if nothing else used the link and nothing overlapped; latency is
+# left out.
+
+_FACTOR = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
+
+
+def gradient_traffic(
+    pieces: Sequence[RankParameter], rest: Sequence[RankParameter], *, zero: int,
+    axes: dict[str, int], rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """Of the axes dp and fsdp. ``rest``: those of ``pieces`` that stay whole between forward and
+    backward (ZeRO 3)."""
+    trained = [piece for piece in pieces if piece.trained]
+    dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
+    if zero == 0:
+        name = "dp × fsdp" if min(dp, fsdp) > 1 else "fsdp" if fsdp > 1 else "dp"
+        return _some("all-reduce", "gradients", name, dp * fsdp, _bytes(trained, 1), rate)
+    name, count = ("fsdp", fsdp) if fsdp > 1 else ("dp", dp)
+    rows = count if zero == 3 else 1
+    gradients = _bytes(trained, rows)
+    calls = []
+    if zero == 3:
+        own = {piece.name for piece in rest}
+        again = [piece for piece in pieces if piece.name not in own]
+        calls += _some("all-gather", "parameters_forward", name, count, _bytes(pieces, rows), rate)
+        calls += _some("all-gather", "parameters_backward", name, count, _bytes(again, rows), rate)
+    calls += _some("reduce-scatter", "gradients", name, count, gradients, rate)
+    if zero < 3:
+        calls += _some("all-gather", "parameters_updated", name, count, _bytes(trained, 1), rate)
+    if name == "fsdp":
+        calls += _some("all-reduce", "gradients", "dp", dp, -(-gradients // count), rate)
+    return calls
+
+
+def tensor_traffic(
+    forward_bytes: int, backward_bytes: int, gathered_bytes: int, *, num_ranks: int,
+    rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """Of the axis tp: sums of outputs, sums of input gradients, outputs put together."""
+    return [
+        *_some("all-reduce", "activations_forward", "tp", num_ranks, forward_bytes, rate),
+        *_some("all-reduce", "activations_backward", "tp", num_ranks, backward_bytes, rate),
+        *_some("all-gather", "activations_forward", "tp", num_ranks, gathered_bytes, rate),
+    ]
+
+
+def _some(
+    operation: Literal["all-reduce", "reduce-scatter", "all-gather"], sent: str, axis: str,
+    num_ranks: int, tensor_bytes: int, rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """``sent``: the code of what is sent, and when."""
+    if num_ranks < 2 or tensor_bytes == 0:
+        return []
+    moved = _FACTOR[operation] * tensor_bytes * (num_ranks - 1) // num_ranks
+    return [
+        Collective(
+            operation=operation, sent=fact(f"training.{sent}"), axis=axis, num_ranks=num_ranks,
+            tensor_bytes=tensor_bytes, bytes_per_rank=moved,
+            seconds=None if rate is None else moved / rate,
+        )
+    ]  # fmt: skip
+
+
+def _bytes(pieces: Sequence[RankParameter], rows: int) -> int:
+    """Rows are padded, so that all ranks have equally many."""
+    return sum(piece.rows_numel(rows) * rows * piece.itemsize for piece in pieces)
+
+
+# How many bytes of tensors live at each moment, counted while operators run on fake tensors.
+#
+# Each operator's results are storages; one is counted when it is first seen, and no more when it is
+# freed. Run under torch's FakeTensorMode nothing is allocated, and sizes and lifetimes are those of
+# a real step: also of what autograd saves, of gradients of activations, of what is computed again.
+#
+# Not seen: memory that a kernel takes inside itself (workspaces), and what an allocator rounds up.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered. ``now`` and ``peak``: bytes of storages made since then, and
+    of what ``hold`` adds; ``held``: of these alone, now."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self.held = 0
+        self._held: dict[object, int] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def hold(self, key: object, num_bytes: int) -> None:
+        """Count ``num_bytes`` that no operator made, until ``release``; once for a key."""
+        if key not in self._held:
+            self._held[key] = num_bytes
+            self.held += num_bytes
+            self._add(num_bytes)
+
+    def release(self, key: object) -> None:
+        num_bytes = self._held.pop(key, 0)
+        self.held -= num_bytes
+        self.now -= num_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return result
+
+    def see(self, tensor: torch.Tensor, num_bytes: int | None = None) -> None:
+        """Count the tensor's memory, or only so many bytes of it, where it is seen first."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # of one that lives; forgotten with it
+        if key in self._storages:
+            return
+        num_bytes = storage.nbytes() if num_bytes is None else num_bytes
+
+        def forget(_: Any) -> None:
+            self.now -= num_bytes
+            self._storages.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, forget)
+        self._add(num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+# One forward and backward on fake tensors: what they hold at each moment, and what tensor
+# parallelism sends.
+#
+# The step is run twice, without and with checkpointing of blocks, so that activations are counted
+# and not estimated by a formula. Gradients are taken away as they come and counted as they would
+# lie: whole, or the rank's piece (ZeRO 2 and 3). Of ZeRO 3 the parameters come and go too, as
+# torch's ``fully_shard`` of each block and of the rest has it: a block's are gathered before its
+# forward and its backward, and through one buffer that the next block's already fills in the
+# backward; the rest's stay from the forward to the end of the backward.
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked, in the words of the options."""
+
+    batch: int
+    """Sequences of one forward on a rank."""
+    tokens: int
+    """Of each sequence."""
+    mesh: str | None = None
+    zero: int | None = None
+    optimizer: str | None = None
+    main_weights: bool | None = None
+    autocast: str | None = None
+    gradient_checkpointing: bool = False
+    dropout: bool = False
+    accumulates: bool = False
+    """Do several micro-batches make a step, so that gradients stay between them?"""
+    link_rate: str | None = None
+    capture_bytes: int = 0
+    dump_bytes: int = 0
+
+
+class StepLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a step is divided. ``num_ranks``: those that ZeRO divides over, or that average
+    gradients; ``reduced``, ``shared``, ``gathered``: paths of modules with an all-reduce in the
+    forward, one in the backward, and an all-gather of the output. ``accumulates``: gradients of
+    earlier micro-batches are there."""
+
+    zero: int = 0
+    num_ranks: int = 1
+    blocks: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    accumulates: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Are the gradients there from the start, in DDP's buckets or from earlier?"""
+        return self.accumulates or (self.zero < 2 and self.num_ranks > 1)
+
+    @property
+    def divides_parameters(self) -> bool:
+        return self.zero == 3 and self.num_ranks > 1
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step was seen to hold and send."""
+
+    activations: Activations
+    reduced_bytes: int
+    """All-reduced in the forward (checkpointing's second one too), as tensors."""
+    shared_bytes: int
+    """All-reduced in the backward: each tensor that several matrices share once."""
+    num_shared: int
+    """Matrices with such a gradient."""
+    gathered_bytes: int
+
+
+def run_step(
+    loaded: LoadedModel, wanted: Wanted, layout: StepLayout, *, checkpointing: bool
+) -> Stepped:
+    """The model lies on the meta device and is left there. Raises what the model raises where its
+    forward needs values."""
+    module: Any = loaded.module
+    live = LiveBytes()
+    counted = _Reduced()
+    low = contextlib.nullcontext()
+    if wanted.autocast is not None:
+        low = torch.autocast("cpu", getattr(torch, wanted.autocast))  # type: ignore[assignment]
+    mode = training_mode(module, dropout=wanted.dropout, checkpointing=checkpointing)
+    with FakeTensorMode(), swapped(module, _fake), mode, contextlib.ExitStack() as stack:
+        ids = torch.zeros(wanted.batch, wanted.tokens, dtype=torch.long)
+        for tensor in (*module.parameters(), *module.buffers(), ids):
+            live.see(tensor, num_bytes=0)  # it was there before
+        for paths, count in (
+            (layout.reduced, counted.forward),
+            (layout.gathered, counted.gather),
+            (layout.shared, counted.backward),
+        ):
+            for path in paths:
+                stack.enter_context(module.get_submodule(path).register_forward_hook(count))
+        # Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
+        # causal. Whether there are pads it cannot see on fake tensors, and makes a mask of T × T.
+        config, sdpa = getattr(module, "config", None), loaded.task == "causal-lm"
+        sdpa = sdpa and getattr(config, "_attn_implementation", None) == "sdpa"
+        for path in layout.blocks if sdpa and not getattr(config, "sliding_window", None) else ():
+            block = module.get_submodule(path)
+            stack.enter_context(block.register_forward_pre_hook(_without_mask, with_kwargs=True))
+        ranks = stack.enter_context(_Sharing(module, live, layout).installed())
+        with live:
+            with low:
+                loss = _loss(loaded, ids)
+            saved, gathered = live.now - live.held, ranks.gathered_bytes
+            ranks.backward = True
+            loss.backward()
+            del loss
+            ranks.finish()
+    activations = Activations(
+        checkpointing=checkpointing, saved_bytes=saved, gathered_bytes=gathered,
+        peak_bytes=live.peak,
+    )  # fmt: skip
+    return Stepped(
+        activations=activations, reduced_bytes=counted.forward_bytes,
+        shared_bytes=counted.backward_bytes, num_shared=counted.num_backward,
+        gathered_bytes=counted.gathered_bytes,
+    )  # fmt: skip
+
+
+def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Of the model where it computes one, else the sum of its first output."""
+    module: Any = loaded.module
+    known = inspect.signature(module.forward).parameters
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in known:
+        inputs["use_cache"] = False
+    if "labels" in known:
+        inputs["labels"] = ids
+    elif loaded.task == "encoder-decoder":
+        inputs["decoder_input_ids"] = ids
+    result = module(**inputs)
+    loss = getattr(result, "loss", None)
+    if loss is None:
+        outputs = result if isinstance(result, torch.Tensor) else result[0]
+        loss = outputs.float().sum()
+    return loss
+
+
+class _Reduced:
+    """Counts the tensors that tensor parallelism adds over ranks."""
+
+    def __init__(self) -> None:
+        self.forward_bytes = self.backward_bytes = self.num_backward = 0
+        self.gathered_bytes = 0
+        self._last: Any = None
+
+    def forward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        self.forward_bytes += output.nbytes
+
+    def gather(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        self.gathered_bytes += output.nbytes
+
+    def backward(self, _module: Any, inputs: Sequence[Any], _output: Any) -> None:
+        given = inputs[0]
+        if not given.requires_grad:
+            return
+        self.num_backward += 1
+        if given is not self._last:  # matrices with one input come one after the other
+            self.backward_bytes += given.nbytes
+        self._last = given
+
+
+class _Sharing:
+    """Takes gradients away and lets parameters come and go, as ZeRO does."""
+
+    def __init__(self, module: Any, live: LiveBytes, layout: StepLayout) -> None:
+        self._module, self._live, self._layout = module, live, layout
+        self.backward = False
+        blocks = [module.get_submodule(path) for path in layout.blocks]
+        taken: set[int] = set()
+        self._groups: list[list[torch.nn.Parameter]] = []
+        for block in blocks:
+            own = [parameter for parameter in block.parameters() if id(parameter) not in taken]
+            taken |= {id(parameter) for parameter in own}
+            self._groups.append(own)
+        self._blocks = blocks
+        self._rest = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[_Sharing]:
+        live, trained = self._live, [p for p in self._module.parameters() if p.requires_grad]
+        if self._layout.stays:
+            live.hold("gradients", sum(map(self._own_bytes, trained)))
+        with contextlib.ExitStack() as stack:
+            if self._layout.divides_parameters:
+                live.hold("rest", _bytes_of(self._rest))
+            else:
+                for parameter in trained:
+                    stack.enter_context(parameter.register_post_accumulate_grad_hook(self._take))
+            for number, block in enumerate(self._blocks if self._layout.divides_parameters else ()):
+                before, after = partial(self._gather, number), partial(self._let_go, number)
+                stack.enter_context(block.register_forward_pre_hook(before))
+                stack.enter_context(block.register_forward_hook(after, with_kwargs=True))
+            yield self
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Between forward and backward."""
+        return _bytes_of(self._rest) if self._layout.divides_parameters else 0
+
+    def finish(self) -> None:
+        """The last gradients, behind the backward."""
+        if self._layout.divides_parameters:
+            for number in range(len(self._groups)):  # whose input has no gradient
+                self._scatter(number)
+            self._reduce("rest", self._rest)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        if not self._layout.stays:
+            self._live.hold(("gradient", id(parameter)), self._own_bytes(parameter))
+
+    def _own_bytes(self, parameter: torch.Tensor) -> int:
+        """Of its gradient, on this rank."""
+        count = self._layout.num_ranks
+        if self._layout.divides_parameters:
+            rows = parameter.shape[0] if parameter.ndim else 1
+            return parameter.nbytes // max(rows, 1) * -(-rows // count)
+        return -(-parameter.nbytes // (count if self._layout.zero == 2 else 1))
+
+    def _gather(self, number: int, *_: Any) -> None:
+        """Through a flat buffer into the parameters."""
+        size = _bytes_of(self._groups[number])
+        if not self.backward:
+            self._live.hold("buffer", size)
+        self._live.hold(("block", number), size)
+        self._live.release("buffer")
+
+    def _let_go(self, number: int, _block: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.backward:
+            return  # checkpointing's second forward
+        self._live.release(("block", number))
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.requires_grad:
+            first.register_hook(lambda _: self._begin(number))
+        given = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(given, torch.Tensor) and given.requires_grad:
+            given.register_hook(lambda _: self._scatter(number))
+
+    def _begin(self, number: int) -> None:
+        self._gather(number)
+        if number > 0:
+            self._live.hold("buffer", _bytes_of(self._groups[number - 1]))
+
+    def _scatter(self, number: int) -> None:
+        self._live.release(("block", number))
+        self._reduce(("gradients of", number), self._groups[number])
+
+    def _reduce(self, key: object, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Whole gradients → one flat buffer → this rank's rows. The buffer stays to the next."""
+        whole = [parameter for parameter in parameters if parameter.grad is not None]
+        if not whole:
+            return
+        self._live.release("scattered")
+        self._live.hold("scattered", _bytes_of(whole))
+        for parameter in whole:
+            parameter.grad = None
+        if not self._layout.stays:
+            self._live.hold(key, sum(map(self._own_bytes, whole)))
+
+
+def _bytes_of(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _without_mask(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A pre-hook that takes a mask of T × T away."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
+        kwargs = {**kwargs, "attention_mask": None}
+    return args, kwargs
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU in place of the meta device: operators then choose what they save as on a device
+    (attention without its matrix, for one)."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    whole = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(fake, tensor.requires_grad) if whole else fake
+
+
+# The plan, of all of these.
 
 _AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate")
 
@@ -65,11 +673,9 @@ def plan_request(
 
 @with_sentences
 def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
-    """``loaded``: a model on the meta device, whose weights are made smaller for ``tp``.
-
-    Raises UsageError for options that make no plan, and ModelError for a model that tensor
-    parallelism cannot divide.
-    """
+    """``loaded``: a model on the meta device, whose weights are made smaller for ``tp``. Raises
+    UsageError for options that make no plan, and ModelError for a model that tensor parallelism
+    cannot divide."""
     axes = _axes(wanted.mesh)
     rate = None if wanted.link_rate is None else link_rate(wanted.link_rate)
     zero = wanted.zero if wanted.zero is not None else 3 if axes.get("fsdp", 1) > 1 else 0

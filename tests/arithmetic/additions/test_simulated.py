@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from divergence.arithmetic.additions import (
+    Notebook,
     Tree,
     find_accumulator,
     find_order,
@@ -14,7 +15,6 @@ from divergence.arithmetic.additions import (
     keep_bits,
     probe_orders,
 )
-from divergence.arithmetic.notebook import Notebook
 from tests.models.matrix_unit import matrix_unit
 
 

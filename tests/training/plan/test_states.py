@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import UsageError
-from divergence.training.plan.step import RankParameter, kept_parts, whole_parameters_bytes
+from divergence.training.plan.plan import RankParameter, kept_parts, whole_parameters_bytes
 
 PSI, N = 8 * 4096, 8
 

@@ -7,7 +7,7 @@ import pytest
 from divergence.errors import UsageError
 from divergence.facts import worded
 from divergence.options.commands import link_rate
-from divergence.training.plan.step import RankParameter, gradient_traffic, tensor_traffic
+from divergence.training.plan.plan import RankParameter, gradient_traffic, tensor_traffic
 
 BLOCK = RankParameter(name="block.w", shape=(96, 10), itemsize=4)
 HEAD = RankParameter(name="head.w", shape=(16, 10), itemsize=4)

@@ -31,9 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def rms_norm_llama(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's dtype.
-
-    Source: transformers/models/llama/modeling_llama.py.
-    """
+    Source: transformers/models/llama/modeling_llama.py."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)

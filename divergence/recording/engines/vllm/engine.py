@@ -99,9 +99,7 @@ class ModulePlace:
 
 def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
     """The map of a family, or the one that was named (by name or path); None where there is none.
-
-    Raises ConfigError for a file that is no map, or is not there.
-    """
+    Raises ConfigError for a file that is no map, or is not there."""
     if given is not None:
         return _read(given)
     maps = (_read(name) for name in config_names(_FOLDER))
@@ -112,10 +110,8 @@ def places_of(
     map_: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module, model_type: str
 ) -> dict[str, ModulePlace]:
     """By transformers' (escaped) path. ``structure``: transformers' model; ``module``: vLLM's.
-
     Raises UsageError for a pattern of the map that matches nothing, with near names, and for a
-    model of which not even the blocks are found.
-    """
+    model of which not even the blocks are found."""
     ours = dict(structure.named_modules(remove_duplicate=False))
     theirs = dict(module.named_modules(remove_duplicate=False))
     places = {ROOT: ModulePlace("")}
@@ -271,14 +267,11 @@ def _weights_read(
 # Whose rows they are: what vLLM's scheduler put into one forward, as samples and steps.
 #
 # vLLM runs the tokens of all scheduled requests as rows (N, ...): request after request, without
-# padding, in an order of its own. transformers runs a batch as (B, T, ...), with pads before
-# shorter prompts. A ``StepRows`` is the rows of one forward that belong to one step, laid out as
-# transformers does; where nothing was computed (pads, prompts that other forwards run) it holds
-# zeros.
-#
-# A forward has one part for each step in it: usually one; several where the scheduler lets some
-# prompts wait and so runs their prefill beside other prompts' decode steps. ``Gathered`` then puts
-# the parts of a step together.
+# padding, in an order of its own. transformers runs a batch as (B, T, ...), with pads. A
+# ``StepRows`` is the rows of one forward that belong to one step, laid out as transformers does,
+# with zeros where nothing was computed. A forward has one part for each step in it: usually one;
+# several where some prompts wait and run their prefill beside other prompts' decode steps (then
+# ``Gathered``).
 
 Shown = Callable[[torch.Tensor], torch.Tensor | None]
 """A hook on values in transformers' form: what it puts in their place; None for nothing."""
@@ -341,9 +334,7 @@ class EngineForward:
 
 def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> EngineForward:
     """The forward that vLLM's worker is about to run. A request is named by its place in the batch.
-
-    Raises ModelError for rows that are no whole prompt and no decode step.
-    """
+    Raises ModelError for rows that are no whole prompt and no decode step."""
     batch, ends = runner.input_batch, runner.query_start_loc.np
     steps: dict[int, list[tuple[int, int, int]]] = {}  # step → (place, number, first row)
     requests = tuple(int(name.partition("-")[0]) for name in batch.req_ids)
@@ -359,9 +350,7 @@ def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> EngineForward:
             )
         step = done - length + 1 if done else 0
         steps.setdefault(step, []).append((place, number, int(ends[number])))
-    first = samples[0]
-    size = len(samples)
-    padded = first.num_padded
+    size, padded = len(samples), samples[0].num_padded
     parts, last = [], []
     for step, prompts in sorted(steps.items()):
         rows: list[int] = []
@@ -423,14 +412,12 @@ class Gathered:
 # Three things differ:
 #
 # ``tokens``    vLLM runs the tokens of a batch as rows (N, H); transformers (B, T, H). ``through``
-#               shows them so (``batches``).
+#               shows them so.
 # ``stream``    a decoder layer of vLLM takes and gives the residual stream as a sum that is not yet
-#               made: (hidden, residual). Its norms make it, fused. What transformers' block takes
-# and
-#               gives is hidden + residual, added in the model's dtype: bit for bit the residual
-# that
-#               the next norm gives on. (That norm itself goes on from the sum before it is
-# rounded.) ``fused``     q, k and v are one matrix, gate and up another: their rows are the parts.
+#               made: (hidden, residual). Its norms make it, fused. transformers' block takes and
+#               gives hidden + residual in the model's dtype: bit for bit the residual that the next
+#               norm gives on. (That norm goes on from the sum before it is rounded.)
+# ``fused``     q, k and v are one matrix, gate and up another: their rows are the parts.
 #
 # What a hook puts in the place of a stream goes in as hidden, with a residual of zeros where there
 # was one, so that the same kernels run; the sum is exact.
@@ -450,22 +437,18 @@ def viewed(
     rows: slice | None = None,
     through: Through = alone,
 ) -> Iterator[None]:
-    """The hooks of a recorder on a module, which show them transformers' form of it.
-
-    ``is_block``: what it gives is (hidden, residual), a stream. ``rows``: the part of the output
-    that is meant. ``through``: shows the tokens of a forward as batches.
-    """
+    """The hooks of a recorder on a module, which show them transformers' form of it. ``is_block``:
+    what it gives is (hidden, residual), a stream. ``rows``: the part of the output that is meant.
+    ``through``: shows the tokens of a forward as batches."""
     names = _names(module)
-    if rows is None:
-        view = _View(before, after, names, through, is_block=is_block)
-        with (
-            module.register_forward_pre_hook(view.pre, with_kwargs=True),
-            module.register_forward_hook(view.post, with_kwargs=True),
-        ):
-            yield
-        return
-    part = _views_part(before, after, names, rows, through)
-    with module.register_forward_hook(part, with_kwargs=True):
+    with contextlib.ExitStack() as stack:
+        if rows is None:
+            view = _View(before, after, names, through, is_block=is_block)
+            stack.enter_context(module.register_forward_pre_hook(view.pre, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(view.post, with_kwargs=True))
+        else:
+            part = _views_part(before, after, names, rows, through)
+            stack.enter_context(module.register_forward_hook(part, with_kwargs=True))
         yield
 
 
@@ -474,8 +457,7 @@ def table_viewed(
 ) -> contextlib.AbstractContextManager[Any]:
     """The rows of a rotary table that a forward reads, seen as the output of transformers' module:
     (cos, sin), each (B, T, D) with both halves alike. Told once, by the ``attention`` of one block.
-    A table of another form is not shown.
-    """
+    A table of another form is not shown."""
     names = argument_names(attention)
 
     def pre(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -1140,16 +1122,17 @@ def _import() -> None:
     """Raise ModelError where vLLM is not there, cannot be imported, or is too old."""
     try:
         import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise _broken(error) from error
-        raise ModelError(
-            "--engine vllm: vllm is not installed",
-            hint="install it in an environment of its own (docs/engines.md); runs are compared "
-            "anywhere",
-        ) from error
     except Exception as error:  # its compiled parts raise their own kinds
-        raise _broken(error) from error
+        if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+            raise ModelError(
+                "--engine vllm: vllm is not installed",
+                hint="install it in an environment of its own (docs/engines.md); runs are compared "
+                "anywhere",
+            ) from error
+        raise ModelError(
+            f"--engine vllm: vllm cannot be imported: {first_line(error, most=300)}",
+            hint="python -c 'import vllm' shows why",
+        ) from error
     version = str(vllm.__version__)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < _OLDEST:
@@ -1157,13 +1140,6 @@ def _import() -> None:
             f"--engine vllm: vllm {version} is too old",
             hint=f"{'.'.join(map(str, _OLDEST))} or newer",
         )
-
-
-def _broken(error: Exception) -> ModelError:
-    return ModelError(
-        f"--engine vllm: vllm cannot be imported: {first_line(error, most=300)}",
-        hint="python -c 'import vllm' shows why",
-    )
 
 
 def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from divergence.comparison.results import Background
-from divergence.report.page.whole import attached, page
+from divergence.report.page import attached, page
 
 FACTORY = Path(__file__).parents[1] / "tests" / "report" / "factory.py"
 SIZES = ((12, 4, 1), (32, 16, 4), (100, 64, 8))

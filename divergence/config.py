@@ -158,20 +158,15 @@ def decode(tables: Mapping[str, Any], kind: type[_T], *, where: str) -> _T:
         hint = None
         if unknown:
             key = unknown[1]
-            names = sorted(_keys_at(kind, keys))
+            node = msgspec.inspect.type_info(kind)  # of a key path such as tolerance[...].x
+            for part in filter(None, re.split(r"\.|\[.*?\]", keys)):
+                types = {field.encode_name: field.type for field in getattr(node, "fields", ())}
+                node = _struct_in(types.get(part, node))
+            names = sorted(field.encode_name for field in getattr(node, "fields", ()))
             text = f"unknown key {key!r}"
             hint = did_you_mean(key, names, then=f"keys here: {', '.join(names)}")
         place = f"{where}: {keys}" if keys else where
         raise ConfigError(f"{text[:1].lower()}{text[1:]}", where=place, hint=hint) from error
-
-
-def _keys_at(kind: Any, path: str) -> Iterable[str]:
-    """Names of the keys allowed at a key path such as ``tolerance[...].x``."""
-    node = msgspec.inspect.type_info(kind)
-    for part in [part for part in re.split(r"\.|\[.*?\]", path) if part]:
-        fields = {field.encode_name: field.type for field in getattr(node, "fields", ())}
-        node = _struct_in(fields.get(part, node))
-    return [field.encode_name for field in getattr(node, "fields", ())]
 
 
 def _struct_in(node: Any) -> Any:
@@ -242,7 +237,6 @@ def _variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _setting(kind: type[Options], section: str, key: str, variable: str) -> Field:
-    """The option that a variable sets."""
     known = settings_of(kind)
     if key not in known:
         near = near_names(key, known) or sorted(known)

@@ -109,11 +109,6 @@ def _names(value: Sequence[Any], argument: str) -> str:
     return list_names([_plain_text(item) for item in value], int(most or 5), by or ", ")
 
 
-def _plural(value: Any, noun: str) -> str:
-    number = len(value) if isinstance(value, list | tuple) else value
-    return noun if number == 1 else f"{noun}s"
-
-
 def _series(value: Sequence[Any], _: str) -> str:
     """``a, b and c``."""
     *first, last = map(_plain_text, value)
@@ -130,7 +125,9 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "letters": lambda value, _: " and ".join(map(letter, value)),
     "figure": lambda value, digits: figure(value, int(digits or 1)),
     "count": lambda value, noun: count(value, noun),
-    "plural": _plural,
+    "plural": lambda value, noun: (
+        noun if (len(value) if isinstance(value, list | tuple) else value) == 1 else f"{noun}s"
+    ),
     "list": _listed,
     "lengths": lambda value, _: " x ".join(map(str, value)) or "one number",
     "squared": lambda value, _: f"[{_listed(value, '')}]" if isinstance(value, list) else value,

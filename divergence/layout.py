@@ -216,10 +216,15 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None, whole: boo
     """Print composed lines to ``file`` (stdout). ``whole``: a short answer, for a program too: in a
     pipe each stays one line."""
     file = sys.stdout if file is None else file
-    lines = [item._replace(spans=tuple(map(_printable, item.spans))) for item in lines]
+    lines = [
+        item._replace(spans=tuple(
+            span._replace(text=shortened(printable(span.text), _LONGEST)) for span in item.spans
+        ))
+        for item in lines
+    ]  # fmt: skip
     terminal = file.isatty()
     width = MAX_WIDTH
-    if not terminal and not _forced():
+    if not terminal and not os.environ.get("FORCE_COLOR"):
         folded = (
             piece.text for item in lines for piece in ([item] if whole else fold(item, width))
         )
@@ -243,14 +248,6 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None, whole: boo
 
 _LONGEST = 10_000
 """Characters of a piece of a line: a run may say of itself more than anybody reads."""
-
-
-def _printable(span: Span) -> Span:
-    return span._replace(text=shortened(printable(span.text), _LONGEST))
-
-
-def _forced() -> bool:
-    return bool(os.environ.get("FORCE_COLOR"))
 
 
 def write_text(text: str, *, file: TextIO | None = None) -> None:

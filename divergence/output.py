@@ -47,19 +47,15 @@ def write_output(
     return Path(path)
 
 
-def append_output(
-    text: str, path: _Path, *, what: str, error: type[DivergenceError] = UsageError
-) -> None:
-    """Adds ``text`` to a file that others write to as well. Raises ``error``."""
-    with _failures(path, what, error), open(path, "ab", buffering=0) as file:
+def append_output(text: str, path: _Path, *, what: str) -> None:
+    """Adds ``text`` to a file that others write to as well. Raises UsageError."""
+    with _failures(path, what, UsageError), open(path, "ab", buffering=0) as file:
         _write(file.fileno(), _encoded(text))
 
 
-def output_folder(
-    path: _Path, *, what: str = "folder of the runs", error: type[DivergenceError] = UsageError
-) -> Path:
-    """The folder ``path``, made where there is none. Raises ``error``."""
-    with _failures(path, what, error):
+def output_folder(path: _Path, *, what: str = "folder of the runs") -> Path:
+    """The folder ``path``, made where there is none. Raises UsageError."""
+    with _failures(path, what, UsageError):
         Path(path).mkdir(parents=True, exist_ok=True)
     return Path(path)
 

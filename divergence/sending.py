@@ -8,7 +8,7 @@ and where one works. Only files that a reproducer consists of are read, and no l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -97,7 +97,12 @@ class _Left(TypedDict):
 def _left_beside(a: Run, b: Run) -> _Left:
     """Of the folder of this pair that lies beside the runs; empty where there is none."""
     pair = {"reference": a.manifest.id, "candidate": b.manifest.id}
-    for folder in _folders(a, b):
+    places = [Path(), *(run.path.parent for run in (a, b) if isinstance(run.path, Path))]
+    folders: list[Path] = []
+    for place in dict.fromkeys(place.resolve() for place in places):
+        with contextlib.suppress(OSError):
+            folders += sorted(path for path in place.iterdir() if path.is_dir())
+    for folder in folders:
         if _json_in(folder, "pair.json", most=_PAIR_BYTES) != pair:
             continue
         files = [file for name in FILES if (file := _file_in(folder, f"repro/{name}"))]
@@ -108,14 +113,6 @@ def _left_beside(a: Run, b: Run) -> _Left:
             reproducer = {file.name: file.read_bytes() for file in files}
             return _Left(reproducer=reproducer, localization=answer)
     return _Left(reproducer={}, localization=None)
-
-
-def _folders(a: Run, b: Run) -> Iterator[Path]:
-    places = [Path()]
-    places += [run.path.parent for run in (a, b) if isinstance(run.path, Path)]
-    for place in dict.fromkeys(place.resolve() for place in places):
-        with contextlib.suppress(OSError):
-            yield from sorted(path for path in place.iterdir() if path.is_dir())
 
 
 def _json_in(folder: Path, name: str, *, most: int) -> object:

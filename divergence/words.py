@@ -71,9 +71,15 @@ def printable_json(text: str) -> str:
     characters stand in strings alone; line breaks between values stay)."""
     if text.isprintable():
         return text
-    return _NOT_PLAIN.sub(
-        lambda at: at[0] if _prints(at[0]) or at[0] == "\n" else _in_json(at[0]), text
-    )
+
+    def written(match: re.Match[str]) -> str:
+        char = match[0]
+        if _prints(char) or char == "\n":
+            return char
+        units = char.encode("utf-16-be", "surrogatepass")
+        return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+    return _NOT_PLAIN.sub(written, text)
 
 
 def _prints(char: str) -> bool:
@@ -86,11 +92,6 @@ def _written(char: str) -> str:
     if number < 0x100:
         return f"\\x{number:02x}"
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
-
-
-def _in_json(char: str) -> str:
-    units = char.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
 
 
 _OBEYED = re.compile(r"[^\w .,:;()/+%='-]|_|:(?=/)|(?<=www)\.", re.IGNORECASE)

@@ -22,7 +22,6 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="devices, links and m
 WRITERS = {
     "output.py": "it is the place",
     "cli/streams.py": "os.devnull for streams that are closed",
-    "gate/golden.py": "a golden is exchanged as a whole, and the old one may be kept",
     "endpoints/capture.py": "what was gone on with takes the place of the run",
     "layout.py": "os.devnull for a reader that is gone",
     "run/table.py": "the index beside the lines of a run",

@@ -52,9 +52,7 @@ def capture(
     output: Output,
     command: str | None,
 ) -> None:
-    """Run a model and record what happens at chosen sites.
-
-    Makes a run: a directory that another machine can do again with --like, and that
+    """Makes a run: a directory that another machine can do again with --like, and that
     compare, check and inspect read without the model.
 
     Examples:
@@ -142,9 +140,7 @@ def truth(
     output: Output,
     command: str | None,
 ) -> None:
-    """Repeat a run in float64: what is right, and how wide rounding is.
-
-    Makes a run of its own, the truth, for compare --truth: of more forwards than the run carries
+    """Makes a run of its own, the truth, for compare --truth: of more forwards than the run carries
     itself (capture --truth), of its free run too, or of an older run. No accelerator is needed.
 
     Examples:

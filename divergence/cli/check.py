@@ -56,9 +56,7 @@ def check(
     ),
     output: Output,
 ) -> None:
-    """Check a run against a golden under a policy.
-
-    The policy says which verdicts pass, how many tokens must agree and how much must
+    """The policy says which verdicts pass, how many tokens must agree and how much must
     have been compared.
 
     Examples:
@@ -128,7 +126,7 @@ def check(
         raise typer.Exit(error.exit_code) from error
     if html is not None:
         from divergence.comparison.background import background_of
-        from divergence.report.page.whole import page, policy
+        from divergence.report.page import page, policy
 
         openings = [policy(check_headline(result), check_lines(result, brief=True)[1:])]
         background = background_of(result.report)
@@ -147,7 +145,6 @@ def check(
 
 
 def _summary_file(github: bool, *, json: bool) -> Path | None:
-    """Where GitHub wants a step's summary."""
     if not github:
         return None
     if json:

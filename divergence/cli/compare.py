@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,9 +89,7 @@ def compare(
     ),
     output: Output,
 ) -> None:
-    """Compare two runs: the verdict, the first site where they part, and why.
-
-    A is what the others are held against, as in diff old new. Neither the model nor an
+    """A is what the others are held against, as in diff old new. Neither the model nor an
     accelerator is needed, except for --explain-token. With one run, its decode steps are
     compared with one forward over the whole sequence, which capture --whole has made; a run of
     suite:collectives is held to the definitions.
@@ -133,52 +130,54 @@ def compare(
             "--csv": csv, "--html": html, "--svg": svg, "--png": png, "--reports": reports,
         }  # fmt: skip
         given += [name for name, value in others.items() if value]
-        _refuse_beside_losses(given, candidates or ())
+        named = f"{' and '.join(given)}: of runs, and here losses are compared"
+        _refuse(given, named, hint="leave it out")
+        _refuse(
+            len(candidates or ()) > 1,
+            "of files of losses two are compared at a time",
+            hint="divergence compare A.jsonl B.jsonl",
+        )
         _compare_losses(reference, candidates, warmup_steps, exit_code, output)
         return
     if warmup_steps is not None:
         raise UsageError("--warmup-steps is for two files of losses, and these are runs")
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
-    for wrong, message, hint in (
-        (
-            many and explain_token,
-            "--explain-token looks at two runs",
-            "divergence compare A B --explain-token",
-        ),
-        (
-            many and csv is not None,
-            "--csv is the table of two runs, and there are more",
-            "--reports DIR writes each pair's whole report, --json prints all of them",
-        ),
-        (
-            many and (svg is not None or png is not None),
-            "--svg and --png are the picture of two runs, and there are more",
-            "divergence compare A B --svg error.svg",
-        ),
-        (
-            reports is not None and not many,
-            "--reports is for more than two runs",
-            "divergence compare A B --json > report.json",
-        ),
-        (
-            output.json and csv is not None and str(csv) == "-",
-            "--json and --csv - both want stdout",
-            "give --csv a file",
-        ),
-        (
-            explain_token and candidate is None,
-            "--explain-token needs two runs, one of them captured like the other",
-            "divergence compare A B --explain-token",
-        ),
-        (
-            model is not None and not explain_token,
-            "--model means nothing to a comparison, which runs no model",
-            "add --explain-token, or leave out --model",
-        ),
-    ):
-        if wrong:
-            raise UsageError(message, hint=hint)
+    _refuse(
+        many and explain_token,
+        "--explain-token looks at two runs",
+        hint="divergence compare A B --explain-token",
+    )
+    _refuse(
+        many and csv is not None,
+        "--csv is the table of two runs, and there are more",
+        hint="--reports DIR writes each pair's whole report, --json prints all of them",
+    )
+    _refuse(
+        many and (svg is not None or png is not None),
+        "--svg and --png are the picture of two runs, and there are more",
+        hint="divergence compare A B --svg error.svg",
+    )
+    _refuse(
+        reports is not None and not many,
+        "--reports is for more than two runs",
+        hint="divergence compare A B --json > report.json",
+    )
+    _refuse(
+        output.json and csv is not None and str(csv) == "-",
+        "--json and --csv - both want stdout",
+        hint="give --csv a file",
+    )
+    _refuse(
+        explain_token and candidate is None,
+        "--explain-token needs two runs, one of them captured like the other",
+        hint="divergence compare A B --explain-token",
+    )
+    _refuse(
+        model is not None and not explain_token,
+        "--model means nothing to a comparison, which runs no model",
+        hint="add --explain-token, or leave out --model",
+    )
     check_output(html, what="page")
     check_output(svg, what="picture")
     check_output(png, what="picture")
@@ -238,14 +237,9 @@ def compare(
     exit_as(report.verdict.kind, asked=exit_code)
 
 
-def _refuse_beside_losses(given: list[str], candidates: Sequence[str]) -> None:
-    if given:
-        raise UsageError(
-            f"{' and '.join(given)}: of runs, and here losses are compared", hint="leave it out"
-        )
-    if len(candidates) > 1:
-        raise UsageError("of files of losses two are compared at a time",
-                         hint="divergence compare A.jsonl B.jsonl")  # fmt: skip
+def _refuse(wrong: object, message: str, *, hint: str) -> None:
+    if wrong:
+        raise UsageError(message, hint=hint)
 
 
 def _compare_losses(
@@ -281,9 +275,7 @@ def view(
     quiet: bool = QUIET,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Look through a comparison in this terminal: blocks, modules, prompts, steps.
-
-    Arrow keys choose a row, Enter goes deeper, Escape back, ? shows all keys, q quits. Opens
+    """Arrow keys choose a row, Enter goes deeper, Escape back, ? shows all keys, q quits. Opens
     a report that `compare --json` wrote too. Needs the extra tui.
 
     Examples:

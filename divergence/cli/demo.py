@@ -71,9 +71,7 @@ def demo(
     quiet: bool = QUIET,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault.
-
-    Examples:
+    """Examples:
     divergence demo
     divergence demo --workdir /tmp/demo   # keeps the model and the runs there
     divergence demo --model ./my-model    # the same steps on a model of your own
@@ -223,7 +221,6 @@ def _check_operator(plan: _Plan, result: Any) -> None:
 
 
 def _check(plan: _Plan, healthy: Any, faulty: Any) -> None:
-    """The demo's own promise."""
     if healthy.verdict.kind not in ("identical", "within_floor"):
         raise FaultError(f"the healthy pair was judged {healthy.verdict.kind}", hint=REPORT)
     verdict, onset = faulty.verdict, faulty.verdict.onset

@@ -84,11 +84,9 @@ def diff(
     force: bool = FORCE,
     output: Output,
 ) -> None:
-    """Compare a model under two settings of this machine, in one command.
-
-    Captures both sides, the first with its truth, checks what a 16-bit dtype hides, compares, and
-    goes on to the operator where a block is named. Each step is printed as the command that it is.
-    Run again, it goes on where it stopped.
+    """Captures both sides, the first with its truth, checks what a 16-bit dtype hides, compares,
+    and goes on to the operator where a block is named. Each step is printed as the command that it
+    is. Run again, it goes on where it stopped.
 
     Examples:
     divergence diff Qwen/Qwen3-0.6B --device cuda,cpu
@@ -147,7 +145,6 @@ def _numbers(flag: str, values: Sequence[str]) -> list[int]:
 
 
 def _plain(value: object) -> str:
-    """A part of a directory's name."""
     text = "".join(c if c.isalnum() or c in "._=" else "-" for c in str(value)).strip("-")
     return text.rpartition("-")[2] or "x"
 
@@ -166,9 +163,7 @@ def doctor(
     ),
     output: Output,
 ) -> None:
-    """Go through the checklist with two runs: what to settle first, and which cause it is.
-
-    Eight points make a comparison fair; seven rungs are the causes, from the tokens to
+    """Eight points make a comparison fair; seven rungs are the causes, from the tokens to
     the ranks. Each passes, fails or is not known. The ladder stops at the first rung that
     explains the rest. Nothing is measured that compare does not measure, and the verdict
     is compare's.
@@ -212,9 +207,7 @@ def localize(
     html: Path | None = HTML,
     output: Output,
 ) -> None:
-    """Go from the block to the operator, and prove it; captures what is missing.
-
-    Compares the runs, captures the block's operators on both sides from equal inputs and in
+    """Compares the runs, captures the block's operators on both sides from equal inputs and in
     float64, names the first operator that is to blame, puts the healthy side's result in its
     place to see that the rest is fine then, and writes a reproducer if it is wrong by itself. Of
     training steps (capture --train) it goes into the backward too.
@@ -251,9 +244,7 @@ def sensitivity(
     html: Path | None = HTML,
     output: Output,
 ) -> None:
-    """How small a fault would be seen: by dtype, prompts, passes and limits as they are.
-
-    Plants faults of growing size in what the candidate recorded and asks the judge of
+    """Plants faults of growing size in what the candidate recorded and asks the judge of
     compare each time. The model does not run for it.
 
     Examples:
@@ -291,10 +282,8 @@ def quantize(
     force: bool = FORCE,
     output: Output,
 ) -> None:
-    """What quantisation costs a model, which matrices pay it, and which to keep out of it.
-
-    Simulates the scheme on the recorded model: codes are exact, as is what is summed of them. The
-    cost is told as llama.cpp tells it: KL, same top token, Δp, perplexity. -o writes the
+    """Simulates the scheme on the recorded model: codes are exact, as is what is summed of them.
+    The cost is told as llama.cpp tells it: KL, same top token, Δp, perplexity. -o writes the
     quantised run, which another machine repeats (capture --like) and compare compares.
 
     Examples:
@@ -327,10 +316,8 @@ def selfcheck(
     html: Path | None = HTML,
     output: Output,
 ) -> None:
-    """Run a model in every way that must not matter, and see whether the numbers agree.
-
-    Again, in a batch, padded, without a cache, in chunks, by other attention kernels: each is a run
-    like one base run, with one thing changed, and compare says what differs and in which block.
+    """Again, in a batch, padded, without a cache, in chunks, by other attention kernels: each is a
+    run like one base run, with one thing changed, and compare says what differs and in which block.
 
     Examples:
     divergence selfcheck Qwen/Qwen3-0.6B
@@ -365,9 +352,7 @@ def selftest(
     exit_code: bool = option("--exit-code", "Exit with 1 where a step failed.", default=False),
     output: Output,
 ) -> None:
-    """Try every path that touches a device, against this machine's CPU; write one file to send.
-
-    Needs no model and no network. The file holds what `divergence env` shows, the switches, and
+    """Needs no model and no network. The file holds what `divergence env` shows, the switches, and
     what each step saw: no host name, no user, no path.
 
     Examples:

@@ -107,7 +107,7 @@ COMMANDS = {
         "runs",
         "Write one operator as a script that runs anywhere, with its data and a bug report.",
     ),
-    "probe": ("machine", "Find out from outside what this machine's arithmetic does."),
+    "probe": ("runs", "Find out from outside what this machine's arithmetic does."),
     "inspect": (
         "runs",
         "Show what a run holds: what ran, where, whether it finished, and which sites.",
@@ -129,7 +129,7 @@ COMMANDS = {
         "Put what a vendor or a colleague needs to see of a comparison into one zip.",
     ),
     "env": (
-        "machine",
+        "runs",
         "Show this machine as a run records it: device, CPU, versions and variables.",
     ),
     "selftest": (
@@ -159,7 +159,7 @@ class _Command(TyperCommand):
         name = self.name or ""
         module = importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}")
         function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
-        text, epilog = help_of(function)
+        text, epilog = help_of(COMMANDS[name][1], function)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
         )

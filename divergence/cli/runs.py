@@ -1,19 +1,22 @@
-"""Commands for runs and what is in them: inspect, bundle, import, pack, unpack, replay, repro."""
+"""Commands for runs and what is in them: inspect, bundle, import, pack, unpack, replay, repro; and
+for this machine: probe, env."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
 
-from divergence.cli.answers import progress_bars, show, show_copy, show_run
+from divergence.cli.answers import progress_bars, show, show_briefly, show_copy, show_run
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
 from divergence.options.commands import (
+    DEVICE,
     FORCE,
     OUT,
     OUTPUT,
     DoctorOptions,
     Output,
+    ProbeOptions,
     ReplayOptions,
     ReproOptions,
     option,
@@ -32,9 +35,7 @@ def replay(
     output: Output,
     command: str | None,
 ) -> None:
-    """Run each recorded operator again, alone, on its recorded inputs.
-
-    Makes a run that compare reads like any other. No error is inherited from one operator to the
+    """Makes a run that compare reads like any other. No error is inherited from one operator to the
     next, and no model is needed where the weights were stored.
 
     Examples:
@@ -64,9 +65,7 @@ def repro(
     options: Annotated[dict[str, Any], ReproOptions],
     output: Output,
 ) -> None:
-    """Write one operator as a script that runs anywhere, with its data and a bug report.
-
-    The script needs torch and safetensors alone, neither the model nor this tool.
+    """The script needs torch and safetensors alone, neither the model nor this tool.
 
     Examples:
     divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out -o bug
@@ -122,9 +121,7 @@ def inspect(
     ),
     output: Output,
 ) -> None:
-    """Show what a run holds: what ran, where, whether it finished, and which sites.
-
-    Needs neither the model nor an accelerator; without --verify it reads no tensor. Where
+    """Needs neither the model nor an accelerator; without --verify it reads no tensor. Where
     operators were recorded, it says in which dtype each part of the model ran.
 
     Examples:
@@ -197,9 +194,7 @@ def pack(
     force: bool = FORCE,
     output: Output,
 ) -> None:
-    """Put a run into one file: a .tar or .zip that is read as it is, without unpacking.
-
-    One run always gives the same file, bit for bit. It appears whole or not at all.
+    """One run always gives the same file, bit for bit. It appears whole or not at all.
 
     Examples:
     divergence pack a
@@ -222,9 +217,7 @@ def unpack(
     force: bool = FORCE,
     output: Output,
 ) -> None:
-    """Put a run into a directory: out of an archive, or from a URL with all its bytes.
-
-    Needed only to read often what is far away: all commands take archives and URLs as they
+    """Needed only to read often what is far away: all commands take archives and URLs as they
     are. The directory appears whole or not at all.
 
     Examples:
@@ -255,9 +248,7 @@ def import_(
     output: Output,
     command: str | None,
 ) -> None:
-    """Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.
-
-    Of JSON lines with log-probabilities too: rollouts of verl, slime, TRL and NeMo-RL, and
+    """Of JSON lines with log-probabilities too: rollouts of verl, slime, TRL and NeMo-RL, and
     what the trainer said of the same tokens; llama.cpp's base file of KL; samples of lm-eval.
     What a dump does not tell (weights, settings, machine) stays unknown in the run, and
     compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
@@ -291,9 +282,7 @@ def bundle(
     force: bool = option("--force", "Replace an existing file.", default=False),
     output: Output,
 ) -> None:
-    """Put what a vendor or a colleague needs to see of a comparison into one zip.
-
-    report.md (the first screen and both machines), report.json, the report as a page, its
+    """report.md (the first screen and both machines), report.json, the report as a page, its
     picture, and what localize has left of this pair beside the runs: its answer and the operator's
     reproducer. The runs are not in it; paths and the names of this host and user are taken out
     of all text. Whatever the verdict, the exit code is 0.
@@ -320,3 +309,62 @@ def bundle(
         print_lines(verdict_lines(made.report))
         told = f"{out}: {', '.join(made.files)}; {size(made.num_bytes)}"
         print_lines([prose("bundled", told)])
+
+
+# `divergence probe` and `env`: this machine, and what its arithmetic does.
+
+
+def probe(
+    *,
+    out: str | None = OUT,
+    options: Annotated[dict[str, Any], ProbeOptions],
+    force: bool = FORCE,
+    output: Output,
+    command: str | None,
+) -> None:
+    """Makes a run of facts with the inputs and outputs that they rest on: order of additions, width
+    of sums, rounding, subnormals, elementary functions, rows alone and in batches.
+
+    Examples:
+    divergence probe -o here
+    divergence probe -o here --quick                    # seconds: what each capture notes
+    divergence probe -o here --terms 1024 --svg trees   # the trees as drawings
+    divergence compare here there                       # facts that differ, then outputs
+
+    Each order of additions is proven by replaying it bit by bit, or marked unverified.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o RUN")
+
+    from divergence.arithmetic.api import probe as call
+    from divergence.layout import print_lines
+    from divergence.report.environment import probed_lines
+
+    with progress_bars(quiet=output.silent) as progress:
+        run = call(out=out, force=force, command=command, progress=progress, **options)
+    if output.silent:
+        show_briefly(run, json=output.json)
+    else:
+        print_lines(probed_lines(str(run.path), run.manifest, verbose=output.verbose))
+
+
+def env(*, device: str = DEVICE, output: Output) -> None:
+    """No host name, no user and no file path; variables by an allow-list.
+
+    Examples:
+    divergence env
+    divergence env --json > machine.json
+    """
+    import msgspec
+
+    from divergence.comparison.result import strict_json
+    from divergence.layout import print_lines
+    from divergence.recording.machine import collect_environment
+    from divergence.report.environment import environment_lines
+
+    environment = collect_environment(device)
+    if output.json:
+        show(strict_json({"schema_version": 1, "environment": msgspec.to_builtins(environment)}))
+    else:
+        lines = environment_lines(environment)
+        print_lines(lines[:2] if output.quiet else lines, whole=output.quiet)

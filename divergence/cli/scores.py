@@ -77,9 +77,7 @@ def scores(
     ),
     output: Output,
 ) -> None:
-    """Compare benchmark scores document by document: is 41.4 against 39.9 a difference?
-
-    Reads results of lm-evaluation-harness (--log_samples), evalscope, opencompass and inspect,
+    """Reads results of lm-evaluation-harness (--log_samples), evalscope, opencompass and inspect,
     and tables of id and score. Says equal within a band only where two one-sided tests show it,
     worse or better only beyond chance, and else how many documents would be needed.
     Needs the extra scores.

@@ -84,10 +84,12 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def help_of(function: Callable[..., None]) -> tuple[str, str]:
-    """Help and epilog of a command, from its docstring, which ends in a paragraph of examples, each
-    on a line of its own, and perhaps notes. Typer wants each example to be a paragraph."""
-    text, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
+def help_of(line: str, function: Callable[..., None]) -> tuple[str, str]:
+    """Help and epilog of a command, from its first ``line`` and its docstring, which ends in a
+    paragraph of examples, each on a line of its own, and perhaps notes. Typer wants each example to
+    be a paragraph."""
+    whole = f"{line}\n\n{inspect.cleandoc(function.__doc__ or '')}"
+    text, _, rest = whole.partition("\n\nExamples:\n")
     examples, *notes = rest.split("\n\n")
     indented = [f"  {example}" for example in examples.splitlines()]
     text = "\n\n".join(map(_joined, text.split("\n\n")))

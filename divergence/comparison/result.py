@@ -95,7 +95,7 @@ class Answer(JsonAnswer):
         machines) is read from the runs, where they are still there."""
         report = self if isinstance(self, Report) else getattr(self, "report", None)
         background = report and _by_name("comparison", "background").background_of(report)
-        page: str = _by_name("report", "page", "answers").page_of(self, background)
+        page: str = _by_name("report", "page").page_of(self, background)
         return page
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -201,11 +201,11 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
         """The error of each block beside what rounding explains, as a picture that a notebook
         shows; ``plot().save("error.svg")`` or ``"error.png"`` (extra ``plot``) writes it. Raises
         UsageError where no block was compared."""
-        made: Picture = _by_name("report", "notebook").picture_of(self)
+        made: Picture = _by_name("report", "page").picture_of(self)
         return made
 
     def _repr_html_(self) -> str:
-        text: str = _by_name("report", "notebook").report_html(self)
+        text: str = _by_name("report", "page").report_html(self)
         return text
 
 

@@ -103,7 +103,9 @@ class Capabilities:
 def find_server(client: Client) -> Server:
     """Its kind, as far as it tells. Raises nothing: a server may tell nothing."""
     listed = client.get("/v1/models")
-    models = [entry for entry in _list(listed, "data") if isinstance(entry, dict)]
+    listed = listed.get("data") if isinstance(listed, dict) else None
+    listed = listed if isinstance(listed, list) else []
+    models = [entry for entry in listed if isinstance(entry, dict)]
     names = tuple(str(entry["id"]) for entry in models if "id" in entry)
     owner = str(models[0].get("owned_by", "")) if models else ""
     kind = _OWNERS.get(owner, UNKNOWN)
@@ -148,13 +150,19 @@ def probe(
     question = dataclasses.replace(question, model=model, num_tokens=1)
     answer, extras = _first_taken(client, protocol, question)
     told = answer.prompt_ids is not None
-    route = None if told or question.ids else _route_of(client, server.kind, question)
+    form: Route = "llama.cpp" if server.kind == "llama.cpp" else "prompt"
+    route = form if not (told or question.ids) and tokens_of(client, form, question) else None
+    forces = STEPS if protocol.takes_ids and answer.has_ids and answer.num_top else None
+    if answer.scores_prompt and protocol.takes_ids:
+        forces = protocol.forces_by or "always"
+    elif name == "completions" and _echoes(client, protocol, question):
+        forces = "echo"
     caps = Capabilities(
         server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
         num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
         prompt_ids=told or question.ids is not None or route is not None,
         counts=answer.num_prompt is not None, answers_as=answer.model,
-        forces=_forces(client, protocol, question, answer),
+        forces=forces,
     )  # fmt: skip
     return dataclasses.replace(caps, lacks=_lacks(caps))
 
@@ -176,17 +184,6 @@ def _first_taken(
     raise refused
 
 
-def _forces(
-    client: Client, protocol: Protocol, question: Question, answer: ServerAnswer
-) -> str | None:
-    """How a recorded answer is scored."""
-    if answer.scores_prompt and protocol.takes_ids:
-        return protocol.forces_by or "always"
-    if protocol is PROTOCOLS["completions"] and _echoes(client, protocol, question):
-        return "echo"
-    return STEPS if protocol.takes_ids and answer.has_ids and answer.num_top else None
-
-
 def _echoes(client: Client, protocol: Protocol, question: Question) -> bool:
     asked = dataclasses.replace(question, extras=frozenset(("echo", "few_logprobs")))
     try:
@@ -198,7 +195,6 @@ def _echoes(client: Client, protocol: Protocol, question: Question) -> bool:
 
 
 def _lacks(caps: Capabilities) -> tuple[Fact, ...]:
-    """What cannot be concluded, and why."""
     lacks = []
     if not caps.logprobs:
         lacks.append(fact("endpoints.no_logprobs"))
@@ -216,11 +212,6 @@ def _lacks(caps: Capabilities) -> tuple[Fact, ...]:
     return tuple(lacks)
 
 
-def _list(value: Any, key: str) -> list[Any]:
-    entries = value.get(key) if isinstance(value, dict) else None
-    return entries if isinstance(entries, list) else []
-
-
 def _text(value: Any, key: str) -> str | None:
     text = value.get(key) if isinstance(value, dict) else None
     return text[:100] if isinstance(text, str) and text else None
@@ -229,12 +220,6 @@ def _text(value: Any, key: str) -> str | None:
 def _dtype(text: str | None) -> str | None:
     name = (text or "").removeprefix("torch.")
     return name if name in _DTYPES else None
-
-
-def _route_of(client: Client, kind: str, question: Question) -> Route | None:
-    """The form that the server takes, found by asking it."""
-    form: Route = "llama.cpp" if kind == "llama.cpp" else "prompt"
-    return form if tokens_of(client, form, question) else None
 
 
 def tokens_of(client: Client, route: Route, question: Question) -> list[int] | None:

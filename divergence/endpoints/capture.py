@@ -264,15 +264,12 @@ class _Job:
         self._counts[number] = len(scores.prompt_ids) if scores.prompt_ids else answer.num_prompt
         sample = self._manifest.tokens.samples[number] = scores.tokens
         sample.text = asked.text
-        self._update(writer)
-        return True
-
-    def _update(self, writer: RunWriter) -> None:
-        """The manifest as it stands now and then: what a kill leaves is then readable."""
+        # the manifest as it stands, now and then: what a kill leaves is then readable
         if time.monotonic() - self._updated > _MANIFEST_SECONDS:
             self._note_counts()
             writer.update_manifest()
             self._updated = time.monotonic()
+        return True
 
     def _note_counts(self) -> None:
         assert self._manifest.engine is not None

@@ -73,19 +73,17 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
         text = prompt.text
         if prompt.messages is not None:
             text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
-        for answer in _drawn(question, options.answers):
+        answers = [question]
+        if options.answers:  # each with a seed of its own; else the greedy one
+            answers = [
+                replace(question, temperature=1.0, seed=seed + n) for n in range(options.answers)
+            ]
+        for answer in answers:
             asked.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
     kinds = {request.question.messages is not None for request in asked}
     if len(kinds) > 1:
         raise UsageError("some prompts are conversations and some are not", hint="--chat")
     return asked
-
-
-def _drawn(question: Question, answers: int) -> list[Question]:
-    """Each with a seed of its own; the greedy one where none is drawn."""
-    if not answers:
-        return [question]
-    return [replace(question, temperature=1.0, seed=question.seed + n) for n in range(answers)]
 
 
 def _messages(prompt: Prompt, options: CaptureOptions) -> list[dict[str, str]] | None:
@@ -188,20 +186,17 @@ def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
             raise EndpointError(
                 f"the server read {answer.num_prompt} tokens, and {len(whole)} were given"
             )
-        scored.append(_on_list(token, answer.tokens))
+        # the token as the list at its place has it; one without an answer there was its end
+        first = answer.tokens[0] if answer.tokens else Token(None, None, None)
+        known = next((entry for entry in (first, *first.top) if entry.id == token), None)
+        if known is None:
+            scored.append(Token(token, None, None))
+        else:
+            scored.append(Token(token, known.text, known.logprob, first.top))
     whole = [*prompt, *asked.forced]
     return ServerAnswer(
         prompt=[*(Token(id_, None, None) for id_ in prompt), *scored], prompt_ids=whole
     )
-
-
-def _on_list(token: int, told: Sequence[Token]) -> Token:
-    """The token as the list at its place has it; one without an answer there was its end."""
-    first = told[0] if told else Token(None, None, None)
-    known = next((entry for entry in (first, *first.top) if entry.id == token), None)
-    if known is None:
-        return Token(token, None, None)
-    return Token(token, known.text, known.logprob, first.top)
 
 
 # A server's answer as the scores of a run: which token is where, by which number.

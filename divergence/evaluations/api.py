@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.errors import UsageError
-from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.formats import FORMATS, read
 from divergence.evaluations.formats.reading import ReadRequest
 from divergence.evaluations.joining import Pairs, capture_flips, causes_of, joined, pair, preflight
@@ -23,7 +22,14 @@ from divergence.evaluations.result import (
     TaskScores,
     worst_of,
 )
-from divergence.evaluations.rows import Evaluation, Series, SeriesName
+from divergence.evaluations.rows import (
+    DEFAULT_BANDS,
+    Band,
+    Evaluation,
+    Series,
+    SeriesName,
+    parse_band,
+)
 from divergence.evaluations.statistics import cluster_sums, lopsided, need_scipy
 from divergence.facts import Fact, fact, sentence, with_sentences
 from divergence.gate.policy import Policy, load_policy
@@ -141,7 +147,6 @@ def scores(
 
 
 def _refuse_shared(sides: Sequence[Evaluation]) -> None:
-    """A folder and what lies in it are the same results, too."""
     files = {Path(series.file).resolve() for series in sides[0].series}
     for side in sides[1:]:
         if any(Path(series.file).resolve() in files for series in side.series):

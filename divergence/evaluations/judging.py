@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from divergence.evaluations.band import Band
 from divergence.evaluations.joining import Pairs
 from divergence.evaluations.result import BandResult, Candidate, TaskScores
-from divergence.evaluations.rows import Series, SeriesName
+from divergence.evaluations.rows import Band, Series, SeriesName
 from divergence.evaluations.statistics import (
     LEVEL,
     Mean,
@@ -93,7 +92,6 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
 
 
 def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
-    """One test of equivalence."""
     num = float(sums.sizes.sum())
     score = float(sums.reference.sum() / num)
     width = band.limit * (abs(score) if band.relative else 1.0)

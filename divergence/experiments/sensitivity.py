@@ -46,9 +46,8 @@ from divergence.recording.api import capture
 from divergence.recording.passes import can_anchor
 from divergence.recording.plant import FORWARDS, parse_plant
 from divergence.run.command import Command, command, command_line
-from divergence.run.overlay import Overlay
 from divergence.run.ranks import unsharded
-from divergence.run.reader import Run, own_truth
+from divergence.run.reader import Overlay, Run, own_truth
 from divergence.run.record import Record
 from divergence.run.site import did_you_mean, module_of
 from divergence.run.trust import recorded_attention

@@ -23,7 +23,7 @@ import msgspec
 from divergence.comparison.result import Report
 from divergence.comparison.results import (
     Coverage,
-    PassCoverage,
+    LogprobsResult,
     PreflightLine,
     TokenDifference,
     Verdict,
@@ -33,17 +33,14 @@ from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.gate.golden import choose_golden, refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
-from divergence.gate.policy import Policy, TokensPolicy, load_policy
+from divergence.gate.policy import LogprobsPolicy, Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
-from divergence.run.site import did_you_mean
+from divergence.run.site import did_you_mean, near_names
 from divergence.words import HEADLINES, Progress
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
-from divergence.comparison.results import LogprobsResult
-from divergence.gate.policy import LogprobsPolicy
-from divergence.run.site import near_names
 
 
 class _NothingComparedError(IncomparableError):
@@ -183,7 +180,13 @@ def coverage_share(coverage: Coverage) -> float:
 
 
 def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
-    shares = [(row.share, _row_fact(row)) for row in coverage.passes]
+    shares = [
+        (row.share, fact(
+            "gate.pass_compared", pass_=row.pass_, num=row.num_compared, what=row.what,
+            num_left_out=row.num_missing + row.num_skipped, num_extra=row.num_extra, why=row.why,
+        ))
+        for row in coverage.passes
+    ]  # fmt: skip
     if not shares:
         left_out = coverage.num_only_reference + coverage.num_skipped
         compared = fact("gate.records_compared", num=coverage.num_compared, num_left_out=left_out)
@@ -194,13 +197,6 @@ def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
                 rule="min_coverage", allowed=f">= {least:g}", found=f"{share:.6g}",
                 fact=fact("gate.share_too_low", what=what, share=share, least=least),
             )  # fmt: skip
-
-
-def _row_fact(row: PassCoverage) -> Fact:
-    return fact(
-        "gate.pass_compared", pass_=row.pass_, num=row.num_compared, what=row.what,
-        num_left_out=row.num_missing + row.num_skipped, num_extra=row.num_extra, why=row.why,
-    )  # fmt: skip
 
 
 _OF_MACHINES = (
@@ -366,7 +362,11 @@ def _notes(report: Report, policy: Policy) -> list[Fact]:
 
 def _logprobs(result: LogprobsResult, policy: LogprobsPolicy) -> Iterator[Failure]:
     """A number that no comparison has is a failure too: nothing was held against its limit."""
-    numbers = _numbers(result)
+    # Δ log p, the divergences, and what trainers watch, by name
+    numbers = dict(result.rollout)
+    for part in (result.delta, result.divergence):
+        values = {} if part is None else msgspec.structs.asdict(part)
+        numbers |= {name: value for name, value in values.items() if isinstance(value, float)}
     for key, limits, sign in (("max", policy.max, 1), ("min", policy.min, -1)):
         for name, limit in limits.items():
             value = numbers.get(name)
@@ -380,13 +380,3 @@ def _logprobs(result: LogprobsResult, policy: LogprobsPolicy) -> Iterator[Failur
                 continue
             what = fact("gate.number_off", name=name, value=value, allowed=allowed)
             yield Failure(rule=rule, allowed=allowed, found=f"{value:.6g}", fact=what)
-
-
-def _numbers(result: LogprobsResult) -> dict[str, float]:
-    """By name: Δ log p, the divergences, and what trainers watch."""
-    numbers = dict(result.rollout)
-    for part in (result.delta, result.divergence):
-        for name, value in msgspec.structs.asdict(part).items() if part is not None else ():
-            if isinstance(value, float):
-                numbers[name] = value
-    return numbers

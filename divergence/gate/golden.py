@@ -13,10 +13,8 @@ preflight and the policy have their say.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ from divergence.run.command import command_line
 from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.record import OWN_TRUTH
 from divergence.run.site import natural_key
-from divergence.run.target import put_in_place, write_archive, write_directory
+from divergence.run.target import store_run
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ def bless(
     and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.
     """
     from divergence.run.contents import first_nonfinite, nonfinite_text
-    from divergence.run.reader import Run
+    from divergence.run.reader import Run, without_passes
 
     _refuse_far(golden, new)
     source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
@@ -85,31 +83,25 @@ def bless(
     for place in (target, previous) if keep_previous else (target,):
         _refuse_other(place)
     changes = _changes(target, run, str(source), name_map, progress) if target.exists() else {}
-    if _replace(_without_anchored(run), target, previous if keep_previous else None):
-        changes["previous"] = str(Path(golden).parent / previous.name)
-    return Blessing(golden=str(golden), num_bytes=_num_bytes(target), **changes)
-
-
-def _without_anchored(run: Run) -> Run:
-    from divergence.run.reader import without_passes
-
     kept = without_passes(run, ("anchored", *OWN_TRUTH))
     if not kept.records:
         raise UsageError(
             f"{run.path} cannot become a golden: it holds an anchored pass alone",
             hint=command_line("capture", like=run.path, o="NEW"),
         )
-    return kept
-
-
-def _num_bytes(place: Path) -> int:
-    """Of one file, or of all below a directory."""
-    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
-    return sum(file.stat().st_size for file in files)
+    try:
+        if store_run(kept, target, previous=previous if keep_previous else None):
+            changes["previous"] = str(Path(golden).parent / previous.name)
+    except (OSError, shutil.Error) as error:
+        raise RunWriteError(
+            f"the golden could not be stored: {error}", where=str(target)
+        ) from error
+    files = target.rglob("*") if target.is_dir() else [target]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    return Blessing(golden=str(golden), num_bytes=num_bytes, **changes)
 
 
 def _refuse_other(place: Path) -> None:
-    """UsageError where something is at ``place`` and is no run."""
     from divergence.run.target import check_archive
 
     if not place.exists():
@@ -130,7 +122,6 @@ def _refuse_other(place: Path) -> None:
 def _changes(
     target: Path, run: Run, source: str, name_map: str | Path | None, progress: Progress | None
 ) -> dict[str, Any]:
-    """The fields of a Blessing that hold the old golden against the new one."""
     from divergence.comparison.api import compare
     from divergence.run.contents import site_names
     from divergence.run.reader import Run
@@ -153,7 +144,6 @@ def _changes(
 
 
 def _refuse_far(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
-    """A golden is a directory or an archive of this machine."""
     place = location_of(golden)
     if not isinstance(place, Url) and (
         place.is_dir() or archive_kind(place) is not None or not place.is_file()
@@ -169,7 +159,6 @@ def _refuse_far(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> 
 
 
 def _refuse_damaged(run: Run, source: Location) -> None:
-    """UsageError for a run that must not become a golden."""
     manifest = run.manifest
     only_changed = manifest.plan.only_changed
     problems: list[Fact] = []
@@ -193,41 +182,6 @@ def _refuse_damaged(run: Run, source: Location) -> None:
             if changed_alone
             else "capture it again",
         )
-
-
-def _replace(run: Run, target: Path, previous: Path | None) -> bool:
-    """Copy ``run`` to ``target`` by way of a temporary neighbour; True if the old one was kept, as
-    ``previous``."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            new, old = beside / f"new{target.suffix}", beside / "old"
-            if archive_kind(target) is not None and not target.is_dir():
-                write_archive(run, new)
-            else:
-                new.mkdir()
-                write_directory(run, new)
-            replaced = target.exists()
-            put_in_place(new, target, old)
-            if replaced and previous is not None:
-                _remove(previous)
-                old.rename(previous)
-            return replaced and previous is not None
-        finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(beside)
-    except (OSError, shutil.Error) as error:
-        raise RunWriteError(
-            f"the golden could not be stored: {error}", where=str(target)
-        ) from error
-
-
-def _remove(place: Path) -> None:
-    if place.is_dir():
-        shutil.rmtree(place)
-    else:
-        place.unlink(missing_ok=True)
 
 
 def refuse_unfit(report: Report) -> None:
@@ -284,15 +238,13 @@ def goldens_in(folder: str | os.PathLike[str]) -> list[Path]:
     place = location_of(folder)
     if not isinstance(place, Path) or not place.is_dir() or (place / "manifest.json").exists():
         return []
-    return [path for path in sorted(place.iterdir()) if _may_be_golden(path)]
-
-
-def _may_be_golden(path: Path) -> bool:
-    if path.name.startswith(".") or path.stem.endswith(".previous") or path.suffix == ".previous":
-        return False
-    if path.is_dir():
-        return (path / "manifest.json").is_file()
-    return path.suffix in (".tar", ".zip") and archive_kind(path) is not None
+    paths = [path for path in sorted(place.iterdir()) if not path.name.startswith(".")]
+    return [
+        path
+        for path in paths
+        if ".previous" not in (path.suffix, Path(path.stem).suffix)
+        and ((path / "manifest.json").is_file() if path.is_dir() else path.suffix in ARCHIVES)
+    ]
 
 
 def choose_golden(
@@ -309,7 +261,15 @@ def choose_golden(
     from divergence.run.reader import Run
 
     run = Run.open(new)
-    fits = [(_fit(Run.open(path), run), path) for path in goldens]
+    fits = []
+    for path in goldens:
+        golden, its = Run.open(path), run.manifest.environment
+        expected = golden.manifest.environment
+        fit = (
+            _dtype(golden) == _dtype(run), expected.device_type == its.device_type,
+            expected.device_name == its.device_name,
+        )  # fmt: skip
+        fits.append((fit, path))
     (dtype, kind, device), path = max(fits, key=lambda item: item[0])
     lacks = [what for what, same in (("dtype", dtype), ("kind", kind)) if not same]
     choice = fact(
@@ -317,15 +277,6 @@ def choose_golden(
         name=golden_name(run),
     )  # fmt: skip
     return Choice(path=path, text=sentence(choice))
-
-
-def _fit(golden: Run, run: Run) -> tuple[bool, bool, bool]:
-    expected, other = golden.manifest.environment, run.manifest.environment
-    return (
-        _dtype(golden) == _dtype(run),
-        expected.device_type == other.device_type,
-        expected.device_name == other.device_name,
-    )
 
 
 def _dtype(run: Run) -> str:

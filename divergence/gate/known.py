@@ -106,7 +106,10 @@ def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.dat
     meant = [site for site in flagged if entry.matches(site)]
     beyond = [site for site in meant if not _covers(entry, site)]
     limits = entry.max.limits()
-    largest = {name: _largest([getattr(site, name) for site in meant]) for name in limits}
+    largest: dict[str, float | None] = {}
+    for name in limits:
+        values = [getattr(site, name) for site in meant]
+        largest[name] = None if None in values else max(values, default=None)
     if not meant:
         what = fact("gate.unused")
     elif _is_over(entry, day):
@@ -135,11 +138,6 @@ def _covers(entry: Known, site: SiteResult) -> bool:
 
 def _is_over(entry: Known, day: datetime.date) -> bool:
     return entry.until is not None and day > entry.until
-
-
-def _largest(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known, default=None) if len(known) == len(values) else None
 
 
 def _figures(limits: dict[str, float], values: dict[str, float | None]) -> list[Fact]:

@@ -60,7 +60,7 @@ import msgspec
 from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError, UsageError
-from divergence.evaluations.band import parse_band
+from divergence.evaluations.rows import parse_band
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
 from divergence.run.record import PassName

@@ -183,8 +183,10 @@ class Plot:
         ]
 
     def figure(self) -> Element:
-        """On a page; ``data`` is what its script needs."""
-        picture = _line_plot(self)
+        """On a page, as wide as the reader's window; ``data`` is what its script needs."""
+        area = el("svg", *drawn(self), class_="area", height=HEIGHT + 22, aria_hidden="true")
+        ticks = el("svg", *self.ticks("100%"), class_="ticks", height=HEIGHT, aria_hidden="true")
+        picture = el("div", ticks, area, class_="plot", role="img", aria_label=self.label)
         return figure(self.id, self.title, picture, described=self.described, legend=self.legend,
                       wide=self.wide)  # fmt: skip
 
@@ -210,7 +212,9 @@ class _Across:
 
     def at(self, n: int) -> str:
         """The middle of a column."""
-        return _percent(n, self.count) if self.width is None else _px((n + 0.5) * self.unit)
+        if self.width is None:
+            return f"{100 * (n + 0.5) / self.count:.4g}%"
+        return _px((n + 0.5) * self.unit)
 
 
 def figure(
@@ -227,13 +231,6 @@ def figure(
         el("div", picture, class_="stage", data_figure=id),
         id=id, class_="wide" if wide else None,
     )  # fmt: skip
-
-
-def _line_plot(plot: Plot) -> Element:
-    """Lines over names, as wide as the reader's window."""
-    area = el("svg", *drawn(plot), class_="area", height=HEIGHT + 22, aria_hidden="true")
-    ticks = el("svg", *plot.ticks("100%"), class_="ticks", height=HEIGHT, aria_hidden="true")
-    return el("div", ticks, area, class_="plot", role="img", aria_label=plot.label)
 
 
 def drawn(plot: Plot, width: float | None = None) -> list[Node]:
@@ -309,7 +306,6 @@ def _band(
 
 
 def _strokes(line: PlotLine, axis: LogAxis, across: _Across) -> list[Element]:
-    """The line, interrupted where there is no value."""
     d, pen_up = [], True
     for n, value in enumerate(line.values):
         if value is None or not math.isfinite(value):
@@ -385,10 +381,6 @@ def _beside(names: Sequence[str], most: int) -> list[int]:
 
 def _cut(text: str, most: int = 12) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _percent(n: int, count: int) -> str:
-    return f"{100 * (n + 0.5) / count:.4g}%"
 
 
 def _px(value: float) -> str:

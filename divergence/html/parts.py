@@ -154,6 +154,7 @@ def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = Element("title", {}, (title,))
+    data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     packed = base64.b64encode(gzip.compress(attachment, mtime=0)).decode() if attachment else ""
     return (
         "<!doctype html>\n"
@@ -164,14 +165,10 @@ def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -
         '<meta name="referrer" content="no-referrer">\n'
         f"{render(head)}\n<style>{style}</style>\n</head>\n"
         f"{render(body)[: -len('</body>')]}\n"
-        f'<script type="application/json" id="data">{_within_script(data)}</script>\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
         f'<script type="text/plain" id="attachment">{packed}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
-
-
-def _within_script(json: str) -> str:
-    return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 @cache

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from divergence.errors import UsageError
 from divergence.html.figures import HEIGHT, Plot, drawn
-from divergence.html.parts import Element, Node, el, render, shortened
+from divergence.html.parts import Element, Node, el, shortened
 from divergence.output import write_output
 
 WIDTH = 760.0
@@ -49,7 +49,8 @@ class Picture:
         """The picture as PNG. Raises UsageError without the extra ``plot``, or without fonts."""
         library = png_library()
         made: bytes = library.svg_to_bytes(svg_string=self.svg, zoom=_SCALE)
-        bare = _without_text(self.svg)
+        # without letters; text in it is escaped, so that no ``<`` is a name's
+        bare = re.sub(r"<text[ >][^<]*</text>", "", self.svg)
         if bare != self.svg and made == library.svg_to_bytes(svg_string=bare, zoom=_SCALE):
             raise UsageError(
                 "a PNG needs a font, and this machine has none that fits",
@@ -109,11 +110,6 @@ def compose(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Element:
     )  # fmt: skip
 
 
-def picture(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Picture:
-    """``compose``, as a file."""
-    return Picture(render(compose(title, lines, plots)))
-
-
 def _panel(plot: Plot, top: float) -> tuple[list[Node], float]:
     """One plot with its title, sentence and legend; how high it is."""
     nodes: list[Node] = [
@@ -159,11 +155,6 @@ def _text(
     return el("text", cut, x=x, y=y, font_size=size, **attributes)
 
 
-def _without_text(svg: str) -> str:
-    """The same picture without letters; text in it is escaped, so that no ``<`` is a name's."""
-    return re.sub(r"<text[ >][^<]*</text>", "", svg)
-
-
 _INKS = frozenset({
     "fill", "fill-opacity", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width",
 })  # fmt: skip
@@ -195,7 +186,6 @@ def _css() -> str:
 
 @cache
 def _variables() -> dict[str, str]:
-    """Those of the page's first rule."""
     root = _css().partition("}")[0]
     return {name: light or alone for name, light, alone in _VARIABLE.findall(root)}
 

@@ -25,7 +25,7 @@ _CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 
 def element(section: Section) -> Element:
     """The whole section, under its title."""
-    lead = section.lead or _sentence(section.detail)
+    lead = section.lead or (f"{_capital(section.detail)}." if section.detail else "")
     return el(
         "section",
         el("h2", section_title(section), id=f"{section.id}-title"),
@@ -41,10 +41,6 @@ def section_title(section: Section) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _sentence(text: str) -> str:
-    return f"{_capital(text)}." if text else ""
 
 
 def _nodes(block: Block | None) -> Iterator[Node]:
@@ -104,23 +100,21 @@ def _note(content: Table) -> str:
     return content.note or (f"{content.num_more:,} more are in the JSON." * bool(content.num_more))
 
 
-def _data(content: Table) -> dict[str, Any]:
-    """The table for the script (page.js, makeTable)."""
-    return {
-        "caption": content.caption, "titles": content.titles, "left": content.num_left,
-        "rows": [[shortened(cell, LONGEST) for cell in row] for row in content.cells()],
-        "marks": [_mark(content, number) for number in range(len(content.marks))],
-        "note": _note(content), "names": content.names,
-    }  # fmt: skip
-
-
 def script_data(sections: Sequence[Section]) -> dict[str, Any]:
     """What the script needs: the figures' numbers, and all that is known of each block."""
     blocks: dict[str, dict[str, Any]] = {}
     for part in (part for section in sections for part in section.parts):
         known = blocks.setdefault(part.block, {"facts": [], "tables": []})
         known["facts"] += part.facts
-        known["tables"] += map(_data, part.tables)
+        known["tables"] += [
+            {
+                "caption": its.caption, "titles": its.titles, "left": its.num_left,
+                "rows": [[shortened(cell, LONGEST) for cell in row] for row in its.cells()],
+                "marks": [_mark(its, number) for number in range(len(its.marks))],
+                "note": _note(its), "names": its.names,
+            }
+            for its in part.tables  # for page.js, makeTable
+        ]  # fmt: skip
     bodies = (block for section in sections for block in section.body)
     figures = {
         item.id: item.data()

@@ -92,7 +92,6 @@ def import_dump(
 
 
 def _layout(name: str, folder: DumpFolder) -> str:
-    """The name of what reads the folder."""
     if name == "auto":
         for layout_name, layout in _ALL.items():
             if layout.recognise(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 import os
@@ -18,7 +17,6 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from divergence._version import __version__
 from divergence.comparison.align.pairs import find_prefix
 from divergence.config import decode, load_toml
 from divergence.errors import ConfigError, DumpError, UsageError
@@ -29,19 +27,23 @@ from divergence.run.contents import site_names
 from divergence.run.location import Location
 from divergence.run.manifest import (
     UNKNOWN,
-    Environment,
     Manifest,
-    ModelIdentity,
     ModuleNote,
     ModuleRole,
     Plan,
     SampleTokens,
-    Settings,
     Tokens,
 )
 from divergence.run.reader import Run
 from divergence.run.record import Record, expanded
-from divergence.run.scores import MAX_TOKEN, Scores, ScoreSource, put_scores, scores_manifest
+from divergence.run.scores import (
+    MAX_TOKEN,
+    Scores,
+    ScoreSource,
+    foreign_manifest,
+    put_scores,
+    scores_manifest,
+)
 from divergence.run.site import (
     escape_path,
     join_site,
@@ -50,22 +52,13 @@ from divergence.run.site import (
     near_names,
     split_site,
 )
-from divergence.run.writer import RunWriter, new_run_id
+from divergence.run.writer import RunWriter
 
-# The map of a dump: which of its names is which site.
+# The map of a dump: which of its names is which site (docs/importing.md has one to copy).
 #
-#     [[file]]                               # a file, by its path inside the folder
-#     pattern = "layer_{layer}_step{step}.npy"
-#     site = "model.layers.{layer}:out"
-#
-#     [[key]]                                # a tensor inside a file, or a name of the dump's own
-#     file = "step{step}.safetensors"        # default: any file
-#     pattern = "blocks.{layer}.hidden"
-#     site = "model.layers.{layer}:out"
-#
-# ``{layer}``, ``{step}``, ``{sample}`` and ``{rank}`` are numbers, any other group is text without
-# a slash, ``*`` is anything. ``step``, ``sample`` and ``rank`` place the tensor (default 0), and
-# may also be written as keys: ``step = 0``. The first rule that matches counts.
+# ``{layer}``, ``{step}``, ``{sample}`` and ``{rank}`` in a pattern are numbers, any other group is
+# text without a slash, ``*`` is anything. ``step``, ``sample`` and ``rank`` place the tensor
+# (default 0), and may also be written as keys. The first rule that matches counts.
 
 _NUMBERS = ("layer", "step", "sample", "rank")
 _PART = re.compile(r"\{(\w+)\}|(\*)")
@@ -130,10 +123,9 @@ class Rules:
             around, match = outer.fullmatch(file), inner.fullmatch(name)
             if around is not None and match is not None:
                 groups = {**(tags or {}), **around.groupdict(), **match.groupdict()}
-                return self._found(rule, groups, name)
-        return None
-
-    def _found(self, rule: _Rule, groups: dict[str, str], name: str) -> Found:
+                break
+        else:
+            return None
         try:
             site = rule.site.format_map(groups)
             split_site(site)
@@ -143,15 +135,12 @@ class Rules:
                 hint="a site is MODULE_PATH:PORT, as model.layers.{layer}:out; its groups are "
                 f"those of the pattern: {', '.join(groups) or 'none'}",
             ) from error  # fmt: skip
-
-        def number(key: str, said: int | None) -> int | None:
-            text = groups.get(key, "")
-            return said if said is not None or not text.isdecimal() else int(text)
-
-        return Found(
-            site, number("step", rule.step), number("sample", rule.sample),
-            number("rank", rule.rank),
-        )  # fmt: skip
+        numbers = {key: int(text) for key, text in groups.items() if text.isdecimal()}
+        step, sample, rank = (
+            numbers.get(key) if given is None else given
+            for key, given in (("step", rule.step), ("sample", rule.sample), ("rank", rule.rank))
+        )
+        return Found(site, step, sample, rank)
 
 
 def load_rules(path: str | os.PathLike[str]) -> Rules:
@@ -239,7 +228,11 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
     mask = _ids(item, fields.mask, where)
     prompt, answer, offset = _tokens(item, fields, mask, where)
     if fields.tokens is not None:  # of each token of the sequence, perhaps with padding behind
-        values, mask = (_of_answer(row, offset, len(answer)) for row in (values, mask))
+        end = offset + len(answer)
+        rows: list[list[Any]] = [values, mask]
+        values, mask = (
+            row[offset:end] if len(row) != len(answer) and len(row) >= end else row for row in rows
+        )
     if mask and len(mask) < len(answer):
         raise DumpError(f"{fields.mask} has {len(mask)} entries for {len(answer)} tokens of the "
                         "answer", where=where)  # fmt: skip
@@ -265,12 +258,6 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
         top=[top[n] if n < len(top) else () for n in scored] if top else (),
         text=text if isinstance(text, str) else None,
     )  # fmt: skip
-
-
-def _of_answer(row: list[Any], offset: int, count: int) -> list[Any]:
-    """The part of the answer, where a row has an entry for each token of prompt and answer."""
-    whole = len(row) != count and len(row) >= offset + count
-    return row[offset : offset + count] if whole else row
 
 
 def _tokens(
@@ -605,21 +592,20 @@ def _reading_ids(forward: DumpedForward) -> list[list[int]] | None:
         if _IDS.fullmatch(dumped.site) and tensor.dtype in (torch.int64, torch.int32):
             rows = tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
             if rows.ndim == 2 and 0 < rows.numel() <= _MAX_IDS and not bool((rows < 0).any()):
-                _check_positions(forward, rows.shape[1])
-                return [list(map(int, row)) for row in rows.tolist()]
-    return None
-
-
-def _check_positions(forward: DumpedForward, num_tokens: int) -> None:
-    for tensor in forward.tensors:
-        if num_tokens > 1 and tensor.site.endswith(":in.position_ids") and tensor.tensor.numel():
-            if int(tensor.tensor.reshape(-1)[-1]) >= num_tokens:
-                raise DumpError(
-                    "a prompt was prefilled in parts, or on top of a cached prefix",
-                    where=forward.where,
-                    hint="dump it in one forward: --chunked-prefill-size -1 --disable-radix-cache",
-                )
-            return
+                break
+    else:
+        return None
+    positions = (
+        other.tensor.reshape(-1) for other in forward.tensors
+        if other.site.endswith(":in.position_ids") and other.tensor.numel()
+    )  # fmt: skip
+    last = next(positions, None)
+    if rows.shape[1] > 1 and last is not None and int(last[-1]) >= rows.shape[1]:
+        raise DumpError(
+            "a prompt was prefilled in parts, or on top of a cached prefix", where=forward.where,
+            hint="dump it in one forward: --chunked-prefill-size -1 --disable-radix-cache",
+        )  # fmt: skip
+    return [list(map(int, row)) for row in rows.tolist()]
 
 
 def _place(
@@ -717,7 +703,6 @@ def _as_in(
 
 
 def _is_group(prompt: _Prompt, group: list[int], known: Tokens) -> bool:
-    """Are these the run's prompts, pads aside?"""
     rows = prompt.rows
     if rows is None or len(rows) != len(group):
         return False
@@ -770,29 +755,17 @@ def manifest_of(
     own = None if like is None else like.manifest
     sites = [surveyed.renamed(site) for site in surveyed.sites]
     logits = "lm_head:out" if own is None else own.plan.logits_site
-    return Manifest(
-        id=new_run_id(),
-        tool_version=f"{__version__}, importing a dump of {name}",
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
-        model=ModelIdentity(
-            source=UNKNOWN if own is None else own.model.source, model_class="",
-            task="causal-lm" if own is None else own.model.task, config_digest="",
-            dtype=surveyed.dtype, num_parameters=0, digest="",
-        ),
-        tokens=surveyed.tokens,
-        settings=Settings(
-            deterministic=False, seed=0, device=UNKNOWN, max_new_tokens=surveyed.num_steps - 1,
-            batch=any(len(group) > 1 for group in surveyed.tokens.groups),
-        ),
-        environment=Environment(
-            label=label or f"dump of {name}", platform="", python="", device_type=UNKNOWN,
-            device_name=UNKNOWN, cpu="", cpu_capability="", num_threads=0, versions={},
-        ),
-        plan=Plan(
-            passes=["free"], sites=["*"], modules=_modules(sites, like),
-            logits_site=logits if logits in sites else None,
-        ),
+    plan = Plan(
+        passes=["free"], sites=["*"], modules=_modules(sites, like),
+        logits_site=logits if logits in sites else None,
+    )  # fmt: skip
+    return foreign_manifest(
+        surveyed.tokens, plan, tool=f", importing a dump of {name}",
+        label=label or f"dump of {name}", command=command, dtype=surveyed.dtype,
+        source=UNKNOWN if own is None else own.model.source,
+        task="causal-lm" if own is None else own.model.task,
+        max_new_tokens=surveyed.num_steps - 1,
+        batch=any(len(group) > 1 for group in surveyed.tokens.groups),
     )  # fmt: skip
 
 
@@ -846,10 +819,19 @@ def write(
                 continue
             site = surveyed.renamed(site)
             record = None if like is None else like.find(("free", sample, step, site))
-            tensor = _shaped(tensor, record)
+            # engines lay all sequences on one axis: (T, H) as (1, T, H), where the run has it so
+            if record is not None and record.shape == (1, *tensor.shape):
+                tensor = tensor.unsqueeze(0)
             kept[site] = CapturedTensor(tensor)
-            if site == logits:
-                _choose(groups[sample], tensor)
+            members = groups[sample]
+            if (
+                site == logits and tensor.ndim == 3 and tensor.shape[0] == len(members)
+                and tensor.numel() and not any(member.num_right_pad for member in members)
+            ):  # fmt: skip
+                # the greedy choice, from logits (B, T, V) of which the last row is the last token's
+                chosen = tensor[:, -1].argmax(-1).tolist()
+                for member, token in zip(members, chosen, strict=True):
+                    member.chosen_ids.append(token)
         for site, other in handed_on.items():
             if site not in kept and other in kept:
                 kept[site] = kept[other]
@@ -862,36 +844,17 @@ def write(
         raise DumpError("nothing in the dump is the same on all ranks: the run would be empty")
 
 
-def _choose(samples: list[SampleTokens], logits: torch.Tensor) -> None:
-    """The greedy choice, from logits (B, T, V) of which the last row is the last token's."""
-    if logits.ndim != 3 or logits.shape[0] != len(samples) or not logits.numel():
-        return
-    if not any(member.num_right_pad for member in samples):
-        for member, token in zip(samples, logits[:, -1].argmax(-1).tolist(), strict=True):
-            member.chosen_ids.append(token)
-
-
 def _of_all_ranks(ranks: list[Dumped]) -> torch.Tensor | None:
     first = ranks[0].value().contiguous()
-    bits = _bits(first)
     for other in ranks[1:]:
         tensor = other.value().contiguous()
-        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
             return None
-        if not torch.equal(_bits(tensor), bits):
+        if first.numel() and not torch.equal(
+            tensor.reshape(-1).view(torch.uint8), first.reshape(-1).view(torch.uint8)
+        ):
             return None
     return first
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
-
-
-def _shaped(tensor: torch.Tensor, record: Record | None) -> torch.Tensor:
-    """(T, H) as (1, T, H), where the run has it so: engines lay all sequences on one axis."""
-    if record is not None and record.shape[:1] == (1,) and record.shape[1:] == tuple(tensor.shape):
-        return tensor.unsqueeze(0)
-    return tensor
 
 
 def _handed_on(like: Run, surveyed: Survey) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -53,7 +54,8 @@ class Option(msgspec.Struct, frozen=True):
     machine: bool = False
     """Its setting is this machine's: used for ``--like`` and for a suite of operators, too."""
     recorded: str | None = None
-    """Where the manifest holds it, ``settings.seed``; ``--like`` takes it from there."""
+    """Where the manifest holds it, ``settings.seed``; ``--like`` takes it from there. The part
+    alone where its key has the option's name."""
     needs_like: bool = False
     suite: bool = False
     """Means something to a suite of operators."""
@@ -153,15 +155,16 @@ def text_type(type_: Any) -> Any:
 def fields_of(kind: type[Options]) -> tuple[Field, ...]:
     """The options of a command, in the order of its help."""
     hints = typing.get_type_hints(kind)
-    return tuple(
-        Field(
-            name=field.name,
-            type=hints[field.name],
-            default=field.default,
-            options=field.metadata["options"],
-        )
-        for field in dataclasses.fields(kind)
-    )
+    fields = []
+    for field in dataclasses.fields(kind):
+        first, *others = field.metadata["options"]
+        if first.recorded and "." not in first.recorded:
+            first = msgspec.structs.replace(first, recorded=f"{first.recorded}.{field.name}")
+        fields.append(Field(
+            name=field.name, type=hints[field.name], default=field.default,
+            options=(first, *others),
+        ))  # fmt: skip
+    return tuple(fields)
 
 
 def given_fields(options: Options) -> Iterator[Field]:
@@ -199,115 +202,79 @@ def command_options(kind: type[Options], values: Mapping[str, Any]) -> dict[str,
 
 TRAINING = "Training"
 """The panel of ``capture --help``."""
+_step = functools.partial(option, panel=TRAINING, recorded="training")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
     """None means "as recorded" with ``--like``, and the default without."""
 
-    train: bool | None = option(
+    train: bool | None = _step(
         "--train",
         "Forward and backward on the prompts, each token's label being the next one: the loss, "
         "the gradients of blocks and parameters. Nothing is generated.",
-        TRAINING,
-        recorded="training.train",
     )
-    autocast: str | None = option(
-        "--autocast DTYPE",
-        "The forward under torch.autocast in bfloat16 or float16.",
-        TRAINING,
-        recorded="training.autocast",
+    autocast: str | None = _step(
+        "--autocast DTYPE", "The forward under torch.autocast in bfloat16 or float16."
     )
-    gradient_checkpointing: bool | None = option(
+    gradient_checkpointing: bool | None = _step(
         "--gradient-checkpointing",
         "Run each block's forward again in the backward, in place of keeping activations.",
-        TRAINING,
-        recorded="training.gradient_checkpointing",
     )
-    dropout: bool | None = option(
+    dropout: bool | None = _step(
         "--dropout",
         "Keep the model's dropout, which draws from this machine's generator. Default: off.",
-        TRAINING,
-        recorded="training.dropout",
     )
-    optimizer: str | None = option(
+    optimizer: str | None = _step(
         "--optimizer-step NAME",
         "One step of adamw or sgd behind the backward: moments and updates are recorded.",
-        TRAINING,
-        recorded="training.optimizer",
     )
-    learning_rate: float | None = option(
-        "--learning-rate RATE",
-        "Of the optimizer. Default: 1e-3.",
-        TRAINING,
-        recorded="training.learning_rate",
-    )
-    weight_decay: float | None = option(
+    learning_rate: float | None = _step("--learning-rate RATE", "Of the optimizer. Default: 1e-3.")
+    weight_decay: float | None = _step(
         "--weight-decay SHARE",
         "Of the optimizer, on matrices alone. Default: 0.01 of adamw, 0 of sgd.",
-        TRAINING,
-        recorded="training.weight_decay",
     )
-    clip_grad_norm: float | None = option(
+    clip_grad_norm: float | None = _step(
         "--clip-grad-norm NORM",
         "Scale the gradients down to this norm before the optimizer's step.",
-        TRAINING,
-        recorded="training.clip_grad_norm",
     )
-    loss_scale: float | None = option(
+    loss_scale: float | None = _step(
         "--loss-scale FACTOR",
         "Multiply the loss before the backward, and divide the gradients behind it, as mixed "
         "precision in float16 does.",
-        TRAINING,
-        recorded="training.loss_scale",
     )
-    reduce_dtype: str | None = option(
+    reduce_dtype: str | None = _step(
         "--reduce-dtype DTYPE",
         "Add up the prompts' gradients as so many ranks would, sending float32, bfloat16 or "
         "float16.",
-        TRAINING,
-        recorded="training.reduce_dtype",
     )
-    reduce_order: str | None = option(
-        "--reduce-order ORDER",
-        "With --reduce-dtype: ring or tree. Default: ring.",
-        TRAINING,
-        recorded="training.reduce_order",
+    reduce_order: str | None = _step(
+        "--reduce-order ORDER", "With --reduce-dtype: ring or tree. Default: ring."
     )
-    accumulate_dtype: str | None = option(
+    accumulate_dtype: str | None = _step(
         "--accumulate-dtype DTYPE",
         "Add up the prompts' gradients in float32, bfloat16 or float16. Default: the "
         "parameters' dtype.",
-        TRAINING,
-        recorded="training.accumulate_dtype",
     )
-    main_weights: bool | None = option(
+    main_weights: bool | None = _step(
         "--main-weights",
         "The optimizer steps float32 copies of weights in 16 bits. Default: off, as in torch; "
         "on with --dry-run.",
-        TRAINING,
-        recorded="training.main_weights",
         also=Option("--no-main-weights", "The optimizer steps the weights themselves.", TRAINING),
     )
-    moments_dtype: str | None = option(
+    moments_dtype: str | None = _step(
         "--moments-dtype DTYPE",
         "In which the optimizer keeps its moments. Default: that of the weights it steps.",
-        TRAINING,
-        recorded="training.moments_dtype",
     )
-    buffer_dtype: str | None = option(
+    buffer_dtype: str | None = _step(
         "--buffer-dtype DTYPE",
         "Cast the model's floating-point buffers (rotary frequencies), as FSDP's buffer_dtype "
         "does.",
-        TRAINING,
-        recorded="training.buffer_dtype",
     )
-    precision_policy: str | None = option(
+    precision_policy: str | None = _step(
         "--precision-policy POLICY",
         "Take these dtypes from a DeepSpeed configuration, Megatron-LM's arguments or log "
         "(files), or FSDP's policy as text: MixedPrecisionPolicy(param_dtype=bfloat16, ...).",
-        TRAINING,
-        recorded="training.precision_policy",
     )
     zero: int | None = option(
         "--zero STAGE",
@@ -383,9 +350,7 @@ LABEL = option(
     "--label TEXT", "What to call this machine.", OUTPUT, setting=True, machine=True, suite=True
 )
 NAME_MAP = option(
-    "--map FILE",
-    "Name map (TOML) from the first run's module paths to the second's.",
-    setting=True,
+    "--map FILE", "Name map (TOML) from the first run's module paths to the second's.", setting=True
 )
 MODEL_OF_WEIGHTS = option(
     "--model PATH", "Where this machine has the model, for weights that the run does not hold."

@@ -55,14 +55,15 @@ class Redaction:
         forms: dict[str, str] = {}
         for path, name in named.items():
             for form in (path, os.path.abspath(path), os.path.realpath(path)):
-                if (
-                    len(re.split(r"[\\/]", form)) > 1
-                ):  # a plain name tells nothing, and may be a word
+                if re.search(r"[\\/]", form):  # a plain name tells nothing, and may be a word
                     forms.setdefault(form, name)
         longest = sorted(map(re.escape, forms), key=len, reverse=True)
         self._forms = forms
         self._named = re.compile(rf"(?<![\w./-])(?:{'|'.join(longest) or '(?!)'})(?![\w.-])")
-        words = _own_names() if private is None else private
+        host, user = socket.gethostname(), ""
+        with contextlib.suppress(KeyError, OSError):  # a container's user without a name
+            user = getpass.getuser()
+        words = (host, host.partition(".")[0], user) if private is None else private
         telling = [
             re.escape(word)
             for word in words
@@ -94,15 +95,6 @@ def _last(path: str) -> str:
     """The last name; a home's own name is none that may stay."""
     words = [word for word in re.split(r"[\\/]", path) if word]
     return "" if len(words) == 2 and words[0].lower() in ("home", "users") else words[-1]
-
-
-def _own_names() -> tuple[str, ...]:
-    host = socket.gethostname()
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = ""
-    return host, host.partition(".")[0], user
 
 
 _MOST_LINES = 200
@@ -165,25 +157,29 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def _descent_lines(descent: object) -> list[Line]:
-    """What `localize` says first, and level by level; nothing of what is no answer of it."""
-    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
-        if result.operator is None or result.report is not None:
-            headline = headline_lines(headline_of(result))
-            return [*headline, BLANK, *sections_lines([descent_section(result)])[:-1]]
-    return []
-
-
 def _markdown(
     report: Report, machines: Mapping[str, Environment], descent: object, files: list[str]
 ) -> str:
     top = opening_of(report).headline
     lines = [f"# {top.word}", "", _code(top.text), "", "## The comparison", ""]
     lines += _fenced(screen_lines(report, more="report.json"))
-    if descent := _descent_lines(descent):
-        lines += ["## What localize found", "", *_fenced(descent)]
-    lines += ["## The machines", "", *_machine_table(machines), "", "## In this bundle", ""]
+    # nothing of what is no answer of localize
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
+        if result.operator is None or result.report is not None:
+            descent_lines = [*headline_lines(headline_of(result)), BLANK]
+            descent_lines += sections_lines([descent_section(result)])[:-1]
+            lines += ["## What localize found", "", *_fenced(descent_lines)]
+    # a row for each fact, a column for each machine; rows that differ first
+    facts = {name: _facts(machine) for name, machine in machines.items()}
+    keys = list(dict.fromkeys(key for fact in facts.values() for key in fact))
+    rows = {key: [fact.get(key, "") for fact in facts.values()] for key in keys}
+    ordered = sorted(rows.items(), key=lambda item: len(set(item[1])) == 1)
+    table = Table(
+        columns=[Column(name, _short) for name in ("", *machines)] + [Column("", own=True)],
+        rows=[(key, *row, "**differs**" * (len(set(row)) > 1)) for key, row in ordered],
+    )
+    lines += ["## The machines", "", *table.markdown(), "", "## In this bundle", ""]
     lines += [f"- {_code(name)}" for name in files]
     if any(name.startswith("reproducer/") for name in files):
         lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
@@ -192,23 +188,10 @@ def _markdown(
 
 
 def _fenced(lines: Sequence[Line]) -> list[str]:
-    """As text, in a fence that no word of a run can end."""
     pieces = [piece.text for item in lines for piece in fold(item, MAX_WIDTH)]
     texts = [printable(_short(text)) for text in pieces[:_MOST_LINES]]
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
     return [fence, *texts, fence, ""]
-
-
-def _machine_table(machines: Mapping[str, Environment]) -> list[str]:
-    """A row for each fact, a column for each machine; rows that differ first."""
-    facts = {name: _facts(machine) for name, machine in machines.items()}
-    keys = list(dict.fromkeys(key for fact in facts.values() for key in fact))
-    rows = {key: [fact.get(key, "") for fact in facts.values()] for key in keys}
-    ordered = sorted(rows.items(), key=lambda item: len(set(item[1])) == 1)
-    return Table(
-        columns=[Column(name, _short) for name in ("", *machines)] + [Column("", own=True)],
-        rows=[(key, *row, "**differs**" * (len(set(row)) > 1)) for key, row in ordered],
-    ).markdown()
 
 
 def _facts(machine: Environment) -> dict[str, str]:

@@ -34,7 +34,11 @@ def check_lines(result: CheckResult, *, verbose: bool = False, brief: bool = Fal
     if len(shown) < len(result.failures):
         more = len(result.failures) - len(shown)
         lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
-    lines += _known_lines(result)
+    if result.excused:
+        what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
+        lines.append(prose("  excused: ", what, style="yellow", width=4))
+    # of each known difference of the policy what it excused, or why it did not
+    lines += [prose("  known: ", str(use), style="yellow", width=4) for use in result.known]
     if brief:
         return lines
     if result.num_ties:
@@ -43,22 +47,8 @@ def check_lines(result: CheckResult, *, verbose: bool = False, brief: bool = Fal
         lines.append(prose("  ties: ", what, width=4))
     lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
     report = result.report
-    return [
-        *lines,
-        BLANK,
-        *(report_lines(report, verbose=True) if verbose else screen_lines(report)),
-    ]
-
-
-def _known_lines(result: CheckResult) -> list[Line]:
-    """One line for each known difference of the policy: what it excused, or why it did not."""
-    lines = []
-    if result.excused:
-        what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
-        lines.append(prose("  excused: ", what, style="yellow", width=4))
-    for use in result.known:
-        lines.append(prose("  known: ", str(use), style="yellow", width=4))
-    return lines
+    whole = report_lines(report, verbose=True) if verbose else screen_lines(report)
+    return [*lines, BLANK, *whole]
 
 
 def blessing_lines(blessing: Blessing) -> list[Line]:

@@ -169,7 +169,12 @@ _MOST_ISSUES = 1000
 
 def codequality_json(page: CheckPage) -> str:
     """A list with one issue for each failure."""
-    path = _in_repository(page.golden)
+    # from here, where it lies here; else its name alone, so that no home is told
+    golden = page.golden
+    relative = os.path.relpath(golden) if os.path.isabs(golden) else os.path.normpath(golden)
+    path = PurePath(relative).as_posix()
+    if "://" in golden or relative.startswith(".."):
+        path = PurePath(golden).name or "golden"
     seen: dict[str, int] = {}
     issues = []
     for check, text, site, severity in list(_issues(page))[:_MOST_ISSUES]:
@@ -199,14 +204,6 @@ def _severity(case: RuleOutcome) -> str:
     if case.status == "stopped" or case.rule in ("verdicts", "whole"):
         return "critical"
     return "minor" if case.rule == "preflight" else "major"
-
-
-def _in_repository(path: str) -> str:
-    """``path`` from here, where it lies here; else its name alone, so that no home is told."""
-    relative = os.path.relpath(path) if os.path.isabs(path) else os.path.normpath(path)
-    if "://" in path or relative.startswith(".."):
-        return PurePath(path).name or "golden"
-    return PurePath(relative).as_posix()
 
 
 # `check --github`: annotations as GitHub's runner reads them from the log, and a step summary.
@@ -305,24 +302,18 @@ def junit_xml(page: CheckPage) -> str:
     numbers: dict[str, str] = {name: str(number) for name, number in counts.items()}
     root = ElementTree.Element("testsuites", {"name": "divergence check", **numbers})
     suite = ElementTree.SubElement(root, "testsuite", {"name": "divergence check", **numbers})
+    class_name = f"divergence.check.{page.policy.replace(' ', '.')}"
     for case in page.cases:
-        _add_case(suite, case, page)
+        element = ElementTree.SubElement(
+            suite, "testcase", classname=class_name, name=case.rule, time="0"
+        )
+        if tag := _TAGS.get(case.status):
+            child = ElementTree.SubElement(element, tag, message=case.text)
+        if tag and tag != "skipped":
+            child.set("type", case.rule)
+            child.text = "\n".join([case.text, *(f"- {fact}" for fact in case.evidence)])
     screen = "\n".join([f"{page.golden} / {page.new}: {page.headline}", "", *screen_text(page)])
     ElementTree.SubElement(suite, "system-out").text = f"{screen}\n"
     ElementTree.indent(root)
     body = ElementTree.tostring(root, encoding="unicode")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{body}\n'
-
-
-def _add_case(suite: ElementTree.Element, case: RuleOutcome, page: CheckPage) -> None:
-    element = ElementTree.SubElement(
-        suite, "testcase", classname=f"divergence.check.{page.policy.replace(' ', '.')}",
-        name=case.rule, time="0",
-    )  # fmt: skip
-    tag = _TAGS.get(case.status)
-    if tag is None:
-        return
-    child = ElementTree.SubElement(element, tag, message=case.text)
-    if tag != "skipped":
-        child.set("type", case.rule)
-        child.text = "\n".join([case.text, *(f"- {fact}" for fact in case.evidence)])

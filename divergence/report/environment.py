@@ -44,19 +44,11 @@ def check_json(result: Any) -> str:
 
     Its report is the one that `compare --json` gives.
     """
-    return strict_json(
-        {
-            "schema_version": REPORT_SCHEMA_VERSION,
-            "passed": result.passed,
-            "num_ties": result.num_ties,
-            "excused": result.excused,
-            "known": msgspec.to_builtins(result.known),
-            "notes": result.notes,
-            "failures": msgspec.to_builtins(result.failures),
-            "policy": msgspec.to_builtins(result.policy),
-            "report": msgspec.to_builtins(result.report),
-        }
-    )
+    keys = (
+        "passed", "num_ties", "excused", "known", "notes", "failures", "policy", "report",
+    )  # fmt: skip
+    answer = {key: msgspec.to_builtins(getattr(result, key)) for key in keys}
+    return strict_json({"schema_version": REPORT_SCHEMA_VERSION} | answer)
 
 
 def blessing_json(blessing: Any) -> str:
@@ -72,17 +64,15 @@ def csv_columns() -> list[str]:
     for name in SiteResult.__struct_encode_fields__:
         if name == "prompts":
             continue  # a list of its own
-        nested = {
-            "logits": LogitsDiff,
-            "nonfinite": NonfiniteCount,
-            "truth": TruthDiff,
-            "estimated": Estimate,
-        }.get(name)
-        if nested is None:
-            names.append(name)
-        else:
-            names += [f"{name}_{key}" for key in nested.__struct_encode_fields__]
+        nested = _NESTED.get(name)
+        keys = [] if nested is None else nested.__struct_encode_fields__
+        names += [f"{name}_{key}" for key in keys] or [name]
     return names
+
+
+_NESTED: dict[str, type[msgspec.Struct]] = {
+    "logits": LogitsDiff, "nonfinite": NonfiniteCount, "truth": TruthDiff, "estimated": Estimate,
+}  # fmt: skip
 
 
 def report_csv(report: Report) -> str:

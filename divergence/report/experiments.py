@@ -210,7 +210,6 @@ def _matrices(number: int) -> str:
 
 
 def _nats(value: float | None) -> str:
-    """Three digits."""
     return "-" if value is None else f"{value:.3g}"
 
 
@@ -318,14 +317,15 @@ def selfcheck_sections(result: SelfcheckResult) -> list[Section]:
 def _ways(result: SelfcheckResult) -> Table:
     return Table(
         caption="Ways of running", num_left=3, indent=0, widest=50,
-        columns=("line", Column("what is changed", _how_changed), Column("result", _result)),
-        rows=[(way.name, way, way) for way in result.lines],
+        columns=("line", "what is changed", "result"),
+        rows=[
+            (way.name,
+             way.changed if way.against == "base" else f"{way.changed} (against {way.against})",
+             _result(way))
+            for way in result.lines
+        ],
         marks=[_WORDS.get(way.status, "") for way in result.lines],
     )  # fmt: skip
-
-
-def _how_changed(way: SelfcheckLine) -> str:
-    return way.changed if way.against == "base" else f"{way.changed} (against {way.against})"
 
 
 def _place(way: SelfcheckLine) -> str:
@@ -350,12 +350,9 @@ def _result(way: SelfcheckLine) -> str:
         surely = "DIVERGED" if sure else f"suspected ({way.confidence} confidence)"
         parts = [f"{surely} {_place(way)}", used, wrong, _tokens(way)]
     else:
-        parts = [_floor(way), _bits(way), used, _tokens(way)]
+        floor = "NOT bit-identical, within floor" if way.same_bits else "within floor"
+        parts = [floor, _bits(way), used, _tokens(way)]
     return ", ".join(filter(None, parts))
-
-
-def _floor(way: SelfcheckLine) -> str:
-    return "NOT bit-identical, within floor" if way.same_bits else "within floor"
 
 
 def _bits(way: SelfcheckLine) -> str:
@@ -522,7 +519,6 @@ def _size_plots(result: Sensitivity) -> list[Plot]:
 
 
 def _reasons(result: Sensitivity) -> list[Section]:
-    """By which claim each smallest fault is seen."""
     body = []
     for entry in result.sizes:
         for size, why in ((entry.size, entry.by), (entry.escalated_size, entry.escalated_by)):

@@ -34,7 +34,7 @@ from divergence.run.contents import (
     records_at,
     site_names,
 )
-from divergence.run.manifest import EngineNote, Manifest, OwnTruth
+from divergence.run.manifest import Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
 from divergence.words import list_names
@@ -75,7 +75,11 @@ def run_lines(
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += map(sentence_line, changes(plan.plants, plan.substitutes))
-    lines += [BLANK, *model_lines(manifest), *(config_lines(manifest) if verbose else []), BLANK]
+    lines += [BLANK, *model_lines(manifest)]
+    if verbose and (config := manifest.model.config):
+        lines.append(heading("config", manifest.model.config_digest[:12]))
+        lines += columns([(key, str(value)) for key, value in config.items()])
+    lines.append(BLANK)
     lines += [heading("settings")]
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
     made = (
@@ -115,7 +119,6 @@ def run_lines(
 
 
 def _next(run: str, manifest: Manifest) -> list[str]:
-    """What one does with such a run."""
     if (manifest.model.task, manifest.model.source) == ("operators", "probe"):
         return [command_line("compare", run, "OTHER", note="a probe of another machine")]
     if manifest.settings.compute_dtype:
@@ -196,16 +199,13 @@ def model_lines(manifest: Manifest) -> list[Line]:
     if model.attn_implementation:
         facts.append(("  attention", model.attn_implementation))
     if manifest.engine is not None:
-        facts.append(("  engine", _engine_text(manifest.engine)))
+        engine = manifest.engine
+        given = [f"{key}={value}" for key, value in engine.options.items() if value is not None]
+        told = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
+        text = ", ".join([engine.name, engine.version, *given]) + (f"; {told}" if told else "")
+        facts.append(("  engine", text))
     facts += [("  code", text) for text in code_texts(manifest)]
     return [prose(name, text) for name, text in facts]
-
-
-def _engine_text(engine: EngineNote) -> str:
-    """``compile, torch 2.13.0, backend=inductor, dynamic=True; prefix caching off``"""
-    given = [f"{key}={value}" for key, value in engine.options.items() if value is not None]
-    facts = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
-    return ", ".join([engine.name, engine.version, *given]) + (f"; {facts}" if facts else "")
 
 
 def code_texts(manifest: Manifest) -> list[str]:
@@ -224,12 +224,6 @@ def code_texts(manifest: Manifest) -> list[str]:
     shown = texts[:MAX_CODE]
     rest = len(texts) - len(shown)
     return shown + ([f"and {rest} more"] if rest else [])
-
-
-def config_lines(manifest: Manifest) -> list[Line]:
-    """The model's configuration, key by key."""
-    rows = [(key, str(value)) for key, value in manifest.model.config.items()]
-    return [heading("config", manifest.model.config_digest[:12]), *columns(rows)] if rows else []
 
 
 def _prompt_lines(manifest: Manifest) -> list[Line]:

@@ -52,7 +52,11 @@ def localization_lines(
         *([] if result.truth is None else [prose("truth", result.truth)]),
         prose("runs in", result.out),
     ]
-    return lines + _next(result)
+    if not result.commands:
+        return lines
+    there = any(replace(item, note=None) == result.continuation for item in result.elsewhere)
+    again = [] if there else [f"{result.again}   # goes on from there"]
+    return [*lines, BLANK, *next_lines([*result.commands, *again])]
 
 
 def headline_of(result: Localization) -> Headline:
@@ -83,7 +87,10 @@ def headline_of(result: Localization) -> Headline:
         facts.append(named("side", f"{letter(result.side)}, by A's code; {apart}"))
     if operator.called_at:
         facts.append(named("called at", operator.called_at))
-    facts.append(named("operator", _called(result)))
+    shape = "x".join(map(str, operator.shape)) or "scalar"
+    dtypes = dict.fromkeys((operator.reference_dtype, operator.candidate_dtype))
+    names = dict.fromkeys((operator.operator, operator.candidate_operator))
+    facts.append(named("operator", f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"))
     check = result.causal
     if check is not None:
         rest = "everything after it is" if check.num_after else "the block's output is"
@@ -95,15 +102,6 @@ def headline_of(result: Localization) -> Headline:
         untried = next(unmet, f"that takes {letter(result.side)}'s machine")
         facts.append(named("proven", f"not tried: {untried}"))
     return Headline(word, text, style, facts)
-
-
-def _called(result: Localization) -> str:
-    operator = result.operator
-    assert operator is not None
-    shape = "x".join(map(str, operator.shape)) or "scalar"
-    dtypes = dict.fromkeys((operator.reference_dtype, operator.candidate_dtype))
-    names = dict.fromkeys((operator.operator, operator.candidate_operator))
-    return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
 
 
 def descent_section(result: Localization, *, page: bool = False) -> Section:
@@ -189,14 +187,6 @@ def _given(result: Localization) -> str:
         by = f"{operand.difference:.2g} (from {' / '.join(whence)})"
         parts.append(f"its operand {operand.argument} differs by {by}")
     return "; ".join(parts)
-
-
-def _next(result: Localization) -> list[Line]:
-    if not result.commands:
-        return []
-    there = any(replace(item, note=None) == result.continuation for item in result.elsewhere)
-    again = [] if there else [f"{result.again}   # goes on from there"]
-    return [BLANK, *next_lines([*result.commands, *again])]
 
 
 _TOLD = {

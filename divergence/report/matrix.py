@@ -137,12 +137,15 @@ def _table(matrix: Matrix, *, every: bool) -> Section:
 
 def matrix_sections(matrix: Matrix) -> list[Section]:
     """On a page: all runs, among themselves, and those that were not compared."""
-    return [_runs(matrix), *_among(matrix, page=True), *_problems(matrix)]
-
-
-def _runs(matrix: Matrix) -> Section:
     rows = matrix.rows[:_MOST_ON_PAGE]
-    told = [_says(matrix, row) for row in rows]
+    told = []
+    for row in rows:
+        parts = [_called(row.verdict, "not compared")]
+        if row.limit_usage is not None:
+            parts.append(f"{limit_share(row.limit_usage)} of a limit")
+        if row.path in matrix.odd:
+            parts.append("not like most of the others")
+        told.append(f"{row.path}: {', '.join(parts)}")
     flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
     body: list[Block] = []
     if sum(row.limit_usage is not None for row in rows) > 1:
@@ -166,20 +169,12 @@ def _runs(matrix: Matrix) -> Section:
         marks=["flagged" if n in flagged else "" for n in range(len(rows))],
         note="" if len(rows) == len(matrix.rows) else f"The first {len(rows):,} rows.",
     ))  # fmt: skip
-    return Section(
+    runs = Section(
         id="runs", title="runs", body=body,
         lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
         parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
     )  # fmt: skip
-
-
-def _says(matrix: Matrix, row: MatrixRow) -> str:
-    parts = [_called(row.verdict, "not compared")]
-    if row.limit_usage is not None:
-        parts.append(f"{limit_share(row.limit_usage)} of a limit")
-    if row.path in matrix.odd:
-        parts.append("not like most of the others")
-    return f"{row.path}: {', '.join(parts)}"
+    return [runs, *_among(matrix, page=True), *_problems(matrix)]
 
 
 def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
@@ -215,12 +210,10 @@ def _among(matrix: Matrix, *, page: bool = False) -> list[Section]:
 
 
 def _called(verdict: VerdictKind | None, otherwise: str) -> str:
-    """The first word of a pair's answer, as its own report begins."""
     return otherwise if verdict is None else HEADLINES[verdict]
 
 
 def _values(row: MatrixRow) -> tuple[object, ...]:
-    """Those of _COLUMNS."""
     run, onset = row.run, row.onset
     return (
         row.path, run and run.label, _called(row.verdict, "not compared" if run else "unreadable"),

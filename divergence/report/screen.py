@@ -6,7 +6,7 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from divergence.analyses.blocks.rows import num_bad, prompt_usage, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
@@ -47,10 +47,14 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 
 def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     whole = opening_of(report)
+    # the first facts behind a verdict that is more than that all is well
+    most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 2
+    facts = [] if _is_quiet(report) else whole.why[:most]
+    why = [prose("" if number else "because", text) for number, text in enumerate(facts)]
     worst = [*_worst_lines(report, num_rows), *_prompt_lines(report)]
     return [
         *headline_lines(whole.headline),
-        *_why_lines(report, whole.why),
+        *why,
         BLANK,
         *map(sentence_line, (*_runs(report), *whole.known, *_operators(report))),
         BLANK,
@@ -60,17 +64,8 @@ def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
 
 
 def _is_quiet(report: Report) -> bool:
-    """All is well, and nothing has to be explained."""
     verdict = report.verdict
     return verdict.kind in ("identical", "within_floor") and verdict.side in (None, "neither")
-
-
-def _why_lines(report: Report, why: Sequence[str]) -> list[Line]:
-    """The first facts behind a verdict that is more than that all is well."""
-    if _is_quiet(report):
-        return []
-    most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 2
-    return [prose("" if number else "because", text) for number, text in enumerate(why[:most])]
 
 
 def _runs(report: Report) -> list[Sentence]:
@@ -96,7 +91,6 @@ def _operators(report: Report) -> list[Sentence]:
 
 
 def _worst_lines(report: Report, num_rows: int) -> list[Line]:
-    """The rows nearest to their limit, or beyond it."""
     if report.verdict.kind == "identical":
         return []
     every = worst_rows(report)

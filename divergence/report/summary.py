@@ -71,10 +71,13 @@ def opening_of(report: Report) -> Document:
     top = verdict_headline(report)
     *facts, confidence = top.facts
     seen = [named("" if n else "not seen", text) for n, text in enumerate(unseen(report))]
+    preflight = report.preflight
+    if report.verdict.kind == "incomparable":  # what stops it stands among the reasons already
+        preflight = [line for line in preflight if line.status in ("differs", "unknown")]
     return Document(
         headline=dataclasses.replace(top, facts=[*facts, *_asked(report), confidence, *seen]),
         why=[fact.text for fact in report.verdict.evidence],
-        known=[*_settings(_to_tell(report)), *_tokens(report), *explained_facts(report),
+        known=[*_settings(preflight), *_tokens(report), *explained_facts(report),
                *_compared(report)],
         next=report.verdict.next,
     )  # fmt: skip
@@ -213,15 +216,7 @@ def states(run: RunSummary) -> list[Sentence]:
 _WIDTH = 80
 
 
-def _to_tell(report: Report) -> list[PreflightLine]:
-    """What stops a comparison stands among the reasons already."""
-    if report.verdict.kind != "incomparable":
-        return report.preflight
-    return [line for line in report.preflight if line.status in ("differs", "unknown")]
-
-
 def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
-    """What differs, in the order of how much it explains."""
     differ = [line for line in preflight if line.status in ("differs", "blocking")]
     unknown = [line.check for line in preflight if line.status == "unknown"]
     shown = [_setting(line) for line in differ[:_MOST_NAMED]]
@@ -285,7 +280,6 @@ def _table_of(caption: str, rows: Iterable[PreflightLine], folded: str = "") -> 
 
 
 def _tokens(report: Report) -> list[Sentence]:
-    """How many choices of a token agree, and where they first do not."""
     tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
@@ -305,7 +299,6 @@ def _tokens(report: Report) -> list[Sentence]:
 
 
 def _compared(report: Report) -> list[Sentence]:
-    """What was compared, and what not."""
     coverage, sites = report.coverage, report.sites
     if not sites:
         text = "nothing: what differs between such runs is no machine's doing"
@@ -357,7 +350,6 @@ def _coverage(report: Report, *, most: int | None, full: bool) -> list[Section]:
 
 
 def _pass_row(row: PassCoverage) -> tuple[str, ...]:
-    """What a pass of the reference came to."""
     total = row.num_compared + row.num_missing + row.num_skipped
     parts = [f"{row.num_compared:,} of {total:,}"]
     parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
@@ -371,7 +363,6 @@ def _pass_row(row: PassCoverage) -> tuple[str, ...]:
 
 
 def _machines(background: Background) -> list[Section]:
-    """Both machines side by side, what differs marked."""
     sides = background.reference, background.candidate
     if not any(sides):
         return []
@@ -380,7 +371,13 @@ def _machines(background: Background) -> list[Section]:
         reference, candidate = ("not known" if side is None else read(side) for side in sides)
         if reference or candidate:
             rows.append((title, reference or "-", candidate or "-"))
-    names = [_versions(side) for side in sides]
+    names = [
+        {} if side is None else {
+            **dict(sorted(side.environment.versions.items())), **side.environment.torch_build,
+            **side.environment.variables,
+        }
+        for side in sides
+    ]  # fmt: skip
     for package in dict.fromkeys([*names[0], *names[1]]):
         rows.append((package, *(known.get(package, "-") for known in names)))
     apart = [row for row in rows if row[1] != row[2]]
@@ -393,14 +390,6 @@ def _machines(background: Background) -> list[Section]:
     told = f"{len(apart)} of {len(rows)} lines differ."
     body = [table for table in tables if table.rows]
     return [Section(id="machines", title="Machines", lead=told, body=body)]
-
-
-def _versions(side: Manifest | None) -> dict[str, str]:
-    if side is None:
-        return {}
-    environment = side.environment
-    return {**dict(sorted(environment.versions.items())), **environment.torch_build,
-            **environment.variables}  # fmt: skip
 
 
 def _of(read: Callable[[Environment], str | None]) -> Callable[[Manifest], str | None]:
@@ -434,7 +423,6 @@ _FACTS: tuple[tuple[str, Callable[[Manifest], str | None]], ...] = (
 
 
 def _findings(report: Report) -> list[Section]:
-    """All findings, of which one verdict was made."""
     if not report.findings:
         return []
     items = []

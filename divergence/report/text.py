@@ -34,8 +34,14 @@ def sections_lines(sections: Iterable[Section]) -> list[Line]:
                 shown += [*[BLANK] * bool(shown), heading(block.title, block.detail)]
             if isinstance(block, Table):
                 shown += _listed_lines(block) if block.listed else table_lines(block)
+            elif isinstance(block, Facts) and not block.width:
+                shown += columns(block.rows, indent=block.indent)
             elif isinstance(block, Facts):
-                shown += _facts_lines(block)
+                for number, (term, what) in enumerate(block.rows):
+                    style = block.styles[number] if number < len(block.styles) else ""
+                    term = " " * block.indent * bool(term) + term
+                    width = max(block.width, len(term) + 2 * bool(term))
+                    shown.append(prose(term, what, style=style, width=width))
             elif isinstance(block, Sentence):
                 shown.append(sentence_line(block))
         lines += [*shown, BLANK]
@@ -48,17 +54,6 @@ def sentence_line(sentence: Sentence) -> Line:
     if sentence.whole:
         return line(" " * hang + sentence.text)
     return prose(label, sentence.text, style=sentence.style, width=hang)
-
-
-def _facts_lines(facts: Facts) -> list[Line]:
-    if not facts.width:
-        return columns(facts.rows, indent=facts.indent)
-    styles = [*facts.styles, *[""] * len(facts.rows)]
-    terms = [" " * facts.indent * bool(term) + term for term, _ in facts.rows]
-    return [
-        prose(term, what, style=style, width=max(facts.width, len(term) + 2 * bool(term)))
-        for term, (_, what), style in zip(terms, facts.rows, styles, strict=False)
-    ]
 
 
 def _listed_lines(table: Table) -> list[Line]:

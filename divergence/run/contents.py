@@ -186,9 +186,10 @@ def _nonfinite(record: Record) -> int:
     return 0 if summary is None else summary.num_nan + summary.num_posinf + summary.num_neginf
 
 
+@functools.singledispatch
 def site_names(records: Sequence[Record]) -> set[str]:
     """Of all sites that there are records of."""
-    return {counts.site for counts in count_sites(records)}
+    return {record.site for record in records}
 
 
 @functools.singledispatch
@@ -317,7 +318,6 @@ class Digests:
 
 
 def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:
-    """The digests; None where one is missing."""
     every = tuple(digests)
     known = tuple(digest for digest in every if digest is not None)
     return known if len(known) == len(every) else None

@@ -385,7 +385,6 @@ class UnshardedRun(View):
         return agreed
 
     def _record(self, members: Sequence[Record], whole: Joined | Record) -> Record:
-        """What the record of the whole tensor says."""
         if isinstance(whole, Record):
             return whole
         leaves = list(leaves_of(whole))

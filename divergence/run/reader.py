@@ -42,7 +42,7 @@ from divergence.run.contents import (
     why_no_bytes,
 )
 from divergence.run.location import Location, Url, location_of
-from divergence.run.manifest import Manifest
+from divergence.run.manifest import Manifest, digest_tensor
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.record import (
     MANIFEST,
@@ -313,14 +313,13 @@ class Run:
     def _touch(self, record: Record, part: Part) -> Shard:
         return self._touched.add(part.place.shard, self._shard(record, part.place.shard))
 
-    def _hold(self, shard: Shard, record: Record, part: Part, data: Bytes | None = None) -> None:
+    def _hold(self, shard: Shard, record: Record, part: Part) -> None:
         """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
-        once. ``data``: the bytes, where they are at hand."""
+        once."""
         place = part.place
         digest = self._digests.get((place.shard, place.key))
         if digest is None:
-            if data is None:
-                data = shard.stretch(place.key, part.num_bytes)
+            data = shard.stretch(place.key, part.num_bytes)
             digest = self._digests[place.shard, place.key] = xxhash.xxh3_128_hexdigest(data)
         if digest == part.xxh3:
             return
@@ -578,6 +577,40 @@ class View(Run):
 
     def release(self, records: Iterable[Record]) -> None:
         self.run.release(part for record in records for part in self.stored(record))
+
+
+class Overlay(View):
+    """``run`` with other tensors at some of its records. ``records`` lists the changed ones alone,
+    or with ``whole`` all; ``find`` and ``read`` know all."""
+
+    def __init__(
+        self, run: Run, changed: Iterable[tuple[Record, torch.Tensor]], *, whole: bool = False
+    ) -> None:
+        self._changed: dict[Coordinates, torch.Tensor] = {}
+        records: dict[Coordinates, Record] = {}
+        for record, tensor in changed:
+            records[record.coordinates] = msgspec.structs.replace(
+                record, xxh3=digest_tensor(tensor), shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+            )  # fmt: skip
+            self._changed[record.coordinates] = tensor
+        together = list(records.values())
+        if whole:
+            together = [records.get(record.coordinates, record) for record in run.records]
+        super().__init__(run, together)
+
+    def stored(self, record: Record) -> Iterable[Record]:
+        """The record, unless it lies in memory: what does has no checksum either."""
+        return () if record.coordinates in self._changed else (record,)
+
+    def find(self, coordinates: Coordinates) -> Record | None:
+        """The record at (pass, sample, step, site): the changed one where there is one."""
+        return super().find(coordinates) or self.run.find(coordinates)
+
+    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+        """The record's tensor as it is here."""
+        tensor = self._changed.get(record.coordinates)
+        return self.run.read(record, verify=verify) if tensor is None else tensor
 
 
 # What a notebook shows of a run.

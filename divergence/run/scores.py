@@ -18,6 +18,7 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ from divergence.run.manifest import (
     Plan,
     SampleTokens,
     Settings,
+    Task,
     Tokens,
 )
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
@@ -107,6 +109,34 @@ class ScoreSource:
     max_new_tokens: int = 0
 
 
+def foreign_manifest(
+    tokens: Tokens, plan: Plan, *, tool: str, label: str, command: str | None, dtype: str,
+    source: str = UNKNOWN, task: Task = "causal-lm", engine: EngineNote | None = None,
+    settings_dtype: str | None = None, **settings: Any,
+) -> Manifest:  # fmt: skip
+    """The manifest of a run that this tool did not execute: what nobody told of it is unknown.
+    ``tool``: what of this tool made it."""
+    unknown: dict[str, Any] = {"deterministic": False, "seed": 0, "device": UNKNOWN, "batch": False}
+    return Manifest(
+        id=new_run_id(),
+        tool_version=f"{__version__}{tool}",
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        model=ModelIdentity(
+            source=source, model_class="", task=task, config_digest="", dtype=dtype,
+            num_parameters=0, digest="",
+        ),
+        engine=engine,
+        tokens=tokens,
+        settings=Settings(**unknown | {"dtype": settings_dtype} | settings),
+        environment=Environment(
+            label=label, platform="", python="", device_type=UNKNOWN, device_name=UNKNOWN, cpu="",
+            cpu_capability="", num_threads=0, versions={},
+        ),
+        plan=plan,
+    )  # fmt: skip
+
+
 def scores_manifest(
     source: ScoreSource,
     samples: Sequence[SampleTokens],
@@ -118,30 +148,16 @@ def scores_manifest(
     tool: str = "",
 ) -> Manifest:
     """The manifest of such a run. ``tool``: what of this tool made it."""
-    return Manifest(
-        id=new_run_id(),
-        tool_version=f"{__version__}{tool}",
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
-        model=ModelIdentity(
-            source=source.model, model_class="", task="causal-lm", config_digest="",
-            dtype="float32",  # that of the numbers
-            num_parameters=0, digest="",
-        ),
+    tokens = Tokens(
+        samples=list(samples), groups=[[number] for number in range(len(samples))],
+        forced_by=forced_by, texts=dict(texts or {}),
+    )  # fmt: skip
+    return foreign_manifest(
+        tokens, Plan(passes=["free"], sites=[LOGPROBS]), tool=tool, label=label, command=command,
+        source=source.model,
         engine=EngineNote(name=source.engine, version=source.version, facts=dict(source.facts)),
-        tokens=Tokens(
-            samples=list(samples), groups=[[number] for number in range(len(samples))],
-            forced_by=forced_by, texts=dict(texts or {}),
-        ),
-        settings=Settings(
-            deterministic=False, seed=source.seed, device=UNKNOWN, dtype=source.dtype,
-            max_new_tokens=source.max_new_tokens, batch=False,
-        ),
-        environment=Environment(
-            label=label, platform="", python="", device_type=UNKNOWN, device_name=UNKNOWN, cpu="",
-            cpu_capability="", num_threads=0, versions={},
-        ),
-        plan=Plan(passes=["free"], sites=[LOGPROBS]),
+        seed=source.seed, max_new_tokens=source.max_new_tokens,
+        dtype="float32", settings_dtype=source.dtype,  # that of the numbers, and of the model
     )  # fmt: skip
 
 

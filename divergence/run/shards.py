@@ -762,7 +762,6 @@ _MOST_AHEAD_BYTES = 1 << 34
 
 
 def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Manifest, lines, and the beginning of each shard."""
     for name in (MANIFEST, *sorted(filter(is_records_name, sizes))):
         for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
             if begin > _MOST_AHEAD_BYTES:

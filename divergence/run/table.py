@@ -40,6 +40,7 @@ from divergence.run.contents import (
     record_check,
     records_at,
     shards_of,
+    site_names,
     sizes_of,
     with_nonfinite,
 )
@@ -452,7 +453,6 @@ class RecordTable(StoredRecords):
             yield from self._held.get(number) or self._decoder.decode_lines(self._lines(number))
 
     def _portion(self, number: int) -> list[Record]:
-        """The records of a portion, which are kept from now on."""
         with self._lock:
             records = self._held.get(number)
             if records is None:
@@ -532,6 +532,9 @@ class RecordTable(StoredRecords):
             kind = kinds[self._col["kind"][at.min()]]
             sites.append(SiteCounts(site, kind[0], kind[1], held, bad[code]))
         return sites
+
+    def site_names(self) -> set[str]:
+        return set(self._columns.sites)
 
     def call_passes(self) -> set[PassName]:
         codes = np.unique(self._col["pass"][self._col["flags"] & CALL != 0])
@@ -614,7 +617,6 @@ class RecordTable(StoredRecords):
             check_part(shard, parts_of(self._at(row))[0], where="")
 
     def _sizes(self) -> Array:
-        """Bytes of a tensor, by kind."""
         if "size" not in self._col:
             kinds = self._columns.kinds
             sizes = [math.prod(shape) * format_named(dtype).itemsize for dtype, shape in kinds]
@@ -649,6 +651,7 @@ class RecordTable(StoredRecords):
 each_of.register(RecordTable, RecordTable.each)
 count_passes.register(RecordTable, RecordTable.count_passes)
 count_sites.register(RecordTable, RecordTable.count_sites)
+site_names.register(RecordTable, RecordTable.site_names)
 call_passes.register(RecordTable, RecordTable.call_passes)
 records_at.register(RecordTable, RecordTable.records_at)
 num_kept.register(RecordTable, RecordTable.num_kept)

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import msgspec
 
@@ -77,11 +77,13 @@ class DirectoryTarget:
         self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
     def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
+        """Stores a shard: whole under its name, or not at all."""
         final = self.place / checked_name(name, where=str(self.place))
         with _beside(final.with_suffix(".tmp"), final) as temporary:
             write_shard(temporary, pieces, direct=self._direct)
 
     def append_records(self, lines: bytes) -> None:
+        """Adds whole lines to the records: all of them or none."""
         before = os.fstat(self._records.fileno()).st_size
         try:
             while lines:  # unbuffered, so that nothing half-written waits for a later retry
@@ -92,13 +94,16 @@ class DirectoryTarget:
             raise
 
     def replace_manifest(self, text: bytes) -> None:
+        """Stores manifest.json: a reader meets the old or the new one, never a part."""
         with _beside(self.place / (MANIFEST + ".tmp"), self.place / MANIFEST) as temporary:
             temporary.write_bytes(text)
 
     def flush(self) -> Path:
+        """Waits until all of the above can be read; where (what Run.open takes)."""
         return self.place
 
     def close(self) -> None:
+        """Closes what is open, after the last manifest."""
         self._records.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -315,16 +320,34 @@ def unpack(
         raise RunExistsError(f"{target} is the run that is to be unpacked", hint="give another -o")
     with _writing(target):
         check_directory(target, force=force)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            new, old = folder / "new", folder / "old"
-            new.mkdir()  # with the usual permissions; mkdtemp's are for the owner alone
-            write_directory(source, new, progress=progress)
-            put_in_place(new, target, old)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        store_run(source, target, progress=progress)
     return Run.open(target)
+
+
+def store_run(
+    run: Run, target: Path, *, previous: Path | None = None, progress: Progress | None = None
+) -> bool:
+    """Writes a run beside its place, a directory or an archive, and renames it into that. True if
+    what was there is kept, as ``previous``. May raise OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        new, old = folder / f"new{target.suffix}", folder / "old"
+        if archive_kind(target) is not None and not target.is_dir():
+            write_archive(run, new, progress=progress)
+        else:
+            new.mkdir()  # with the usual permissions; mkdtemp's are for the owner alone
+            write_directory(run, new, progress=progress)
+        kept = target.exists() and previous is not None
+        put_in_place(new, target, old)
+        if kept and previous is not None:
+            if previous.is_dir():
+                shutil.rmtree(previous)
+            previous.unlink(missing_ok=True)
+            old.rename(previous)
+        return kept
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_in_place(new: Path, target: Path, old: Path) -> None:
@@ -489,33 +512,10 @@ def _writing(target: Location) -> Iterator[None]:
 # The writer makes shards, lines and manifests; a target stores them. Whether a place may be written
 # to is checked twice: before the model is loaded, so that a refusal costs nothing, and when the
 # writer begins.
-
-
-class Target(Protocol):
-    """What the writer needs of a place. Each method raises OSError or RunWriteError.
-
-    Called from one thread at a time, but for replace_manifest. Shards come before the lines that
-    point at them; the target keeps that order for concurrent readers.
-    """
-
-    @property
-    def place(self) -> Location:
-        """Where what is written lies meanwhile."""
-
-    def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
-        """Store a shard: whole under its name, or not at all."""
-
-    def append_records(self, lines: bytes) -> None:
-        """Add whole lines to records.jsonl: all of them or none."""
-
-    def replace_manifest(self, text: bytes) -> None:
-        """Store manifest.json: a reader meets the old or the new one, never a part."""
-
-    def flush(self) -> Location:
-        """Wait until all of the above can be read; returns where (what Run.open takes)."""
-
-    def close(self) -> None:
-        """Closes what is open, after the last manifest. An archive is packed here."""
+#
+# A target's methods raise OSError or RunWriteError, and are called from one thread at a time, but
+# for ``replace_manifest``. Shards come before the lines that point at them, also for concurrent
+# readers.
 
 
 def open_target(place: Location, *, force: bool, rank: int = 0) -> Target:
@@ -676,7 +676,6 @@ class RemoteTarget:
         self._put_manifest()
 
     def _put_manifest(self) -> None:
-        """Stores the waiting manifest, if any."""
         with self._manifest_lock:
             text, self._waiting_manifest = self._waiting_manifest, None
             if text is not None:
@@ -729,6 +728,9 @@ class RemoteTarget:
                     where=str(self.place / name),
                     hint="does something else write to this place, or remove from it?",
                 )
+
+
+Target = DirectoryTarget | RemoteTarget
 
 
 def _checked(remote: Remote, *, force: bool) -> dict[str, Object]:

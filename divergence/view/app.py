@@ -5,7 +5,7 @@ Names of a run are data: no cell is read as markup, and what does not print is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
-from divergence.analyses.blocks.rows import SiteRow, badness, main_pass, phase_rows, phases
+from divergence.analyses.blocks.rows import badness, main_pass, phase_rows, phases
 from divergence.analyses.blocks.sections import block_parts, rows_table
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
@@ -44,7 +44,14 @@ def blocks(report: Report, title: str = "blocks") -> Page:
     """Each block, prefill and then decode; behind one its modules."""
     rows = [row for phase in phases(report) for row in phase_rows(report, phase)]
     table = rows_table(rows, title)
-    return Page(title=title, table=table, open=lambda number: _behind(report, rows[number]))
+
+    def behind(number: int) -> Page:
+        row = rows[number]
+        block = row.worst.block
+        alone = row.inner or block is None
+        return _forwards(report, row.site) if alone else _modules(report, str(block))
+
+    return Page(title=title, table=table, open=behind)
 
 
 def prompts(report: Report) -> Page:
@@ -70,11 +77,6 @@ HOMES: dict[str, tuple[str, Callable[[Report], Page]]] = {
     "r": ("Report", whole),
 }
 """By key: the pages that are reached from anywhere."""
-
-
-def _behind(report: Report, row: SiteRow) -> Page:
-    block = row.worst.block
-    return _forwards(report, row.site) if row.inner or block is None else _modules(report, block)
 
 
 def _modules(report: Report, block: str) -> Page:
@@ -107,7 +109,6 @@ def _modules(report: Report, block: str) -> Page:
 
 
 def _forwards(report: Report, name: str) -> Page:
-    """All results of one site: each pass, prompt and step."""
     sites = [site for site in report.sites if site.site == name]
     sites.sort(key=lambda site: (site.pass_, site.sample, site.step))
     titles = ("pass", "prompt", "step", "relative L2", "× floor", "limit", "worst token", "at")
@@ -120,12 +121,12 @@ def _forwards(report: Report, name: str) -> Page:
         )
         for site in sites
     ]  # fmt: skip
-    table = Table(caption=name, columns=titles, rows=rows, num_left=3, marks=_marks(sites))
+    table = Table(caption=name, columns=titles, rows=rows, num_left=3,
+                  marks=["flagged" if site.flagged else "" for site in sites])  # fmt: skip
     return Page(title=name, table=table, open=lambda number: _result(sites[number]))
 
 
 def _result(site: SiteResult) -> Page:
-    """Every number of one result."""
     rows = [(name, value) for name, value in _flat(msgspec.to_builtins(site)) if value]
     title = f"{site.pass_}, prompt {site.sample}, step {site.step}"
     return Page(title=title, table=Table(caption=title, columns=("field", "value"), rows=rows,
@@ -171,10 +172,6 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
     note = count(len(rows), what)
     table = Table(caption=title, columns=titles, rows=rows, num_left=2, marks=marks, note=note)
     return Page(title=title, table=table, open=opened)
-
-
-def _marks(sites: Sequence[SiteResult]) -> list[str]:
-    return ["flagged" if site.flagged else "" for site in sites]
 
 
 def _only(report: Report, sites: list[SiteResult]) -> Report:

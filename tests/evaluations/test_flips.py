@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from divergence.evaluations.band import DEFAULT_BANDS
 from divergence.evaluations.joining import causes_of, flips_of, pair, shift_of
 from divergence.evaluations.judging import adjusted, measured
-from divergence.evaluations.rows import ScoreRow, Series, SeriesName
+from divergence.evaluations.rows import DEFAULT_BANDS, ScoreRow, Series, SeriesName
 from divergence.facts import sentence, worded
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 import divergence
 from divergence import scores
 from divergence.errors import ConfigError, DumpError, UsageError
-from divergence.evaluations.band import Band, parse_band
+from divergence.evaluations.rows import Band, parse_band
 from divergence.evaluations.show import facts_of
 from divergence.gate.policy import Policy, ScoresPolicy, load_policy
 from tests.counting import lines_of_python

@@ -24,7 +24,7 @@ from divergence.comparison.results import (
 )
 from divergence.html.parts import plain
 from divergence.html.sections import element
-from divergence.report.page.whole import MOST_BYTES, attached, page
+from divergence.report.page import MOST_BYTES, attached, page
 from divergence.report.summary import verdict_lines
 from divergence.run.manifest import SampleTokens, Tokens
 from divergence.words import printable

@@ -16,7 +16,7 @@ import pytest
 
 from divergence.comparison.results import Background
 from divergence.report.environment import report_csv
-from divergence.report.page.whole import page
+from divergence.report.page import page
 
 _spec = importlib.util.spec_from_file_location("browser", Path(__file__).with_name("browser.py"))
 browser_module = importlib.util.module_from_spec(_spec)

@@ -100,7 +100,6 @@ def _row(
     item: Mapping[str, Any], sample: Mapping[str, Any], score: Mapping[str, Any], number: int,
     reading: ReadRequest,
 ) -> ScoreRow:  # fmt: skip
-    """One answer, without its score."""
     document, repeat = sample.get("group_id"), sample.get("generation_index")
     if document is None or not isinstance(repeat, int):  # not of a group, or without a place in it
         document, repeat = sample.get("sample_id", item.get("index")), 0
@@ -116,7 +115,6 @@ def _row(
 
 
 def _asked(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(role, content) up to the first answer."""
     turns: list[tuple[str, str]] = []
     for message in messages:
         if message.get("role") == "assistant" and message.get("source") == "generate":

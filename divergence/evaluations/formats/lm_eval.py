@@ -116,7 +116,6 @@ def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
 def _task(
     folder: DumpFolder, name: str, task: str, report: Mapping[str, Any], reading: ReadRequest
 ) -> None:
-    """The rows of one file."""
     seen: dict[tuple[str, str], dict[str, int]] = {}
     file = folder.where(name)
     settings: dict[str, str] | None = None

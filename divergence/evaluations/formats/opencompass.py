@@ -115,7 +115,6 @@ def _task(folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRe
 
 
 def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(number, identity, fields) of each document."""
     items = (
         [(str(n), detail) for n, detail in enumerate(details)]
         if isinstance(details, list) else list(details.items())

@@ -42,7 +42,6 @@ def recognise(folder: DumpFolder) -> bool:
 
 
 def _rows(folder: DumpFolder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Each row's line and its fields."""
     suffix = PurePosixPath(name).suffix
     if suffix not in _TABLES:
         for number, item in lines_of(folder, name):
@@ -91,7 +90,6 @@ def _row(item: Mapping[str, Any], number: int, where: str, reading: ReadRequest)
 
 
 def _number(value: Any) -> Any:
-    """Of a cell of a table, which is text."""
     if not isinstance(value, str):
         return value
     word = value.strip().lower()

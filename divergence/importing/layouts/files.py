@@ -67,7 +67,8 @@ def _places(folder: DumpFolder, names: list[str], rules: Rules, notes: Notes) ->
         if target is not None:
             places.append(_Place(target, name, None))
             continue
-        keys = list(_keys(folder, name)) if rules.keys else []
+        value = folder.value(name) if rules.keys else None
+        keys = [key for key, _ in _flat(value, "")] if isinstance(value, dict) else []
         inside = [
             _Place(target, name, key)
             for key in keys
@@ -84,12 +85,6 @@ def _places(folder: DumpFolder, names: list[str], rules: Rules, notes: Notes) ->
             hint=f"names there: {', '.join(rules.near(known))}",
         )
     return places
-
-
-def _keys(folder: DumpFolder, name: str) -> Iterator[str]:
-    value = folder.value(name)
-    if isinstance(value, dict):
-        yield from (key for key, _ in _flat(value, ""))
 
 
 def _flat(value: dict[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

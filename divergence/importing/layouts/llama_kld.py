@@ -63,25 +63,20 @@ def scores(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
         if not all(0 <= token < n_vocab for token in ids):
             raise DumpError(f"chunk {chunk} has a token that is no id of {n_vocab}", where=where)
         positions = [first + 1 + row for row in range(rows)]
-        values = [_row(table[chunk, row], n_vocab) for row in range(rows)]
+        values = []
+        for codes in table[chunk]:
+            scale, least = (float(number) for number in codes[:4].copy().view("<f4"))
+            whole = scale * codes[4 : 4 + n_vocab].astype(np.float64) + least
+            values.append(np.minimum(0.0, whole))
+        orders = [np.argsort(-value, kind="stable")[:MOST_TOP] for value in values]
         scored.scores.append(Scores(
             prompt_ids=ids[: first + 1], generated_ids=ids[first + 1 :], positions=positions,
             logprobs=[float(v[ids[p]]) for v, p in zip(values, positions, strict=True)],
-            top=[_top(value) for value in values],
+            top=[[(int(token), float(value[token])) for token in order]
+                 for value, order in zip(values, orders, strict=True)],
         ))  # fmt: skip
         scored.wheres.append(f"{where}, chunk {chunk}")
     return scored
-
-
-def _row(codes: np.ndarray, n_vocab: int) -> np.ndarray:
-    scale, least = (float(number) for number in codes[:4].copy().view("<f4"))
-    values: np.ndarray = np.minimum(0.0, scale * codes[4 : 4 + n_vocab].astype(np.float64) + least)
-    return values
-
-
-def _top(values: np.ndarray) -> list[tuple[int, float]]:
-    order = np.argsort(-values, kind="stable")[:MOST_TOP]
-    return [(int(token), float(values[token])) for token in order]
 
 
 def _cut(where: str) -> DumpError:

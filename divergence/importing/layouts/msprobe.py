@@ -60,7 +60,6 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
 
 
 def _steps(folder: DumpFolder) -> dict[int, dict[int, str]]:
-    """Step → rank → its dump.json."""
     steps: dict[int, dict[int, str]] = {}
     written = set()
     before = set()

@@ -93,7 +93,6 @@ class Rollouts:
         return scored
 
     def _known(self, item: Any, where: str) -> tuple[str, FieldMap]:
-        """The framework by its fields."""
         if not isinstance(item, dict):
             raise DumpError("the line is no object", where=where)
         for dialect in DIALECTS:

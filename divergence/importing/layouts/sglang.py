@@ -72,7 +72,6 @@ def _late(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _passes(folder: DumpFolder) -> list[dict[int, str]]:
-    """By pass: rank → file."""
     files: dict[tuple[int, int], dict[int, str]] = {}
     processes: dict[tuple[int, int], str] = {}
     for name in folder.names:

@@ -61,7 +61,6 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
 
 
 def _sites(tree: Any, kind: str, where: str) -> dict[str, str]:
-    """Site of each file that the tree names."""
     sites: dict[str, str] = {}
     printed = 0
 

@@ -35,7 +35,6 @@ class Point(msgspec.Struct, Worded, frozen=True, kw_only=True):
     facts: list[Fact]
     """What both runs say, A the first and B the second."""
     evidence: str = ""
-    """The same in words."""
 
 
 class Rung(msgspec.Struct, Worded, frozen=True, kw_only=True):
@@ -55,7 +54,6 @@ class Rung(msgspec.Struct, Worded, frozen=True, kw_only=True):
     facts: list[Fact]
     """What both runs say, A the first and B the second."""
     evidence: str = ""
-    """The same in words."""
     next: str | None = None
     """The command to run where the rung fails, or where it is unknown and more can be known."""
 
@@ -80,7 +78,6 @@ class Checkup(msgspec.Struct, JsonAnswer, Worded, frozen=True, kw_only=True):
     facts: list[Fact] = []
     """What else to know: settings that differ, planted faults, incomplete runs."""
     notes: list[str] = []
-    """The same in words."""
 
     def __repr__(self) -> str:
         """``<Checkup a b: localized, explained by prefill>``"""

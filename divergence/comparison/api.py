@@ -180,14 +180,13 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     parts = Parts()
     for answer in answers.values():
         parts.update(answer.parts)
-    sites = [
-        replaced(
-            site, flagged=True, limit_usage=_beyond(site.limit_usage), usage=_beyond(site.usage)
-        )
-        if site.key in decision.flags
-        else site
-        for site in parts["sites"]
-    ]
+    sites = []
+    for site in parts["sites"]:
+        if site.key in decision.flags:  # at least all of a limit, where it is told
+            shares = {"limit_usage": site.limit_usage, "usage": site.usage}
+            beyond = {key: None if x is None else max(1.0, x) for key, x in shares.items()}
+            site = replaced(site, flagged=True, **beyond)
+        sites.append(site)
     measured = replace(measured, sites=sites)
     explanations = [
         finding
@@ -226,11 +225,6 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         audit=parts.get("audit"),
         replicas=parts.get("replicas", []),
     )
-
-
-def _beyond(usage: float | None) -> float | None:
-    """The share of a limit that is told of what is flagged for something else than that limit."""
-    return None if usage is None else max(1.0, usage)
 
 
 def _of_one_run(report: Report) -> Report:

@@ -670,11 +670,17 @@ def _follow(routing: Rerouted, start: str, nodes: dict[str, Match], read: Read) 
         order = next((sorted_by[feed] for feed in feeds if feed in sorted_by), None)
         if order is not None and any(feed in undone for feed in feeds):
             order = None  # a permuted tensor through the inverse permutation
-        permutation = _permutation(match, num_rows, read)
-        if permutation is not None and order is None:
+        permutation = _permutation(match, num_rows, read) if order is None else None
+        if permutation is not None:
             order = permutation
-        elif order is not None and _undoes(match, order, read):
-            undone.add(path)
+        elif order is not None:  # is the result the inverse permutation?
+            record = match.reference.results[0]
+            if record.shape == tuple(order[0].shape) and record.dtype.startswith("int"):
+                inverse = read(match, 0)[0]
+                assert inverse is not None  # the reference made it
+                inside = bool(((inverse >= 0) & (inverse < len(order[0]))).all())
+                if inside and torch.equal(inverse[order[0]], torch.arange(len(order[0]))):
+                    undone.add(path)
         if order is not None:
             sorted_by[path] = order
             routing.orders[path] = order
@@ -692,19 +698,6 @@ def _permutation(match: Match, num_rows: int, read: Read) -> tuple[torch.Tensor,
         if all(t.shape == whole.shape and torch.equal(t.sort().values, whole) for t in orders):
             return orders
     return None
-
-
-def _undoes(match: Match, order: tuple[torch.Tensor, ...], read: Read) -> bool:
-    """Is its result the inverse permutation?"""
-    record = match.reference.results[0]
-    if record.shape != tuple(order[0].shape) or not record.dtype.startswith("int"):
-        return False
-    inverse = read(match, 0)[0]
-    assert inverse is not None  # the reference made it
-    whole = torch.arange(len(order[0]))
-    return bool(((inverse >= 0) & (inverse < len(whole))).all()) and torch.equal(
-        inverse[order[0]], whole
-    )
 
 
 @dataclass(slots=True)
@@ -734,7 +727,15 @@ def count_codes(
     known = None if p is None or q is None else (p, q)
     chooses = match.reference.name.partition(".")[2] in CHOOSING
     if chooses and known and all(t.is_floating_point() for t in known):
-        odd = other & ~_rounding_explains(*known, x, y, match.reference)
+        # per chosen index: are the two choices nearer to each other than the inputs are? Exact ties
+        # are not explained: there the order of ties is the operator's own
+        odd, dim = other, match.reference.call.arguments.get("dim", -1)
+        u, v = (side.double() for side in known)
+        if isinstance(dim, int) and u.shape == v.shape and u.ndim == x.ndim:
+            gaps = [(side.gather(dim, x) - side.gather(dim, y)).abs() for side in (u, v)]
+            apart = (u - v).abs().amax(dim, keepdim=True)
+            near = (gaps[0] <= 4 * apart) & (gaps[1] <= 4 * apart)
+            odd = other & ~(near & ~((gaps[0] == 0) & (gaps[1] == 0)))
     else:  # the same numbers went in: the codes must be the same; else they may not be
         equal = known is not None and torch.equal(*known)
         odd = other if equal else torch.zeros_like(other)
@@ -753,18 +754,3 @@ def _entering(node: CallNode, run: Run) -> torch.Tensor | None:
         return None
     record = run.find((own.pass_, own.sample, own.step, operand.site))
     return None if record is None else run.read(record).reshape(operand.shape)
-
-
-def _rounding_explains(
-    p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, y: torch.Tensor, node: CallNode
-) -> torch.Tensor:
-    """Per chosen index: are the two choices nearer to each other than the inputs p, q are? Exact
-    ties are not explained: there the order of ties is the operator's own."""
-    dim = node.call.arguments.get("dim", -1)
-    if not isinstance(dim, int) or p.shape != q.shape or p.ndim != x.ndim:
-        return torch.zeros(x.shape, dtype=torch.bool)
-    p, q = p.double(), q.double()
-    gaps = [(side.gather(dim, x) - side.gather(dim, y)).abs() for side in (p, q)]
-    apart = (p - q).abs().amax(dim, keepdim=True)
-    near = (gaps[0] <= 4 * apart) & (gaps[1] <= 4 * apart)
-    return near & ~((gaps[0] == 0) & (gaps[1] == 0))

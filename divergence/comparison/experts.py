@@ -403,6 +403,15 @@ class Routing:
                   if module_of(record.site).startswith(parent))  # fmt: skip
         return next(beside, None)
 
+    def _of_router(self, run: Run, choice: Record) -> list[Record]:
+        """All choices of the pass that this router made, in whatever prompt and step."""
+        return [
+            record
+            for records in self._choices[id(run)].values()
+            for record in records
+            if (record.pass_, record.site) == (choice.pass_, choice.site)
+        ]
+
     def _flips_of(
         self, made: Sequence[tuple[Run, Record]], rows: Sequence[torch.Tensor],
         logits: Sequence[torch.Tensor | None],
@@ -412,18 +421,11 @@ class Routing:
         (a, choice_a), (b, choice_b) = made
         key = choice_a.pass_, choice_a.site
         if key not in self._flips:
-            theirs = {
-                (record.sample, record.step): record
-                for records in self._choices[id(b)].values()
-                for record in records
-                if (record.pass_, record.site) == (choice_b.pass_, choice_b.site)
-            }
+            theirs = {(r.sample, r.step): r for r in self._of_router(b, choice_b)}
             forwards = []
-            for records in self._choices[id(a)].values():
-                for record in records:
-                    other = theirs.get((record.sample, record.step))
-                    if (record.pass_, record.site) != key or other is None:
-                        continue
+            for record in self._of_router(a, choice_a):
+                other = theirs.get((record.sample, record.step))
+                if other is not None:
                     pieces = [(run, own, Piece(own, own.sample))
                               for run, own in ((a, record), (b, other))]  # fmt: skip
                     chosen = [rows for rows in (self._rows(*side) for side in pieces)
@@ -443,18 +445,12 @@ class Routing:
             if key in self._usual:
                 continue
             leads: list[torch.Tensor | None] = []
-            for records in self._choices[id(run)].values():
-                for record in records:
-                    if (record.pass_, record.site) != (choice.pass_, choice.site):
-                        continue
-                    whole = Piece(record, record.sample)
-                    chosen, logits = (
-                        self._rows(run, record, whole),
-                        self._logits(run, record, whole),
-                    )
-                    leads.append(None)
-                    if chosen is not None and logits is not None and follows(chosen, logits):
-                        leads[-1] = lead_of(chosen, logits.double())
+            for record in self._of_router(run, choice):
+                whole = Piece(record, record.sample)
+                chosen, logits = self._rows(run, record, whole), self._logits(run, record, whole)
+                leads.append(None)
+                if chosen is not None and logits is not None and follows(chosen, logits):
+                    leads[-1] = lead_of(chosen, logits.double())
             known = [lead for lead in leads if lead is not None]
             self._usual[key] = torch.cat(known) if len(known) == len(leads) else None
         return [self._usual[id(run), choice.pass_, choice.site] for run, choice in made]

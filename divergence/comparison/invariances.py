@@ -289,6 +289,10 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     """Where cosine and sine are those of the other side, turned by one angle for all tokens of a
     prompt, in all its forwards. The candidate gets the reference's then, also where a block is
     given them; so what the blocks do in the free pass is judged as of equal tables."""
+    import torch
+
+    sides = {"reference": measured.reference, "candidate": measured.candidate}
+    tokens = measured.reference.manifest.tokens
     tables = {
         site.site.rpartition(":")[0] for site in measured.sites
         if site.site in sites and "rotary" in (site.kind or "").lower()
@@ -317,7 +321,19 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
                 both = [pairs.get((*forward, f"{module}:{port}")) for port in ports]
                 if None in both:
                     return None
-                rows.append(_complex_rows(measured, [pair for pair in both if pair is not None]))
+                # cos + i sin of both sides (B, T, D), in complex128; nan at pads
+                known = [pair for pair in both if pair is not None]
+                a, b = repeated(
+                    *(
+                        torch.complex(*(run.read(getattr(p, name).record).double() for p in known))
+                        for name, run in sides.items()
+                    )
+                )
+                record = known[0].reference.record
+                pads = tokens.pads(record.sample) if record.step == 0 else None
+                if pads is not None and a.ndim == 3 and pads.shape == a.shape[:2]:
+                    a = torch.where(pads[..., None], math.nan, a)
+                rows.append((a, b))
             members = measured.reference.manifest.tokens.group_of(sample) or [sample]
             for number, member in enumerate(members):
                 turned = _turned(number, rows, unit)
@@ -349,23 +365,6 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
 
 _WHOLE = 0.05
 """Positions: a shift is said in whole ones where it is so near to them."""
-
-
-def _complex_rows(measured: Measured, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos + i sin of both sides (B, T, D), in complex128; nan at pads."""
-    import torch
-
-    sides = []
-    for name in ("reference", "candidate"):
-        run = getattr(measured, name)
-        parts = [run.read(getattr(pair, name).record).double() for pair in pairs]
-        sides.append(torch.complex(*parts))
-    a, b = repeated(*sides)
-    record = pairs[0].reference.record
-    pads = measured.reference.manifest.tokens.pads(record.sample) if record.step == 0 else None
-    if pads is not None and a.ndim == 3 and pads.shape == a.shape[:2]:
-        a = torch.where(pads[..., None], math.nan, a)
-    return a, b
 
 
 def _turned(

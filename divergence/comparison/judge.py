@@ -90,7 +90,10 @@ def outliers(
     if num_columns > 1:
         control_variance = control_variance + _CONTROL * by_member[:, None] / (num_columns - 1)
     sigma = np.full(num_members, max(sigma0, _deviation(rest)))
-    beyond = _straight if linear else reach
+
+    def beyond(limit: float, variance: Floats) -> Floats:
+        return np.asarray(limit * np.sqrt(variance)) if linear else reach(limit, variance)
+
     # of few members, one that stands out moves the others' deviation
     apart = [np.delete(members, number) for number in range(num_members)]
     of_members = np.array([max(sigma0, _deviation(y - np.median(y))) for y in apart])
@@ -167,11 +170,6 @@ def reach(limit: float, variance: Floats) -> Floats:
         near = np.arccosh(np.exp(np.minimum(log_cosh, 300.0)))
     size: Floats = np.where(log_cosh > 300.0, log_cosh + math.log(2), near)
     return size
-
-
-def _straight(limit: float, variance: Floats) -> Floats:
-    far: Floats = limit * np.sqrt(variance)
-    return far
 
 
 @functools.lru_cache(maxsize=256)

@@ -121,7 +121,6 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     remarks: list[Fact] = []
     """What else to know of the two runs."""
     notes: list[str] = []
-    """The same in words."""
     not_exercised: list[Unexercised] = []
     """What no prompt reached on the reference."""
     visible: Visible | None = None

@@ -1,7 +1,8 @@
 """What a comparison found, as typed data: findings and verdict, sites, operators, tokens, suites.
 
 An analysis returns findings and knows neither the others nor the verdict. ``decide`` makes one
-verdict of them. Everything here is frozen.
+verdict of them. Everything here is frozen. A field that a class's ``TEXTS`` names says in words, or
+ready for a shell, what the field beside it there holds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ from divergence.run.manifest import SCHEME_UNKNOWN, Manifest, SampleTokens
 from divergence.run.site import of_parameter, phase_of
 from divergence.words import Side, SideBothOrNeither, SideOrBoth
 
-# What is claimed and decided: PreflightLine, Finding and Verdict, as typed data.
-#
-# An analysis returns findings and knows neither the others nor the verdict. ``decide`` makes one
-# verdict of them. Everything here is frozen.
+# What is claimed and decided: PreflightLine, Finding and Verdict.
 
 VerdictKind = Literal[
     "identical",
@@ -103,7 +101,6 @@ class Check(msgspec.Struct, Worded, frozen=True, kw_only=True):
     lacking: Fact | None = None
     """What is lacking, where the condition is not met."""
     detail: str = ""
-    """The same as a sentence."""
 
 
 class Verdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
@@ -126,7 +123,6 @@ class Verdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
     commands: list[Command] = []
     """What goes deeper."""
     next: list[str] = []
-    """The same, ready for a shell."""
     checks: list[Check] = []
     """The conditions that the confidence is computed from."""
 
@@ -145,7 +141,6 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     headline: list[Fact] = []
     """What the verdict's summary tells, if this finding becomes the verdict."""
     summary: str = ""
-    """The same as one line for people."""
     onset: Onset | None = None
     place: tuple[int, int, int] | None = None
     """(sample, step, order) of the claim. Orders findings in time."""
@@ -168,7 +163,6 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     addition: list[Fact] = []
     """What continues the summary of a verdict about the same place."""
     clause: str = ""
-    """The same in words."""
     leads: bool = False
     """For explanations: show it before the verdict's own evidence, not after all of it."""
     about_onset: bool = False
@@ -176,7 +170,6 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     commands: list[Command] = []
     """What goes deeper."""
     next: list[str] = []
-    """The same, ready for a shell."""
     flags: list[SiteKey] = []
     """Sites that the claim rests on. They are flagged if this finding becomes the verdict."""
 
@@ -202,7 +195,6 @@ class PreflightLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
     details: list[Fact] = []
     """What differs, for example the first parameters."""
     detail: str | None = None
-    """The same in words."""
 
 
 def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:
@@ -580,11 +572,9 @@ class PassCoverage(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """How those of ``num_elsewhere`` are judged: weights by their digests, inputs that the anchored
     pass puts in place, or a pass that the candidate repeats more closely."""
     elsewhere: str | None = None
-    """The same in words."""
     why: Fact | None = None
     """Why the first missing, skipped or extra one was not compared."""
     reason: str | None = None
-    """The same in words."""
 
     @property
     def share(self) -> float:
@@ -921,7 +911,6 @@ class OperatorsResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     remarks: list[Fact] = []
     """What was not compared or not judged, and why."""
     notes: list[str] = []
-    """The same in words."""
 
 
 Part = Literal[
@@ -987,7 +976,6 @@ class AuditedPlace(msgspec.Struct, Worded, frozen=True, kw_only=True):
     expected_from: Fact | None = None
     """The source of that expectation."""
     expected_by: str = ""
-    """The same in words."""
     own: bool = False
     """The expectation comes from the model's own code; otherwise it is common practice."""
     below: bool = False
@@ -1027,7 +1015,6 @@ class AuditFinding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     what: Fact
     """Who computed what in which dtype, and what was expected."""
     text: str = ""
-    """The same as a sentence."""
     operators: list[str] = []
     """Operators of either side where it would be seen first."""
 
@@ -1046,7 +1033,6 @@ class AuditResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     remarks: list[Fact] = []
     """What to know beside the table."""
     notes: list[str] = []
-    """The same in words."""
 
 
 # What a Report says of tokens, as typed data; divergence.comparison.result holds the rest.
@@ -1345,7 +1331,6 @@ class LogprobLayers(msgspec.Struct, Worded, frozen=True, kw_only=True):
     headline: list[Fact] = []
     """What it tells, in order."""
     summary: str = ""
-    """The same as one line for people."""
     block: str | None
     side: SideBothOrNeither | None
     reference: str
@@ -1397,7 +1382,6 @@ class LogprobsResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     source: Fact | None = None
     """Where that is from: a floor run, or a dtype."""
     explained_by: str = ""
-    """The same in words."""
     delta: LogprobDelta | None = None
     divergence: LogprobDivergence | None = None
     perplexity: LogprobPerplexity | None = None
@@ -1485,7 +1469,6 @@ class SuiteCase(msgspec.Struct, Worded, frozen=True, kw_only=True):
     reason: Fact | None = None
     """What the limit was exceeded by, or what is not the same."""
     why: str | None = None
-    """The same in words."""
     same: bool
     """The bits of both sides are the same."""
     rel_l2: float
@@ -1565,7 +1548,6 @@ class CollectiveFault(msgspec.Struct, Worded, frozen=True, kw_only=True):
     what: list[Fact]
     """What is wrong."""
     text: str = ""
-    """The same as a clause."""
     assumed: bool = False
     """The rank is told by the part of the buffer that is wrong, as reduce-scatter deals parts."""
     wrong_ranks: tuple[int, ...] = ()
@@ -1658,7 +1640,6 @@ class CollectivesSide(msgspec.Struct, Worded, frozen=True, kw_only=True):
     lacking: list[Fact] = []
     """What this group cannot do."""
     unsupported: list[str] = []
-    """The same in words."""
     num_missing: int = 0
     """Results that are not in the run."""
 

@@ -29,8 +29,6 @@ from divergence.run.reader import Run
 from divergence.run.site import near_names
 from divergence.words import HEADLINES, Progress, letter
 
-VARIED = ("device", "dtype", "attn_implementation", "engine", "threads", "batch", "env", "python")
-"""What may differ between the two sides: exactly one of these gets two values."""
 _ESCALATES = ("transformers", "compile")
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Of transformers; others are its own affair unless they look like a misspelt one of these."""

@@ -103,10 +103,12 @@ def explain_token(
     IncomparableError where it has other weights than the run.
     """
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
-    nothing = _nothing(report)
-    if nothing is not None:
-        return _noted(report, nothing)
-    assert report.tokens is not None
+    if report.verdict.kind == "incomparable":
+        return _noted(report, fact("experiments.other_experiment"))
+    if report.tokens is None:
+        return _noted(report, fact("experiments.no_token"))
+    if report.verdict.kind == "identical" or report.reference.id == report.candidate.id:
+        return _noted(report, fact("experiments.equal_runs"))
     faults = (flip for flip in report.tokens.differences if flip.judgement == "fault")
     first = next(faults, report.tokens.first_difference)
     place = _closest(a, b) if first is None else (first.sample, first.step)
@@ -212,17 +214,6 @@ def explain_token(
     tokens_result = msgspec.structs.replace(report.tokens, explanation=explanation)
     remarks = [*report.remarks, *([] if note is None else [note])]
     return worded(msgspec.structs.replace(report, tokens=tokens_result, remarks=remarks))
-
-
-def _nothing(report: Report) -> Fact | None:
-    """Why no token can be explained, or None."""
-    if report.verdict.kind == "incomparable":
-        return fact("experiments.other_experiment")
-    if report.tokens is None:
-        return fact("experiments.no_token")
-    if report.verdict.kind == "identical" or report.reference.id == report.candidate.id:
-        return fact("experiments.equal_runs")
-    return None
 
 
 def _noted(report: Report, reason: Fact) -> Report:

@@ -44,7 +44,6 @@ class Level(msgspec.Struct, Worded, kw_only=True, frozen=True):
     because: list[Fact] = []
     """The first piece of evidence."""
     why: str = ""
-    """The same in words."""
 
     @classmethod
     def of(cls, level: Literal["block", "operator"], told: Verdict | Finding) -> Level:
@@ -111,7 +110,6 @@ class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
     original: Fact
     """The run it stands for."""
     repeats: str = ""
-    """The same in words."""
     how: Literal["bits", "error", "differs", "unknown"]
     """``bits``: all shared tensors are equal. ``error``: as far from the truth, on a machine that
     does not repeat bits. ``differs``: neither. ``unknown``: the runs share no tensor."""
@@ -129,7 +127,6 @@ class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
     because: Fact | None = None
     """Why equal bits were not asked for."""
     reason: str | None = None
-    """The same in words."""
 
     @property
     def met(self) -> bool:
@@ -173,11 +170,9 @@ class Localization(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     levels_apart: Fact | None = None
     """The levels that blame different sides."""
     contradiction: str | None = None
-    """The same in words."""
     side_doubt: Fact | None = None
     """Why no side is named although an operator is."""
     doubt: str | None = None
-    """The same in words."""
     code: str | None = None
     """The first site at which float64 runs by the two sides' own code differ."""
     causal: CausalCheck | None = None
@@ -197,15 +192,12 @@ class Localization(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     obstacles: list[Fact] = []
     """Why the descent went no deeper."""
     stopped: str | None = None
-    """The same in words."""
     elsewhere: list[Command] = []
     """Commands that another machine must run first."""
     commands: list[str] = []
-    """The same, ready for a shell."""
     continuation: Command | None = None
     """The command that continues after that."""
     again: str = ""
-    """The same, ready for a shell."""
     report: Report | None = None
     """The last comparison. Where an operator was reached its verdict is that of the descent."""
 
@@ -232,18 +224,15 @@ class FaultSize(msgspec.Struct, Worded, frozen=True, kw_only=True):
     evidence: list[Fact] = []
     """The evidence of the verdict at ``size``. Where ``size`` is None: the verdict at ``tried``."""
     by: str | None = None
-    """The same in words."""
     escalated_size: float | None = None
     """The smallest size that is seen with the escalated pass, in which the same fault is planted
     too. None without such a pass."""
     escalated_evidence: list[Fact] = []
     """The evidence of the verdict at ``escalated_size``."""
     escalated_by: str | None = None
-    """The same in words."""
     why: Fact | None = None
     """Why the fault was not tried here."""
     reason: str | None = None
-    """The same in words."""
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,11 +285,9 @@ class Sensitivity(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     remarks: list[Fact] = []
     """What else to know."""
     notes: list[str] = []
-    """The same in words."""
     commands: list[Command] = []
     """What would show smaller faults."""
     next: list[str] = []
-    """The same, ready for a shell."""
 
     def of(self, fault: str) -> list[FaultSize]:
         """The sizes of one fault, block by block."""
@@ -367,7 +354,6 @@ class SelfcheckLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
     change: Fact | None = None
     """What is other than in the run that it is compared with."""
     changed: str = ""
-    """The same in words."""
     against: str
     """The run that it is compared with: ``base``, or another line's."""
     same_bits: bool

@@ -102,66 +102,44 @@ def variations(base: Run) -> list[Variation]:
     chunk = max(1, min(lengths) // 3)
     pads = min(_MOST_PADS, max(lengths))
     few = None if len(samples) > 1 else _obstacle("one_prompt")
+    no_threads = no_compiler = no_attention = no_left = no_mates = None
+    if not on_cpu or other_threads == num_threads:
+        no_threads = _obstacle("one_core" if on_cpu else "off_cpu")
+    if on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
+        no_compiler = _obstacle("no_compiler")
+    if not manifest.model.attn_implementation:
+        no_attention = _obstacle("no_attention")
+    if not decodes:
+        no_left = _obstacle("padded_right", task=task)
+    if len(samples) < 4:
+        no_mates = _obstacle("too_few_prompts")
+
+    def way(
+        name: str, options: Mapping[str, Any], obstacle: Fact | None = None,
+        said: Mapping[str, Any] | None = None, **rest: Any,
+    ) -> Variation:  # fmt: skip
+        change = fact(f"experiments.way_{name.replace('-', '_')}", **(said or {}))
+        return Variation(name=name, change=change, options=options, obstacle=obstacle, **rest)
+
+    size = len(mates[0]) if few is None else 1
+    other = {"kernel": there, "other": here}
     return [
-        Variation(name="again", change=_way("again"), same_bits=True),
-        Variation(
-            name="hooks", change=_way("hooks"),
-            options={"hooks": False}, same_bits=True,
-        ),
-        Variation(
-            name="threads", change=_way("threads", num=other_threads, of=num_threads),
-            options={"threads": other_threads},
-            obstacle=None if on_cpu and other_threads != num_threads
-            else _obstacle("one_core" if on_cpu else "off_cpu"),
-        ),
-        Variation(
-            name="batch", options={"batches": _text(batches)}, obstacle=few,
-            change=_way("batch", size=len(mates[0]) if few is None else 1, padded=padded),
-        ),
-        Variation(
-            name="place", change=_way("place"), against="batch",
-            options={"batches": _text(place)}, obstacle=few,
-        ),
-        Variation(
-            name="mates", change=_way("mates", padded=padded), against="batch",
-            options={"batches": _text(mates)},
-            obstacle=None if len(samples) > 3 else _obstacle("too_few_prompts"),
-        ),
-        Variation(
-            name="pads-left", change=_way("pads_left", num=pads),
-            options={"pad_left": pads},
-            obstacle=None if decodes else _obstacle("padded_right", task=task),
-        ),
-        Variation(
-            name="pads-right", change=_way("pads_right", num=pads, prefill=decodes),
-            options={"pad_right": pads}, prefill=decodes,
-        ),
-        Variation(
-            name="whole", change=_way("whole"), options={"whole": True}, obstacle=no_steps,
-        ),
-        Variation(
-            name="cache", change=_way("cache"), options={"use_cache": False}, obstacle=no_steps,
-        ),
-        Variation(
-            name="chunks", change=_way("chunks", size=chunk),
-            options={"prefill_chunk": chunk}, obstacle=no_chunks,
-        ),
-        Variation(
-            name="attention", change=_way("attention", kernel=there, other=here),
-            options={"attn_implementation": there}, anchor=True,
-            obstacle=None if manifest.model.attn_implementation else _obstacle("no_attention"),
-        ),
-        Variation(
-            name="compile", change=_way("compile"), options={"engine": "compile"},
-            anchor=True,
-            obstacle=None if not on_cpu or shutil.which("g++") or shutil.which("clang++")
-            else _obstacle("no_compiler"),
-        ),
+        way("again", {}, same_bits=True),
+        way("hooks", {"hooks": False}, same_bits=True),
+        way("threads", {"threads": other_threads}, no_threads,
+            {"num": other_threads, "of": num_threads}),
+        way("batch", {"batches": _text(batches)}, few, {"size": size, "padded": padded}),
+        way("place", {"batches": _text(place)}, few, against="batch"),
+        way("mates", {"batches": _text(mates)}, no_mates, {"padded": padded}, against="batch"),
+        way("pads-left", {"pad_left": pads}, no_left, {"num": pads}),
+        way("pads-right", {"pad_right": pads}, None, {"num": pads, "prefill": decodes},
+            prefill=decodes),
+        way("whole", {"whole": True}, no_steps),
+        way("cache", {"use_cache": False}, no_steps),
+        way("chunks", {"prefill_chunk": chunk}, no_chunks, {"size": chunk}),
+        way("attention", {"attn_implementation": there}, no_attention, other, anchor=True),
+        way("compile", {"engine": "compile"}, no_compiler, anchor=True),
     ]  # fmt: skip
-
-
-def _way(code: str, **values: Any) -> Fact:
-    return fact(f"experiments.way_{code}", **values)
 
 
 def _obstacle(code: str, **values: Any) -> Fact:

@@ -166,9 +166,8 @@ class _Bench:
         self.fallbacks = list(dict.fromkeys([*self.fallbacks, *settings.cpu_fallbacks]))
         return run
 
-    def _held(self, name: str, *, like: str = "cpu-float32", truth: bool = True) -> Report:
-        return compare(self._path(like), self._path(name),
-                       truth=self._path(f"{like}-truth") if truth else None)  # fmt: skip
+    def _held(self, name: str, *, like: str = "cpu-float32") -> Report:
+        return compare(self._path(like), self._path(name), truth=self._path(f"{like}-truth"))
 
     def references(self) -> Fact:
         model = self._path("model")
@@ -210,7 +209,11 @@ class _Bench:
 
     def planted(self) -> Fact:
         self._capture("planted", "cpu-float32", plants=[_FAULT])
-        return _found(self._held("planted"))
+        verdict = self._held("planted").verdict
+        block, side = None if verdict.onset is None else verdict.onset.block, verdict.side
+        if verdict.kind != "localized" or block != _BLOCK or side not in (None, "candidate"):
+            raise _Failed(f"{verdict.kind}: {verdict.summary}")
+        return plain(verdict.summary)
 
     def operators(self) -> Fact:
         self._capture("operators", "cpu-float32", sites=[f"ops@{_BLOCK}"], weights=True)
@@ -261,8 +264,13 @@ class _Bench:
         here = self._held("float32")
         there = compare(self._path("cpu-float32"), self._path("float32"),
                         truth=self._path("cpu-float32-truth"), device=self._device)  # fmt: skip
-        pairs = zip(here.sites, there.sites, strict=True)
-        worst = max((_apart(x.rel_l2, y.rel_l2) for x, y in pairs), default=0.0)
+        worst = 0.0
+        for site, other in zip(here.sites, there.sites, strict=True):
+            x, y = site.rel_l2, other.rel_l2
+            if x is None or y is None:  # ones that are not known are equal
+                worst = max(worst, 0.0 if x is y else math.inf)
+            else:
+                worst = max(worst, abs(x - y) / max(x, 1e-30))
         if here.verdict.kind != there.verdict.kind or worst > 1e-6:
             raise _Failed(f"{there.verdict.kind} for {here.verdict.kind}; a figure differs by "
                           f"{worst:.1e} of itself")  # fmt: skip
@@ -318,13 +326,6 @@ def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> Fact:
     )  # fmt: skip
 
 
-def _apart(figure: float | None, other: float | None) -> float:
-    """How far two figures are apart, as a share of the first; ones that are not known are equal."""
-    if figure is None or other is None:
-        return 0.0 if figure is other else math.inf
-    return abs(figure - other) / max(figure, 1e-30)
-
-
 def _num_compared(report: Report) -> int:
     calls = 0 if report.operators is None else len(report.operators.results)
     return report.coverage.num_compared + calls
@@ -336,11 +337,3 @@ def _identical(report: Report) -> Fact:
     return fact(
         "experiments.seen_identical", num=_num_compared(report), num_skipped=None, device=None
     )
-
-
-def _found(report: Report) -> Fact:
-    verdict = report.verdict
-    block = None if verdict.onset is None else verdict.onset.block
-    if verdict.kind != "localized" or block != _BLOCK or verdict.side not in (None, "candidate"):
-        raise _Failed(f"{verdict.kind}: {verdict.summary}")
-    return plain(verdict.summary)

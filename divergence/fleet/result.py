@@ -84,11 +84,9 @@ class Matrix(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     consensus: Fact | None = None
     """Which runs agree."""
     agreement: str = ""
-    """The same in words."""
     odd_traits: list[Fact] = []
     """What the manifests of the odd runs say of their machines and those of the group do not."""
     only_odd: list[str] = []
-    """The same in words."""
     next: list[str] = []
     """Commands that go deeper."""
 

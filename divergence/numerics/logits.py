@@ -98,31 +98,24 @@ _AT_ONCE = 1 << 22
 class LogitsMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics over rows; field names and meaning of compare's LogitsDiff.
 
-    kl_*: KL(A‖B) per row in nats: mean, median, 90th, 95th, 99th percentile (inverted cdf)
-    and max. top1_agreement: share of rows with the same argmax (lowest id on ties).
-    top5_overlap: mean |top5(a) ∩ top5(b)| / min(5, V). margin_*: top1 - top2 logit of the
-    reference, in logits (inf where V = 1): smallest and median. chosen_logprob_diff_max:
-    largest |Δ| over rows of the log-probability, in nats, of the reference's argmax.
-    num_rows: rows measured; num_skipped: rows with a nan or +inf logit, or without any
-    finite one, on either side; they are in no metric. Without rows everything is 0, except
-    the shares, which are 1, and the margins, inf. -inf is a probability of 0:
-    0·log 0 = 0, and p > 0 = q gives inf.
+    kl_*: KL(A‖B) per row in nats: mean, 99th percentile (inverted cdf) and max. top1_agreement:
+    share of rows with the same argmax (lowest id on ties). top5_overlap: mean |top5(a) ∩ top5(b)|
+    / min(5, V). margin_min: smallest top1 - top2 logit of the reference, in logits (inf where
+    V = 1). chosen_logprob_diff_max: largest |Δ| over rows of the log-probability, in nats, of the
+    reference's argmax. num_rows: rows measured; num_skipped: rows with a nan or +inf logit, or
+    without any finite one, on either side; they are in no metric. Without rows everything is 0,
+    except the shares, which are 1, and the margin, inf. -inf is a probability of 0: 0·log 0 = 0,
+    and p > 0 = q gives inf.
     """
 
     num_rows: int
-    num_masked: int
     num_skipped: int
     kl_mean: float
-    kl_median: float
-    kl_p90: float
-    kl_p95: float
     kl_p99: float
     kl_max: float
-    worst_row: int | None
     top1_agreement: float
     top5_overlap: float
     margin_min: float
-    margin_median: float
     chosen_logprob_diff_max: float
 
 
@@ -198,37 +191,27 @@ def measure_logits(
                 part = rows[start : start + count]
                 x, y = grid_a.load(part, cols, buffer_a), grid_b.load(part, cols, buffer_b)
                 usable = _usable(x) & _usable(y)
-                blocks.append((part[usable], *_measure_rows(x[usable], y[usable])))
+                blocks.append(_measure_rows(x[usable], y[usable]))
         return blocks
 
     threads = min(8, torch.get_num_threads())
     starts = range(0, len(rows), count)
     measured = [block for part in run_split(work, starts, threads=threads) for block in part]
     if not measured:
-        measured.append((rows, *_measure_rows(np.zeros((0, 1)), np.zeros((0, 1)))))
-    numbers, kl, same, overlap, margin, logprob_diff = (
+        measured.append(_measure_rows(np.zeros((0, 1)), np.zeros((0, 1))))
+    kl, same, overlap, margin, logprob_diff = (
         np.concatenate(columns) for columns in zip(*measured, strict=True)
     )
     empty = not len(kl)
-
-    def kl_quantile(share: float) -> float:
-        return 0.0 if empty else float(np.quantile(kl, share, method="inverted_cdf"))
-
     return LogitsMetrics(
         num_rows=len(kl),
-        num_masked=grid_a.num_rows - len(rows),
         num_skipped=len(rows) - len(kl),
         kl_mean=0.0 if empty else float(kl.mean()),
-        kl_median=kl_quantile(0.5),
-        kl_p90=kl_quantile(0.9),
-        kl_p95=kl_quantile(0.95),
-        kl_p99=kl_quantile(0.99),
+        kl_p99=0.0 if empty else float(np.quantile(kl, 0.99, method="inverted_cdf")),
         kl_max=0.0 if empty else float(kl.max()),
-        worst_row=None if empty else int(numbers[kl.argmax()]),
         top1_agreement=1.0 if empty else float(same.mean()),
         top5_overlap=1.0 if empty else float(overlap.mean()),
         margin_min=math.inf if empty else float(margin.min()),
-        margin_median=math.inf if empty else float(np.median(margin)),
         chosen_logprob_diff_max=0.0 if empty else float(logprob_diff.max()),
     )
 

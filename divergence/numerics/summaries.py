@@ -81,24 +81,18 @@ def fold_many(buffers: Sequence[memoryview], *, kernel: Kernel = "numpy") -> lis
         step = max(1, _TOGETHER // -(-num_bytes // 4))
         for start in range(0, len(members), step):
             part = members[start : start + step]
-            for index, fold in zip(part, _folds([buffers[at] for at in part]), strict=True):
-                folds[index] = fold
+            padding = bytes(-num_bytes % 4)
+            pieces = [buffers[at] for at in part]
+            joined = padding.join([*pieces, b""]) if padding else b"".join(pieces)
+            words = np.frombuffer(joined, np.int32).reshape(len(part), -1)
+            multipliers = _multipliers("cpu").numpy().view(np.uint64)[:, : words.shape[1]]
+            sums = np.dot(words.astype(np.int64).view(np.uint64), multipliers.T)
+            lengths = np.array([seed * num_bytes & MASK64 for seed in reversed(SEEDS)], np.uint64)
+            with np.errstate(over="ignore"):
+                digests = _mixed(sums + lengths)
+            for index, digest in zip(part, digests.astype(">u8"), strict=True):
+                folds[index] = digest.tobytes().hex()
     return folds
-
-
-def _folds(buffers: list[memoryview]) -> list[str]:
-    """Of buffers of one length, a chunk at most."""
-    num_bytes = buffers[0].nbytes
-    padding = bytes(-num_bytes % 4)
-    joined = b"".join(buffers) if not padding else padding.join([*buffers, b""])
-    words = np.frombuffer(joined, np.int32).reshape(len(buffers), -1)
-    wide = words.astype(np.int64).view(np.uint64)
-    sums = np.dot(wide, _multipliers("cpu").numpy().view(np.uint64)[:, : words.shape[1]].T)
-    lengths = np.array([seed * num_bytes & MASK64 for seed in reversed(SEEDS)], np.uint64)
-    with np.errstate(over="ignore"):
-        digests = _mixed(sums + lengths)
-    text = digests.astype(">u8").tobytes().hex()
-    return [text[start : start + 32] for start in range(0, len(text), 32)]
 
 
 @functools.cache
@@ -440,8 +434,17 @@ def sketch_tensor(
             for start in range(begin, begin + each, at_once):
                 part = slice(start, min(start + at_once, begin + each))
                 sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, width)
-                if totals is not None:
-                    _add_turned(totals[block], sums, first + start)
+                if totals is None:
+                    continue
+                # rows K apart are turned by as much
+                turned = _turned((first + start) % width, width, device)
+                whole = len(sums) // width * width
+                if whole:
+                    square = sums[:whole].view(-1, width, width).sum(0)
+                    totals[block] += square.gather(1, turned).sum(0)
+                if whole < len(sums):
+                    rest = sums[whole:]
+                    totals[block] += rest.gather(1, turned[: len(rest)]).sum(0)
     return Projections(out, out.new_empty(num_blocks, 0) if totals is None else totals.float())
 
 
@@ -509,18 +512,6 @@ def _sketch_rows(
         sums[:, : features - whole] += values[:, whole:]
     _put(out, sums if width == k else sums.view(num_rows, width // k, k).sum(1), squares)
     return sums
-
-
-def _add_turned(total: torch.Tensor, sums: torch.Tensor, first: int) -> None:
-    """Adds rows (T, K), of numbers from ``first`` on, to ``total`` (K,). Rows K apart are turned
-    by as much."""
-    width = len(total)
-    at = _turned(first % width, width, str(sums.device))
-    whole = len(sums) // width * width
-    if whole:
-        total += sums[:whole].view(-1, width, width).sum(0).gather(1, at).sum(0)
-    if whole < len(sums):
-        total += sums[whole:].gather(1, at[: len(sums) - whole]).sum(0)
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -233,13 +234,10 @@ def compute_dtype(*formats: Format) -> type[np.float32] | type[np.float64]:
     return np.float32
 
 
-def _einsum_dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    sums: np.ndarray = np.einsum("...j,...j->...", x, y)
-    return sums
-
-
 # numpy >= 2.0: one BLAS dot per row
-_vecdot: Callable[[np.ndarray, np.ndarray], np.ndarray] = getattr(np, "vecdot", _einsum_dot)
+_vecdot: Callable[[np.ndarray, np.ndarray], np.ndarray] = getattr(
+    np, "vecdot", functools.partial(np.einsum, "...j,...j->...")
+)
 
 
 def row_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:

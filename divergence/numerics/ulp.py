@@ -210,46 +210,35 @@ def count_ulp(
         if counted == 0:
             return UlpCounts(num_counted=0, share_over_1=0.0, p99=0.0, max=0.0)
         num_above = counted - math.ceil(0.99 * counted) + 1  # p99 is the num_above-th largest
-        p99 = _from_steps(tails, num_above) if steps else _from_beyond(tails, num_above)
-        if p99 is None:
-            too_low = bool(steps) and _over(tails)[-1] >= num_above
-            bound, steps = (high if too_low else bound // 2), range(0)
-            continue
-        if 1 in steps:
-            num_over_1 = int(_over(tails)[steps.index(1)])
+        num_over_1 = sum(tail.num_over_1 for tail in tails)
+        if steps:
+            # how many distances exceed each of the steps, of all workers
+            over = sum((tail.num_over for tail in tails[1:]), tails[0].num_over)
+            few = np.flatnonzero(over < num_above)
+            if not len(few) or (few[0] == 0 and steps[0] > 0):  # it is not among the steps
+                bound, steps = (high if over[-1] >= num_above else bound // 2), range(0)
+                continue
+            p99 = steps[int(few[0])]
+            if 1 in steps:
+                num_over_1 = int(over[steps.index(1)])
         else:
-            num_over_1 = sum(tail.num_over_1 for tail in tails)
+            parts = [part for tail in tails for part in tail.beyond]
+            beyond = np.concatenate(parts or [np.empty(0)])
+            num_at_bound = sum(tail.num_at_bound for tail in tails)
+            if len(beyond) >= num_above:
+                place = len(beyond) - num_above
+                p99 = int(np.partition(beyond, place)[place])
+            elif bound == 0 or len(beyond) + num_at_bound >= num_above:
+                p99 = bound
+            else:
+                bound //= 2
+                continue
         return UlpCounts(
             num_counted=counted,
             share_over_1=num_over_1 / counted,
             p99=float(p99),
             max=float(max(tail.largest for tail in tails)),
         )
-
-
-def _over(tails: list[Tail]) -> np.ndarray:
-    """How many distances exceed each of the steps, of all workers."""
-    return sum((tail.num_over for tail in tails[1:]), tails[0].num_over)
-
-
-def _from_steps(tails: list[Tail], num_above: int) -> int | None:
-    """The num_above-th largest distance, or None where it is not among the steps."""
-    steps = tails[0].steps
-    few = np.flatnonzero(_over(tails) < num_above)
-    if not len(few) or (few[0] == 0 and steps[0] > 0):
-        return None
-    return steps[int(few[0])]
-
-
-def _from_beyond(tails: list[Tail], num_above: int) -> int | None:
-    """The same among the distances picked out, or None where it is below the bound."""
-    beyond = np.concatenate([part for tail in tails for part in tail.beyond] or [np.empty(0)])
-    if len(beyond) >= num_above:
-        return int(np.partition(beyond, len(beyond) - num_above)[len(beyond) - num_above])
-    bound = tails[0].bound
-    if bound == 0 or len(beyond) + sum(tail.num_at_bound for tail in tails) >= num_above:
-        return bound
-    return None
 
 
 def smallest_key(form: Format, magnitude: float) -> int:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 # between the two nothing is claimed.
 #
 # Without a truth s comes from the rounding model: what all blocks together may make
-# (measure.floors), times the spread of the row, times 2.2 for the coarsest kernels that are taken
+# (measure.judge), times the spread of the row, times 2.2 for the coarsest kernels that are taken
 # as healthy, since no side is known to be as good as the model; the gap is the larger of the two
 # sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
 # Without either nothing is: in units of the two sides' own difference every flip is small.
@@ -155,7 +155,7 @@ def _judge_by_model(
     allowed: float | None,
 ) -> TokenDifference:
     """Judge a flip by what rounding may make of these logits: a tie, or nothing said.
-    ``allowed``: the relative error, see measure.floors."""
+    ``allowed``: the relative error, see measure.judge."""
     ids = (flip.reference.id, flip.candidate.id)
     if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
         return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")

@@ -119,7 +119,18 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | 
     token positions picked out of one of them, and none held against several."""
     record, other_record = piece.record, other.record
     if _shape(piece) != _shape(other):
-        if not exactly and _selectable(piece, other):
+        few, many = (record, other_record) if record.positions else (other_record, record)
+        if (  # one side holds only some token positions, the other all: those can be picked out
+            not exactly
+            and piece.row is None
+            and other.row is None
+            and few.positions is not None
+            and many.positions is None
+            and len(few.shape) == len(many.shape) >= 2
+            and few.shape[1] == len(few.positions)
+            and many.shape[1] > max(few.positions, default=0)
+            and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
+        ):
             return None
         if exactly or not is_repeated(piece, other):
             return fact("align.shapes", reference=_shape(piece), candidate=_shape(other))
@@ -146,23 +157,6 @@ def is_repeated(piece: Piece, other: Piece) -> bool:
         and all(1 in sizes or len(set(sizes)) == 1 for sizes in zip(short[::-1], long[::-1],
                                                                     strict=False))
     )  # fmt: skip
-
-
-def _selectable(piece: Piece, other: Piece) -> bool:
-    """One side holds only some token positions, the other all: those can be picked out."""
-    if piece.row is not None or other.row is not None:
-        return False
-    few, many = piece.record, other.record
-    if not few.positions:
-        few, many = many, few
-    return (
-        few.positions is not None
-        and many.positions is None
-        and len(few.shape) == len(many.shape) >= 2
-        and few.shape[1] == len(few.positions)
-        and many.shape[1] > max(few.positions, default=0)
-        and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
-    )
 
 
 class Pieces:

@@ -313,45 +313,57 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     last = first.shape[-1] if first.shape else 1
     if first.estimated is not None:
         last = first.estimated.num_projections
-    typical = {side: _median(rows.errors[side][rows.usual]) for side in SIDES}
     stats = TruthStats(
-        kind=forwards[0][0].kind or "",
-        num_values=ENOUGH if is_norm(forwards[0][0].site) else len(rows.norm) * last,
+        kind=first.kind or "",
+        num_values=ENOUGH if is_norm(first.site) else len(rows.norm) * last,
         num_rows=int(rows.usual.sum()),
-        typical=typical,
+        typical={side: _median(rows.errors[side][rows.usual]) for side in SIDES},
         floor=_median(rows.floor),
         first=min((entry[0] for entry in forwards), key=lambda r: (r.sample, r.step, r.order)),
     )
     stats.channels = _channel_errors(samples.channels, rows)
     stats.alike = rows.alike(rows.usual)[0]
-    _by_forward(stats, forwards, rows)
-    stats.rows = _row_errors(forwards, rows)
-    _gains(stats, rows)
-    return stats
-
-
-def _row_errors(forwards: _Forwards, rows: _Rows) -> RowErrors:
+    # each forward of each prompt by itself, and where its rows belong
     keys: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     places: dict[PromptStep, SiteResult] = {}
-    for result, against, _ in forwards:
-        number = np.zeros(against.num_rows, np.int64)
+    spread = np.maximum(rows.spread, 1.0)
+    for number, (result, against, _) in enumerate(forwards):
+        mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
+        usual, in_place = rows.usual[mine], np.zeros(against.num_rows, np.int64)
         for sample, members in _prompts(result, against):
             place = sample, result.step
             places.setdefault(place, result)
-            number[slice(None) if members is None else members] = list(places).index(place)
-        numbers.append(number)
+            in_place[slice(None) if members is None else members] = list(places).index(place)
+            if against.num_rows == 1:  # most are: a decode step's
+                typical = {side: float(rows.errors[side][mine.start]) for side in SIDES}
+                count, total = 1, float(spread[mine.start])
+            else:
+                both = usual if members is None else usual & members
+                keep = both if both.any() else members if members is not None else ~usual
+                typical = {side: _median(rows.errors[side][mine][keep]) for side in SIDES}
+                # of a few unlike rows the median is one row: no more certain than that one is
+                count = int(keep.sum())
+                total = count * _median(spread[mine][keep])
+            among = np.zeros(len(rows.norm), bool)
+            among[mine] = True if members is None else members
+            stats.forwards[place] = ForwardStats(
+                result, typical, count, max(1, round(total)), rows.alike(among)
+            )
+        numbers.append(in_place)
         keys.append((np.int64(result.sample) << 44) + (np.int64(result.step) << 24)
                     + against.row_index)  # fmt: skip
     with np.errstate(over="ignore"):
         energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
     of_sides = _numbers_of(energy, np.stack([rows.numbers[side] for side in SIDES]), rows.usual)
-    if is_norm(forwards[0][0].site):  # one number, of many
+    if is_norm(first.site):  # one number, of many
         of_sides = np.full_like(of_sides, ENOUGH)
-    return RowErrors(
+    stats.rows = RowErrors(
         np.concatenate(keys), np.concatenate(numbers), list(places), list(places.values()),
         energy, of_sides, rows.sink,
     )  # fmt: skip
+    _gains(stats, rows)
+    return stats
 
 
 def _numbers_of(energy: np.ndarray, numbers: np.ndarray, usual: np.ndarray) -> np.ndarray:
@@ -407,30 +419,6 @@ class _Rows:
 def _median(values: np.ndarray) -> float:
     """The lower one."""
     return float(np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2])
-
-
-def _by_forward(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
-    """Each forward of each prompt by itself."""
-    spread = np.maximum(rows.spread, 1.0)
-    for number, (result, against, _) in enumerate(forwards):
-        mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
-        usual = rows.usual[mine]
-        for sample, members in _prompts(result, against):
-            if against.num_rows == 1:  # most are: a decode step's
-                typical = {side: float(rows.errors[side][mine.start]) for side in SIDES}
-                count, total = 1, float(spread[mine.start])
-            else:
-                both = usual if members is None else usual & members
-                keep = both if both.any() else members if members is not None else ~usual
-                typical = {side: _median(rows.errors[side][mine][keep]) for side in SIDES}
-                # of a few unlike rows the median is one row: no more certain than that one is
-                count = int(keep.sum())
-                total = count * _median(spread[mine][keep])
-            among = np.zeros(len(rows.norm), bool)
-            among[mine] = True if members is None else members
-            stats.forwards[sample, result.step] = ForwardStats(
-                result, typical, count, max(1, round(total)), rows.alike(among)
-            )
 
 
 def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.ndarray | None]]:

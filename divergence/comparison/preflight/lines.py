@@ -223,30 +223,22 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
     ):
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if names:
-            return [
-                sentence(
-                    fact(
-                        f"preflight.{code}", name=names[0], num_more=len(names) - 1,
-                        what=_first_apart(names[0], own, other),
-                    )
+            texts = []
+            for own, other in ((here.get(names[0]), there.get(names[0])),
+                               (there.get(names[0]), here.get(names[0]))):  # fmt: skip
+                what = "none"
+                if own is not None and len(own) == 2:  # a range as it is
+                    what = f"{own[0]:g} to {own[1]:g}"
+                elif own is not None:  # of more numbers the first that differs
+                    pairs = enumerate(zip(own, other or [], strict=False))
+                    channel = next((k for k, (x, y) in pairs if x != y), 0)
+                    what = f"{own[channel]:g} at channel {channel}"
+                more = len(names) - 1
+                texts.append(
+                    sentence(fact(f"preflight.{code}", name=names[0], num_more=more, what=what))
                 )
-                for own, other in ((here, there), (there, here))
-            ]  # fmt: skip
+            return texts
     return "", ""
-
-
-def _first_apart(
-    name: str, own: Mapping[str, list[float]], other: Mapping[str, list[float]]
-) -> str:
-    """A range as it is; of more numbers the first that differs."""
-    mine, theirs = own.get(name), other.get(name)
-    if mine is None:
-        return "none"
-    if len(mine) == 2:
-        return f"{mine[0]:g} to {mine[1]:g}"
-    pairs = enumerate(zip(mine, theirs or [], strict=False))
-    channel = next((k for k, (x, y) in pairs if x != y), 0)
-    return f"{mine[channel]:g} at channel {channel}"
 
 
 # Two models, from what their manifests say: parameters by name, blocks by place, configurations.

@@ -43,7 +43,6 @@ from divergence.comparison.results import (
     Onset,
     OperatorResult,
     OtherInput,
-    SiteResult,
     Verdict,
 )
 from divergence.errors import DivergenceError, UsageError
@@ -111,7 +110,18 @@ def prove(
         if first.phase == "backward":
             handed_on = site.phase == "backward" and ":out" in site.site
         flagged = site.flagged and site.pass_ != "free" and site.block == first.block
-        if flagged and handed_on and _is_off(site, side):
+        # where every block of a kind has the fault, the one that is free of it now stands out among
+        # its siblings, and is flagged for being right
+        is_off, limits = True, THRESHOLDS
+        if site.truth is not None:
+            questions = [(site.truth.w_median, limits.operator)]
+            questions.append((site.truth.w_max, limits.operator_row))
+            if math.prod(site.shape[:-1]) >= _MIN_ROWS:
+                questions.append((site.truth.w_channel, limits.operator_column))
+            is_off = any(
+                (w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions
+            )
+        if flagged and handed_on and is_off:
             still.append(site.site)
     return CausalCheck(
         site=first.site,
@@ -121,18 +131,6 @@ def prove(
         largest_limit_usage=max((r.limit_usage for r in after), default=0.0),
         still=list(dict.fromkeys(still)),
     )
-
-
-def _is_off(site: SiteResult, side: str) -> bool:
-    """Is the block's output off by ``side``? Where every block of a kind has the fault, the one
-    that is free of it now stands out among its siblings, and is flagged for being right."""
-    truth = site.truth
-    if truth is None:
-        return True
-    questions = [(truth.w_median, THRESHOLDS.operator), (truth.w_max, THRESHOLDS.operator_row)]
-    if math.prod(site.shape[:-1]) >= _MIN_ROWS:
-        questions.append((truth.w_channel, THRESHOLDS.operator_column))
-    return any((w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions)
 
 
 def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> list[OwnError]:
@@ -183,18 +181,6 @@ def reproduce(
         maker.tell("note", 0, None, sentence(reason))
         return None
     return str(out)
-
-
-def given_to(made: dict[str, Run], first: OperatorResult, pass_: str) -> list[OtherInput]:
-    """The tensor operands that differ, the largest difference first; empty for a region, whose
-    last operators take other arguments by right."""
-    if first.region is not None:
-        return []
-    reference = _node(made["reference"], first.site, first, pass_)
-    candidate = _node(made["candidate"], first.candidate_site, first, pass_)
-    if reference is None or candidate is None:
-        return []
-    return given_inputs(reference, candidate, made["reference"], made["candidate"])
 
 
 def stands_alone(first: OperatorResult, side: str) -> bool:
@@ -589,7 +575,14 @@ def _at_operator(
     causal = None
     if named.side is not None and repeated and whole:
         causal = prove(maker, goal, made, truth, deep, first, named.side)
-    given = given_to(made, first, deep.operators.pass_)
+    given: list[OtherInput] = []  # the tensor operands that differ, the largest difference first
+    if first.region is None:  # whose last operators take other arguments by right
+        nodes = [
+            _node(made[side], path, first, deep.operators.pass_)
+            for side, path in zip(_SIDES, (first.site, first.candidate_site), strict=True)
+        ]
+        if nodes[0] is not None and nodes[1] is not None:
+            given = given_inputs(nodes[0], nodes[1], made["reference"], made["candidate"])
     guilty, other = _SIDES if (named.side or blamed) == "reference" else _SIDES[::-1]
     wrong = any(own.times > NEAR for own in alone) or not alone
     repro = repro_other = None

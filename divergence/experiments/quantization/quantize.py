@@ -446,23 +446,6 @@ def value_of(cost: Cost, measure: str) -> float:
     return float("inf") if cost.delta_logprob_mean is None else cost.delta_logprob_mean
 
 
-def check_reachable(trials: QuantizationTrials, target: float, measure: str) -> None:
-    """Raises UsageError where the target is missed even with every matrix kept."""
-    cost = trials.cost([])
-    if measure == "logprob" and cost.delta_logprob_mean is None:
-        raise UsageError(
-            "--measure logprob: no token has a known next one",
-            hint="--measure kl, or longer prompts",
-        )
-    least = value_of(cost, measure)
-    if least > target:
-        raise UsageError(
-            f"--target {target:g} cannot be held: with every matrix in floating point, the keys "
-            f"and values of {trials.scheme.name} still cost {least:.3g}",
-            hint=f"a target above {least:.3g}, or a scheme without kv8",
-        )
-
-
 def find_policy(
     trials: QuantizationTrials, matrices: Sequence[MatrixCost], *, target: float, measure: str,
     whole: Cost, progress: Progress | None = None,
@@ -666,8 +649,20 @@ def quantize(
                 cost = trials.cost(targets)
                 if smooth is not None:
                     unsmoothed = trials.without_migration(targets)
-                if target is not None:
-                    check_reachable(trials, target, measure)
+                if target is not None:  # it must hold with every matrix kept
+                    kept_cost = trials.cost([])
+                    if measure == "logprob" and kept_cost.delta_logprob_mean is None:
+                        raise UsageError(
+                            "--measure logprob: no token has a known next one",
+                            hint="--measure kl, or longer prompts",
+                        )
+                    least = value_of(kept_cost, measure)
+                    if least > target:
+                        raise UsageError(
+                            f"--target {target:g} cannot be held: with every matrix in floating "
+                            f"point, the keys and values of {chosen.name} still cost {least:.3g}",
+                            hint=f"a target above {least:.3g}, or a scheme without kv8",
+                        )
                 if each or target is not None:
                     matrices = each_alone(trials, tell)
                     unseen = [o.name for o in matrices if o.by_default and o.outliers is None]

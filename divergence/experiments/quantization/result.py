@@ -149,7 +149,6 @@ class Quantization(msgspec.Struct, JsonAnswer, Worded, kw_only=True, frozen=True
     facts: list[Fact] = []
     """What else to know."""
     notes: list[str] = []
-    """The same in words."""
     next: list[str] = []
 
     def worst(self) -> list[MatrixCost]:

@@ -45,6 +45,12 @@ def letter(side: str | None) -> str:
     return {"reference": "A", "candidate": "B"}.get(str(side), str(side))
 
 
+def first_apart(a: Sequence[object], b: Sequence[object]) -> int:
+    """Where two texts, or lists of tokens, begin to differ: the shorter's end at the latest."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((number for number, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
 def shortened(text: str, most: int) -> str:
     """The first of at most ``most`` characters, where the beginning says more."""
     return text if len(text) <= most else text[: most - 1] + "…"

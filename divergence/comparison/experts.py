@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pairs import Pair, Piece
+from divergence.comparison.align.pairs import Pair, Piece, piece_like
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
@@ -291,7 +291,7 @@ class Routing:
             return None
         sides = [(self._reference, pair.reference), (self._candidate, pair.candidate)]
         if truth is not None:
-            sides.append((truth[0], _like(truth[1], pair)))
+            sides.append((truth[0], piece_like(truth[1], pair)))
         choices = [self._of_forward(run, piece.record) for run, piece in sides]
         if not all(choices) or len({len(records) for records in choices}) > 1:
             return None
@@ -497,12 +497,6 @@ def choices_in(run: Run) -> dict[_Choice, list[Record]]:
     for records in by_choice.values():
         records.sort(key=lambda record: record.order)
     return by_choice
-
-
-def _like(true_record: Record, pair: Pair) -> Piece:
-    """The truth's piece: cut like the side whose batches it has."""
-    own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
-    return Piece(true_record, own.sample, own.row, own.left, own.right, own.pads)
 
 
 def _of_piece(

@@ -14,6 +14,7 @@ from divergence.options.commands import CaptureOptions, given_fields
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT, DRAWN, Scores
+from divergence.words import first_apart
 
 # What is asked of a server: the user's prompts, or those of a run with its answers.
 
@@ -276,10 +277,7 @@ def _forced(
 
 def _check_prompt(told: Sequence[int] | None, given: Sequence[int] | None) -> None:
     if told is not None and given is not None and list(told) != list(given):
-        at = next(
-            (n for n, (x, y) in enumerate(zip(told, given, strict=False)) if x != y),
-            min(len(told), len(given)),
-        )
+        at = first_apart(told, given)
         raise EndpointError(
             f"the server read other tokens than were given: from token {at} on "
             f"{list(told[at : at + 4])} instead of {list(given[at : at + 4])}"

@@ -22,6 +22,7 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.scores import BY_TEXT
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
+from divergence.words import first_apart
 
 # What a run says of the tokens of its prompts: log-probabilities, whatever they come from.
 #
@@ -243,7 +244,7 @@ def _counted_once(pairs: list[PromptPair]) -> list[PromptPair]:
     order = sorted(range(len(pairs)), key=lambda n: pairs[n].reference.ids)
     for before, number in itertools.pairwise(order):
         held, pair = pairs[before], pairs[number]
-        common = _common(held.reference.ids, pair.reference.ids)
+        common = first_apart(held.reference.ids, pair.reference.ids)
         shared = int(np.searchsorted(pair.places, common))
         if not (held.reference.num_prompt and pair.reference.num_prompt and shared):
             continue
@@ -305,7 +306,7 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
     shift = 0 if whole else b.num_prompt - a.num_prompt
     start = 0 if whole else a.num_prompt
     mine, other = a.ids[start:], b.ids[start + shift :]
-    common = start + _common(mine, other)
+    common = start + first_apart(mine, other)
     begins = min(a.num_prompt, b.num_prompt) if whole else a.num_prompt
     ends = min(len(a.ids), len(b.ids) - shift)
     rows = [(p, a.rows[p], b.rows[p + shift]) for p in sorted(a.rows)
@@ -340,11 +341,6 @@ def _measured(pair: PromptPair) -> PromptPair:
         pair, delta=(y - x)[both], places=places[both], num_nonfinite=odd,
         whole=((y - x)[both], places[both]),
     )  # fmt: skip
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
@@ -399,7 +395,7 @@ def _other_prompts(pairs: list[PromptPair]) -> Iterator[Fact]:
         a, b = pair.reference, pair.candidate
         if not (a.num_prompt and b.num_prompt):
             continue
-        common = _common(a.ids, b.ids)
+        common = first_apart(a.ids, b.ids)
         # one side's prompt may hold the other's answer; a prompt that goes on otherwise may not
         ended = common == min(len(a.ids), len(b.ids))
         least, most = sorted((a.num_prompt, b.num_prompt))

@@ -41,6 +41,14 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     pads: int = 0
     """Positions that the batch put before the sample's first token."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows that it is."""
+        whole = self.record.shape
+        if self.row is None:
+            return whole
+        return (1, self.right - self.left, *whole[2:]) if len(whole) > 1 else (1,)
+
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Two pieces that hold the same tensor of the model."""
@@ -51,6 +59,12 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The pass that they are compared as."""
     match: str
     """``exact``, or the name map's rule."""
+
+
+def piece_like(true_record: Record, pair: Pair) -> Piece:
+    """The truth's piece: cut like the side whose batches it has."""
+    own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
+    return Piece(true_record, own.sample, own.row, own.left, own.right, own.pads)
 
 
 def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
@@ -107,18 +121,11 @@ def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
     return pieces
 
 
-def _shape(piece: Piece) -> tuple[int, ...]:
-    shape = piece.record.shape
-    if piece.row is None:
-        return shape
-    return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
-
-
 def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | None:
     """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
     token positions picked out of one of them, and none held against several."""
     record, other_record = piece.record, other.record
-    if _shape(piece) != _shape(other):
+    if piece.shape != other.shape:
         few, many = (record, other_record) if record.positions else (other_record, record)
         if (  # one side holds only some token positions, the other all: those can be picked out
             not exactly
@@ -133,7 +140,7 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | 
         ):
             return None
         if exactly or not is_repeated(piece, other):
-            return fact("align.shapes", reference=_shape(piece), candidate=_shape(other))
+            return fact("align.shapes", reference=piece.shape, candidate=other.shape)
     if record.positions is not None and other_record.positions is not None:
         mine, theirs = (
             [position - half.pads for position in half.record.positions or ()]
@@ -147,7 +154,7 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | 
 def is_repeated(piece: Piece, other: Piece) -> bool:
     """Does one side hold once what the other holds for each prompt or head: rows of tokens, or
     integers for each token? It means the same as its copies (a table that all prompts share)."""
-    short, long = sorted((_shape(piece), _shape(other)), key=len)
+    short, long = sorted((piece.shape, other.shape), key=len)
     whole = all(format_named(side.record.dtype).kind == "int" for side in (piece, other))
     own = 1 if whole and len(long) == 2 else 2  # axes of one prompt's rows
     return (

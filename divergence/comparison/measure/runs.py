@@ -27,6 +27,7 @@ from divergence.comparison.align.pairs import (
     Pieces,
     align,
     is_repeated,
+    piece_like,
     pieces_in,
     renaming,
     repeated,
@@ -139,6 +140,7 @@ class SharedRounding:
 #
 # and how many elements are no finite numbers; of digests alone nothing but that they differ.
 
+Rows = TypeVar("Rows", np.ndarray, "torch.Tensor")
 _SUMMARY_PRECISION = 2e-6
 """What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
 
@@ -156,7 +158,6 @@ def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool |
             tensor = run.read(record)
             parts = [tensor[cut].contiguous() for cut in known.cuts]
             return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
-    return None
     return None
 
 
@@ -299,32 +300,20 @@ def _row_numbers(piece: Piece, other: Piece) -> np.ndarray:
     """The numbers, in the piece's record, of the rows that both sides have."""
     shape = piece.record.shape
     numbers = np.arange(rows_of(shape)[0])
-    if len(shape) < 3:
-        return numbers if piece.row is None else numbers[piece.row : piece.row + 1]
-    grid = numbers.reshape(shape[:2])
-    if piece.row is not None:
-        grid = grid[piece.row : piece.row + 1, piece.left : piece.right]
-    chosen = other.record.positions
-    if piece.record.positions is None and chosen is not None and len(chosen) != grid.shape[1]:
-        grid = grid[:, list(chosen)]
-    return grid.reshape(-1)
+    grid = numbers if len(shape) < 3 else numbers.reshape(shape[:2])
+    return _rows(grid, piece, other).reshape(-1)
 
 
-def _rows(tensor: torch.Tensor, piece: Piece, other: Piece) -> torch.Tensor:
-    """The rows that both sides have, of a record's whole tensor."""
+def _rows(whole: Rows, piece: Piece, other: Piece) -> Rows:
+    """The rows that both sides have, of a record's tensor or of its rows' numbers."""
+    of_tokens = len(piece.record.shape) >= 3
     if piece.row is not None:
-        if tensor.ndim < 3:
-            return tensor[piece.row : piece.row + 1]
-        tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
+        whole = whole[piece.row : piece.row + 1]
+        whole = whole[:, piece.left : piece.right] if of_tokens else whole
     chosen = other.record.positions
-    if (
-        piece.record.positions is None
-        and chosen is not None
-        and tensor.ndim >= 3
-        and len(chosen) != tensor.shape[1]
-    ):
-        tensor = tensor[:, list(chosen)]
-    return tensor
+    if of_tokens and piece.record.positions is None and chosen is not None:
+        whole = whole if len(chosen) == whole.shape[1] else whole[:, list(chosen)]
+    return whole
 
 
 def _estimated(
@@ -646,9 +635,7 @@ class Measurer:
         if whole and equal_contents(self._reference, ref.record, self._candidate, cand.record):
             self.reading.check(pair)
             return None
-        shape = ref.record.shape  # what both sides have in common of it
-        if ref.row is not None:
-            shape = (1, ref.right - ref.left, *shape[2:]) if len(shape) > 1 else (1,)
+        shape = ref.shape  # what both sides have in common of it
         if positions[0] is None and positions[1] is not None and len(shape) >= 2:
             shape = (shape[0], len(positions[1]), *shape[2:])
         mine = _sketch_of(self._reference, ref, cand)
@@ -693,8 +680,7 @@ class Measurer:
             a, b = repeated(a, b)
         if not (a.is_floating_point() and a.shape == b.shape and a.numel()):
             return None
-        own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
-        truth = pieces.rows_of(run.read(true_record), own)
+        truth = pieces.tensor(run, piece_like(true_record, pair))
         truth = truth if truth.shape == a.shape else repeated(truth, a)[0]
         base = pieces.base(pair) if is_block and true_record.site.endswith(":out") else None
         if base is not None and base.shape != a.shape:

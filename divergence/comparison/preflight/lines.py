@@ -27,7 +27,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import Run
 from divergence.run.site import starred, unescape_path
-from divergence.words import list_names
+from divergence.words import first_apart, list_names
 
 # Which model each side ran: configuration, parameters, weights and codes.
 
@@ -594,9 +594,7 @@ def tokenizer_cause(a: Manifest, b: Manifest) -> Fact | None:
 
 def first_difference(a: str, b: str) -> Fact:
     """``from character 12 on: '…user' against '…[INST]'``"""
-    place = next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:
-        place = min(len(a), len(b))
+    place = first_apart(a, b)
     start = max(place - _CONTEXT // 3, 0)
     parts = []
     for text in (a, b):
@@ -774,10 +772,8 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
     shown: Sequence[object] = [ids[:3] for ids in parting.ids]
     if parting.texts is not None and not same_text:
         # from the word on in which they begin to differ
-        text_a, text_b = parting.texts
-        pairs = enumerate(zip(text_a, text_b, strict=False))
-        place = next((n for n, (x, y) in pairs if x != y), min(len(text_a), len(text_b)))
-        spaces = text_a.rfind(" ", 0, place), text_a.rfind("\n", 0, place)
+        text, place = parting.texts[0], first_apart(*parting.texts)
+        spaces = text.rfind(" ", 0, place), text.rfind("\n", 0, place)
         start = max(*spaces, place - _LONGEST, 0)
         ends = [text[start : start + _LONGEST] for text in parting.texts]
         shown = [
@@ -797,10 +793,7 @@ def _find_parting(
         ids_a, ids_b = mine.prompt_ids, other.prompt_ids
         if ids_a == ids_b or (unseen and not (ids_a and ids_b)):
             continue
-        place = next(
-            (n for n, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y),
-            min(len(ids_a), len(ids_b)),
-        )
+        place = first_apart(ids_a, ids_b)
         texts = None if mine.text is None or other.text is None else (mine.text, other.text)
         ids = ids_a[place : place + _SHOWN], ids_b[place : place + _SHOWN]
         return _Parting(

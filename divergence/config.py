@@ -203,7 +203,13 @@ def load_settings(
         }
     for variable, section, key in _variables(environ):
         if section in sections and key:
-            field = _setting(sections[section], section, key, variable)
+            known = settings_of(sections[section])
+            if key not in known:
+                near = near_names(key, known) or sorted(known)
+                listed = ", ".join(f"{PREFIX}{section}_{name}".upper() for name in near)
+                raise ConfigError("a variable names no setting", where=variable,
+                                  hint=f"did you mean {listed}?")  # fmt: skip
+            field = known[key]
             settings[section][field.name] = _from_text(field, environ[variable], variable)
     attention = settings.get("capture", {}).get("attn_implementation")
     if attention is not None and attention not in ATTENTION:
@@ -234,17 +240,6 @@ def _variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
             section, _, key = variable.removeprefix(PREFIX).lower().partition("_")
             variables.append((variable, section, key))
     return variables
-
-
-def _setting(kind: type[Options], section: str, key: str, variable: str) -> Field:
-    known = settings_of(kind)
-    if key not in known:
-        near = near_names(key, known) or sorted(known)
-        listed = ", ".join(f"{PREFIX}{section}_{name}".upper() for name in near)
-        raise ConfigError(
-            "a variable names no setting", where=variable, hint=f"did you mean {listed}?"
-        )
-    return known[key]
 
 
 def _from_text(field: Field, text: str, variable: str) -> Any:

@@ -108,7 +108,11 @@ class GoldenCheck:
         try:
             made = self._open(name, run, model, options)
             if self._bless:
-                self._store(name, made)
+                from divergence.gate.golden import bless, golden_name
+                from divergence.report.checking import blessing_lines
+
+                golden = self._folder / name / f"{golden_name(made)}.zip"
+                self._say(_text(blessing_lines(bless(golden, str(made.path)))))
                 return None
             return self._check(name, made, policy, truth)
         except DivergenceError as error:
@@ -125,13 +129,6 @@ class GoldenCheck:
         # what is held against a golden is judged by that one's truth
         options = {"store": "sketch"} | options if self._bless else {"truth": "no"} | options
         return capture(model, out=self._scratch / f"run-{name}", **options)
-
-    def _store(self, name: str, run: Run) -> None:
-        from divergence.gate.golden import bless, golden_name
-        from divergence.report.checking import blessing_lines
-
-        golden = self._folder / name / f"{golden_name(run)}.zip"
-        self._say(_text(blessing_lines(bless(golden, str(run.path)))))
 
     def _check(
         self, name: str, run: Run, policy: Any, truth: str | Path | Run | None

@@ -206,7 +206,12 @@ def compare(
         if html is not None:
             matrix.to_html(html)
         _show_matrix(matrix, output, every=every)
-        exit_with(_matrix_code(matrix, asked=exit_code))
+        # 1 needs a divergence and the option; 2 a run that could not be compared, or with the
+        # option one that could not be judged. A divergence stands whatever else failed
+        codes = {EXIT_CODES[row.verdict] if row.verdict else 2 for row in matrix.rows}
+        if not exit_code:
+            codes = {2 if row.problem is not None else 0 for row in matrix.rows}
+        exit_with(1 if 1 in codes else max(codes, default=0))
 
     from divergence.comparison.api import compare
 
@@ -330,15 +335,6 @@ def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:
         if row.report is not None:
             print_lines([BLANK, heading(f"== {row.path}"), BLANK])
             print_lines(report_lines(row.report, all_sites=every, verbose=True))
-
-
-def _matrix_code(matrix: Matrix, *, asked: bool) -> int:
-    """1 needs a divergence and the option; 2 a run that could not be compared, or with the option
-    one that could not be judged. A divergence that was found stands whatever else failed."""
-    if not asked:
-        return 2 if any(row.problem is not None for row in matrix.rows) else 0
-    codes = {EXIT_CODES[row.verdict] if row.verdict else 2 for row in matrix.rows}
-    return 1 if 1 in codes else max(codes)
 
 
 def show_report(

@@ -110,7 +110,15 @@ def scores(
             sides.append(read(path, reading, format=format))
             if progress is not None:
                 progress("read", number, len(paths), path)
-            _refuse_shared(sides)
+            # a folder and what lies in it are the same results, too
+            files = {Path(series.file).resolve() for series in sides[0].series}
+            if number > 1 and any(
+                Path(series.file).resolve() in files for series in sides[-1].series
+            ):
+                raise UsageError(
+                    "both sides read the same file, so nothing is compared", where=sides[-1].path,
+                    hint="name the results of another evaluation",
+                )  # fmt: skip
         first, rest = sides[0], sides[1:]
         paired: list[_Paired] = []
         for side in rest:
@@ -144,16 +152,6 @@ def scores(
             joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]
         ])  # fmt: skip
     return replace(report, commands=_commands(report, paths, runs, reading))
-
-
-def _refuse_shared(sides: Sequence[Evaluation]) -> None:
-    files = {Path(series.file).resolve() for series in sides[0].series}
-    for side in sides[1:]:
-        if any(Path(series.file).resolve() in files for series in side.series):
-            raise UsageError(
-                "both sides read the same file, so nothing is compared", where=side.path,
-                hint="name the results of another evaluation",
-            )  # fmt: skip
 
 
 def _compared(

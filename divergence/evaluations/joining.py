@@ -596,7 +596,15 @@ def _judged(
         return replace(told, judgement="not_reproduced", reason=same)
     names = [joint.text(token) for token in answer.tokens]
     told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
-    a, b = (_margin(run, sample, answer) for run, sample in zip(joint.runs, samples, strict=True))
+    margins: list[float | None] = []
+    for run, sample in zip(joint.runs, samples, strict=True):
+        row = logits_row(run, sample, answer.step)
+        if row is None or max(answer.tokens) >= len(row):
+            margins.append(None)
+            continue
+        logprob, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
+        margins.append(float(answer.weights[0] * logprob - answer.weights[1] * other))
+    a, b = margins
     if a is None or b is None:
         return replace(told, reason=fact("evaluations.no_logits"))
     if not math.isfinite(a) or not math.isfinite(b):
@@ -609,14 +617,6 @@ def _judged(
     if not answer.whole:
         return replace(told, reason=fact("evaluations.several_tokens"))
     return replace(told, judgement="not_reproduced")
-
-
-def _margin(run: Run, sample: int, answer: _Answer) -> float | None:
-    row = logits_row(run, sample, answer.step)
-    if row is None or max(answer.tokens) >= len(row):
-        return None
-    logprob, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
-    return float(answer.weights[0] * logprob - answer.weights[1] * other)
 
 
 def _chosen(

@@ -18,7 +18,7 @@ from divergence.report.inspection import (
 )
 from divergence.report.text import sentence_line
 from divergence.run.command import command_line
-from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
+from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOGPROBS, LOSS, join_site
 from divergence.training.plan.show import training_lines
@@ -33,8 +33,8 @@ def captured_lines(
 ) -> list[Line]:
     """What `capture` says when it is done: briefly what was made, and what to do with it."""
     settings, plan = manifest.settings, manifest.plan
-    made = "captured" if plan.replayed_pass is None else "replayed"
-    state = (made, "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
+    done = "captured" if plan.replayed_pass is None else "replayed"
+    state = (done, "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
     num_records = len(records) or manifest.sizes.num_records  # not at hand: on several disks
     lines = [line(state, f" {path}: {count(num_records, 'record')}, {stored(manifest)}")]
     lines += model_lines(manifest)[:1]
@@ -59,7 +59,14 @@ def captured_lines(
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
     no_tokens = no_tokens or manifest.training.train
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
-        lines.append(prose(f"prompt {number}", _continuation(manifest, sample)))
+        # the prompt and what was generated, as far as texts were recorded
+        texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
+        prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
+        prompt = prompt if len(prompt) <= 60 else prompt[:59] + "…"
+        made = count(len(sample.generated_ids), "token")
+        if texts and None not in texts:
+            made = repr("".join(text or "" for text in texts))
+        lines.append(prose(f"prompt {number}", f"{prompt} -> {made}"))
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
     elif like is None and manifest.model.source == COLLECTIVES:
@@ -105,16 +112,6 @@ def copied_lines(what: str, path: str, manifest: Manifest, records: Sequence[Rec
     if not manifest.complete:
         lines.append(prose("", "the run is INCOMPLETE, as it was", style="yellow"))
     return lines
-
-
-def _continuation(manifest: Manifest, sample: SampleTokens) -> str:
-    """The prompt and what was generated, as far as texts were recorded."""
-    texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
-    prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
-    shown = prompt if len(prompt) <= 60 else prompt[:59] + "…"
-    if texts and all(text is not None for text in texts):
-        return f"{shown} -> {''.join(text or '' for text in texts)!r}"
-    return f"{shown} -> {count(len(sample.generated_ids), 'token')}"
 
 
 def plan_lines(plan: dict[str, Any]) -> list[Line]:

@@ -72,11 +72,13 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
     if result.cost is not None:
         lines += _cost_lines(result.cost)
     if result.unsmoothed is not None and result.cost is not None:
-        lines.append(
-            prose(
-                "migration", _migration(result.cost, result.unsmoothed, result.scheme_as_run.smooth)
-            )
-        )
+        cost, without, alpha = result.cost, result.unsmoothed, result.scheme_as_run.smooth
+        gain = without.kl_mean - cost.kl_mean
+        word = "it helps" if gain > 0 else "it hurts"
+        if abs(gain) <= math.hypot(cost.kl_error, without.kl_error):
+            word = "no difference beyond what so few tokens tell"
+        both = f"KL {_nats(cost.kl_mean)}, without {_nats(without.kl_mean)}"
+        lines.append(prose("migration", f"alpha {alpha:g}: {both}: {word}"))
     if result.out is not None:
         lines.append(prose("written", result.out))
     lines += [prose("note", note) for note in result.notes]
@@ -112,17 +114,6 @@ def _cost_lines(cost: Cost) -> list[Line]:
     return lines
 
 
-def _migration(cost: Cost, without: Cost, alpha: float | None) -> str:
-    """Does it help, as measured?"""
-    gain = without.kl_mean - cost.kl_mean
-    doubt = math.hypot(cost.kl_error, without.kl_error)
-    if abs(gain) <= doubt:
-        word = "no difference beyond what so few tokens tell"
-    else:
-        word = "it helps" if gain > 0 else "it hurts"
-    return f"alpha {alpha:g}: KL {_nats(cost.kl_mean)}, without {_nats(without.kl_mean)}: {word}"
-
-
 def _table(result: Quantization, *, verbose: bool) -> list[Line]:
     worst = result.worst()
     shown = worst if verbose else worst[:_SHOWN]
@@ -132,23 +123,20 @@ def _table(result: Quantization, *, verbose: bool) -> list[Line]:
         Column("max |x|", precise), Column("kurtosis", precise), Column("quantile", rough),
         "matrix",
     ))  # fmt: skip
-    lines = [heading("each alone", f"costliest first; {_sum_text(result)}"), *table_lines(alone)]
+    together = ""
+    if result.predicted is not None and result.cost is not None:
+        whole = result.cost.kl_mean
+        part = f" ({result.predicted / whole:.2f} x)" if whole > 0 else ""
+        together = (
+            f"the quantised ones add up to KL {_nats(result.predicted)}, together they cost "
+            f"{_nats(whole)}{part}"
+        )
+    lines = [heading("each alone", f"costliest first; {together}"), *table_lines(alone)]
     if len(worst) > len(shown):
         lines.append(line(f"  and {len(worst) - len(shown)} more: -v"))
     lines += [BLANK, heading("by kind", "matrices, sum of KL alone, the costliest of them")]
     kinds = Table(columns=("", "", Column("", _nats), ""), rows=_kinds(result.matrices))
     return lines + table_lines(kinds)
-
-
-def _sum_text(result: Quantization) -> str:
-    if result.predicted is None or result.cost is None:
-        return ""
-    whole = result.cost.kl_mean
-    part = f" ({result.predicted / whole:.2f} x)" if whole > 0 else ""
-    return (
-        f"the quantised ones add up to KL {_nats(result.predicted)}, together they cost "
-        f"{_nats(whole)}{part}"
-    )
 
 
 def _row(matrix: MatrixCost) -> tuple[object, ...]:
@@ -199,9 +187,10 @@ def _kept(policy: QuantizationPolicy) -> str:
     what = "KL" if policy.measure == "kl" else "|Δ log p|"
     if not policy.keep:
         return f"{what} <= {policy.target:g} holds with nothing kept"
+    num = policy.num_kept_weights
     return (
         f"{what} <= {policy.target:g} holds with {_matrices(len(policy.keep))} kept in "
-        f"floating point ({_millions(policy.num_kept_weights)} weights)"
+        f"floating point ({f'{num / 1e6:.3g} M' if num >= 1e6 else f'{num:,}'} weights)"
     )
 
 
@@ -211,10 +200,6 @@ def _matrices(number: int) -> str:
 
 def _nats(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _millions(number: int) -> str:
-    return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,}"
 
 
 def _with(value: float, error: float | None, sign: str = "") -> str:
@@ -296,7 +281,12 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
     )
     lines = [*selfcheck_answer(result), BLANK, prose("base run", ran, width=10), BLANK]
     lines += [row._replace(hang=None) for row in table_lines(_ways(result))]  # numbers: one line
-    lines += _closer(result)
+    doubtful = result.diverged + result.with_status("suspected", "undetermined")
+    ways = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
+    if closer := {way.name: way.next for way in ways}:
+        detail = "" if result.kept else "with --keep RUNS, which keeps the runs"
+        commands = [line(f"  {command}") for following in closer.values() for command in following]
+        lines += [BLANK, heading("look closer", detail), *commands]
     if verbose:
         lines += [BLANK, heading("verdicts")]
         lines += [prose(f"  {way.name}", way.summary, width=12) for way in result.lines]
@@ -368,17 +358,6 @@ def _tokens(way: SelfcheckLine) -> str:
     if not way.num_tokens_different:
         return ""
     return f"{way.num_tokens_different} of {count(way.num_tokens, 'token')} chosen otherwise"
-
-
-def _closer(result: SelfcheckResult) -> list[Line]:
-    doubtful = result.diverged + result.with_status("suspected", "undetermined")
-    ways = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
-    shown = {way.name: way.next for way in ways}
-    if not shown:
-        return []
-    detail = "" if result.kept else "with --keep RUNS, which keeps the runs"
-    commands = [line(f"  {command}") for following in shown.values() for command in following]
-    return [BLANK, heading("look closer", detail), *commands]
 
 
 # What `sensitivity` says: how small a fault of each kind would be seen, then block by block.

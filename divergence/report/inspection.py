@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.results import AuditResult, called_at
@@ -301,7 +300,8 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
             special = f"{summary.num_nan:,}/{num_inf:,}/{summary.num_zero:,}"
             row = (
                 record.pass_, str(record.sample), str(record.step), shape_text(record.shape),
-                *map(_statistic, (summary.min, summary.max, summary.mean, summary.rms)),
+                *("-" if value is None else f"{value:.4g}"
+                  for value in (summary.min, summary.max, summary.mean, summary.rms)),
                 "-" if record.summary is None else special,
             )  # fmt: skip
             rows.append((str(record.rank), *row) if ranks else row)
@@ -310,10 +310,6 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
         lines += call_lines(calls[0]) if calls else []  # shapes are the first forward's
         lines.append(BLANK)
     return lines[:-1]
-
-
-def _statistic(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def call_lines(call: Call) -> list[Line]:
@@ -326,9 +322,15 @@ def call_lines(call: Call) -> list[Line]:
         lines.append(prose("  note", f"it cannot be run again alone: {call.note}", width=12))
     told: set[int] = set()
     for name, value in call.arguments.items():
-        numbers = [n for n in operand_indices(call, name) if _is_number(n, call)]
+        numbers = [  # a stranger's run may hold anything there
+            n for n in operand_indices(call, name)
+            if type(n) is int and 0 <= n < len(call.operands)
+        ]  # fmt: skip
         if not numbers:
-            lines.append(prose("  argument", f"{name} = {_short(value)}", width=12))
+            short = json.dumps(value)
+            if isinstance(value, dict) and len(value) == 1:
+                short = str(*value.values())
+            lines.append(prose("  argument", f"{name} = {short[:80]}", width=12))
         for place, number in enumerate(numbers):
             full = name if len(numbers) == 1 else f"{name}.{place}"
             lines.append(prose("  operand", f"{full}: {_operand(call.operands[number])}", width=12))
@@ -337,11 +339,6 @@ def call_lines(call: Call) -> list[Line]:
         if number not in told:
             lines.append(prose("  operand", _operand(operand), width=12))
     return lines
-
-
-def _is_number(value: Any, call: Call) -> bool:
-    """A stranger's run may hold anything there."""
-    return type(value) is int and 0 <= value < len(call.operands)
 
 
 def _operand(operand: Operand) -> str:
@@ -356,11 +353,3 @@ def _operand(operand: Operand) -> str:
         origin = f" of {operand.origin}" if operand.origin not in (None, operand.site) else ""
         parts.append(f"by {', '.join(operand.via)}{origin}")
     return "; ".join(parts)
-
-
-def _short(value: Any) -> str:
-    """JSON, and of an object of one key its value alone."""
-    if isinstance(value, dict) and len(value) == 1:
-        (value,) = value.values()
-        return str(value)[:80]
-    return json.dumps(value)[:80]

@@ -77,7 +77,13 @@ def _problems(matrix: Matrix) -> list[Section]:
 
 def headline_of(matrix: Matrix) -> Headline:
     """Who is odd, and what there is to say of it."""
-    word, style = _word(matrix)
+    word, style = "NO ANSWER", "bold yellow"
+    if matrix.odd:
+        word, style = "ODD", "bold red"
+    elif matrix.groups and len(matrix.groups) == 1 and len(matrix.groups[0].runs) > 1:
+        word, style = "AGREE", "bold green"
+    elif any(_state(row) == "diverged" for row in matrix.rows):
+        word, style = "SPLIT", "bold red"
     tally = Counter(_called(row.verdict, "not compared") for row in matrix.rows)
     facts = [
         named("first", run_text(matrix.reference)),
@@ -88,16 +94,6 @@ def headline_of(matrix: Matrix) -> Headline:
         more = f", {len(group) - MAX_NAMED:,} more" if len(group) > MAX_NAMED else ""
         facts.append(named("same bits", ", ".join(group[:MAX_NAMED]) + more))
     return Headline(word, matrix.agreement, style, facts)
-
-
-def _word(matrix: Matrix) -> tuple[str, str]:
-    if matrix.odd:
-        return "ODD", "bold red"
-    if matrix.groups and len(matrix.groups) == 1 and len(matrix.groups[0].runs) > 1:
-        return "AGREE", "bold green"
-    if any(_state(row) == "diverged" for row in matrix.rows):
-        return "SPLIT", "bold red"
-    return "NO ANSWER", "bold yellow"
 
 
 def _state(row: MatrixRow) -> str:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.analyses.blocks.figures import curves
 from divergence.comparison.result import Answer, Report, RunSummary, strict_json
-from divergence.comparison.results import Background, SiteResult
+from divergence.comparison.results import Background
 from divergence.document import Document, Headline, Section
 from divergence.errors import UsageError
 from divergence.evaluations.result import Candidate, ScoresReport
@@ -213,7 +213,11 @@ _TRIES = 6
 
 def attached(report: Report) -> tuple[bytes, int]:
     """The JSON, and how many results of sites it holds."""
-    ranked = sorted(report.sites, key=_rank)
+    # what the verdict rests on first, then by the share of a limit, then by the difference
+    ranked = sorted(report.sites, key=lambda site: (
+        not site.flagged, not (site.nonfinite is not None and site.nonfinite.total > 0),
+        -_size(site.usage), -_size(site.rel_l2),
+    ))  # fmt: skip
     most = min(len(ranked), _MOST_RESULTS)
     data = b""
     for _ in range(_TRIES):
@@ -233,12 +237,6 @@ def attached(report: Report) -> tuple[bytes, int]:
             break
         most = int(most * 0.9 * MOST_BYTES / packed)
     return data, most
-
-
-def _rank(site: SiteResult) -> tuple[bool, bool, float, float]:
-    """What the verdict rests on first, then by the share of a limit, then by the difference."""
-    broken = site.nonfinite is not None and site.nonfinite.total > 0
-    return (not site.flagged, not broken, -_size(site.usage), -_size(site.rel_l2))
 
 
 def _size(value: float | None) -> float:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results import Background, PassCoverage, PreflightLine, Visible
+from divergence.comparison.results import Background, PreflightLine, Visible
 from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
 from divergence.html.parts import el, prose_block
 from divergence.layout import BLANK, Line, count, next_lines, share, size
@@ -322,7 +322,15 @@ def _compared(report: Report) -> list[Sentence]:
 
 def _coverage(report: Report, *, most: int | None, full: bool) -> list[Section]:
     coverage = report.coverage
-    passes = [_pass_row(row) for row in coverage.passes if full or row.share != 1.0]
+    passes = []
+    for row in coverage.passes if full else [row for row in coverage.passes if row.share != 1.0]:
+        total = row.num_compared + row.num_missing + row.num_skipped
+        parts = [f"{row.num_compared:,} of {total:,}"]
+        parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
+        parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
+        parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
+        parts += [row.reason] if row.reason else []
+        passes.append((row.pass_, row.what, "; ".join(parts)))
     if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
     words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
@@ -347,16 +355,6 @@ def _coverage(report: Report, *, most: int | None, full: bool) -> list[Section]:
             id="coverage", title="coverage", detail=detail, heading="What was compared", body=shown
         ),
     ]
-
-
-def _pass_row(row: PassCoverage) -> tuple[str, ...]:
-    total = row.num_compared + row.num_missing + row.num_skipped
-    parts = [f"{row.num_compared:,} of {total:,}"]
-    parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
-    parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
-    parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
-    parts += [row.reason] if row.reason else []
-    return row.pass_, row.what, "; ".join(parts)
 
 
 # On a page alone: both machines, and all findings.

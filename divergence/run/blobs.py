@@ -371,7 +371,10 @@ def members_of(archive: Blob, kind: str) -> dict[str, Member]:
     """The run's files by their names in it, also where the archive holds them in one folder."""
     named: dict[str, Member] = {}
     for raw, member in _of_tar(archive) if kind == "tar" else _of_zip(archive):
-        name = _checked_name(archive, raw)
+        name = re.sub(r"^(\./)+", "", raw)
+        odd = {"..", ""} & {*name.split("/")} or name.startswith("/")
+        if odd or "\\" in name or "\0" in name:
+            raise _damaged(archive, f"it holds {raw[:80]!r}, a name that no run has")
         if name in named:
             raise _damaged(archive, f"it holds {name!r} twice")
         if len(named) >= MAX_MEMBERS:
@@ -394,14 +397,6 @@ def _too_many(archive: Blob) -> RunFormatError:
         f"the archive holds more than {MAX_MEMBERS:,} files", where=archive.name,
         hint="it is no run: a run's tensors lie many to a file (`divergence pack RUN` makes one)",
     )  # fmt: skip
-
-
-def _checked_name(archive: Blob, raw: str) -> str:
-    name = re.sub(r"^(\./)+", "", raw)
-    parts = name.split("/")
-    if name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "" in parts:
-        raise _damaged(archive, f"it holds {raw[:80]!r}, a name that no run has")
-    return name
 
 
 def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:

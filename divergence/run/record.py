@@ -512,12 +512,14 @@ def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
             continue
         if _same(_from_front(name, mine, reference), _from_front(name, other, candidate)):
             continue
-        differing.append(
-            OtherScalar(
-                argument=name, reference=mine, candidate=other,
-                is_number=all(_is_number(name, value) for value in (mine, other)),
-            )
+        is_number = all(
+            name in _INTEGERS if type(value) is int
+            else type(value) is float or (isinstance(value, dict) and set(value) == {"float"})
+            for value in (mine, other)
         )  # fmt: skip
+        differing.append(
+            OtherScalar(argument=name, reference=mine, candidate=other, is_number=is_number)
+        )
     return differing
 
 
@@ -533,12 +535,6 @@ def _from_front(name: str, value: Any, call: Call) -> Any:
 
 def _masks(value: Any) -> bool:
     return value == {"float": "-inf"} or (type(value) in (int, float) and value < _BELOW)
-
-
-def _is_number(name: str, value: Any) -> bool:
-    if type(value) is int:
-        return name in _INTEGERS
-    return type(value) is float or (isinstance(value, dict) and set(value) == {"float"})
 
 
 def scalar_words(value: Any) -> str:

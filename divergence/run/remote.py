@@ -85,7 +85,10 @@ def web_options(url: str, *, refused: type[RunError]) -> dict[str, Any]:
                 self._body = b"".join(parts)
             return self._body
 
-    nearest = max(map(_nearness, _addresses(urlsplit(url).hostname)), default=0)
+    nearest = 0
+    with contextlib.suppress(OSError, UnicodeError):  # connecting says so
+        places = socket.getaddrinfo(urlsplit(url).hostname, None)
+        nearest = max((_nearness(str(place[4][0])) for place in places), default=0)
 
     def connecting(info: tuple[Any, ...]) -> socket.socket:
         family, kind, protocol, _, address = info
@@ -106,13 +109,6 @@ def web_options(url: str, *, refused: type[RunError]) -> dict[str, Any]:
         )  # fmt: skip
 
     return {"get_client": client, "skip_instance_cache": True}
-
-
-def _addresses(host: str | None) -> list[str]:
-    try:
-        return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
-    except (OSError, UnicodeError):  # connecting says so
-        return []
 
 
 def _nearness(address: str) -> int:

@@ -100,12 +100,9 @@ def _codes(codes: Numbering, things: Sequence[object]) -> Array:
 def _numbers(numbers: Sequence[int]) -> Array:
     if numbers.count(numbers[0]) == len(numbers):  # as samples and ranks mostly are
         return np.full(len(numbers), numbers[0], np.min_scalar_type(numbers[0]))
-    return _narrowed(np.fromiter(numbers, np.int64, len(numbers)))
-
-
-def _narrowed(numbers: Array) -> Array:
-    """As the smallest type without sign that holds them."""
-    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))), copy=False)
+    column = np.fromiter(numbers, np.int64, len(numbers))
+    # the smallest type without sign that holds them
+    return column.astype(np.min_scalar_type(int(column.max(initial=0))), copy=False)
 
 
 class Columns:
@@ -129,6 +126,12 @@ class Columns:
          _) = checked.fields  # fmt: skip
         first, num = self.num_rows, len(passes)
         digest = xxhash.xxh3_64_intdigest(lines)
+        ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == 10)
+        begins = np.zeros(len(ends) + 1, np.uint32)
+        begins[1:] = ends + 1
+        longest = int(np.diff(begins, append=len(lines) + 1).max())
+        if len(begins) != num or longest > MAX_LINE_BYTES:
+            raise UnsoundError
         self.portions.append(Portion(source, len(lines), digest, first))
         self.num_rows += num
         if places.count(None):
@@ -142,7 +145,7 @@ class Columns:
             if ones.count(None) < num:
                 flags |= bits * np.array([value is not None for value in ones], np.uint8)
         for name, column in (
-            ("begin", _begins(lines, num)),
+            ("begin", begins),
             ("pass", _codes(self.passes, passes)),
             ("sample", _numbers(samples)),
             ("step", _numbers(steps)),
@@ -191,17 +194,6 @@ class Columns:
                 self.odd_keys.get(row, key) for row, key in zip(rows.tolist(), keys, strict=True)
             ]
         return keys
-
-
-def _begins(lines: memoryview, num: int) -> Array:
-    """Where each of ``num`` lines begins. Raises UnsoundError."""
-    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == 10)
-    begins = np.zeros(len(ends) + 1, np.uint32)
-    begins[1:] = ends + 1
-    longest = int(np.diff(begins, append=len(lines) + 1).max())
-    if len(begins) != num or longest > MAX_LINE_BYTES:
-        raise UnsoundError
-    return begins
 
 
 # The columns of a large run, kept in the user's cache so that the next opening need not read its
@@ -309,7 +301,12 @@ class Index:
                     return None
                 with np.load(file, allow_pickle=False) as arrays:
                     names = msgspec.json.decode(arrays["names"].tobytes(), type=_Names)
-                    if not self._is_current(names):
+                    shards = names.stamps.keys() - self._lines.keys()
+                    if (
+                        (names.format, names.version) != (_FORMAT, __version__)
+                        or names.num_rows != self._manifest.sizes.num_records
+                        or names.stamps != self._lines | self._stamps(shards)
+                    ):
                         return None
                     columns = Columns(record_check(self._manifest))
                     columns.num_rows = names.num_rows
@@ -326,14 +323,6 @@ class Index:
             numbering.update(zip(things, range(len(things)), strict=True))
         fits = all(len(column) == columns.num_rows for column in columns.col.values())
         return columns if fits and columns.portions else None
-
-    def _is_current(self, names: _Names) -> bool:
-        shards = names.stamps.keys() - self._lines.keys()
-        return (
-            (names.format, names.version) == (_FORMAT, __version__)
-            and names.num_rows == self._manifest.sizes.num_records
-            and names.stamps == self._lines | self._stamps(shards)
-        )
 
     def discard(self) -> None:
         """Removes the index, because the lines no longer match it."""

@@ -76,12 +76,7 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
         raise DumpError("nothing that is scored was found", where=str(folder.path),
                         hint="; ".join(map(sentence, evaluation.remarks)) or None)  # fmt: skip
     reading.refused.clear()
-    _refuse_twice(evaluation)
-    return evaluation
-
-
-def _refuse_twice(evaluation: Evaluation) -> None:
-    """Parts of one score, or two runs of it: one file alone would be taken for all."""
+    # parts of one score, or two runs of it: one file alone would be taken for all
     files: dict[SeriesName, str] = {}
     for series in evaluation.series:
         first = files.setdefault(series.name, series.file)
@@ -90,6 +85,7 @@ def _refuse_twice(evaluation: Evaluation) -> None:
                 f"two files hold {series.name}: {first} and {series.file}", where=evaluation.path,
                 hint="name one of them, or put the parts of one evaluation into one file",
             )  # fmt: skip
+    return evaluation
 
 
 def prompts_of(format: str, series: Series, places: Collection[int]) -> dict[int, Prompt]:

@@ -44,13 +44,13 @@ EDITS: list[tuple[str, str, str, str]] = [
         "_LEAST_SHIFT = 4.0",
         "^compare (served|rollout)",
     ),
-    ("experiments/sensitivity/trials.py", "PER_DOUBLING = 8", "PER_DOUBLING = 4", "^sensitivity"),
+    ("experiments/sensitivity.py", "PER_DOUBLING = 8", "PER_DOUBLING = 4", "^sensitivity"),
     ("arithmetic/quick.py", "QUICK_TERMS = 512", "QUICK_TERMS = 256", "^probe"),
     # a word
     (
         "report/summary.py",
-        "{tally['differs']} different,",
-        "{tally['differs']} other,",
+        "{len(by['differs'])} different,",
+        "{len(by['differs'])} other,",
         "^compare a-llama-float32 ",
     ),
     (
@@ -85,12 +85,12 @@ EDITS: list[tuple[str, str, str, str]] = [
     # an order
     (
         "report/experiments.py",
-        "way, way) for way in result.lines],",
-        "way, way) for way in result.lines[::-1]],",
+        "_result(way))\n            for way in result.lines\n",
+        "_result(way))\n            for way in result.lines[::-1]\n",
         "^selfcheck",
     ),
     (
-        "report/ci.py",
+        "report/checking.py",
         "    for case in page.cases:\n",
         "    for case in page.cases[::-1]:\n",
         "^check",

@@ -18,7 +18,7 @@ from divergence.options.commands import OUTPUT, CheckOptions, Output, option
 from divergence.output import append_output, check_output, write_output
 
 if TYPE_CHECKING:
-    from divergence.report.ci import CheckPage
+    from divergence.report.checking import CheckPage
 
 
 def check(
@@ -104,8 +104,7 @@ def check(
         return
 
     from divergence.gate.check import check
-    from divergence.report.checking import check_headline, check_lines
-    from divergence.report.ci import checked_page, stopped_page
+    from divergence.report.checking import check_headline, check_lines, checked_page, stopped_page
     from divergence.report.environment import check_json
 
     try:
@@ -175,7 +174,7 @@ class _Sinks(NamedTuple):
         if self.summary is None:
             yield
             return
-        from divergence.report.ci import fence
+        from divergence.report.checking import fence
 
         begin, end = fence()
         show(begin)
@@ -186,15 +185,15 @@ class _Sinks(NamedTuple):
 
     def write(self, page: CheckPage) -> None:
         if self.junit is not None:
-            from divergence.report.ci import junit_xml
+            from divergence.report.checking import junit_xml
 
             write_output(junit_xml(page), self.junit, what="JUnit file")
         if self.codequality is not None:
-            from divergence.report.ci import codequality_json
+            from divergence.report.checking import codequality_json
 
             write_output(codequality_json(page), self.codequality, what="code quality report")
         if self.summary is not None:
-            from divergence.report.ci import annotation_lines, summary_markdown
+            from divergence.report.checking import annotation_lines, summary_markdown
 
             append_output(summary_markdown(page), self.summary, what="step's summary")
             show("\n".join(annotation_lines(page)))

@@ -1,33 +1,5 @@
-"""The policy: which differences a team has decided to live with, as a TOML file.
-
-    verdicts = ["identical", "within_floor"]      # any other verdict fails
-    min_coverage = 1.0                            # share of the golden's records that were compared
-
-    [preflight]
-    allow = ["*"]                                 # checks that may differ, by name or glob
-    refuse = ["dtype"]                            # and those that may not
-
-    [tokens]
-    min_equal = 1.0                               # share of generated tokens that must agree
-    tie_margin = { bfloat16 = 0.125 }             # logits; a flip closer than this is a tie
-
-    [[tolerance]]                                 # the first that matches a site applies
-    sites = "model.layers.*:out"
-    dtype = "bfloat16"
-    rel_l2 = 1e-2
-
-    [[known]]                                     # a difference that is known and lived with
-    sites = "model.layers.3*:out"
-    max = { rel_l2 = 1e-2 }                       # no more of it than this
-    reason = "fused kernel of vendor X, ticket 17"
-    until = 2027-01-31                            # from the next day on it excuses nothing
-
-    [thresholds]                                  # multiples of the floor, docs/verdicts.md
-    typical = 6.0                                 # those that are not given keep their value
-
-    [scores]                                      # of benchmarks, for `divergence scores`
-    verdicts = ["equal", "better"]
-    band = "3%"
+"""The policy: which differences a team has decided to live with, as a TOML file. configs/ci.toml
+is one, with every table.
 
 All rules must hold. A tolerance tightens: it never excuses a verdict that is not in ``verdicts``; a
 known difference does (gate.known). There is no default tolerance here, since a number without a

@@ -17,7 +17,16 @@ from divergence.importing.building import (
     write,
 )
 from divergence.importing.files import DumpFolder
-from divergence.importing.layouts import LAYOUTS, SCORES
+from divergence.importing.layouts import (
+    files,
+    llama_kld,
+    lm_eval,
+    msprobe,
+    sglang,
+    sglang_dumper,
+    transformers,
+)
+from divergence.importing.layouts.rollouts import ROLLOUTS, TRAINER
 from divergence.outside import read_as
 from divergence.recording.new_run import check_output
 from divergence.run.location import Url, location_of
@@ -26,7 +35,20 @@ from divergence.run.site import near_names
 from divergence.run.writer import RunWriter
 from divergence.words import Progress
 
+LAYOUTS: dict[str, DumpLayout] = {
+    "sglang": sglang,
+    "sglang-dumper": sglang_dumper,
+    "msprobe": msprobe,
+    "transformers": transformers,
+    "files": files,
+}
+
+SCORES: dict[str, ScoreLayout] = {
+    "lm-eval": lm_eval, "rollouts": ROLLOUTS, "trainer": TRAINER, "llama-kld": llama_kld,
+}  # fmt: skip
+"""Log-probabilities alone; ``auto`` asks them behind LAYOUTS."""
 _ALL: dict[str, DumpLayout | ScoreLayout] = {**LAYOUTS, **SCORES}
+"""The layouts by the name that ``--format`` gives them; ``auto`` asks them in this order."""
 
 
 def import_dump(

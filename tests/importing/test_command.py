@@ -8,7 +8,7 @@ import pytest
 
 from divergence.cli.main import app
 from divergence.cli.runs import FORMATS
-from divergence.importing.layouts import LAYOUTS, SCORES
+from divergence.importing.api import LAYOUTS, SCORES
 from tests.importing.writers import write_npy, write_sglang
 
 

@@ -15,7 +15,7 @@ from divergence.errors import UsageError
 from divergence.facts import Fact
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy, load_policy
-from divergence.report.ci import (
+from divergence.report.checking import (
     annotation_lines,
     checked_page,
     codequality_json,

@@ -75,7 +75,7 @@ SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"[^\s'\"(]*/[0-9a-f]{12}/runs\b", "RUNS"),
     (r"\bin \d+ shards?\b", "in SHARDS"),
     (r"127\.0\.0\.1:\d+", "HOST"),
-    (r"\b\d+(\.\d+)? ?(s|ms|seconds)\b", "SECONDS"),
+    (r"\b\d+(\.\d+)?( of at most \d+(\.\d+)?)? ?(s|ms|seconds)\b", "SECONDS"),
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
 )
 """(pattern, replacement) in all texts."""

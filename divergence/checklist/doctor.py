@@ -429,11 +429,6 @@ def code(pair: CheckedPair) -> Said:
     return "fail", [text], False
 
 
-def settings_differ(pair: CheckedPair) -> bool:
-    """Is there a difference that capturing the candidate like the reference takes away?"""
-    return any(map(pair.differs, _SETTINGS))
-
-
 def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -> bool:
     """Is the onset where this code runs, and is the error in the blocks that run it and in no
     other?"""
@@ -791,7 +786,8 @@ def _weights(pair: CheckedPair) -> Said:
 
 
 def _next(name: RungName, pair: CheckedPair) -> str:
-    if name in ("tokens", "weights") or (name == "code" and settings_differ(pair)):
+    # is there a difference that capturing the candidate like the reference takes away?
+    if name in ("tokens", "weights") or (name == "code" and any(map(pair.differs, _SETTINGS))):
         return Advice(pair.a, pair.b).alike().text
     if pair.verdict is not None and pair.verdict.commands:
         return pair.verdict.commands[0].alone

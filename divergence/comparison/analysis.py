@@ -101,11 +101,6 @@ class Measured:
         return nothing_explains(self.reference, self.candidate, self.preflight)
 
     @property
-    def trains(self) -> bool:
-        """Is it a training step, which hands on the errors of what it is given?"""
-        return self.reference.manifest.training.train
-
-    @property
     def has_operators(self) -> bool:
         """Did a side record operators?"""
         runs = (self.reference, self.candidate)
@@ -115,11 +110,6 @@ class Measured:
     def partial(self) -> bool:
         """Was the truth cut off?"""
         return self.truth is not None and not self.truth.run.manifest.complete
-
-    @property
-    def widened_beyond(self) -> bool:
-        """Is a trusted run itself beyond the limits that it widens?"""
-        return self.shown is not None and any(used > 1 for used in self.shown.values())
 
 
 class Parts(TypedDict, total=False):

@@ -380,9 +380,10 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         if line.check in checks and line.status == "differs"
     ]
     codes = next((entry for entry in preflight if entry.check == "quantization"), None)
-    if codes and codes.status == "differs" and verdict.kind not in ("incomparable", "identical"):
+    compared = verdict.kind not in ("incomparable", "identical")
+    if codes and codes.status == "differs" and compared:
         verdict = _of_codes(verdict, codes, differing)
-    elif differing and verdict.kind not in ("incomparable", "identical"):
+    elif differing and compared:
         precise = any(line.check in _PRECISION for line in preflight if line.status == "differs")
         settings = fact(
             "settings_differ", settings=differing, beyond=precise or verdict.kind not in _QUIET
@@ -390,7 +391,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         verdict = replace(verdict, headline=[settings, *verdict.headline])
     untold = [line.check for line in preflight if line.status == "unknown"]
     untold = [check for check in _EXPERIMENT if check in untold]
-    if untold and verdict.kind not in ("incomparable", "identical"):
+    if untold and compared:
         lacking = fact("side_not_known", checks=untold)
         verdict = _unsure(verdict, check("same_experiment", False, lacking, made=False))
     forced = [line.check for line in preflight if line.status == "blocking"]

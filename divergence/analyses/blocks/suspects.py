@@ -156,12 +156,9 @@ def find_family(
         if 2 * len(members) <= len(kin):
             confirm = measured.thresholds.truth_confirm
             unexplained = confirm if measured.narrow else confirm**2  # float32 sums have an order
-            members = _off_alike(
-                unit,
-                kin,
-                measured.thresholds,
-                unexplained if measured.unexplained and not measured.trains else None,
-            )
+            # a training step hands on the errors of what it is given
+            alone = measured.unexplained and not measured.reference.manifest.training.train
+            members = _off_alike(unit, kin, measured.thresholds, unexplained if alone else None)
         if 2 * len(members) > len(kin):
             return Family(_name(unit, units, judged), members, len(kin))
     return None

@@ -1104,9 +1104,7 @@ class _Describer:
     def _pairwise(self, at: int) -> tuple[str, list[int]] | None:
         """As many levels of pairs of equal shapes as there are, 2 at least: ``pairwise 2^d``."""
         row, levels = [at], 0
-        while True:
-            if any(part < self.leaves for part in row):
-                break
+        while all(part >= self.leaves for part in row):
             below = [child for part in row for child in self.kids(part)]
             if len(below) != 2 * len(row) or len({self.shape[part] for part in below}) > 1:
                 break
@@ -1327,12 +1325,15 @@ def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
         cells = [int(order.cells.sum()) for order in finding.orders]
         sums = [order.tree.partials for order in finding.orders]
         partials = sum(c * s for c, s in zip(cells, sums, strict=True)) / sum(cells)
+        how = first.proof.arithmetic  # products of 16-bit formats are exact
+        rounds = how is not None and how.fused is None and how.fraction_bits is None
+        rounds = rounds and operator.products and format_of(operator.dtype).name == "float32"
         notebook.note(
             "order", operator.title, _value(finding), verified=finding.verified,
             digest=digest.hexdigest(),
             numbers={"terms": operator.terms, "partials": partials,
                      "depth": first.tree.depth, "widest": first.tree.widest,
-                     "rounded_products": int(_rounds_products(operator, first)),
+                     "rounded_products": int(rounds),
                      "error": finding.error or 0.0},
             evidence=_evidence(finding),
         )  # fmt: skip
@@ -1397,15 +1398,3 @@ def _evidence(finding: OperatorOrders) -> str:
     if best == num:
         return "hardly any replayed output holds a rounding error, so they tell nothing"
     return f"only {best} of {num} outputs are replayed bit by bit"
-
-
-def _rounds_products(operator: Summing, order: Order) -> bool:
-    """Is every product rounded before it is added? Products of 16-bit formats are exact."""
-    how = order.proof.arithmetic
-    return (
-        operator.products
-        and format_of(operator.dtype).name == "float32"
-        and how is not None
-        and how.fused is None
-        and how.fraction_bits is None
-    )

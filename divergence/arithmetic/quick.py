@@ -71,18 +71,14 @@ def rounding_mode(got: np.ndarray, x: np.ndarray, ulp: float) -> str:
     return "neither neighbour by one rule" if inside else "not to a neighbour"
 
 
-def _between(ulp: float) -> np.ndarray:
-    """Exact values between neighbours in [1, 2), and their negatives."""
-    steps = np.array([k + t for k in (0, 1, 2, 5) for t in (0.25, 0.5, 0.75)])
-    x = np.repeat(1 + steps * ulp, _REPEATS)
-    return np.concatenate([x, -x])
-
-
 def probe_rounding(notebook: Notebook, device: str, dtype: torch.dtype) -> None:
     """Casts from float32, and additions."""
     form = format_of(dtype)
     ulp = 2.0**-form.mantissa_bits
-    x = _between(ulp)
+    # exact values between neighbours in [1, 2), and their negatives
+    steps = np.array([k + t for k in (0, 1, 2, 5) for t in (0.25, 0.5, 0.75)])
+    x = np.repeat(1 + steps * ulp, _REPEATS)
+    x = np.concatenate([x, -x])
     if form.name != "float32":
         subject = f"cast float32 to {form.name}"
         with notebook.attempt("rounding", subject):

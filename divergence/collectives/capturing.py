@@ -60,7 +60,7 @@ from divergence.recording.new_run import PlannedSite, operators_manifest
 from divergence.recording.processes import TIMEOUT, PeerStoppedError, Ranks, closed, started
 from divergence.run.command import command_line, quoted
 from divergence.run.manifest import COLLECTIVES as SOURCE
-from divergence.run.manifest import Manifest, ModuleNote, Plan, Repeatability, digest_tensor
+from divergence.run.manifest import ModuleNote, Plan, Repeatability, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import Call as RecordedCall
 from divergence.run.record import Operand
@@ -485,7 +485,19 @@ def capture_collectives(
             manifest.plan.skipped_operators = recorder.skipped
             determinism.note_in(manifest.settings)
             writer.flush()
-            _count(ranks, recorder, manifest, writer.record_digests)
+            total = manifest.repeatability = recorder.repeated
+            # all ranks' sizes, what they found of their own repeatability, their records' digests
+            mine = (manifest.sizes, total, writer.record_digests)
+            for rank, (sizes, repeated, digests) in enumerate(ranks.gather(mine)):
+                manifest.record_digests |= digests
+                if rank == ranks.rank:
+                    continue
+                for name in sizes.__struct_fields__:
+                    size = getattr(manifest.sizes, name) + getattr(sizes, name)
+                    setattr(manifest.sizes, name, size)
+                total.num_compared += repeated.num_compared
+                total.num_different += repeated.num_different
+                total.first_difference = total.first_difference or repeated.first_difference
         for reason, count in recorder.skipped.items():
             speaks("note", 0, None, f"{count} left out: {reason}")
         return closed(ranks, manifest, out, lambda text: speaks("note", 0, None, text))
@@ -548,22 +560,3 @@ def _work(like: Run | None, options: CaptureOptions) -> CollectiveWork:
             "'order.*', 'bandwidth.*'",
         )
     return work
-
-
-def _count(
-    ranks: Ranks, recorder: RankRecorder, manifest: Manifest, record_digests: dict[str, str]
-) -> None:
-    """Adds up all ranks' sizes, and what they found of their own repeatability; gathers the digests
-    of their files of records."""
-    mine = (manifest.sizes, recorder.repeated, record_digests)
-    manifest.repeatability = recorder.repeated
-    for rank, (sizes, repeated, digests) in enumerate(ranks.gather(mine)):
-        manifest.record_digests |= digests
-        if rank == ranks.rank:
-            continue
-        for name in sizes.__struct_fields__:
-            setattr(manifest.sizes, name, getattr(manifest.sizes, name) + getattr(sizes, name))
-        total = manifest.repeatability
-        total.num_compared += repeated.num_compared
-        total.num_different += repeated.num_different
-        total.first_difference = total.first_difference or repeated.first_difference

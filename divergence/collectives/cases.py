@@ -61,8 +61,12 @@ def draw(
 ) -> torch.Tensor:
     """(size,): what ``rank`` of ``num_ranks`` puts in. ``adds``: are the ranks' values added?"""
     form = format_named(dtype)
-    if form.kind != "float":
-        return _integral(values, dtype, size, rank=rank, num_ranks=num_ranks)
+    if form.kind != "float":  # sums fit, whatever the order
+        kind = getattr(torch, dtype)
+        most = min(torch.iinfo(kind).max // max(1, num_ranks), 2**20)
+        low = 0 if torch.iinfo(kind).min == 0 else -most
+        name = f"collective.{zlib.crc32(values.encode())}.{rank}"
+        return torch.from_numpy(integers(name, (size,), low, most + 1)).to(kind)
     name, digits = f"collective.{rank}", form.mantissa_bits + 1
     if values == "integers":
         most = max(1, 2**digits // max(1, num_ranks) // 2)
@@ -111,15 +115,6 @@ def _cancelling(size: int, rank: int, num_ranks: int) -> np.ndarray:
         other: np.ndarray = -base * (1.0 + np.abs(normal(f"collective.{rank}", (size,))) / 2.0**10)
         return other
     return base / 2.0**12 if rank == num_ranks - 1 else base.copy()
-
-
-def _integral(values: Values, dtype: str, size: int, *, rank: int, num_ranks: int) -> torch.Tensor:
-    """Integers: sums fit, whatever the order."""
-    name = f"collective.{zlib.crc32(values.encode())}.{rank}"
-    kind = getattr(torch, dtype)
-    most = min(torch.iinfo(kind).max // max(1, num_ranks), 2**20)
-    low = 0 if torch.iinfo(kind).min == 0 else -most
-    return torch.from_numpy(integers(name, (size,), low, most + 1)).to(kind)
 
 
 PREFIX = "collective."

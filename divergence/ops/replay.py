@@ -382,10 +382,15 @@ def execute_ports(
         raise Refusal(UNINITIALISED)
     check_namespace(call.operator, namespaces)
     check_names(call)
-    laid = [
-        _prepared(value, operand, device, compute_dtype, aligned=aligned)
-        for value, operand in zip(operands, call.operands, strict=True)
-    ]
+    laid = []
+    for value, operand in zip(operands, call.operands, strict=True):
+        wide = value
+        if compute_dtype is not None and value.is_complex():
+            wide = value.to(_COMPLEX[compute_dtype])
+        elif compute_dtype is not None and value.is_floating_point() and value.itemsize >= 2:
+            wide = value.to(compute_dtype)  # 8-bit codes stay what they are
+        address = 0 if aligned or compute_dtype is not None else operand.misalignment_bytes
+        laid.append(laid_out(wide, operand.stride, device=device, misalignment_bytes=address))
     if call.operator.startswith(PREFIX):  # its named implementation, or its float64 definition
         function = suite_function(call.operator, truth=compute_dtype is not None)
         values = {name: decoded(value, laid, device) for name, value in call.arguments.items()}
@@ -401,50 +406,22 @@ def execute_ports(
         raise Refusal(RANDOM)
     check_operator(operator)
     check_bounds(operator, bound)
-    results = _run(call, operator, args, kwargs, bound, device, compute_dtype)
+    name, where = short_name(call.operator), torch.device(device).type
+    if compute_dtype is None:
+        with _refusals(f"{name} does not run on {where}"):
+            results = operator(*args, **kwargs)
+    else:
+        dtype, own = str(compute_dtype).removeprefix("torch."), _DEFINITIONS.get(call.operator)
+        with _refusals(f"{name} has no {dtype} kernel on {where}"), Widening(compute_dtype):
+            if own is None:
+                results = operator(*args, **kwargs)
+            else:
+                with Checking():
+                    results = own(bound, call.operands)
     written = [
         tensor for name in written_arguments(operator) for tensor in tensors_in(bound.get(name))
     ]
     return _by_port(results, written, call.operator)
-
-
-def _prepared(
-    value: torch.Tensor,
-    operand: Operand,
-    device: str | torch.device,
-    compute_dtype: torch.dtype | None,
-    *,
-    aligned: bool,
-) -> torch.Tensor:
-    if compute_dtype is not None:
-        aligned = True
-        if value.is_floating_point() and value.itemsize >= 2:  # 8-bit codes stay what they are
-            value = value.to(compute_dtype)
-        elif value.is_complex():
-            value = value.to(_COMPLEX[compute_dtype])
-    return laid_out(
-        value,
-        operand.stride,
-        device=device,
-        misalignment_bytes=0 if aligned else operand.misalignment_bytes,
-    )
-
-
-def _run(
-    call: Call, operator: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any],
-    bound: dict[str, Any], device: str | torch.device, compute_dtype: torch.dtype | None,
-) -> Any:  # fmt: skip
-    name, where = short_name(call.operator), torch.device(device).type
-    if compute_dtype is None:
-        with _refusals(f"{name} does not run on {where}"):
-            return operator(*args, **kwargs)
-    dtype = str(compute_dtype).removeprefix("torch.")
-    with _refusals(f"{name} has no {dtype} kernel on {where}"), Widening(compute_dtype):
-        own = _DEFINITIONS.get(call.operator)
-        if own is None:
-            return operator(*args, **kwargs)
-        with Checking():
-            return own(bound, call.operands)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ from divergence.recording.engines.load import Weights
 from divergence.recording.machine import resolve_device
 from divergence.run.command import command_line
 from divergence.run.location import folder_of
-from divergence.run.manifest import Environment, Manifest, Switch, digest_tensor
+from divergence.run.manifest import Environment, Manifest, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import Call, Record, operand_indices, other_scalars, scalar_words
 from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
@@ -54,12 +54,10 @@ from divergence.words import Progress, printable, silent
 #
 # A run may come from anyone, and a script that is made of it is run on other machines. So whatever
 # a run says reaches the script through ``node`` alone: a syntax tree of a value whose type is
-# checked, whose text Python itself writes. A script is then read back: its tree must be that of
-# its template with these trees in their places.
-#
-# A suite's operator is pasted with all that it stands on in this package, since a script has torch
-# alone. A function stands alone if everything that it names is torch's, the standard library's, a
-# constant that ``repr`` writes, or a function of this package that stands alone itself.
+# checked, whose text Python itself writes. A script is then read back: its tree must be that of its
+# template with these trees in their places. A suite's operator is pasted with all that it stands on
+# in this package: torch's, the standard library's, constants that ``repr`` writes, and functions of
+# this package that stand alone themselves.
 
 _MAX_BITS = 64
 _PLACE = "MEANT_"
@@ -380,7 +378,14 @@ def script_text(
             for name, operand in zip(names, call.operands, strict=True)
         },
         "expected": {port: (out.dtype, tuple(out.shape)) for port, out in expected.items()},
-        "switches": _switches(manifest.settings.switches),
+        # the precision switches that the run's machine took
+        "switches": {
+            switch.name: {"true": True, "false": False}.get(switch.asked, switch.asked)
+            for switch in manifest.settings.switches
+            if switch.status == "accepted"
+            and switch.asked != "-"
+            and _SWITCH.fullmatch(switch.name)
+        },
     }
     values = {
         "device": _kind(device),
@@ -425,15 +430,6 @@ def _comment(text: str) -> str:
 def _kind(device: str) -> str:
     """A type of device: letters alone."""
     return re.sub(r"[^a-z]", "", device) or "cpu"
-
-
-def _switches(switches: Sequence[Switch]) -> dict[str, str | bool]:
-    """The precision switches that the run's machine took."""
-    return {
-        switch.name: {"true": True, "false": False}.get(switch.asked, switch.asked)
-        for switch in switches
-        if switch.status == "accepted" and switch.asked != "-" and _SWITCH.fullmatch(switch.name)
-    }
 
 
 def _called(call: Call, names: Sequence[str]) -> tuple[str, str, ast.expr, list[ast.expr] | None]:

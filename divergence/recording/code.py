@@ -578,7 +578,20 @@ def code_notes(model: nn.Module) -> dict[str, CodeNote]:
         note = _note(kind, modules)
         if note is not None:
             notes[name] = note
-    return notes | _torch_note()
+    # torch's own functions that something else was put in place of, by name
+    functions: dict[str, str] = {}
+    replaced = []
+    for title, chain in replaced_in_torch():
+        functions[title] = digest_of(chain[-1], syntax_of(chain[-1]))
+        replaced.append(f"{title} was replaced by {put_by(chain[0])}")
+    for text in kernels_replaced():
+        replaced.append(text)
+        functions[text.partition(" was ")[0]] = ""
+    if replaced:
+        notes[FUNCTIONAL] = CodeNote(
+            digest=digest_many(functions), origin="torch", functions=functions, replaced=replaced
+        )
+    return notes
 
 
 def _own_class(kind: type) -> type:
@@ -842,19 +855,3 @@ def _chosen(value: Any, module: Any) -> tuple[str, Any] | None:
             choice = getattr(config, f"_{name}_implementation", None)
             return (str(choice), value.get(choice)) if isinstance(choice, str) else None
     return None
-
-
-def _torch_note() -> dict[str, CodeNote]:
-    """torch's own functions that something else was put in place of, by name."""
-    notes: dict[str, str] = {}
-    replaced = []
-    for title, chain in replaced_in_torch():
-        notes[title] = digest_of(chain[-1], syntax_of(chain[-1]))
-        replaced.append(f"{title} was replaced by {put_by(chain[0])}")
-    for text in kernels_replaced():
-        replaced.append(text)
-        notes[text.partition(" was ")[0]] = ""
-    if not replaced:
-        return {}
-    note = CodeNote(digest=digest_many(notes), origin="torch", functions=notes, replaced=replaced)
-    return {FUNCTIONAL: note}

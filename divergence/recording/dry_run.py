@@ -42,11 +42,10 @@ from divergence.recording.suites import (
     of_collectives,
     refuse_of_collectives,
     refuse_options,
-    suite_of,
     wants_suite,
 )
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import ModuleNote, StoreMode
+from divergence.run.manifest import SUITE, ModuleNote, StoreMode
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, module_of
 from divergence.training.plan.result import TrainingPlan
@@ -368,7 +367,7 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
     else:
         from divergence.ops.suite.capturing import plan_cases
 
-        rows = plan_cases(suite_of(model), like=like, sites=options.sites)
+        rows = plan_cases(str(model).removeprefix(SUITE), like=like, sites=options.sites)
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),
         rows=rows,

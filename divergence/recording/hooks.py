@@ -94,15 +94,14 @@ class Anchor(Protocol):
 
 # Several decode steps in one forward: what each of them would have given alone.
 #
-# Where a step alone gives one row, a forward of ``count`` steps gives ``count`` rows, (B, 1, D) and
-# (B, count, D); and where a step attends to the tokens up to its own, (B, H, 1, past + 1), all
-# attend to the last one's, (B, H, count, past + count), masked. Which axis is which is told by the
-# shapes of the first step, made alone. A causal mask that a step alone does not have is left out.
+# Where a step alone gives one row, a forward of ``count`` steps gives ``count``, (B, 1, D) and (B,
+# count, D); where it attends to the tokens up to its own, (B, H, 1, past + 1), all attend to the
+# last one's, (B, H, count, past + count), masked. Which axis is which tell the shapes of the first
+# step, made alone. A causal mask that a step alone does not have is left out.
 #
-# Nothing is taken on trust: the first and the last step are also made alone, and must agree in
-# sites, their order, shapes, dtypes and values. Float64 rounds at 2^-53 and float32, the finest
-# dtype that a truth is held against, at 2^-24; what differs by more than 2^-30 is another
-# function.
+# The first and the last step are also made alone, and must agree in sites, their order, shapes,
+# dtypes and values. Float64 rounds at 2^-53 and float32, the finest dtype that a truth is held
+# against, at 2^-24; what differs by more than 2^-30 is another function.
 
 AGREEMENT = 2**-30
 """Relative L2 up to which two float64 results are the same."""
@@ -208,15 +207,13 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # Steps whose forwards are others than those of the run that is repeated.
 #
-# A prompt that is fed in chunks makes several forwards of step 0. Their rows, one chunk after the
-# other, are the rows of one whole prefill, and so they are recorded: one tensor (B, T, ...) of the
-# chunks (B, n, ...). What has no row for each token (attention weights, masks) is left out, since
-# no part of it is what a whole prefill has.
+# A prompt that is fed in chunks makes several forwards of step 0. Their rows are the rows of one
+# whole prefill, and are recorded so: one tensor (B, T, ...). What has no row for each token
+# (attention weights, masks) is left out: no part of it is what a whole prefill has.
 #
 # Without a cache each step is a forward over all tokens. Its blocks are given the recorded rows of
-# every step so far; its own row, the last one, is what is recorded.
-#
-# And a forward that no hook sees: the model is called through a function that looks at its result.
+# every step so far; its own row, the last one, is recorded. And a forward that no hook sees: the
+# model is called through a function that looks at its result.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,7 +160,13 @@ class BufferKeeper:
 
     def keep(self, tensor: torch.Tensor) -> CapturedTensor:
         if not _plain(tensor):
-            copies = None if tensor.is_cpu else self._copies_of(tensor.device)
+            device = tensor.device
+            if not tensor.is_cpu and device not in self._copies:
+                stream, limit = self._streams(device), self._buffer.num_bytes // 4
+                self._copies[device] = (
+                    None if stream is None else DeviceCopies(stream, max_bytes=limit)
+                )
+            copies = self._copies.get(device)
             if copies is not None:  # its bytes arrive in the slot beside the model's work
                 clone = copies.clone(tensor)
                 slot = self._place(clone.nbytes)
@@ -175,13 +181,6 @@ class BufferKeeper:
             return CapturedTensor(CopyKeeper.copy(tensor))
         slot.fill(tensor.data_ptr())
         return CapturedTensor(tensor, slot)
-
-    def _copies_of(self, device: torch.device) -> DeviceCopies | None:
-        if device not in self._copies:
-            stream = self._streams(device)
-            limit = self._buffer.num_bytes // 4
-            self._copies[device] = None if stream is None else DeviceCopies(stream, max_bytes=limit)
-        return self._copies[device]
 
     def _place(self, num_bytes: int) -> Slot | None:
         slot = self._buffer.take(num_bytes) or self._writer.make_room(num_bytes)

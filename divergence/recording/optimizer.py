@@ -453,8 +453,8 @@ def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training
         zero = usual if options.zero is None else options.zero
         given["zero"] = (zero or None) if axes else None
     if options.optimizer is not None:
-        rates = {"learning_rate": LEARNING_RATE,
-                 "weight_decay": WEIGHT_DECAY.get(options.optimizer, 0.0)}  # fmt: skip
+        decay = WEIGHT_DECAY.get(options.optimizer, 0.0)
+        rates = {"learning_rate": LEARNING_RATE, "weight_decay": decay}
         given |= {name: rate for name, rate in rates.items() if getattr(options, name) is None}
     if options.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
         given["reduce_order"] = None if options.mesh else options.reduce_order or "ring"

@@ -131,7 +131,14 @@ class Ranks:
         set_device(torch.device(self.device))  # before anything else makes a context elsewhere
         if not dist.is_initialized():
             # for good: a second one would meet the addresses of the first in torchrun's store
-            dist.init_process_group(backend or _backend(self.device), timeout=TIMEOUT)
+            kind = self.device.partition(":")[0]
+            usual = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_BACKENDS.get(kind)}"
+            if backend is None and kind not in ("cpu", *_BACKENDS):
+                raise UsageError(
+                    f"no way is known for several ranks to communicate on {kind}",
+                    hint="--device cpu",
+                )
+            dist.init_process_group(backend or usual, timeout=TIMEOUT)
             atexit.register(_leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         places = mesh.places_of(self.rank)
@@ -304,17 +311,6 @@ def _own_device(device: str) -> str:
             hint=f"--nproc-per-node {count}, or --device cpu",
         )
     return f"{kind}:{place}"
-
-
-def _backend(device: str) -> str:
-    kind = device.partition(":")[0]
-    if kind == "cpu":
-        return "gloo"
-    if kind not in _BACKENDS:
-        raise UsageError(
-            f"no way is known for several ranks to communicate on {kind}", hint="--device cpu"
-        )
-    return f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
 
 
 @contextlib.contextmanager

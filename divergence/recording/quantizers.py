@@ -47,11 +47,18 @@ def quantizes(module: torch.nn.Module) -> bool:
 def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Iterator[None]:
     """``seen`` is asked for each tensor of codes. ``quiet``: a context for operators that are not
     the model's."""
+
+    def quietly(
+        path: str, port: str, codes: torch.Tensor, told: torch.Tensor
+    ) -> torch.Tensor | None:
+        with quiet():
+            return _asked(seen, path, port, codes, told)
+
     with contextlib.ExitStack() as stack:
         for path, module in model.named_modules():
             matrix = watchable(module)
             if matrix is not None:
-                watch = partial(_quietly, quiet, seen, escape_path(path), CODES)
+                watch = partial(quietly, escape_path(path), CODES)
                 stack.enter_context(patched(matrix, "watch", watch))
         cache = cache_of(model)
         if cache is not None:
@@ -63,19 +70,11 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
                 path = path_of(layer)
                 if path is None:
                     return None
-                return _quietly(quiet, seen, escape_path(path), HEAD_CODES[what], codes, told)
+                return quietly(escape_path(path), HEAD_CODES[what], codes, told)
 
             stack.enter_context(patched(cache, "watch", watch_layer))
         stack.enter_context(_watched_library(model, seen, quiet))
         yield
-
-
-def _quietly(
-    quiet: Callable[[], Any], seen: Seen, path: str, port: str, codes: torch.Tensor,
-    told: torch.Tensor,
-) -> torch.Tensor | None:  # fmt: skip
-    with quiet():
-        return _asked(seen, path, port, codes, told)
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:

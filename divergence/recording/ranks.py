@@ -23,17 +23,17 @@ from divergence.run.site import ROOT, escape_path, module_of, of_parameter, spli
 
 # What each rank holds of a tensor that a module handed over: known by rule, or not stated.
 #
-# Under transformers' tensor parallelism the tensors between modules are plain local ones, so their
-# meaning must come from elsewhere. Three sources, which must not contradict one another:
+# Under transformers' tensor parallelism the tensors between modules are plain local ones. Three
+# sources tell their meaning, and must not contradict one another:
 #
 # * the plan: what a style says of its module's input and output (transformers 5.23,
 #   ``distributed/tensor_parallel.py``): ``colwise`` takes whole rows and gives its share of the
-#   features, ``rowwise`` the reverse, its partial products summed over all ranks before anybody
-#   sees them; the embedding and a gathering head give whole tensors;
-# * the shape: the whole model's, run once on torch's meta device with the same batch. A dimension
-#   that is smaller here by exactly this rank's share (torch.chunk's) is divided; a tensor of the
-#   whole shape is a copy, since terms of a sum are not seen at any module boundary, except inside
-#   modules that sum in the end (experts), where nothing is said of it;
+#   features, ``rowwise`` the reverse, its partial products summed before anybody sees them; the
+#   embedding and a gathering head give whole tensors;
+# * the shape: the whole model's, run once on the meta device with the same batch. A dimension that
+# is smaller here by exactly this rank's share (torch.chunk's) is divided; a tensor of the whole
+# shape
+#   is a copy, except inside modules that sum in the end (experts), where nothing is said of it;
 # * DTensor, where a model hands over one: its own placements.
 #
 # Where they leave it open the record says nothing, and a comparison counts the tensor as not

@@ -71,8 +71,9 @@ def capture_suite(
     from divergence.ops.suite import capturing
 
     check_output(location_of(out), force=force, like=like)
+    suite = str(model).removeprefix(SUITE)
     return capturing.capture_suite(
-        suite_of(model), like=like, options=options, out=out, force=force, **parameters
+        suite, like=like, options=options, out=out, force=force, **parameters
     )
 
 
@@ -95,11 +96,6 @@ def truth_of_suite(
         )
     check_output(location_of(out), force=force, like=run)
     return capturing.truth_of_suite(run, out=out, label=options.label, force=force, **parameters)
-
-
-def suite_of(model: str | Path | None) -> str | None:
-    """``suite:llm`` → ``llm``."""
-    return None if model is None else str(model).removeprefix(SUITE)
 
 
 def refuse_options(options: Options, *, collectives: bool = False) -> None:

@@ -638,7 +638,17 @@ class TrainingSession:
         self._loss, self._num_labels = NextTokenLoss(), 0
         self._recorded: TrainRecorder | None = None
         self.losses: list[float] = []
-        _refuse(inner, training)
+        loaded = inner.loaded
+        if loaded.task != "causal-lm":
+            raise UsageError(f"--train is for causal language models, and this is an {loaded.task}")
+        if not getattr(inner, "makes_forwards", False):
+            raise UsageError(f"--train: the engine {inner.note().name} makes no backward")
+        if training.autocast not in (None, "bfloat16", "float16"):
+            raise UsageError(f"--autocast {training.autocast}: bfloat16 or float16")
+        fixed = [p for p in loaded.module.parameters() if not p.is_floating_point()]
+        if fixed or loaded.codes is not None:
+            raise ModelError("--train: a quantised model has codes, which have no gradient",
+                             hint="give the checkpoint that it was quantised from")  # fmt: skip
         if training.zero == 2:
             gathered_once(inner.loaded.module)
 
@@ -735,20 +745,6 @@ class TrainingSession:
 
     def close(self) -> None:
         self._inner.close()
-
-
-def _refuse(inner: Session, training: Training) -> None:
-    loaded = inner.loaded
-    if loaded.task != "causal-lm":
-        raise UsageError(f"--train is for causal language models, and this is an {loaded.task}")
-    if not getattr(inner, "makes_forwards", False):
-        raise UsageError(f"--train: the engine {inner.note().name} makes no backward")
-    if training.autocast not in (None, "bfloat16", "float16"):
-        raise UsageError(f"--autocast {training.autocast}: bfloat16 or float16")
-    fixed = [p for p in loaded.module.parameters() if not p.is_floating_point()]
-    if fixed or loaded.codes is not None:
-        raise ModelError("--train: a quantised model has codes, which have no gradient",
-                         hint="give the checkpoint that it was quantised from")  # fmt: skip
 
 
 @contextlib.contextmanager

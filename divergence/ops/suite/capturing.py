@@ -191,7 +191,7 @@ class CaseWork:
 
 
 def capture_suite(
-    suite: str | None,
+    suite: str,
     *,
     out: str | Path,
     like: Run | None,
@@ -279,7 +279,7 @@ def truth_of_suite(
     return Run.open(out)
 
 
-def plan_cases(suite: str | None, *, like: Run | None, sites: Sequence[str]) -> list[PlannedSite]:
+def plan_cases(suite: str, *, like: Run | None, sites: Sequence[str]) -> list[PlannedSite]:
     """What ``capture_suite`` with the same parameters would run."""
     planned = []
     for work in _works(suite, like, list(sites) or ["*"], {}):
@@ -356,13 +356,12 @@ def _record_cases(
 
 
 def _works(
-    suite: str | None, like: Run | None, patterns: list[str], skipped: dict[str, int]
+    suite: str, like: Run | None, patterns: list[str], skipped: dict[str, int]
 ) -> list[CaseWork]:
     """The cases of ``like``, or of the suite, whose path matches a pattern."""
     if like is not None:
         works = _recorded(like, skipped)
     else:
-        assert suite is not None
         works = [
             CaseWork(case_path(operator, case), operator, case.make)
             for operator, case in cases_in(suite_named(suite))

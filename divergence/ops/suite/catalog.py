@@ -151,7 +151,7 @@ def choose(wishes: Wishes) -> dict[str, ChosenOperator]:
         if not where:
             chosen.update(_everywhere(what))
             continue
-        operator = _operator(where)
+        operator = find(where if where.startswith(PREFIX) else PREFIX + where)
         name = what if isinstance(what, str) else label_of(what)
         call = _named(operator, what) if isinstance(what, str) else what
         chosen[operator.full_name] = ChosenOperator(name, call)
@@ -167,10 +167,6 @@ def available() -> dict[str, list[str]]:
                 operator.implementations[name]()
                 names.setdefault(name, []).append(operator.name)
     return names
-
-
-def _operator(name: str) -> Operator:
-    return find(name if name.startswith(PREFIX) else PREFIX + name)
 
 
 def _everywhere(name: str) -> dict[str, ChosenOperator]:

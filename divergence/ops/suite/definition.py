@@ -21,20 +21,19 @@ from divergence.numerics.ulp import ROUNDING_RMS, spacing
 
 # Input values of the suite, the same bytes on every machine.
 #
-# A counter-based generator: element i of a tensor is a hash of (seed, i), so neither the order of
-# filling nor the number of threads matters. SplitMix64 (Steele, Lea and Flood, "Fast splittable
-# pseudorandom number generators", OOPSLA 2014, the finaliser) in 64-bit integer arithmetic; a
-# normal value is the sum of twelve 20-bit uniforms less its mean (Irwin-Hall: mean 0, variance 1
-# after division by 2^20), an integer below 2^24 and so exact in float32. What follows are
-# additions, products and quotients, which IEEE 754 rounds in one way only; no logarithm, no
-# cosine. The last step rounds to the dtype to nearest even, by integer operations for bfloat16: a
+# A counter-based generator: element i of a tensor is a hash of (seed, i), by SplitMix64 (Steele,
+# Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, the finaliser) in
+# 64-bit integer arithmetic; a normal value is the sum of twelve 20-bit uniforms less its mean
+# (Irwin-Hall: mean 0, variance 1 after division by 2^20), an integer below 2^24 and so exact in
+# float32. What follows are additions, products and quotients, which IEEE 754 rounds in one way
+# only. The last step rounds to the dtype to nearest even, by integer operations for bfloat16: a
 # vector unit may flush the subnormals that are meant here.
 #
 # Distributions: ``normal``; ``outliers``: some channels of the last axis times 1000, as trained
 # models have them (Sun et al., "Massive Activations in Large Language Models", COLM 2024);
-# ``subnormals`` of the dtype; ``cancelling``: neighbours that differ in sign and, by up to 2^-8,
-# in size, so that sums lose their leading digits; ``equal``: one value everywhere; ``ties``: small
-# multiples of 1/4, which are equal in many places and lie half-way between integers in many.
+# ``subnormals``; ``cancelling``: neighbours that differ in sign and, by up to 2^-8, in size, so
+# that sums lose their leading digits; ``equal``: one value everywhere; ``ties``: small multiples of
+# 1/4, equal in many places and half-way between integers in many.
 
 Values = Literal["normal", "outliers", "subnormals", "cancelling", "equal", "ties"]
 
@@ -135,18 +134,17 @@ def to_tensor(x: np.ndarray, dtype: str) -> torch.Tensor:
 # What an operator of the suite is: a usual implementation, a definition, inputs.
 #
 # ``run`` is what a program on this machine would call; ``truth`` is the formula, written out
-# plainly in elementary operations on float64 tensors, with its source in its docstring. The truth
-# gets exactly the stored inputs, widened. What a definition writes as ``stored(x)`` is an
-# intermediate result that correct implementations may round to the dtype of the tensors.
+# plainly in elementary operations on float64 tensors, with its source in its docstring; it gets
+# exactly the stored inputs, widened. ``stored(x)`` in it is an intermediate result that correct
+# implementations may round to the dtype of the tensors.
 #
-# Kinds of output, by their dtype: values (float32 and narrower down to 16 bits), codes (int8 and
-# 8-bit floats: compared as codes), indices (int64). For indices ``scores`` gives, in float64, the
-# numbers among which the choice is made, so that a tie can be told from a fault; without it the
-# choice is documented exactly, ties included.
+# Kinds of output, by their dtype: values (float32 down to 16 bits), codes (int8 and 8-bit floats),
+# indices (int64). For indices ``scores`` gives, in float64, the numbers among which the choice is
+# made, so that a tie can be told from a fault; without it the choice is documented exactly.
 #
 # Cases have rows of ``decode`` (one token), ``odd`` (7 × 129: no multiple of any vector width) and
-# ``prefill``; ``strided`` inputs are columns cut out of a wider tensor, as q, k and v are out of
-# one projection.
+# ``prefill``; ``strided`` inputs are columns of a wider tensor, as q, k and v are of one
+# projection.
 
 PREFIX = "suite."
 """What the names of operators begin with in a run."""

@@ -92,7 +92,10 @@ def run_group(
         kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         prompt: list[list[int]] = [[] for _ in samples]
         if loaded.task == "encoder-decoder":
-            prompt = [[_decoder_start(model)] for _ in samples]
+            owners = (getattr(model, "generation_config", None), model.config)
+            starts = [getattr(owner, "decoder_start_token_id", None) for owner in owners]
+            start = next((int(start) for start in starts if start is not None), 0)
+            prompt = [[start] for _ in samples]
             kwargs["decoder_input_ids"] = torch.tensor(prompt, device=ids.device)
         model(**kwargs)
         return GroupResult([[] for _ in samples], [[] for _ in samples], prompt)
@@ -328,14 +331,6 @@ def can_generate(model: Any) -> bool:
     return bool(check and check() and getattr(model, "generation_config", None) is not None)
 
 
-def _decoder_start(model: Any) -> int:
-    for owner in (getattr(model, "generation_config", None), model.config):
-        value = getattr(owner, "decoder_start_token_id", None)
-        if value is not None:
-            return int(value)
-    return 0
-
-
 # What runs a model: an *engine* loads it, and a *session* takes tokens and gives forwards.
 #
 # An engine is a class with three things (docs/extending.md walks through one):
@@ -356,7 +351,7 @@ def _decoder_start(model: Any) -> int:
 DEFAULT, QUANTIZE = "transformers", "quantize"
 BUILT_IN = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
-    "compile": "divergence.recording.engines.compile:CompileEngine",
+    "compile": "divergence.recording.engines.sessions:CompileEngine",
     "quantize": "divergence.recording.engines.quantize:QuantizeEngine",
     "onnx": "divergence.recording.engines.onnx_runtime:OnnxEngine",
     "vllm": "divergence.recording.engines.vllm.engine:VllmEngine",

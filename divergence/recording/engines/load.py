@@ -89,7 +89,15 @@ def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         gather = getattr(tensor, "full_tensor", None)  # of a weight in pieces on several ranks
         yield from _parts(name, tensor if gather is None else gather())
     for path, names in away.items():
-        with _brought_in(module.get_submodule(path), path):
+        try:
+            from accelerate.utils import align_module_device
+        except ImportError as error:
+            raise ModelError(
+                f"the weights of {path} are offloaded, and accelerate, which brings them in, is "
+                "not there",
+                hint="pip install 'divergence-debug[accelerate]'",
+            ) from error
+        with align_module_device(module.get_submodule(path), execution_device="cpu"):
             for name in names:
                 tensor = getattr(module.get_submodule(path), name.rpartition(".")[2])
                 if tensor.device.type == "meta":
@@ -108,18 +116,6 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         return
     for part in held()[0]:
         yield from _parts(f"{name}.{part}", getattr(tensor, part))
-
-
-def _brought_in(owner: Any, path: str) -> Any:
-    try:
-        from accelerate.utils import align_module_device
-    except ImportError as error:
-        raise ModelError(
-            f"the weights of {path} are offloaded, and accelerate, which brings them in, is not "
-            "there",
-            hint="pip install 'divergence-debug[accelerate]'",
-        ) from error
-    return align_module_device(owner, execution_device="cpu")
 
 
 _NAMES = {"tp": "tp_size", "fsdp": "fsdp_size", "pp": "pp_size", "dp": "dp_replicate_size"}

@@ -108,7 +108,10 @@ class Graph:
         self.nodes = [self._node(proto) for proto in graph.node]
         self.has_modules = len(self.kinds) > 1
         if not self.has_modules:
-            self.nodes = [_by_value(node) for node in self.nodes]
+            self.nodes = [
+                replace(node, scopes=tuple(filter(None, node.outputs))[:1], told=True)
+                for node in self.nodes
+            ]
             self.kinds |= {n.scopes[0]: n.proto.op_type for n in self.nodes if n.scopes}
         self.maker = {v: n for n, node in enumerate(self.nodes) for v in node.outputs if v}
         self._place_untold()
@@ -254,11 +257,6 @@ def _inputs(proto: Any) -> Iterator[str]:
             yield from (name for node in graph.node for name in _inputs(node) if name not in own)
 
 
-def _by_value(node: GraphNode) -> GraphNode:
-    name = next(filter(None, node.outputs), "")
-    return replace(node, scopes=(name,) if name else (), told=True)
-
-
 # An ONNX file: read, checked, and its tensors as torch's, without a copy where that can be.
 #
 # A file is data. Weights may lie in files beside it, in its own folder or below, and nowhere else;
@@ -268,6 +266,7 @@ _EXTERNAL = 1
 """``data_location`` of a tensor whose bytes lie in a file beside the model's."""
 _MAX_BYTES = 1 << 31
 """What protobuf reads; more weights lie in files beside."""
+_KINDS_OF_DATA = ("float", "int32", "int64", "double", "uint64")
 _DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
     10: "float16", 11: "float64", 16: "bfloat16",
@@ -298,7 +297,9 @@ def read_model(path: Path) -> Any:
             data_file(tensor, path.parent)
     for tensor in graph.initializer:
         lies_here = tensor.data_type in _DTYPES and tensor.data_location != _EXTERNAL
-        if lies_here and _size(tensor) and not _has_values(tensor):
+        fields = ("raw_data", *(f"{kind}_data" for kind in _KINDS_OF_DATA))
+        held = any(len(getattr(tensor, field)) for field in fields)
+        if lies_here and _size(tensor) and not held:
             raise _broken(path, f"the weight {tensor.name} has no values")
     return model
 
@@ -380,11 +381,6 @@ def _tensors(model: Any) -> Iterator[Any]:
 
 def _size(tensor: Any) -> int:
     return math.prod(tensor.dims)
-
-
-def _has_values(tensor: Any) -> bool:
-    fields = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-    return any(len(getattr(tensor, field)) for field in fields)
 
 
 def _broken(path: Path, why: str) -> ModelError:
@@ -583,8 +579,13 @@ def model_of(
             hint="the two belong to different models; name the directory of config and tokenizer: "
             "--engine-option tokenizer=DIR",
         )
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        with contextlib.suppress(Exception):  # as if it were not there
+            generation = GenerationConfig.from_pretrained(folder)
     parts: Any = module
-    parts.config, parts.generation_config = config, _generation(folder, config)
+    parts.config = config
+    parts.generation_config = generation or GenerationConfig.from_model_config(config)
     tokenizer = None
     if config.model_type:
         tokenizer = load_tokenizer(str(folder), revision=None, trust_remote_code=False)
@@ -612,15 +613,6 @@ def _config(folder: Path, trust_remote_code: bool) -> Any:
             where=str(folder / "config.json"),
             hint="it is damaged, or for another version of transformers",
         ) from error
-
-
-def _generation(folder: Path, config: Any) -> GenerationConfig:
-    if (folder / "generation_config.json").is_file():
-        try:
-            return GenerationConfig.from_pretrained(folder)
-        except Exception:  # as if it were not there
-            pass
-    return GenerationConfig.from_model_config(config)
 
 
 _FX = "pkg.torch.onnx.fx_node"
@@ -916,17 +908,13 @@ class GraphRecorder(Recorder):
         return whole
 
 
-def _tables(graph: Graph) -> list[Port]:
-    """What the one rotary table of the trunk gives; nothing where there are several."""
-    paths = [path for path, kind in graph.kinds.items() if kind.endswith("RotaryEmbedding")]
-    if len(paths) != 1 or any(part.isdecimal() for part in paths[0].split(".")):
-        return []
-    return [port for port in graph.ports if port.path == paths[0] and port.port.startswith("out")]
-
-
 def _parts(graph: Graph, notes: Mapping[str, ModuleNote]) -> list[_Part]:
     """In the order of a forward: modules that take a value of the stream which others made."""
-    tables, parts = _tables(graph), list[_Part]()
+    parts: list[_Part] = []
+    rotary = [path for path, kind in graph.kinds.items() if kind.endswith("RotaryEmbedding")]
+    # what the one table of the trunk gives; nothing where there are several
+    alone = len(rotary) == 1 and not any(part.isdecimal() for part in rotary[0].split("."))
+    tables = [p for p in graph.ports if alone and p.path in rotary and p.port.startswith("out")]
     for port in graph.ports:
         note = notes.get(port.path)
         if note is None or note.role == "inner" or port.port != "in" or port.value in graph.inputs:

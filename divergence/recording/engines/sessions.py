@@ -1,13 +1,18 @@
-"""transformers as an engine; and the session of any engine whose modules can be hooked here."""
+"""transformers as an engine, eager or with compiled blocks; and the session of any engine whose
+modules can be hooked here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 import transformers
 
+from divergence.errors import ModelError, UsageError, first_line
 from divergence.recording.engines.engine import (
     EngineOptions,
     Feature,
@@ -28,7 +33,7 @@ from divergence.run.manifest import (
     ModuleNote,
     SampleTokens,
 )
-from divergence.run.site import escape_path
+from divergence.run.site import did_you_mean, escape_path
 
 __all__ = ["TorchSession", "TransformersEngine", "blocks_of", "loaded_by_transformers"]
 
@@ -108,3 +113,115 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     notes = describe_modules(model)
     modules = {escape_path(path): module for path, module in model.named_modules()}
     return [modules[path] for path, note in notes.items() if note.role == "block"]
+
+
+# torch.compile as an engine: the model of transformers, its blocks compiled one by one.
+#
+# So every block's inputs and outputs are seen from outside its compiled code, and an anchored pass
+# can put recorded inputs in place, while everything in a block may be fused as in production. What
+# lies between the blocks runs eager. All blocks of a kind share their code, and torch counts
+# compilations by code: its limit is raised to what the blocks may need.
+
+_EACH = 8
+"""Compilations that a block may need: prefill and decode, static and dynamic shapes, masks."""
+
+
+class CompileOptions(EngineOptions, frozen=True, kw_only=True):
+    """What ``torch.compile`` is given."""
+
+    backend: str = "inductor"
+    mode: str | None = None
+    """``default``, ``reduce-overhead``, ``max-autotune``; of inductor."""
+    dynamic: bool | None = True
+    """True: one compilation for prompts of any length and one for decode steps. ``null`` is torch's
+    own default, static shapes first and dynamic ones when a shape changes: twice the compilations
+    of every block. False: one for each length of the cache."""
+    fullgraph: bool = False
+    """Fail where a block's code is left to Python in between."""
+
+
+class CompileEngine:
+    """Models of transformers with compiled blocks."""
+
+    name: ClassVar[str] = "compile"
+    Options: ClassVar[type[EngineOptions]] = CompileOptions
+
+    def load(self, loading: Loading, options: CompileOptions) -> CompileSession:
+        _check(options, loading)
+        # of speed alone, and again for every block
+        warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
+        loaded = load_model(loading)
+        blocks = blocks_of(loaded.module)
+        if not blocks:
+            raise UsageError(
+                f"--engine compile: {loading.source} has no repeated blocks to compile",
+                hint="capture(prepare=torch.compile) compiles any module",
+            )
+        for block in blocks:
+            block.compile(
+                backend=options.backend, mode=options.mode, dynamic=options.dynamic,
+                fullgraph=options.fullgraph,
+            )  # fmt: skip
+        return CompileSession(loaded, msgspec.structs.asdict(options), num_blocks=len(blocks))
+
+
+class CompileSession(TorchSession):
+    """A model whose blocks are compiled. Where operators are recorded, and in the escalated pass,
+    torch runs them eager: a fault that is gone there is the compiler's."""
+
+    name: ClassVar[str] = "compile"
+
+    def __init__(
+        self, loaded: LoadedModel, options: Mapping[str, EngineValue], *, num_blocks: int
+    ) -> None:
+        super().__init__(loaded, options)
+        self._num_blocks = num_blocks
+
+    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
+        lengths = 0 if self.options["dynamic"] is not False else how["max_new_tokens"]
+        with _limits((_EACH + lengths) * self._num_blocks):
+            return super().run_group(recorder, samples, **how)
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+
+@contextlib.contextmanager
+def _limits(most: int) -> Iterator[None]:
+    """Raises torch's limits of compilations by code; what they were before is set again."""
+    config: Any = torch._dynamo.config
+    names = [name for name in ("recompile_limit", "cache_size_limit") if hasattr(config, name)][:1]
+    names += [name for name in ("accumulated_recompile_limit",) if hasattr(config, name)]
+    with config.patch({name: max(most, getattr(config, name)) for name in names}):
+        yield
+
+
+def _check(options: CompileOptions, loading: Loading) -> None:
+    """Raise UsageError for what torch does not know, ModelError for a compiler that is missing."""
+    import torch._dynamo
+    import torch._inductor
+
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if options.backend not in backends:
+        raise UsageError(
+            f"--engine-option backend={options.backend}: torch has no such backend",
+            hint=did_you_mean(options.backend, backends, count=1)
+            or f"one of {', '.join(backends)}",
+        )
+    modes = torch._inductor.list_mode_options()
+    if options.mode is not None and options.mode not in modes:
+        raise UsageError(
+            f"--engine-option mode={options.mode}: torch has no such mode",
+            hint=did_you_mean(options.mode, modes, count=1) or f"one of {', '.join(modes)}",
+        )
+    if options.backend == "inductor" and loading.device.startswith("cpu"):
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:  # torch's own kinds differ by version
+            raise ModelError(
+                f"--engine compile needs a C++ compiler on a CPU: {first_line(error)}",
+                hint="install g++ (apt install g++), name one by the variable CXX, or "
+                "--engine-option backend=aot_eager",
+            ) from error

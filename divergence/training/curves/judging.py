@@ -328,7 +328,11 @@ def _verdict(
             return _is("misaligned", error, fact("training.bias", bias=bias))
         return _is("undetermined", error, fact("training.trend_not_known", why=trend.lacking))
     if trend.state == "parts":
-        begin = _begin(loss)
+        # the step from which on the difference leaves its noise; None where that is the start
+        begin, start = trend.parts_at, loss.first_step
+        if begin is not None and start is not None:
+            length = (loss.last_step or 0) - start
+            begin = None if begin - start <= length / _BLOCKS else begin
         if mean > high:
             leaves = fact("training.leaves_noise", look=False, step=begin)
             return _is("misaligned", error, leaves)
@@ -367,14 +371,6 @@ def _with_jump(verdict: LossVerdict, loss: CurveDiff) -> LossVerdict:
         return _is(verdict.kind, *verdict.headline, beside)
     no_rounding = fact("training.no_rounding", mean=loss.mean_error, num_steps=loss.num_steps)
     return _is("drift", jump, no_rounding)
-
-
-def _begin(loss: CurveDiff) -> int | None:
-    """The step from which on the difference leaves its noise; None where that is the start."""
-    step, first = loss.trend.parts_at, loss.first_step
-    if step is None or first is None:
-        return step
-    return None if step - first <= ((loss.last_step or 0) - first) / _BLOCKS else step
 
 
 def _is(kind: Kind, *headline: Fact) -> LossVerdict:

@@ -84,18 +84,6 @@ class RankParameter(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
 
-def pieces_of(module: object) -> list[RankParameter]:
-    """The parameters of a torch module, each once, whatever device they lie on."""
-    named = module.named_parameters()  # type: ignore[attr-defined]
-    return [
-        RankParameter(
-            name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
-            trained=parameter.requires_grad,
-        )
-        for name, parameter in named
-    ]  # fmt: skip
-
-
 def kept_parts(
     pieces: Sequence[RankParameter],
     *,
@@ -687,7 +675,13 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     if axes.get("tp", 1) > 1:
         styles = tensor_plan(module)
         shrink(module, styles, axes["tp"])
-    pieces = pieces_of(module)
+    pieces = [  # each once
+        RankParameter(
+            name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
+            trained=parameter.requires_grad,
+        )
+        for name, parameter in module.named_parameters()
+    ]  # fmt: skip
     main_weights = wanted.main_weights is not False and any(param.itemsize < 4 for param in pieces)
     kept = kept_parts(
         pieces, optimizer=optimizer, main_weights=main_weights, zero=zero, num_ranks=count

@@ -99,7 +99,7 @@ def test_without_a_compiler(folder, tmp_path, monkeypatch):
 
 
 def test_a_model_without_blocks(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("divergence.recording.engines.compile.blocks_of", lambda model: [])
+    monkeypatch.setattr("divergence.recording.engines.sessions.blocks_of", lambda model: [])
     with pytest.raises(UsageError, match="no repeated blocks to compile"):
         capture(
             tiny_model("llama"), out=tmp_path / "run", engine="compile",

@@ -9,7 +9,6 @@ it shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from divergence.ops.suite.definition import (
     Arguments,
     Implementation,
     Operator,
-    OperatorCase,
     Plan,
     TensorSource,
     cases_of,
@@ -189,13 +187,10 @@ _PLAN: Plan = (
 _SHAPES = {"decode": (1, 8, 2, 9, 64), "odd": (3, 6, 3, 13, 40), "batch": (8, 8, 8, 64, 64)}
 
 
-def _cases() -> Iterator[OperatorCase]:
-    yield from cases_of(_inputs, shapes=_SHAPES, plan=_PLAN)()
-
-
 OPERATORS = (
     Operator(
-        name="paged_attention", run=_run, truth=_truth, cases=_cases,
+        name="paged_attention", run=_run, truth=_truth,
+        cases=cases_of(_inputs, shapes=_SHAPES, plan=_PLAN),
         implementations={"flash_attn": _flash_attn, "torch_npu": _npu},
     ),
 )  # fmt: skip

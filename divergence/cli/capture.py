@@ -88,7 +88,11 @@ def capture(
     if like is None:
         if model_copy and not server:
             raise UsageError("--model needs --like", hint="name the model as the argument")
-        _refuse_repeating(options)
+        for field in fields_of(CaptureOptions):  # what repeats something, where nothing is repeated
+            for way in field.options if field.name in options else ():
+                if way.needs_like and options[field.name] == way.turns_on:
+                    raise UsageError(f"{way.names[0]} needs --like",
+                                     hint="divergence capture --like RUN -o OTHER")  # fmt: skip
     if plan_options and not (dry_run and (options.get("train") or like is not None)):
         option = next(
             field.option for field in fields_of(PlanOptions) if field.name in plan_options
@@ -119,16 +123,6 @@ def capture(
         show_plan(plan, json=output.json)
     else:
         show_run(run, output, like=like)
-
-
-def _refuse_repeating(options: dict[str, Any]) -> None:
-    """Raise UsageError for an option that repeats something, where nothing is repeated."""
-    for field in fields_of(CaptureOptions):
-        for way in field.options if field.name in options else ():
-            if way.needs_like and options[field.name] == way.turns_on:
-                raise UsageError(
-                    f"{way.names[0]} needs --like", hint="divergence capture --like RUN -o OTHER"
-                )
 
 
 def truth(

@@ -79,7 +79,16 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
         function(**values)
 
     context = inspect.Parameter("ctx", _KEYWORD, annotation=typer.Context)
-    listed = [context, *_in_order(parameters)]
+    # as help shows them: an option that is to follow another one stands behind it, and the panels
+    # that few look for stand behind those that all do
+    ordered = [parameter for option, parameter in parameters if option.after is None]
+    for option, parameter in parameters:
+        if option.after is not None:
+            names = [before.name for before in ordered]
+            ordered.insert(names.index(option.after) + 1, parameter)
+    panels = {parameter.name: option.panel for option, parameter in parameters}
+    ordered.sort(key=lambda shown: _LATE.get(panels[shown.name] or "", 0))
+    listed = [context, *ordered]
     command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]  # inspect reads it
     return command
 
@@ -135,18 +144,6 @@ def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Paramete
     make: Any = typer.Option if option.names else typer.Argument
     annotation: Any = Annotated[read_as, make(*option.names, **declared)]
     return option, inspect.Parameter(name, _KEYWORD, annotation=annotation, default=default)
-
-
-def _in_order(parameters: list[_Parameter]) -> list[inspect.Parameter]:
-    """As help shows them: an option that is to follow another one stands behind it, and the panels
-    that few look for stand behind those that all do."""
-    ordered = [parameter for option, parameter in parameters if option.after is None]
-    for option, parameter in parameters:
-        if option.after is not None:
-            names = [before.name for before in ordered]
-            ordered.insert(names.index(option.after) + 1, parameter)
-    panels = {parameter.name: option.panel for option, parameter in parameters}
-    return sorted(ordered, key=lambda shown: _LATE.get(panels[shown.name] or "", 0))
 
 
 def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:

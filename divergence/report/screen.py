@@ -6,8 +6,6 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from divergence.analyses.blocks.rows import num_bad, prompt_usage, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
 from divergence.document import Sentence, named
@@ -51,15 +49,29 @@ def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 2
     facts = [] if _is_quiet(report) else whole.why[:most]
     why = [prose("" if number else "because", text) for number, text in enumerate(facts)]
+    # of the second run only what is not as in the first
+    a, b = report.reference, report.candidate
+    same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
+    text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
+    runs = [named("A", _run_text(a)), *states(a), named("B", text), *states(b)]
+    operators: list[Sentence] = []
+    if (compared := report.operators) is not None:
+        num_beyond = sum(result.limit_usage > 1 for result in compared.results)
+        text = f"{compared.num_matched} compared, {num_beyond} beyond the limit"
+        first = f"; first {compared.onset}" if compared.onset else ""
+        operators = [named("operators", text + first)]
     worst = [*_worst_lines(report, num_rows), *_prompt_lines(report)]
+    rest = [count(len(report.notes), "note")] if report.notes else []
+    rest += [*["every block"] * bool(report.sites), "every setting"]
     return [
         *headline_lines(whole.headline),
         *why,
         BLANK,
-        *map(sentence_line, (*_runs(report), *whole.known, *_operators(report))),
+        *map(sentence_line, (*runs, *whole.known, *operators)),
         BLANK,
         *worst,
-        *_next_lines(report, more),
+        *next_lines(command.alone for command in report.verdict.commands[:1]),
+        line((f"{', '.join(rest)}: {more}", "dim")),
     ]
 
 
@@ -68,26 +80,9 @@ def _is_quiet(report: Report) -> bool:
     return verdict.kind in ("identical", "within_floor") and verdict.side in (None, "neither")
 
 
-def _runs(report: Report) -> list[Sentence]:
-    """Both runs; of the second only what is not as in the first."""
-    a, b = report.reference, report.candidate
-    same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
-    text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
-    return [named("A", _run_text(a)), *states(a), named("B", text), *states(b)]
-
-
 def _run_text(run: RunSummary) -> str:
     label = f" ({run.label})" if run.label else ""
     return f"{run.path}: {cut(run.model, 40)}, {run.dtype.removeprefix('torch.')}{label}"
-
-
-def _operators(report: Report) -> list[Sentence]:
-    operators = report.operators
-    if operators is None:
-        return []
-    beyond = [result for result in operators.results if result.limit_usage > 1]
-    text = f"{operators.num_matched} compared, {len(beyond)} beyond the limit"
-    return [named("operators", text + (f"; first {operators.onset}" if operators.onset else ""))]
 
 
 def _worst_lines(report: Report, num_rows: int) -> list[Line]:
@@ -119,13 +114,3 @@ def _prompt_lines(report: Report) -> list[Line]:
     shown = [f"{sample} ({limit_share(usage)})" for usage, sample, *_ in rows[:_NUM_PROMPTS]]
     more = f", {len(rows) - len(shown)} more" if len(rows) > len(shown) else ""
     return [prose("prompts", f"worst first (the first is 0): {', '.join(shown)}{more}")]
-
-
-def _next_lines(report: Report, more: str) -> list[Line]:
-    lines = next_lines(command.alone for command in report.verdict.commands[:1])
-    rest: Iterable[str] = filter(None, (
-        f"{count(len(report.notes), 'note')}" if report.notes else "",
-        "every block" if report.sites else "",
-        "every setting",
-    ))  # fmt: skip
-    return [*lines, line((f"{', '.join(rest)}: {more}", "dim"))]

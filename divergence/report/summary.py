@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results import Background, PreflightLine, Visible
+from divergence.comparison.results import Background, PreflightLine
 from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
 from divergence.html.parts import el, prose_block
 from divergence.layout import BLANK, Line, count, next_lines, share, size
@@ -170,7 +170,17 @@ def unseen(report: Report) -> list[str]:
     if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
         return []
     seen = None if report.verdict.kind == "identical" else report.visible
-    texts = [] if seen is None else [_smallest(seen)]
+    texts = []
+    if seen is not None:
+        # ``errors of a block below about 1.4e-06 of its output, of one token below 5.2e-06``
+        least = [f"errors of a block below about {share(seen.block)} of its output"]
+        for what, size_seen in (
+            ("one prompt or step", seen.forward), ("one token", seen.token),
+            ("one channel", seen.channel),
+        ):  # fmt: skip
+            least += [] if size_seen is None else [f"of {what} below {share(size_seen)}"]
+        lone = "" if seen.token is not None else "; a single token alone is not judged"
+        texts.append(", ".join(least) + lone)
     if report.not_exercised:
         parts = list_names([part.text for part in report.not_exercised], _MOST_NAMED, "; ")
         texts.append(f"not exercised: {parts}")
@@ -178,19 +188,6 @@ def unseen(report: Report) -> list[str]:
 
 
 _MOST_NAMED = 3
-
-
-def _smallest(seen: Visible) -> str:
-    """``errors of a block below about 1.4e-06 of its output, of one token below 5.2e-06``."""
-    texts = [f"errors of a block below about {share(seen.block)} of its output"]
-    for what, least in (
-        ("one prompt or step", seen.forward), ("one token", seen.token),
-        ("one channel", seen.channel),
-    ):  # fmt: skip
-        if least is not None:
-            texts.append(f"of {what} below {share(least)}")
-    lone = "" if seen.token is not None else "; a single token alone is not judged"
-    return ", ".join(texts) + lone
 
 
 # The two runs.

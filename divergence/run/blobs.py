@@ -72,17 +72,6 @@ class Blob:
         """Releases maps; views that are still alive keep theirs."""
 
 
-def _neighbours(numbers: Sequence[int], near: int) -> Iterator[list[int]]:
-    """Ascending numbers, of which none in a part is ``near`` or more from the one before it."""
-    part = [numbers[0]]
-    for number in numbers[1:]:
-        if number - part[-1] >= near:
-            yield part
-            part = []
-        part.append(number)
-    yield part
-
-
 class LocalBlob(Blob):
     """A stretch of a local file. ``offset``: where in the file it begins."""
 
@@ -113,12 +102,14 @@ class LocalBlob(Blob):
 
     def read_many(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
         # few calls to the system: each, and each page fault, would hold up the other threads
-        if not begins:
-            return []
+        groups: list[list[int]] = []
+        for begin in sorted(set(begins)):
+            if not groups or begin - groups[-1][-1] >= (1 + _SPARSE) * num_bytes:
+                groups.append([])
+            groups[-1].append(begin)
         parts: dict[int, memoryview] = {}
-        near = (1 + _SPARSE) * num_bytes
         with open(self.path, "rb") as file:
-            for together in _neighbours(sorted(set(begins)), near):
+            for together in groups:
                 first = together[0]
                 file.seek(self.offset + first)
                 end = min(together[-1] + num_bytes, self.size)

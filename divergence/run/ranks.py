@@ -215,11 +215,10 @@ class RankDisagreement:
 
 
 def digests_of(run: Run, record: Record) -> Digests:
-    """The recorded digests of a tensor. None for terms of a sum: others may add up to the same."""
+    """The recorded digests of a tensor."""
     parts = run.shares(record) if isinstance(run, UnshardedRun) else []
-    cuts = tuple(part.index for part in parts) or ((),)
     records = [part.record for part in parts] or [record]
-    return Digests.of(records, cuts)
+    return Digests.of(records, tuple(part.index for part in parts) or ((),))
 
 
 def unsharded(run: Run) -> Run:

@@ -259,14 +259,11 @@ class Remote:
     def put(self, name: str, source: bytes | Path) -> None:
         """Store an object: whole, or not at all."""
 
-        def once() -> None:
-            if isinstance(source, Path):
-                self._fs.put_file(str(source), self._path(name))
-            else:
-                self._fs.pipe_file(self._path(name), source)
-
+        action = functools.partial(self._fs.pipe_file, self._path(name), source)
+        if isinstance(source, Path):
+            action = functools.partial(self._fs.put_file, str(source), self._path(name))
         try:
-            self._try(once, "writing", name)
+            self._try(action, "writing", name)
         except FileNotFoundError as error:
             raise self._refused(
                 f"nothing can be stored there: {_text(error)}", where=str(self._shown(name)),
@@ -276,12 +273,8 @@ class Remote:
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are gone already do not matter."""
         for name in names:
-
-            def once(name: str = name) -> None:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(name))
-
-            self._try(once, "removing", name)
+            with contextlib.suppress(FileNotFoundError):
+                self._try(functools.partial(self._fs.rm_file, self._path(name)), "removing", name)
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root

@@ -89,37 +89,33 @@ def show_run(run: Any, output: Output, *, like: str | None) -> None:
     """A run that was made. ``like``: the run that it repeats."""
     if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
         return  # the first rank speaks for all
-    from divergence.layout import print_lines
     from divergence.report.capturing import captured_lines
 
-    if output.silent:
-        show_briefly(run, json=output.json)
-    else:
-        print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))
+    show_made(run, output, lambda *of_run: captured_lines(*of_run, like=like))
 
 
 def show_copy(what: str, run: Any, output: Output) -> None:
     """A run that was ``what``: packed, unpacked."""
-    from divergence.layout import print_lines
     from divergence.report.capturing import copied_lines
 
-    if output.silent:
-        show_briefly(run, json=output.json)
-    else:
-        print_lines(copied_lines(what, str(run.path), run.manifest, run.records))
+    show_made(run, output, lambda *of_run: copied_lines(what, *of_run))
 
 
-def show_briefly(run: Any, *, json: bool) -> None:
-    """A run's path, or path and manifest."""
+def show_made(run: Any, output: Output, lines: Callable[..., list[Any]]) -> None:
+    """A run: its path with ``--quiet``, path and manifest as JSON, else the lines of path, manifest
+    and records."""
     import msgspec
 
     from divergence.comparison.result import strict_json
+    from divergence.layout import print_lines
 
-    if json:
+    if output.json:
         manifest = msgspec.to_builtins(run.manifest)
         show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))
-    else:
+    elif output.quiet:
         show(str(run.path))
+    else:
+        print_lines(lines(str(run.path), run.manifest, run.records))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from divergence.cli.answers import progress_bars, show, show_briefly, show_copy, show_run
+from divergence.cli.answers import progress_bars, show, show_copy, show_made, show_run
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
 from divergence.options.commands import (
@@ -337,15 +337,13 @@ def probe(
         raise UsageError("there is no directory to write to", hint="-o RUN")
 
     from divergence.arithmetic.api import probe as call
-    from divergence.layout import print_lines
     from divergence.report.environment import probed_lines
 
     with progress_bars(quiet=output.silent) as progress:
         run = call(out=out, force=force, command=command, progress=progress, **options)
-    if output.silent:
-        show_briefly(run, json=output.json)
-    else:
-        print_lines(probed_lines(str(run.path), run.manifest, verbose=output.verbose))
+    show_made(
+        run, output, lambda path, manifest, _: probed_lines(path, manifest, verbose=output.verbose)
+    )
 
 
 def env(*, device: str = DEVICE, output: Output) -> None:

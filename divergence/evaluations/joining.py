@@ -224,21 +224,15 @@ def _other_units(pairs: Pairs) -> tuple[float, float] | None:
     tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
     least, most = sorted(tops)
     below = min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0
-    by_tops = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= 20
-    if not by_tops and not _rescaled(pairs):
-        return None
-    return tops[0], tops[1]
-
-
-def _rescaled(pairs: Pairs) -> bool:
-    """Are most scores a hundred times the other side's, or ten times or more to the last digit?"""
+    rescaled = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= 20
     both = (pairs.reference != 0) & (pairs.candidate != 0)
-    if int(both.sum()) < 2:
-        return False
-    powers = np.log10(np.abs(pairs.candidate[both])) - np.log10(np.abs(pairs.reference[both]))
-    middle = float(np.median(powers))
-    exact = float(np.mean(np.abs(powers - middle) < _DIGITS)) > 0.5
-    return 1.9 <= abs(middle) <= 2.1 or (exact and abs(middle) > 1 - _DIGITS)
+    if not rescaled and int(both.sum()) > 1:
+        # most are a hundred times the other side's, or ten times or more to the last digit
+        powers = np.log10(np.abs(pairs.candidate[both])) - np.log10(np.abs(pairs.reference[both]))
+        middle = float(np.median(powers))
+        exact = float(np.mean(np.abs(powers - middle) < _DIGITS)) > 0.5
+        rescaled = 1.9 <= abs(middle) <= 2.1 or (exact and abs(middle) > 1 - _DIGITS)
+    return (tops[0], tops[1]) if rescaled else None
 
 
 def _regrouped(rows: list[tuple[ScoreRow, ScoreRow]]) -> int:

@@ -48,7 +48,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from divergence.analyses.operators import limits as operator_errors
+from divergence.analyses.operators import measure as operator_errors
 from divergence.numerics.formats import format_named
 from divergence.run.site import module_of
 

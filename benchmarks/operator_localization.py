@@ -46,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks._machines import SWITCHES, Machine
 from benchmarks._operator_faults import FAULTS, site_of
 from benchmarks._trials import upper
-from divergence.analyses.operators.limits import num_terms
+from divergence.analyses.operators.measure import num_terms
 from divergence.comparison.api import compare
 from divergence.comparison.calls import forwards_of
 from divergence.comparison.result import Report

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 Progress = Callable[[str, int, int | None, str], None]
 """Called as work goes on, with (event, how much is done, of how much, detail); the total is None
@@ -21,8 +21,27 @@ def silent(event: str, done: int, total: int | None, detail: str) -> None:
 Side = Literal["reference", "candidate"]
 """One of the two runs that are compared."""
 
+SIDES: tuple[Side, Side] = ("reference", "candidate")
+
 SideOrBoth = Literal["reference", "candidate", "both"]
 """Where something was found: in one of them, or in each."""
+
+
+def other_side(side: str | None) -> Side:
+    """The candidate beside the reference, and the reference beside the candidate."""
+    return "reference" if side == "candidate" else "candidate"
+
+
+def side_of(flags: Sequence[bool]) -> SideOrBoth | None:
+    """The side whose flag is set, of (reference, candidate); None where neither is."""
+    return None if not any(flags) else "both" if all(flags) else SIDES[flags.index(True)]
+
+
+def common_side(sides: Iterable[SideOrBoth | None]) -> SideOrBoth | None:
+    """The side that all name which name one; both where they name two, None where none does."""
+    named = set(sides) - {None}
+    return None if not named else named.pop() if len(named) == 1 else "both"
+
 
 SideBothOrNeither = Literal["reference", "candidate", "both", "neither"]
 """The same where it is an answer too that there is nothing in either."""
@@ -38,6 +57,18 @@ HEADLINES = {
     "incomparable": "STOPPED",
 }
 """The first word of an answer, by the verdict's kind."""
+
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items of each key, in order."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def letter(side: str | None) -> str:

@@ -221,7 +221,7 @@ def test_no_file_needs_itself():
         ("errors.py", "divergence.numerics.pairs"),
         ("comparison/align/pairs.py", "divergence.recording.modules"),
         ("recording/api.py", "divergence.comparison.result.Report"),
-        ("run/writer.py", "divergence.analyses.blocks.rows"),
+        ("run/writer.py", "divergence.analyses.blocks.sections"),
         ("report/summary.py", "divergence.run.reader.Run"),
         ("report/summary.py", "divergence.comparison.align.pairs.align"),
         ("analyses/tokens/sections.py", "divergence.experiments.explain.explain_token"),

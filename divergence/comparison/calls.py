@@ -754,3 +754,16 @@ def _entering(node: CallNode, run: Run) -> torch.Tensor | None:
         return None
     record = run.find((own.pass_, own.sample, own.step, operand.site))
     return None if record is None else run.read(record).reshape(operand.shape)
+
+
+def reached(
+    start: Iterable[CallNode], onward: Callable[[CallNode], Iterable[CallNode]]
+) -> list[CallNode]:
+    """All calls to which ``onward`` leads from these, step by step, each once."""
+    waiting, nodes = list(start), dict[str, CallNode]()
+    while waiting:
+        for node in onward(waiting.pop()):
+            if node.path not in nodes:
+                nodes[node.path] = node
+                waiting.append(node)
+    return list(nodes.values())

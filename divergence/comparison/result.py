@@ -271,19 +271,6 @@ class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):
     """‖odd - peers'‖ / ‖peers'‖ of the version farthest off. None where it was not measured."""
 
 
-class RankShare(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a divided tensor, compared with the same part of the other run's
-    tensor."""
-
-    side: Side
-    site: str
-    rank: int
-    rel_l2: float
-    """‖d‖/‖a‖ of this rank's part."""
-    rest_rel_l2: float
-    """The largest ``rel_l2`` among the other ranks' parts."""
-
-
 class ReplicaCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of one run, compared with one another."""
 

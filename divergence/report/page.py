@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.analyses.blocks.figures import curves
+from divergence.analyses.blocks.sections import curves
 from divergence.comparison.result import Answer, Report, RunSummary, strict_json
 from divergence.comparison.results import Background
 from divergence.document import Document, Headline, Section

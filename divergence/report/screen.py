@@ -6,7 +6,7 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 
 from __future__ import annotations
 
-from divergence.analyses.blocks.rows import num_bad, prompt_usage, worst_places, worst_rows
+from divergence.analyses.blocks.sections import num_bad, prompt_usage, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
 from divergence.document import Sentence, named
 from divergence.layout import (

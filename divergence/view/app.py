@@ -15,8 +15,14 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
-from divergence.analyses.blocks.rows import badness, main_pass, phase_rows, phases
-from divergence.analyses.blocks.sections import block_parts, rows_table
+from divergence.analyses.blocks.sections import (
+    badness,
+    block_parts,
+    main_pass,
+    phase_rows,
+    phases,
+    rows_table,
+)
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
 from divergence.document import Table

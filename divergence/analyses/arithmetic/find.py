@@ -10,7 +10,7 @@ from __future__ import annotations
 from divergence.comparison.analysis import AnalysisResult, Measured, is_probe
 from divergence.comparison.arithmetic import Explained, explain_arithmetic
 from divergence.comparison.decide import check
-from divergence.comparison.results import Finding
+from divergence.comparison.results import Finding, VerdictKind
 from divergence.facts import fact
 
 
@@ -34,35 +34,20 @@ def _of_probes(measured: Measured, arithmetic: Explained) -> Finding:
     ]
     if missing:
         evidence.append(fact("tensors_without_partner", num=missing))
-    if not arithmetic.evidence:
-        return Finding(
-            claim="arithmetic",
-            kind="undetermined",
-            headline=[fact("no_fact_in_common")],
-            rests_on=[check("measured", False)],
-            evidence=evidence,
-        )
     num, num_precise = arithmetic.num_differ, len(arithmetic.precise)
-    if num_precise:
-        return Finding(
-            claim="arithmetic",
-            kind="systematic",
-            headline=[fact("other_precision", num=num, num_precise=num_precise)],
-            evidence=evidence,
-        )
-    if num:
-        return Finding(
-            claim="arithmetic",
-            kind="within_floor",
-            headline=[fact("other_rounding", num=num)],
-            side="neither",
-            evidence=evidence,
-        )
+    kind: VerdictKind = "within_floor"
+    headline, rests_on = fact("other_rounding", num=num), []
+    if not arithmetic.evidence:
+        kind, headline = "undetermined", fact("no_fact_in_common")
+        rests_on = [check("measured", False)]
+    elif num_precise:
+        kind, headline = "systematic", fact("other_precision", num=num, num_precise=num_precise)
+    elif not num:
+        kind = "within_floor" if num_different else "identical"
+        headline = fact("same_arithmetic", num_same=None if num_different else total)
+        rests_on = [check("coverage", not missing, fact("not_all_compared"))]
+        evidence = evidence if num_different or missing else []
     return Finding(
-        claim="arithmetic",
-        kind="within_floor" if num_different else "identical",
-        headline=[fact("same_arithmetic", num_same=None if num_different else total)],
-        side="neither",
-        rests_on=[check("coverage", not missing, fact("not_all_compared"))],
-        evidence=evidence if num_different or missing else [],
-    )
+        claim="arithmetic", kind=kind, headline=[headline], rests_on=rests_on, evidence=evidence,
+        side="neither" if kind in ("within_floor", "identical") else None,
+    )  # fmt: skip

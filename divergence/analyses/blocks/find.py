@@ -18,26 +18,25 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from divergence.analyses.blocks.suspects import (
-    Escalation,
-    escalated_units,
-    next_commands,
-)
 from divergence.analyses.blocks.units import (
+    OF_TOKEN,
+    Escalation,
     Unit,
     build_units,
+    escalated_units,
     flag,
     is_whole,
+    next_commands,
     stacks_of,
     visible_of,
 )
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
-from divergence.comparison.results import Finding, NonfiniteCount, SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.run.contents import is_mask
 from divergence.run.site import module_of
-from divergence.words import Side, SideOrBoth
+from divergence.words import SideOrBoth, other_side
 
 # Nan and inf: the first place where a result is no number, and which side it is on.
 #
@@ -55,7 +54,6 @@ from divergence.words import Side, SideOrBoth
 
 
 def find_nonfinite(measured: Measured) -> Finding | None:
-    """The first such place, where there is one."""
     sites = [site for site in measured.sites if site.nonfinite is not None]
     if not sites:
         return None
@@ -66,15 +64,34 @@ def find_nonfinite(measured: Measured) -> Finding | None:
         return site.sample, site.step, order, site.pass_ != "anchored"
 
     apart = [site for site in sites if _num_apart(site)]
-    shared = _shared(sites)
+    without_result = [site for site in sites if not _num_apart(site) and _is_no_result(site)]
+    outer = {
+        (s.pass_, s.sample, s.step, s.block) for s in without_result if s.role in ("block", "trunk")
+    }
+    shared = [s for s in without_result if (s.pass_, s.sample, s.step, s.block) in outer]
     candidates = [site for site in (*apart, *shared) if site.pass_ != "escalated"] or apart
     if not candidates:
         return None
     first = min(candidates, key=place)
     counts = first.nonfinite
     assert counts is not None
-    side, what = _shared_by(first, counts) if first in shared else _unlike(first, counts)
-    headline = [what]
+    if first in shared:
+        what = _numbers(counts.reference_nan, counts.reference_inf)
+        side: SideOrBoth | None = "both"
+        headline = [fact("blocks.nonfinite_shared", what=what, site=first.site)]
+    elif not (counts.reference_alone or counts.candidate_alone):
+        side, headline = None, [fact("blocks.nonfinite_other_kind", site=first.site)]
+    elif counts.reference_alone and counts.candidate_alone:
+        side, headline = "both", [fact("blocks.nonfinite_apart", site=first.site)]
+    else:
+        side = "candidate" if counts.candidate_alone else "reference"
+        own, other = (
+            (getattr(counts, f"{name}_nan"), getattr(counts, f"{name}_inf"))
+            for name in (side, other_side(side))
+        )
+        alone = fact("blocks.nonfinite_alone", what=_numbers(*own), side=side, site=first.site,
+                     fewer=any(other))  # fmt: skip
+        headline = [alone]
     num_prompts = len(measured.reference.manifest.tokens.group_of(first.sample))
     if 0 < len(counts.prompts) < num_prompts:
         prompts = sorted(counts.prompts)
@@ -93,7 +110,20 @@ def find_nonfinite(measured: Measured) -> Finding | None:
         equal_inputs=first.pass_ == "anchored",
         flags=[site.key for site in (*flagged, first)],
         side=side,
-        evidence=[_counts(first, counts)],
+        evidence=[
+            fact(
+                "blocks.nonfinite_counts",
+                site=first.site,
+                num_elements=first.numel,
+                reference_nan=counts.reference_nan,
+                reference_inf=counts.reference_inf,
+                reference_neginf=counts.reference_neginf,
+                candidate_nan=counts.candidate_nan,
+                candidate_inf=counts.candidate_inf,
+                candidate_neginf=counts.candidate_neginf,
+                num_apart=_num_apart(first),
+            )
+        ],
         commands=[
             *(measured.advice.descent() if measured.anchored else []),
             *measured.advice.look_at(first.site),
@@ -107,15 +137,6 @@ def _num_apart(site: SiteResult) -> int:
     if counts is None:
         return 0
     return counts.differ - (counts.mask_alike if is_mask(site.site) else 0)
-
-
-def _shared(sites: Sequence[SiteResult]) -> list[SiteResult]:
-    """Where both sides have what no block should hand on."""
-    without_result = [site for site in sites if not _num_apart(site) and _is_no_result(site)]
-    outer = {
-        (s.pass_, s.sample, s.step, s.block) for s in without_result if s.role in ("block", "trunk")
-    }
-    return [s for s in without_result if (s.pass_, s.sample, s.step, s.block) in outer]
 
 
 def _is_no_result(site: SiteResult) -> bool:
@@ -132,45 +153,9 @@ def _is_no_result(site: SiteResult) -> bool:
     return site.role == "block" and main and counts.reference_neginf > 0
 
 
-def _shared_by(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, Fact]:
-    what = _numbers(counts.reference_nan, counts.reference_inf)
-    return "both", fact("blocks.nonfinite_shared", what=what, site=site.site)
-
-
-def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, Fact]:
-    alone = counts.reference_alone, counts.candidate_alone
-    if all(alone):
-        return "both", fact("blocks.nonfinite_apart", site=site.site)
-    if not any(alone):
-        return None, fact("blocks.nonfinite_other_kind", site=site.site)
-    side: Side = "candidate" if alone[1] else "reference"
-    mine = counts.candidate_nan, counts.candidate_inf
-    other = counts.reference_nan, counts.reference_inf
-    if side == "reference":
-        mine, other = other, mine
-    return side, fact(
-        "blocks.nonfinite_alone", what=_numbers(*mine), side=side, site=site.site, fewer=any(other)
-    )
-
-
 def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
     counts = ((num_nan, "nan"), (num_inf, "inf"))
     return [fact("blocks.num_nonfinite", num=num, what=what) for num, what in counts if num]
-
-
-def _counts(site: SiteResult, counts: NonfiniteCount) -> Fact:
-    return fact(
-        "blocks.nonfinite_counts",
-        site=site.site,
-        num_elements=site.numel,
-        reference_nan=counts.reference_nan,
-        reference_inf=counts.reference_inf,
-        reference_neginf=counts.reference_neginf,
-        candidate_nan=counts.candidate_nan,
-        candidate_inf=counts.candidate_inf,
-        candidate_neginf=counts.candidate_neginf,
-        num_apart=_num_apart(site),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,14 +182,40 @@ def find(measured: Measured) -> AnalysisResult:
             return AnalysisResult(findings=[bad], parts={"sites": list(measured.sites)})
     judged = judge_units(measured)
     escalation = judged.escalation
-    sites = _with_limits(measured.sites, [*judged.units, *escalation.units],
-                         [*judged.flagged, *escalation.flagged])  # fmt: skip
+    sites = _with_limits(
+        measured.sites, [*judged.units, *escalation.units], [*judged.flagged, *escalation.flagged]
+    )
     findings = _claims(dataclasses.replace(measured, sites=sites), judged, escalation)
     seen = visible_of(escalation.units if escalation.complete else [], measured.routed)
     main = [unit for unit in judged.units if unit.pass_ != "free" or not measured.anchored]
     seen = seen or visible_of(main, measured.routed)
+    # what the reader must know beside the numbers
     return AnalysisResult(
-        findings=[*findings, _context(measured, judged)], parts={"sites": sites, "visible": seen}
+        findings=[
+            *findings,
+            Finding(
+                claim="context",
+                role="context",
+                evidence=[
+                    # forwards that the anchored pass did not reach are judged less exactly
+                    *(
+                        fact("blocks.not_anchored", steps=steps[:6], more=len(steps) > 6)
+                        for steps in [judged.unanchored]
+                        if steps
+                    ),
+                    *estimated_evidence(measured.sites),
+                    *unmeasured_evidence(measured.sites),
+                    *measured.alignment.notes,
+                    *_weights_evidence(measured),
+                    *(
+                        fact("blocks.own_noise", what=line.details or line.detail)
+                        for line in measured.preflight
+                        if line.check == "repeatability" and line.status == "differs"
+                    ),
+                ],
+            ),
+        ],
+        parts={"sites": sites, "visible": seen},
     )
 
 
@@ -242,24 +253,41 @@ def judge_units(measured: Measured) -> JudgedUnits:
 
 
 def limits_used(measured: Measured) -> Shown:
-    """The largest share of a limit that each site uses, by (pass, site, phase)."""
     units = judge_units(measured).units
     return {(unit.pass_, unit.site, unit.phase): unit.limit_usage for unit in units}
-
-
-def _rerouted(measured: Measured, sample: int, step: int) -> bool:
-    from divergence.comparison.experts import free_routes_differ
-
-    runs = [measured.reference, measured.candidate]
-    runs += [] if measured.truth is None else [measured.truth.run]
-    return free_routes_differ(runs, sample, step)
 
 
 def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
     flagged = judged.flagged
     if all(site.identical for site in measured.sites if site.pass_ != "escalated"):
         if not escalation.flagged or any(unit.side == "both" for unit in flagged):
-            return [_equal(measured, flagged)]
+            # equal runs; with a truth, perhaps equally wrong ones
+            missing = measured.missing
+            shared = [unit for unit in flagged if unit.side == "both"]
+            evidence: list[Fact] = []
+            if shared:
+                from divergence.analyses.blocks.onset import unit_evidence
+
+                evidence = [unit_evidence(unit) for unit in shared[:3]]
+            count = sum(site.pass_ != "escalated" for site in measured.sites)
+            headline = [fact("blocks.all_equal", num=count)]
+            if missing:  # most are so of a training step and a decoding
+                code = (
+                    "blocks.most_without_partner" if missing > count else "blocks.without_partner"
+                )
+                headline.append(fact(code, num=missing))
+            if shared:
+                headline.append(fact("blocks.both_far"))
+            return [
+                Finding(
+                    claim="equal",
+                    kind="identical",
+                    headline=headline,
+                    rests_on=[check("coverage", not missing, fact("blocks.not_all_compared"))],
+                    side="both" if shared else "neither",
+                    evidence=[*evidence, *_weights_evidence(measured)],
+                )
+            ]
         flagged = []
     if flagged or escalation.flagged:
         from divergence.analyses.blocks.onset import below_floor, made_at
@@ -267,7 +295,56 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
         if flagged:
             return [made_at(measured, judged.units, flagged, escalation)]
         return [below_floor(measured, escalation)]
-    return _not_beyond(measured, judged, escalation)
+    # what differs by no more than rounding at every place, and is perhaps too much together
+    from divergence.analyses.blocks.rounding import (
+        find_drifts,
+        find_standouts,
+        within_rounding,
+    )
+    from divergence.comparison.experts import free_routes_differ
+
+    runs = [measured.reference, measured.candidate]
+    runs += [] if measured.truth is None else [measured.truth.run]
+    two_dtypes = any(line.check == "dtype" and line.status != "same" for line in measured.preflight)
+    standouts = find_standouts(
+        judged.units, judged.excused, measured.thresholds, two_dtypes=two_dtypes
+    )
+    drifts = find_drifts(
+        measured.sites,
+        measured.thresholds,
+        two_dtypes=two_dtypes,
+        routed=measured.experts or bool(measured.routed),
+        coded=measured.reference.manifest.quantizes_activations,
+        rerouted=lambda *place: measured.experts and free_routes_differ(runs, *place),
+    )
+    at_ends = bool(drifts) or (measured.tokens is not None and measured.tokens.is_far)
+    findings = [
+        within_rounding(
+            measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,
+            _only_rounds(measured) if at_ends and measured.anchored else {},
+        )
+    ]  # fmt: skip
+    findings += [
+        Finding(
+            claim="drift",
+            kind="drift",
+            headline=[drift.headline],
+            rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
+            step=drift.step,
+            accumulated_at=drift.places if drift.accumulated else [],
+            side=drift.side,
+            evidence=[drift.evidence],
+            commands=next_commands(measured, None, escalation),
+        )
+        for drift in drifts
+    ]
+    if standouts:
+        findings.append(
+            Finding(
+                claim="stands_out", role="hints", evidence=[each.fact for each in standouts[:3]]
+            )
+        )
+    return findings
 
 
 def _only_rounds(measured: Measured) -> dict[int, int]:
@@ -277,7 +354,7 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
     known to only round."""
     free = build_units(measured.sites, "free")
     for unit in flag(free, routed=measured.routed, thresholds=measured.thresholds):
-        of_token = unit.why in ("token", "sink")
+        of_token = unit.why in OF_TOKEN
         if not of_token or unit.limit_usage > measured.thresholds.free_gain:
             return {}
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
@@ -303,53 +380,6 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
     return steps
 
 
-def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
-    """What differs by no more than rounding at every place, and is perhaps too much together."""
-    from divergence.analyses.blocks.rounding import (
-        evidence_of,
-        find_drifts,
-        find_standouts,
-        within_rounding,
-    )
-
-    two_dtypes = any(line.check == "dtype" and line.status != "same" for line in measured.preflight)
-    standouts = find_standouts(
-        judged.units, judged.excused, measured.thresholds, two_dtypes=two_dtypes
-    )
-    drifts = find_drifts(
-        measured.sites,
-        measured.thresholds,
-        two_dtypes=two_dtypes,
-        routed=measured.experts or bool(measured.routed),
-        coded=measured.reference.manifest.quantizes_activations,
-        rerouted=lambda sample, step: measured.experts and _rerouted(measured, sample, step),
-    )
-    at_ends = bool(drifts) or (measured.tokens is not None and measured.tokens.is_far)
-    findings = [
-        within_rounding(
-            measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,
-            _only_rounds(measured) if at_ends and measured.anchored else {},
-        )
-    ]  # fmt: skip
-    findings += [
-        Finding(
-            claim="drift",
-            kind="drift",
-            headline=[drift.headline],
-            rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
-            step=drift.step,
-            accumulated_at=drift.places if drift.accumulated else [],
-            side=drift.side,
-            evidence=[drift.evidence],
-            commands=next_commands(measured, None, escalation),
-        )
-        for drift in drifts
-    ]
-    if standouts:
-        findings.append(Finding(claim="stands_out", role="hints", evidence=evidence_of(standouts)))
-    return findings
-
-
 def _weights_evidence(measured: Measured) -> list[Fact]:
     """How the weights belong together, where they are not simply equal."""
     return [
@@ -359,38 +389,18 @@ def _weights_evidence(measured: Measured) -> list[Fact]:
     ]
 
 
-def _context(measured: Measured, judged: JudgedUnits) -> Finding:
-    """What the reader must know beside the numbers."""
-    return Finding(
-        claim="context",
-        role="context",
-        evidence=[
-            *_unanchored_evidence(judged.unanchored),
-            *estimated_evidence(measured.sites),
-            *unmeasured_evidence(measured.sites),
-            *measured.alignment.notes,
-            *_weights_evidence(measured),
-            *(
-                fact("blocks.own_noise", what=line.details or line.detail)
-                for line in measured.preflight
-                if line.check == "repeatability" and line.status == "differs"
-            ),
-        ],
-    )
-
-
 def _with_limits(
     sites: Sequence[SiteResult], units: Sequence[Unit], flagged: Sequence[Unit]
 ) -> list[SiteResult]:
-    """The sites with what they were held against, and whether they are beyond it."""
     fields: dict[int, dict[str, Any]] = {}
     for unit in units:
         many = len(unit.looks) > 1
         for result in unit.results:
             fields[id(result)] = {
-                "limit": unit.limit, "limit_usage": unit.share_used,
+                "limit": unit.limit,
+                "limit_usage": unit.share_used,
                 "usage": 0.0 if many else unit.share_used,
-            }  # fmt: skip
+            }
         for look in unit.looks if many else ():
             mine = fields[id(look.result)]
             mine["usage"] = max(mine["usage"], look.share_used)
@@ -416,52 +426,16 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     """Is this one of the results for which the unit is flagged?"""
     if unit.why == "forward":
         return any(look.result is result for look in unit.beyond)
-    if unit.blame is not None and unit.blame.why in ("token", "sink"):
+    if unit.blame is not None and unit.blame.why in OF_TOKEN:
         used = [look.of_token for look in unit.looks if look.result is result]
         return result is unit.blame.at or max(used, default=0.0) > 1
     if unit.blame is not None:
         return True
     worst = max(result.ratio_max or 0, result.ratio_sink or 0)
-    return (result.ratio or 0) > unit.limit or (
-        unit.why in ("token", "sink") and worst > unit.worst_limit
-    )
-
-
-def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
-    """Equal runs; with a truth, perhaps equally wrong ones."""
-    missing = measured.missing
-    shared = [unit for unit in flagged if unit.side == "both"]
-    evidence: list[Fact] = []
-    if shared:
-        from divergence.analyses.blocks.onset import unit_evidence
-
-        evidence = [unit_evidence(unit) for unit in shared[:3]]
-    count = sum(site.pass_ != "escalated" for site in measured.sites)
-    headline = [fact("blocks.all_equal", num=count)]
-    if missing:  # most are so of a training step and a decoding
-        code = "blocks.most_without_partner" if missing > count else "blocks.without_partner"
-        headline.append(fact(code, num=missing))
-    if shared:
-        headline.append(fact("blocks.both_far"))
-    return Finding(
-        claim="equal",
-        kind="identical",
-        headline=headline,
-        rests_on=[check("coverage", not missing, fact("blocks.not_all_compared"))],
-        side="both" if shared else "neither",
-        evidence=[*evidence, *_weights_evidence(measured)],
-    )
-
-
-def _unanchored_evidence(steps: list[int]) -> list[Fact]:
-    """Forwards that the anchored pass did not reach are judged less exactly."""
-    if not steps:
-        return []
-    return [fact("blocks.not_anchored", steps=steps[:6], more=len(steps) > 6)]
+    return (result.ratio or 0) > unit.limit or (unit.why in OF_TOKEN and worst > unit.worst_limit)
 
 
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
-    """How well estimated numbers are known."""
     estimated = [site for site in sites if site.estimated is not None]
     if not estimated:
         return []

@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.analyses.blocks.structure import layer_type_of, structures_at
-from divergence.analyses.blocks.suspects import (
+from divergence.analyses.blocks.units import (
+    OF_TOKEN,
+    SURE,
+    TABLES,
+    Blame,
     Escalation,
     Family,
+    Unit,
     find_family,
     made_before,
     next_commands,
     places_of,
 )
-from divergence.analyses.blocks.units import SURE, TABLES, Blame, Unit
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
@@ -28,7 +32,7 @@ from divergence.comparison.parameters import together
 from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
-from divergence.words import SideOrBoth
+from divergence.words import SideOrBoth, common_side, other_side
 
 _CONFINED = 2.0
 """An error is in some forwards alone where the least of them uses so many times as much of its
@@ -40,7 +44,10 @@ def made_at(
 ) -> Finding:
     """An error beyond the limit, at one site or at most of a kind."""
     family = find_family(units, flagged, measured)
-    alike = _alike(family.members[0], flagged) if family else flagged
+    alike = flagged
+    if family is not None:  # those of its kind and side, also those that are off in other forwards
+        kind, sides = family.members[0].kind, (None, family.members[0].side)
+        alike = [unit for unit in flagged if unit.kind == kind and unit.side in sides]
     first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
@@ -53,11 +60,19 @@ def made_at(
         evidence.append(fact("blocks_read_table"))
     if not measured.anchored:
         evidence.append(fact("judged_from_free_runs"))
-    evidence += _where(first, [*units, *escalation.flagged])
+    if first.results[0].role == "inner" and first.pass_ != "free":  # what feeds it passes
+        order, block = first.results[0].order, first.results[0].block
+        healthy = [u for u in units if u.why is None and u.phase == first.phase]
+        inside = (u for u in healthy if u.results[0].block == block and u.results[0].order < order)
+        last = max(inside, key=lambda unit: unit.results[0].order, default=None)
+        if last is not None:
+            evidence.append(fact("last_that_passes", site=last.site))
+    if _passes_prefill(first, [*units, *escalation.flagged]):
+        evidence.append(fact("prefill_passes"))
     evidence += escalation.beside(first)
     everywhere = is_everywhere(first, escalation)
     if family is None:
-        side = first.side or _side(flagged)
+        side = first.side or common_side(unit.side for unit in flagged)
         by = side if side in ("reference", "candidate") else None
         seems = not measured.anchored or first.pass_ == "free"
         before = first.first.block if made_before(measured, first) else None
@@ -68,10 +83,22 @@ def made_at(
         ]
         evidence += _others(flagged, first)
     else:
-        side = _side(family.members)
+        side = common_side(unit.side for unit in family.members)
         evidence = [_family_evidence(family, unexplained=measured.unexplained), *evidence]
-        off, cause = _who_and_why(family, max(len(alike), len(family.members)), units, flagged)
-        no_rounding = structures or _passes_prefill(family.members[0], units)
+        # who is off: every member, or some; of parameters those of other families, too
+        count, member = max(len(alike), len(family.members)), family.members[0]
+        num = None if count >= family.num_all else count
+        off = fact("family_off", name=family.name, num=num, total=family.num_all)
+        cause = fact("cause_of_kind", decode=_passes_prefill(member, units))
+        beyond = {id(unit) for unit in flagged}
+        shared = together(
+            member.results[0], [(unit.results[0], id(unit) in beyond) for unit in units]
+        )
+        if shared is not None:
+            cause = shared.cause
+            if len(shared.beyond) > len(family.members):
+                off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
+        no_rounding = structures or _passes_prefill(member, units)
         bits = None if no_rounding else _input_bits(family)
         cause = cause if bits is None else fact("cause_inputs", bits=bits)
         scope = None if everywhere else only_in(*alike)
@@ -100,28 +127,6 @@ def made_at(
     )
 
 
-def _alike(member: Unit, flagged: list[Unit]) -> list[Unit]:
-    """The flagged ones of a family's kind and side, also those that are off in other forwards."""
-    return [u for u in flagged if u.kind == member.kind and u.side in (None, member.side)]
-
-
-def _who_and_why(
-    family: Family, count: int, units: list[Unit], flagged: list[Unit]
-) -> tuple[Fact, Fact]:
-    """Who is off: every member of the family, or ``count`` of them; and where to look. Of
-    parameters how many are off, where it is more than this family."""
-    num = None if count >= family.num_all else count
-    off = fact("family_off", name=family.name, num=num, total=family.num_all)
-    beyond = {id(unit) for unit in flagged}
-    judged = [(unit.results[0], id(unit) in beyond) for unit in units]
-    shared = together(family.members[0].results[0], judged)
-    if shared is None:
-        return off, fact("cause_of_kind", decode=_passes_prefill(family.members[0], units))
-    if len(shared.beyond) > len(family.members):
-        off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
-    return off, shared.cause
-
-
 _INPUTS = (10, 7)
 """Fraction bits of TF32 and float16, and of bfloat16."""
 _NEAR_BITS = 0.6
@@ -134,8 +139,8 @@ def _input_bits(family: Family) -> int | None:
     """Of blocks in float32 that are all off as products are whose inputs were rounded to a shorter
     format: its fraction bits."""
     first = family.members[0].first
-    dtypes = {first.reference_dtype, first.candidate_dtype}
-    if first.role != "block" or dtypes != {"float32"} or len(family.members) < family.num_all:
+    float32 = {first.reference_dtype, first.candidate_dtype} == {"float32"}
+    if first.role != "block" or not float32 or len(family.members) < family.num_all:
         return None
     bits = [
         input_bits(
@@ -190,10 +195,11 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     read = f"{block}:in."
     unseen = [(lone.side, lone.sample, lone.step, lone.site)
               for lone in measured.alignment.unmatched if lone.site.startswith(read)]  # fmt: skip
-    unseen += [("candidate", result.sample, result.step, result.candidate_site or result.site)
-               for result in measured.sites
-               if result.site.startswith(read) and result.pass_ == "anchored"
-               and not result.identical]  # fmt: skip
+    unseen += [
+        ("candidate", result.sample, result.step, result.candidate_site or result.site)
+        for result in measured.sites
+        if result.site.startswith(read) and result.pass_ == "anchored" and not result.identical
+    ]
     for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
         if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
             continue
@@ -213,23 +219,16 @@ def _scope(unit: Unit, *, named: bool) -> list[Fact]:
     return [] if scope is None else [scope.with_values(comma=named or not scope["alone"])]
 
 
-def _side(flagged: list[Unit]) -> SideOrBoth | None:
-    """The side all flagged units agree on; both where they do not."""
-    sides = {unit.side for unit in flagged if unit.side is not None}
-    if not sides:
-        return None
-    return sides.pop() if len(sides) == 1 else "both"
-
-
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
     beyond = [unit for unit in family.members if unit.why is not None]
     if len(beyond) < len(family.members):
         places = places_of(beyond[0])
         sizes = [
-            statistics.median([look.typical for look in unit.looks if look.place in places]
-                              or [unit.typical])
+            statistics.median(
+                [look.typical for look in unit.looks if look.place in places] or [unit.typical]
+            )
             for unit in family.members
-        ]  # fmt: skip
+        ]
         return fact(
             "family_alike", num_flagged=len(beyond), num=len(family.members), total=family.num_all,
             name=family.name, least=min(sizes), most=max(sizes), unexplained=unexplained,
@@ -258,27 +257,9 @@ def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
 
 
 def _others(flagged: list[Unit], first: Unit) -> list[Fact]:
-    mine = first.results[0].block or first.site
-    others = sorted({unit.results[0].block or unit.site for unit in flagged} - {mine})
-    if not others:
-        return []
-    return [fact("also_beyond", places=others)]
-
-
-def _where(first: Unit, units: list[Unit]) -> list[Fact]:
-    """What feeds the onset passes; and whether it shows in decode steps alone."""
-    facts: list[Fact] = []
-    healthy = [unit for unit in units if unit.why is None]
-    if first.results[0].role == "inner" and first.pass_ != "free":
-        place, block = first.results[0].order, first.results[0].block
-        inside = (u for u in healthy if u.phase == first.phase and u.results[0].block == block)
-        before = [unit for unit in inside if unit.results[0].order < place]
-        if before:
-            last = max(before, key=lambda unit: unit.results[0].order)
-            facts.append(fact("last_that_passes", site=last.site))
-    if _passes_prefill(first, units):
-        facts.append(fact("prefill_passes"))
-    return facts
+    places = {unit.results[0].block or unit.site for unit in flagged}
+    others = sorted(places - {first.results[0].block or first.site})
+    return [fact("also_beyond", places=others)] if others else []
 
 
 def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
@@ -311,8 +292,7 @@ def _usages(units: Sequence[Unit]) -> dict[PromptStep, float]:
 
 
 def _is_confined(units: Sequence[Unit]) -> bool:
-    """Are some forwards beyond their limit, and no other near to it? Else the error may be in all,
-    above the limit in some."""
+    """Are some forwards beyond their limit, and no other near to it?"""
     usages, beyond, rest = _usages(units), dict[PromptStep, float](), [0.0]
     for look in (look for unit in units for look in unit.looks):
         used = max(look.usage, look.of_token)
@@ -328,7 +308,7 @@ def _may_be_elsewhere(unit: Unit, beyond: set[PromptStep]) -> bool:
     """May the error be in forwards that are not among those ``beyond`` a limit? It may where the
     sides differ by half as much there, or where log W is over half of that beyond the limit: few
     numbers convict none, and the truth may not hold those forwards."""
-    of_token = (unit.blame.why if unit.blame else unit.why) in ("token", "sink")
+    of_token = (unit.blame.why if unit.blame else unit.why) in OF_TOKEN
     sizes = {look.place: look.worst if of_token else look.typical for look in unit.looks}
     off = [size for place, size in sizes.items() if place in beyond]
     rest = [size for place, size in sizes.items() if place not in beyond]
@@ -356,42 +336,34 @@ def only_in(*units: Unit) -> Fact | None:
     alone = _is_confined(units) and not elsewhere
     if elsewhere and all(unit.why in ("typical", "both", "gain") for unit in units):
         return None
-    samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
-    steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts, since = [], None
-    if samples != all_samples:
-        parts.append(_some("prompt", samples, len(all_samples), alone=alone))
-    if steps != all_steps:
-        if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
-            since = min(steps)
-        else:
-            parts.append(_some("step", steps, len(all_steps), alone=alone))
+    for number, what in enumerate(("prompt", "step")):
+        some, every = ({place[number] for place in places} for places in (beyond, everywhere))
+        if what == "step" and len(some) > 1 and some == {n for n in every if n >= min(some)}:
+            since = min(some) if some != every else None
+        elif some != every:
+            parts.append(fact("some", what=what, numbers=sorted(some), total=len(every),
+                              alone=alone and len(some) == 1))  # fmt: skip
     if not parts and since is None:
         return None
     return fact("scope", parts=parts, since=since, alone=alone, comma=False)
 
 
-def _some(what: str, numbers: set[int], total: int, *, alone: bool) -> Fact:
-    return fact("some", what=what, numbers=sorted(numbers), total=total,
-                alone=alone and len(numbers) == 1)  # fmt: skip
-
-
 def unit_evidence(unit: Unit) -> Fact:
-    """Why a unit is flagged."""
     if unit.blame is not None:
         return _blame_evidence(unit, unit.blame)
     worst = unit.first
     place = {"site": unit.site, "phase": unit.phase}
     if math.isinf(unit.typical):
         return fact("zero_in_reference", **place, ratio=unit.typical, limit=unit.limit)
-    if unit.why in ("token", "sink"):
+    if unit.why in OF_TOKEN:
         return fact(
             "token_ratio", **place, sink=unit.why == "sink",
             ratio=unit.sink if unit.why == "sink" else unit.worst, limit=unit.worst_limit,
             token=worst.ratio_position,
         )  # fmt: skip
     if unit.why == "forward":
-        look = max(unit.beyond, key=lambda forward_look: forward_look.usage)
+        look = max(unit.beyond, key=lambda beyond: beyond.usage)
         return fact(
             "forward_ratio", **place, sample=look.sample, step=look.result.step or None,
             forward=look.result.phase, ratio=look.typical, limit=look.limit,
@@ -402,9 +374,6 @@ def unit_evidence(unit: Unit) -> Fact:
         control=unit.control if unit.num_siblings else None, limit=unit.limit,
         rel_l2=worst.rel_l2,
     )  # fmt: skip
-
-
-_OTHER = {"candidate": "reference", "reference": "candidate"}
 
 
 def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
@@ -418,7 +387,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
         values["candidate_error"] = truth.candidate_error
     if blame.why == "both":
         return fact("both_off", **values)
-    values |= {"side": blame.side, "other": _OTHER[blame.side]}
+    values |= {"side": blame.side, "other": other_side(blame.side)}
     if blame.why == "gain":
         place = (None, None) if blame.place is None else blame.place
         return fact(
@@ -431,7 +400,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
             sample=blame.at.sample if blame.place is None else blame.place[0],
             num_looks=len(unit.looks) or None,
         )  # fmt: skip
-    if blame.why in ("token", "sink"):
+    if blame.why in OF_TOKEN:
         return fact(
             "token_off", **values, sink=blame.why == "sink", step=blame.at.step or None,
             forward=blame.at.phase,
@@ -465,7 +434,6 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
     ]
     if unit.blame is not None and unit.blame.side != "both" and unit.judged is not None:
         family, number = unit.judged
-        other = "reference" if unit.blame.side == "candidate" else "candidate"
-        own = family.odds[number] > SURE
-        checks.append(check("own", own, fact("other_may_be_finer", other=other)))
+        finer = fact("other_may_be_finer", other=other_side(unit.blame.side))
+        checks.append(check("own", family.odds[number] > SURE, finer))
     return checks

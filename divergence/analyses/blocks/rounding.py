@@ -8,17 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from divergence.analyses.blocks.suspects import Escalation, next_commands
-from divergence.analyses.blocks.units import Unit, families_of, num_values, numbers_alike
+from divergence.analyses.blocks.units import (
+    FEW_ROWS,
+    Escalation,
+    Unit,
+    families_of,
+    farther_side,
+    next_commands,
+    num_values,
+    numbers_alike,
+)
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, allowed_errors, main_path, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
-from divergence.run.command import Command
 from divergence.run.site import ROOT, is_codes, module_of
-from divergence.words import Side
+from divergence.words import Side, other_side
 
 # Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
 #
@@ -33,7 +40,6 @@ from divergence.words import Side
 # either side: what the free runs end with tells nothing then, and only what lies behind the blocks
 # is looked at.
 
-_MIN_ROWS = 8
 _ONE_ROW = 2.0
 """Of one row the limit is so much wider."""
 
@@ -45,7 +51,6 @@ class Drift:
 
     headline: Fact
     evidence: Fact
-    sample: int
     step: int
     side: Side | None = None
     accumulated: bool = True
@@ -77,11 +82,9 @@ def find_drifts(
         last = max(n for n, site in enumerate(path) if site.role == "block")
         for site in path[last:]:
             by_truth = site.truth is not None and not two_dtypes
-            if by_truth:
-                drift = _against_truth(site, allowed.get(place), thresholds)
-            else:
-                drift = _against_floors(site, allowed.get(place), thresholds)
-            if coded or (routed and _num_rows(site) < _MIN_ROWS):
+            against = _against_truth if by_truth else _against_floors
+            drift = against(site, allowed.get(place), thresholds)
+            if coded or (routed and math.prod(site.shape[:-1]) < FEW_ROWS):
                 drift = None
             if drift is not None and rerouted(site.sample, site.step):
                 drift = None
@@ -92,14 +95,10 @@ def find_drifts(
     return list(kinds.values())
 
 
-def _num_rows(site: SiteResult) -> int:
-    return math.prod(site.shape[:-1])
-
-
 def _against_truth(site: SiteResult, allowed: float | None, thresholds: Thresholds) -> Drift | None:
     """The median token; where there is but one row, as in a decode step, its limit is wider."""
     assert site.truth is not None
-    one_row = _num_rows(site) == 1
+    one_row = math.prod(site.shape[:-1]) == 1
     least = thresholds.truth_least * (allowed or 0.0)  # two tiny errors make no large ratio
     errors = site.truth.candidate_error + least, site.truth.reference_error + least
     w = errors[0] / errors[1] if errors[1] else site.truth.w_median
@@ -111,12 +110,9 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     side: Side = "candidate" if w > limit else "reference"
     times = w if w > limit else 1 / max(w, 1e-300)
     return Drift(
-        headline=fact("blocks.ends_farther", side=side, times=times, site=site.site),
-        evidence=_where(site, w=w, limit=limit),
-        sample=site.sample,
-        step=site.step,
-        side=side,
-    )
+        fact("blocks.ends_farther", side=side, times=times, site=site.site),
+        _where(site, w=w, limit=limit), site.step, side,
+    )  # fmt: skip
 
 
 def _against_floors(
@@ -132,18 +128,9 @@ def _against_floors(
     ratio = site.token_rel_l2_median / allowed
     if ratio <= limit:
         return None
-    return Drift(
-        headline=fact(
-            "blocks.grows_to",
-            site=site.site,
-            rel_l2=site.token_rel_l2_median,
-            ratio=ratio,
-            behind=site.role != "block",
-        ),
-        evidence=_where(site, ratio=ratio, limit=limit),
-        sample=site.sample,
-        step=site.step,
-    )
+    headline = fact("blocks.grows_to", site=site.site, rel_l2=site.token_rel_l2_median, ratio=ratio,
+                    behind=site.role != "block")  # fmt: skip
+    return Drift(headline, _where(site, ratio=ratio, limit=limit), site.step)
 
 
 def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
@@ -154,12 +141,9 @@ def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
     if site.ratio <= limit:
         return None
     return Drift(
-        headline=fact("blocks.grows_behind", site=site.site, ratio=site.ratio),
-        evidence=_where(site, ratio=site.ratio, limit=limit),
-        sample=site.sample,
-        step=site.step,
-        accumulated=False,
-    )
+        fact("blocks.grows_behind", site=site.site, ratio=site.ratio),
+        _where(site, ratio=site.ratio, limit=limit), site.step, accumulated=False,
+    )  # fmt: skip
 
 
 def _where(site: SiteResult, **values: Any) -> Fact:
@@ -205,17 +189,31 @@ def within_rounding(
     if reason is None and elsewhere is not None:
         reason = fact("most_not_compared", why=elsewhere)
     if reason is not None:
-        lacking = "measured" if elsewhere is None else "routed"
+        name = "measured" if elsewhere is None else "routed"
         return Finding(
             claim="not_known",
             kind="undetermined",
             headline=[reason],
-            rests_on=[check(lacking, False, elsewhere)],
+            rests_on=[check(name, False, elsewhere)],
             commands=next_commands(measured, None, escalation),
         )
     sure = measured.anchored and not unanchored
     against_truth = [unit for unit in judged if unit.stats is not None]
-    evidence = [_largest(judged)]
+    widest = max(judged, key=lambda unit: (unit.typical, unit.worst))
+    farthest = max(judged, key=lambda unit: unit.worst)
+    largest = fact("blocks.typical_equal")
+    if widest.typical:
+        largest = fact(
+            "blocks.typical_largest",
+            site=widest.site,
+            phase=widest.phase,
+            ratio=widest.typical,
+            limit=widest.limit,
+        )
+    evidence = [
+        fact("blocks.largest", typical=largest, site=farthest.site, ratio=farthest.worst,
+             limit=farthest.worst_limit)
+    ]  # fmt: skip
     if against_truth:
         closest = max(against_truth, key=lambda unit: unit.share_used)
         evidence.append(
@@ -241,80 +239,61 @@ def within_rounding(
     estimated = any(result.estimated for unit in judged for result in unit.results)
     by_truth = bool(against_truth) and measured.floor is None
     truth_tells = sure and by_truth and not measured.partial and not estimated
+    # one side's arithmetic, where it is coarser in all blocks; and the blocks that stand out, where
+    # nothing but these differs at all
+    coarser = [standout for standout in standouts if standout.side is not None]
+    where = [fact("blocks.coarser", side=each.side, other=other_side(each.side), times=each.times)
+             for each in coarser[:1]]  # fmt: skip
+    named = {each.unit.results[0].block for each in standouts if each.side is None}
+    differing = dict.fromkeys(
+        site.block
+        for site in measured.sites
+        if site.pass_ == "anchored" and not site.identical and not is_codes(site.site)
+    )
+    if named and named >= differing.keys():
+        where.append(fact("blocks.only_in", places=list(differing)))
+    outlier = None
+    if coarser:
+        outlier = fact("blocks.farther_everywhere", side=coarser[0].side)
+    elif standouts:
+        place = standouts[0].unit.results[0].block or standouts[0].unit.site
+        outlier = fact("blocks.differs_more", place=place)
     # is a trusted run itself beyond the limits that it widens?
     widened = any(used > 1 for used in (measured.shown or {}).values())
     checks = [
         check("anchored", sure, fact("no_anchored_pass")),
         check("measured", not unmeasured, fact("blocks.not_kept")),
         check("truth", truth_tells, _no_truth(measured, by_truth, estimated), made=by_truth),
-        check("no_standout", not standouts, _what_stands_out(standouts)),
+        check("no_standout", not standouts, outlier),
         check("floor_trusted", not widened, fact("blocks.floor_beyond")),
     ]
     if measured.narrow:
-        checks.append(
-            check(
-                "escalated", escalation.complete, _no_escalation(measured, escalation), made=False
-            )
-        )  # fmt: skip
-    where = _where_made(measured, standouts)
-    healthy = truth_tells and not where
+        lacking = _no_escalation(measured, escalation)
+        checks.append(check("escalated", escalation.complete, lacking, made=False))
+    # what looks inside the first stand-out; what raises the confidence
+    advice = measured.advice
+    commands, block = advice.judged(), standouts[0].unit.results[0].block if standouts else None
+    commands += [] if block is None else advice.descent(block)
+    commands += next_commands(measured, None, escalation)
+    if measured.anchored and measured.truth is None and not commands:
+        commands += advice.judged() or advice.truth()
     return Finding(
         claim="within_rounding",
         kind="within_floor",
         headline=[fact("only_rounding", sure=sure), *where],
         rests_on=checks,
         only_rounds=only_rounds,
-        side="neither" if healthy else None,
+        side="neither" if truth_tells and not where else None,
         evidence=evidence,
-        commands=_next(measured, standouts, escalation),
+        commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
-
-
-def _where_made(measured: Measured, standouts: list[StandOut]) -> list[Fact]:
-    """One side's arithmetic, where it is coarser in all blocks; and the blocks that stand out,
-    where nothing but these differs at all."""
-    coarser = [
-        fact("blocks.coarser", side=standout.side, other=standout.other, times=standout.times)
-        for standout in standouts
-        if standout.side is not None
-    ][:1]
-    named = {standout.unit.results[0].block for standout in standouts if standout.side is None}
-    differing = dict.fromkeys(
-        site.block for site in measured.sites
-        if site.pass_ == "anchored" and not site.identical and not is_codes(site.site)
-    )  # fmt: skip
-    if named and named >= differing.keys():
-        coarser.append(fact("blocks.only_in", places=list(differing)))
-    return coarser
-
-
-def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[Command]:
-    """What looks inside the first stand-out; what raises the confidence."""
-    commands = measured.advice.judged()
-    block = standouts[0].unit.results[0].block if standouts else None
-    if block is not None:
-        commands += measured.advice.descent(block)
-    commands += next_commands(measured, None, escalation)
-    if measured.anchored and measured.truth is None and not commands:
-        commands += measured.advice.judged() or measured.advice.truth()
-    return [item for n, item in enumerate(commands) if item not in commands[:n]]
-
-
-def _what_stands_out(standouts: list[StandOut]) -> Fact | None:
-    sides = [standout.side for standout in standouts if standout.side is not None]
-    if sides:
-        return fact("blocks.farther_everywhere", side=sides[0])
-    blocks = [standout.unit.results[0].block or standout.unit.site for standout in standouts]
-    return fact("blocks.differs_more", place=blocks[0]) if blocks else None
 
 
 def _no_truth(measured: Measured, judged: bool, estimated: bool) -> Fact:
     if measured.floor is not None:
         return fact("blocks.error_of_one_side")
-    if estimated:
-        return fact("blocks.truth_of_full")
-    if judged and measured.partial:
-        return fact("blocks.truth_incomplete")
+    if estimated or (judged and measured.partial):
+        return fact("blocks.truth_of_full" if estimated else "blocks.truth_incomplete")
     beside = measured.advice.truth_beside
     return fact("blocks.no_truth") if beside is None else fact("blocks.truth_beside", path=beside)
 
@@ -327,27 +306,6 @@ def _no_escalation(measured: Measured, escalation: Escalation) -> Fact:
     if not measured.advice.escalate():
         return fact("blocks.no_float32_here", ranks=measured.advice.divided)
     return fact("blocks.no_float32")
-
-
-def _largest(judged: list[Unit]) -> Fact:
-    worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
-    token = max(judged, key=lambda unit: unit.worst)
-    typical = fact("blocks.typical_equal")
-    if worst.typical:
-        typical = fact(
-            "blocks.typical_largest",
-            site=worst.site,
-            phase=worst.phase,
-            ratio=worst.typical,
-            limit=worst.limit,
-        )
-    return fact(
-        "blocks.largest",
-        typical=typical,
-        site=token.site,
-        ratio=token.worst,
-        limit=token.worst_limit,
-    )
 
 
 _SEEN = 0.02
@@ -365,31 +323,18 @@ class StandOut:
     side: Side | None = None
 
     @property
-    def other(self) -> Side | None:
-        """The other side than ``side``."""
-        if self.side is None:
-            return None
-        return "reference" if self.side == "candidate" else "candidate"
-
-    @property
     def fact(self) -> Fact:
-        """What stands out, and by how much."""
         unit, block = self.unit, self.unit.results[0].block
         if self.side is not None:
             return fact(
-                "side_farther", standout=block, phase=unit.phase, side=self.side, other=self.other,
-                times=self.times, place=block,
+                "side_farther", standout=block, phase=unit.phase, side=self.side,
+                other=other_side(self.side), times=self.times, place=block,
             )  # fmt: skip
         rel_l2 = max(result.rel_l2 or 0.0 for result in unit.results)
         return fact(
             "stands_out", standout=block, site=unit.site, phase=unit.phase, times=self.times,
             rel_l2=rel_l2,
         )  # fmt: skip
-
-
-def evidence_of(standouts: Sequence[StandOut]) -> list[Fact]:
-    """The first three, for a verdict."""
-    return [standout.fact for standout in standouts[:3]]
 
 
 def find_standouts(
@@ -414,8 +359,6 @@ def find_standouts(
                 standouts.append(StandOut(unit, times))
         farther = None
         if not two_dtypes and any(unit.stats is not None for unit in family):
-            from divergence.analyses.blocks.sides import farther_side
-
             farther = farther_side(family, thresholds)
         if farther is not None:
             side, times = farther

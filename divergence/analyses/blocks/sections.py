@@ -3,29 +3,25 @@ also the largest errors first, figures, and what each block is made of."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from divergence.analyses.blocks.figures import maps, phase_curves
-from divergence.analyses.blocks.rows import (
-    Elision,
-    SiteRow,
-    badness,
-    elide,
-    escalated_ratios,
-    is_input,
-    main_pass,
-    phase_rows,
-    phases,
-    prompt_usage,
-    usage,
-    worst_places,
-    worst_rows,
-)
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
 from divergence.document import BlockPart, Column, Facts, Figures, Section, Sentence, Table
-from divergence.html.figures import Plot
+from divergence.html.figures import (
+    DECADES,
+    FLOORS,
+    LIMIT_SHARES,
+    HeatScale,
+    Plot,
+    PlotLine,
+    figure,
+    heat_map,
+)
 from divergence.html.parts import Element, details
 from divergence.html.sections import table
 from divergence.layout import (
@@ -38,6 +34,514 @@ from divergence.layout import (
     shape_text,
     times,
 )
+from divergence.run.site import BACKWARD, PHASES, of_parameter
+from divergence.words import grouped
+
+# Which rows a table of blocks has: a block or trunk site each, prefill and decode apart.
+#
+# A block's row shows the block's own output where that was recorded and its worst site otherwise,
+# at the sample and step where it is worst. The anchored pass is preferred, since its numbers were
+# made in the block; the free pass stands beside it.
+
+MAX_ROWS = 40
+NUM_AROUND = 4
+"""Healthy rows kept on either side of a flagged one, and at both ends."""
+
+
+class SiteRow(NamedTuple):
+    """One line of the table. ``main``: the pass that is judged, if it was recorded here."""
+
+    name: str
+    inner: bool
+    main: SiteResult | None
+    free: SiteResult | None
+    flagged: bool
+    onset: bool
+
+    @property
+    def site(self) -> str:
+        return self.worst.site
+
+    @property
+    def worst(self) -> SiteResult:
+        result = self.main or self.free
+        assert result is not None
+        return result
+
+
+class Elision(NamedTuple):
+    """Healthy rows that were left out, and the worst of them."""
+
+    num_rows: int
+    worst: SiteRow
+
+
+def phases(report: Report) -> list[str]:
+    """Those of PHASES that were compared, in order of execution."""
+    there = {site.phase for site in report.sites}
+    return [name for name in PHASES if name in there]
+
+
+def main_pass(sites: Iterable[SiteResult]) -> str:
+    """The pass that the table is about: anchored where there is one."""
+    return "anchored" if any(site.pass_ == "anchored" for site in sites) else "free"
+
+
+def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
+    """By site, the escalated pass's largest ratio over the float32 floor in this phase."""
+    ratios: dict[str, float] = {}
+    for site in report.sites:
+        if site.pass_ == "escalated" and site.phase == phase:
+            ratio = site.ratio if site.ratio is not None else 0.0
+            ratios[site.site] = max(ratio, ratios.get(site.site, 0.0))
+    return ratios
+
+
+def badness(site: SiteResult) -> tuple[bool, bool, float, float]:
+    """Sort key: non-finite values first, then what the judge flagged, then floor units."""
+    nonfinite = site.nonfinite is not None and site.nonfinite.total > 0
+    return (nonfinite, site.flagged, _rank(site.ratio), _rank(site.rel_l2))
+
+
+def _rank(value: float | None) -> float:
+    if value is None:
+        return -1.0
+    return math.inf if math.isnan(value) else value
+
+
+def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[SiteRow]:
+    """Rows of one phase in execution order; each site of its own with ``all_sites``."""
+    sites = [site for site in report.sites if site.phase == phase]
+    wanted = main_pass(sites)
+    onset = report.verdict.onset
+    if onset is not None and onset.phase != phase:
+        onset = None
+
+    hidden = {s.site for s in sites if s.pass_ == "escalated" and s.flagged}
+
+    def row(name: str, group: list[SiteResult], *, inner: bool, onset_here: bool) -> SiteRow:
+        free = [site for site in group if site.pass_ == "free"]
+        main = [site for site in group if site.pass_ == wanted]
+        return SiteRow(
+            name=name,
+            inner=inner,
+            main=max(main, key=badness, default=None),
+            free=max(free, key=badness, default=None) if wanted != "free" else None,
+            flagged=any(site.flagged or site.site in hidden for site in group),
+            onset=onset_here,
+        )
+
+    # the escalated pass has one column, not rows of its own
+    known = [site for site in sites if site.pass_ in (wanted, "free")]
+    # where several are equally bad, the earliest is shown
+    known.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
+    rows: list[SiteRow] = []
+    for name, group in _grouped(known, lambda s: s.site if all_sites else s.block or s.site):
+        own = [site for site in group if site.block is None or is_output(site)]
+        here = onset is not None and (
+            onset.site == name if all_sites else name in (onset.site, onset.block)
+        )
+        shown = row(name, group if all_sites else own or group, inner=False, onset_here=here)
+        if here and onset is not None and not all_sites:
+            # the block of the onset is opened: its parts in the order in which they ran
+            parts = [site for site in group if site.site != name + ":out"]
+            inner = dict(_grouped(parts, lambda s: s.site))
+            for site, part in inner.items():
+                if site != name:
+                    within = site.removeprefix(name).removeprefix(".")  # mlp:out
+                    rows.append(row(within, part, inner=True, onset_here=site == onset.site))
+            shown = shown._replace(onset=onset.site not in inner or onset.site == name)
+        bad = any(s.flagged or s.site in hidden for s in group)
+        rows.append(shown._replace(flagged=bad))
+    if all_sites:
+        return rows
+    # an input is another site's output; where nothing else was recorded it is all there is
+    telling = [row for row in rows if row.flagged or row.onset or not is_input(row.name)]
+    return telling or rows
+
+
+def worst_rows(report: Report) -> list[SiteRow]:
+    """One row a block or site, by the share of a limit that it uses; each is of the phase and shows
+    the forward that uses most. What is beyond a limit, or not finite, comes first."""
+    by_site: dict[str, SiteRow] = {}
+    onset = report.verdict.onset
+    for phase in phases(report):
+        sites = [site for site in report.sites if site.phase == phase]
+        wanted = main_pass(sites)
+        groups = _grouped(
+            [site for site in sites if site.pass_ == wanted or site.flagged],
+            lambda site: site.block or site.site,
+        )
+        for name, group in groups:
+            own = [site for site in group if site.block is None or is_output(site)]
+            site = max(own or group, key=_place)
+            flagged = any(result.flagged for result in group)
+            here = onset is not None and name in (onset.site, onset.block)
+            row = SiteRow(name, False, site, None, flagged, here)
+            if name not in by_site or _share(row) > _share(by_site[name]):
+                by_site[name] = row
+    rows = [row for row in by_site.values() if row.flagged or not is_input(row.name)]
+    return sorted(rows or by_site.values(), key=_share, reverse=True)
+
+
+def worst_places(rows: Sequence[SiteRow], *, exact: bool = False) -> list[str]:
+    """Where each is worst, and which were measured in the free pass although others were not.
+    ``exact``: one forward, also where all of them together use most of the limit."""
+    anchored = any(row.worst.pass_ == "anchored" for row in rows)
+    return [
+        _at(site, exact=exact)
+        + ", free pass" * (anchored and site.pass_ == "free" and site.role == "block")
+        for site in (row.worst for row in rows)
+    ]
+
+
+def _at(site: SiteResult, *, exact: bool) -> str:
+    """``prompt 2, token 7``; a share that all forwards together use is of no one forward."""
+    together = site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage
+    if of_parameter(site.site) or (together and not exact):
+        return "decode, all steps" if site.step else f"{site.phase}, all prompts"
+    sample, position = site.worst_sample, site.worst_position
+    if num_bad(site) and site.nonfinite is not None:
+        sample, position = site.nonfinite.sample, site.nonfinite.position
+    place = f"prompt {site.sample if sample is None else sample}"
+    if site.step:
+        return f"{place}, step {site.step}"
+    place += f", {site.phase}" if exact else ""
+    return place if position is None else f"{place}, token {position}"
+
+
+def num_bad(site: SiteResult) -> int:
+    return site.nonfinite.differ if site.nonfinite is not None else 0
+
+
+def _place(site: SiteResult) -> tuple[bool, bool, float, float]:
+    return num_bad(site) > 0, site.flagged, _rank(site.usage), _rank(site.rel_l2)
+
+
+def _share(row: SiteRow) -> tuple[bool, bool, float, float]:
+    bad, *_ = _place(row.worst)
+    return bad, row.flagged, _rank(row.worst.limit_usage), _rank(row.worst.rel_l2)
+
+
+def is_output(site: SiteResult) -> bool:
+    """Is it what a block, or its backward, hands on?"""
+    return site.site in (f"{site.block}:out", f"{site.block}{BACKWARD}:out")
+
+
+def is_input(name: str) -> bool:
+    """Is it a site of what enters a module?"""
+    _, colon, port = name.rpartition(":")
+    return bool(colon) and port.split(".")[0] == "in"
+
+
+def _grouped(
+    sites: list[SiteResult], key: Callable[[SiteResult], str]
+) -> list[tuple[str, list[SiteResult]]]:
+    """Sites by key, groups in order of their last execution: a block ends after its parts."""
+    groups = grouped(sites, key).items()
+    return sorted(groups, key=lambda item: (max(site.order for site in item[1]), item[0]))
+
+
+def elide(rows: list[SiteRow], *, max_rows: int = MAX_ROWS) -> list[SiteRow | Elision]:
+    """About ``max_rows`` rows at most; healthy ones far from anything flagged are counted."""
+    if len(rows) <= max_rows:
+        return list(rows)
+    marked = [i for i, row in enumerate(rows) if row.onset or row.flagged or row.inner]
+    kept = {*range(NUM_AROUND), *range(len(rows) - NUM_AROUND, len(rows)), *marked}
+    # the surroundings of the onset only: with many flagged rows theirs would be everything
+    for i in [i for i in marked if rows[i].onset] or marked[:1]:
+        kept.update(range(max(i - NUM_AROUND, 0), min(i + NUM_AROUND + 1, len(rows))))
+    shown: list[SiteRow | Elision] = []
+    gone: list[SiteRow] = []
+    for i, row in enumerate(rows):
+        if i not in kept:
+            gone.append(row)
+            continue
+        if gone:
+            shown.append(Elision(len(gone), max(gone, key=lambda r: badness(r.worst))))
+            gone = []
+        shown.append(row)
+    return shown
+
+
+def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
+    """(usage, prompt, site, its ratio), the largest usage first."""
+    wanted = main_pass(report.sites)
+    worst: dict[int, tuple[float, int, SiteResult, float]] = {}
+    for site in report.sites:
+        if site.pass_ != wanted or site.usage is None or site.ratio is None:
+            continue
+        if of_parameter(site.site):  # of all prompts together
+            continue
+        prompts = [(prompt.sample, prompt.usage, prompt.ratio) for prompt in site.prompts]
+        for sample, usage, ratio in prompts or [(site.sample, site.usage, site.ratio)]:
+            if sample not in worst or usage > worst[sample][0]:
+                worst[sample] = (usage, sample, site, ratio)
+    return sorted(worst.values(), key=lambda row: (-row[0], row[1]))
+
+
+def usage(row: SiteRow) -> float:
+    """By which rows are ordered; a nan is the largest."""
+    value = row.worst.limit_usage
+    value = row.worst.rel_l2 if value is None else value
+    return 0.0 if value is None else math.inf if math.isnan(value) else value
+
+
+# The error of each block as curves, and with a truth the distance of both sides from it.
+
+_PHASES = {
+    "prefill": "Prefill: the prompt", "backward": "Backward: gradients",
+    "optimizer": "Optimizer: updates",
+}  # fmt: skip
+
+
+def _key(site_name: str) -> str:
+    """A row's name on an axis: the number of a block, the module of what is outside them."""
+    module = site_name.rpartition(":")[0] or site_name
+    return module.rpartition(".")[2]
+
+
+def curves(report: Report) -> list[Plot]:
+    """Of the prefill and of decode; none where no block was measured."""
+    rows_of = {phase: phase_rows(report, phase) for phase in phases(report)}
+    return [plot for phase, rows in rows_of.items() for plot in phase_curves(report, phase, rows)]
+
+
+def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Plot]:
+    outputs = [row for row in rows if not row.inner and row.worst.rel_l2 is not None]
+    if not outputs:
+        return []
+    steps = len({s.step for s in report.sites if s.step})
+    what = _PHASES.get(phase) or f"Decode: {count(steps, 'step')}"
+    plots = [_error_plot(phase, what, outputs)]
+    if any(row.main is not None and row.main.truth is not None for row in outputs):
+        truths = [row.main.truth if row.main is not None else None for row in outputs]
+        a = [None if truth is None else truth.reference_error for truth in truths]
+        b = [None if truth is None else truth.candidate_error for truth in truths]
+        says = [
+            f"{row.name}: "
+            + (
+                "no truth here" if truth is None else
+                f"A {decimal(truth.reference_error)}, B {decimal(truth.candidate_error)} from the "
+                f"truth, B over A {times(truth.w_median)}"
+            )
+            for row, truth in zip(outputs, truths, strict=True)
+        ]  # fmt: skip
+        apart = [
+            (truth.w_median, row.name) for row, truth in zip(outputs, truths, strict=True) if truth
+        ]
+        most, where = max(apart, key=lambda item: max(item[0], 1 / item[0] if item[0] else 0.0))
+        told = f"B over A is {times(most)} at {where}, where they are most unlike"
+        flagged = [n for n, row in enumerate(outputs) if row.flagged]
+        legend = [("dot reference", "A"), ("dot candidate", "B")]
+        plots.append(Plot(
+            id=f"truth-{phase}", title=f"Distance from the truth. {what}", legend=legend,
+            described=f"Which side is wrong: {told}.",
+            label=f"Distance of both sides from the float64 truth, {what}: {told}.",
+            names=[_key(row.name) for row in outputs], onset=next(iter(flagged), None),
+            lines=[PlotLine(label="A", kind="reference", values=a),
+                   PlotLine(label="B", kind="candidate", values=b)],
+            says=says, blocks=[row.name for row in outputs],
+        ))  # fmt: skip
+    return plots
+
+
+def _typical(row: SiteRow, *, free: bool) -> float | None:
+    """The median token's error, or that of the whole tensor where tokens are not known apart."""
+    site = row.free if free else row.main
+    if site is None:
+        return None
+    return site.rel_l2 if site.token_rel_l2_median is None else site.token_rel_l2_median
+
+
+def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
+    anchored = any(row.main is not None and row.main.pass_ == "anchored" for row in rows)
+    kind = "anchored" if anchored else "free"
+    lines = [PlotLine(label=kind, kind=kind, values=[_typical(row, free=False) for row in rows])]
+    if any(row.free is not None for row in rows):
+        free = [_typical(row, free=True) for row in rows]
+        lines.append(PlotLine(label="free", kind="free", values=free))
+    floors = [row.worst.floor for row in rows]
+    limits = [
+        None if site.floor is None or site.limit is None else site.floor * site.limit
+        for site in (row.worst for row in rows)
+    ]
+    with_floor = any(floors)
+    flagged = [n for n, row in enumerate(rows) if row.flagged]
+    onset = next((n for n, row in enumerate(rows) if row.onset), None)
+    worst = max(rows, key=usage)
+    told = f"{count(len(flagged), 'block') if flagged else 'none'} beyond the limit"
+    legend = [(f"line {kind}", "made in this block" if anchored else "error at this block")]
+    legend += [("line free", "on its own values")] if len(lines) > 1 else []
+    if with_floor:
+        legend += [("band floor", "one rounding floor"), ("band limit", "up to the limit")]
+    legend += [("dot flagged", "beyond the limit")] if flagged else []
+    return Plot(
+        id=f"error-{phase}", title=f"Difference between A and B. {what}", legend=legend,
+        described=f"Relative L2 of the typical token, worst forward; {told}.",
+        label=f"Error of {count(len(rows), 'block')} on a logarithmic axis, {what}: {told}. "
+        f"The largest: {_says(worst)}.",
+        names=[_key(row.name) for row in rows], lines=lines, flagged=flagged, onset=onset,
+        band=(floors, limits) if with_floor else None,
+        says=[_says(row) for row in rows], blocks=[row.name for row in rows],
+    )  # fmt: skip
+
+
+def _says(row: SiteRow) -> str:
+    """A block in one sentence, for the cursor and for who does not see the picture."""
+    site = row.worst
+    parts = ["equal bits" if site.identical else f"error {decimal(site.rel_l2)}"]
+    if site.ratio is not None and not site.identical:
+        limit = "" if site.limit is None else f" (limit {times(site.limit)})"
+        parts.append(f"{times(site.ratio)} the rounding floor{limit}")
+    if row.free is not None:
+        parts.append(f"on its own values {decimal(row.free.rel_l2)}")
+    if row.flagged:
+        parts.append("beyond its limit")
+    return f"{row.name}: {', '.join(parts)}"
+
+
+# Maps of colour: which blocks err in which steps, in which prompts, at which tokens.
+
+_MOST = 128
+"""Rows and columns of a map; of more, neighbours share one, and the worst of them is shown."""
+
+Cells = dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Map:
+    id: str
+    title: str
+    column: str
+    """What a column is: ``step``, ``prompt``, ``token``."""
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: list[list[float | None]]
+    scale: HeatScale
+
+    def figure(self) -> Element:
+        known = [
+            (value, row, column)
+            for row, line in zip(self.rows, self.values, strict=True)
+            for column, value in zip(self.columns, line, strict=True)
+            if value is not None
+        ]
+        value, row, column = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
+        told = f"The largest is {float(f'{value:.2g}'):g} {self.scale.unit}, at {row}, "
+        told += f"{self.column} {column}"
+        if self.scale is LIMIT_SHARES:
+            beyond = sum(item[0] > 100 or not math.isfinite(item[0]) for item in known)
+            told += f"; {count(beyond, 'cell')} of {len(known):,} beyond the limit"
+        classes = (f"cell {kind}" for kind in self.scale.classes())
+        legend = list(zip(classes, self.scale.names, strict=True))
+        if any(not math.isfinite(item[0]) for item in known):
+            legend.append(("cell broken", "nan, inf"))
+        picture = heat_map(
+            [row.removesuffix(":out").rpartition(".")[2] for row in self.rows], self.columns,
+            self.values, scale=self.scale, label=f"{self.title}. {told}.",
+            row_height=max(3.0, min(16.0, 300 / len(self.rows))),
+        )  # fmt: skip
+        return figure(self.id, self.title, picture, described=f"{told}.", legend=legend,
+                      wide=self.column == "token")  # fmt: skip
+
+    def data(self) -> dict[str, object]:
+        """For the script; two digits are what is said of a cell."""
+
+        def rounded(value: float) -> float | str:
+            return float(f"{value:.2g}") if math.isfinite(value) else f"{value:g}"
+
+        return {
+            "kind": "heat", "rows": self.rows, "columns": self.columns, "column": self.column,
+            "unit": self.scale.unit, "blocks": self.rows,
+            "values": [[None if v is None else rounded(v) for v in row] for row in self.values],
+        }  # fmt: skip
+
+
+def maps(report: Report, background: Background) -> list[_Map]:
+    """Blocks by steps, by prompts and by tokens, where there are several."""
+    wanted = main_pass(report.sites)
+    sites = [s for s in report.sites if s.pass_ == wanted and _is_row(s)]
+    sites.sort(key=lambda site: (site.order, site.site))
+    rows = list(dict.fromkeys(site.block or site.site for site in sites))
+    scale = LIMIT_SHARES if any(site.usage is not None for site in sites) else DECADES
+    by_step: Cells = {}
+    by_prompt: Cells = {}
+    for site in sites:
+        value = site.rel_l2
+        if scale is LIMIT_SHARES:
+            value = None if site.usage is None else 100 * site.usage
+        if site.nonfinite is not None and site.nonfinite.differ:
+            value = math.nan
+        if value is None:
+            continue
+        row = site.block or site.site
+        _keep_worst(by_step, (row, site.step), value)
+        prompts = site.prompts if scale is LIMIT_SHARES else []
+        members = [(prompt.sample, 100 * prompt.usage) for prompt in prompts]
+        for sample, used in members or [(site.sample, value)]:
+            _keep_worst(by_prompt, (row, sample), used)
+    grids = []
+    for id, column, cells in (("steps", "step", by_step), ("prompts", "prompt", by_prompt)):
+        columns = sorted({number for _, number in cells})
+        if len(columns) > 1:
+            values = [[cells.get((row, number)) for number in columns] for row in rows]
+            grids.append(_Map(
+                id=f"map-{id}", title=f"Blocks × {id}", column=column, rows=rows,
+                columns=[str(number) for number in columns], values=values, scale=scale,
+            ))  # fmt: skip
+    positions = background.positions
+    if positions is not None and positions.blocks:
+        grids.append(_Map(
+            id="map-tokens", title=f"Blocks × tokens of prompt {positions.sample}", column="token",
+            rows=positions.blocks, columns=positions.tokens, values=positions.floors, scale=FLOORS,
+        ))  # fmt: skip
+    return [_thinned(grid) for grid in grids]
+
+
+def _is_row(site: SiteResult) -> bool:
+    """A block's own output, or that of a module outside all blocks."""
+    own = site.block is None or site.site == f"{site.block}:out"
+    return own and not is_input(site.site)
+
+
+def _keep_worst(cells: Cells, at: tuple[str, int], value: float) -> None:
+    before = cells.get(at)
+    if before is None or value > before or math.isnan(value):
+        cells[at] = value
+
+
+def _thinned(grid: _Map) -> _Map:
+    """At most so many rows and columns, by the worst of neighbours."""
+    tall, wide = (1 + (len(names) - 1) // _MOST for names in (grid.rows, grid.columns))
+    if tall == wide == 1:
+        return grid
+    values = [
+        [
+            _worst(value for row in grid.values[y : y + tall] for value in row[x : x + wide])
+            for x in range(0, len(grid.columns), wide)
+        ]
+        for y in range(0, len(grid.rows), tall)
+    ]
+    return replace(
+        grid, values=values, rows=_named(grid.rows, tall), columns=_named(grid.columns, wide)
+    )
+
+
+def _worst(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    broken = next((value for value in known if not math.isfinite(value)), None)
+    return broken if broken is not None else max(known, default=None)
+
+
+def _named(names: Sequence[str], step: int) -> list[str]:
+    if step == 1:
+        return list(names)
+    groups = (names[n : n + step] for n in range(0, len(names), step))
+    return [f"{group[0]} to {group[-1]}" if len(group) > 1 else group[0] for group in groups]
+
+
+# The sections.
 
 _MAX_PROMPTS = 12
 _MAX_NONFINITE = 5
@@ -65,7 +569,6 @@ def sections(
 
 
 def _prompts(report: Report, *, every: bool = False) -> Table | None:
-    """One row a prompt, in the order of how much they use of their limits."""
     rows = prompt_usage(report)
     if len(rows) < 2:
         return None
@@ -127,7 +630,6 @@ _LEGEND = {
 
 
 def _tables(report: Report, *, every: bool) -> list[Section]:
-    """Each phase under its heading."""
     made = []
     titles: set[str] = set()
     for phase in phases(report):
@@ -206,7 +708,6 @@ def _phase_table(
 
 
 def _estimated(rows: list[SiteRow]) -> str:
-    """How well the rows are known that were estimated."""
     known = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
     errors = [estimate.relative_error for estimate in known if estimate.relative_error is not None]
     if not known:
@@ -228,10 +729,9 @@ def _page(report: Report, background: Background) -> list[Section]:
     plots: list[Plot] = []
     tables: list[Element] = []
     rows_of = {phase: phase_rows(report, phase) for phase in phases(report)}
-    for phase, every in rows_of.items():
-        rows = [row for row in every if not row.inner]
+    for phase, rows in rows_of.items():
         plots += phase_curves(report, phase, rows)
-        shown = elide(rows, max_rows=_MOST_ROWS)
+        shown = elide([row for row in rows if not row.inner], max_rows=_MOST_ROWS)
         gone = sum(row.num_rows for row in shown if isinstance(row, Elision))
         note = f"{count(gone, 'healthy row')} left out." if gone else ""
         kept = [row for row in shown if not isinstance(row, Elision)]
@@ -239,10 +739,20 @@ def _page(report: Report, background: Background) -> list[Section]:
     pictures = maps(report, background)
     parts = block_parts(report)
     equal = all(site.identical for site in report.sites)
-    placed = report.verdict.onset is not None
+    onset = report.verdict.onset
+    lead = "There is none: all bits are equal."
+    if main_pass(report.sites) == "anchored" and not equal:
+        lead = "Each block of B was given the input that A recorded, so an error at its output was "
+        lead += "made in that block and not inherited. The shaded band is what rounding explains."
+    elif not equal:
+        lead = "Each run went its own way, so a block also carries the errors of those before it. "
+        lead += "The shaded band is what rounding in one block explains."
+    every = [row for rows in rows_of.values() for row in rows if not row.inner]
+    worst = max(every, key=usage, default=None)
+    chosen = (onset.block or onset.site) if onset is not None else worst and worst.name
     return [Section(
-        id="blocks", lead=_lead(report, equal=equal),
-        heading="Where the error is made" if placed else "The error of each block",
+        id="blocks", lead=lead,
+        heading="The error of each block" if onset is None else "Where the error is made",
         body=[
             None if equal else _worst_table(report),
             Figures(plots, choose=True),
@@ -251,22 +761,8 @@ def _page(report: Report, background: Background) -> list[Section]:
             _nonfinite(report),
             details(f"All {count(len(parts), 'row')} as a table", *tables),
         ],
-        parts=parts, chosen=_chosen(report, rows_of.values()),
+        parts=parts, chosen=chosen,
     )]  # fmt: skip
-
-
-def _lead(report: Report, *, equal: bool) -> str:
-    if equal:
-        return "There is none: all bits are equal."
-    if main_pass(report.sites) == "anchored":
-        return (
-            "Each block of B was given the input that A recorded, so an error at its output was "
-            "made in that block and not inherited. The shaded band is what rounding explains."
-        )
-    return (
-        "Each run went its own way, so a block also carries the errors of those before it. The "
-        "shaded band is what rounding in one block explains."
-    )
 
 
 def rows_table(rows: Sequence[SiteRow], caption: str, *, note: str = "") -> Table:
@@ -288,20 +784,10 @@ def rows_table(rows: Sequence[SiteRow], caption: str, *, note: str = "") -> Tabl
 
 
 def _worst_table(report: Report) -> Table:
-    """The rows that use most of their limits, as the terminal's first screen has them."""
     every = worst_rows(report)
     rows = [row for row in every if not row.worst.identical] or every
     num = min(_WORST, len(rows))
     return rows_table(rows[:_WORST], f"The {num} largest" if num > 1 else "The largest")
-
-
-def _chosen(report: Report, rows_of: Iterable[list[SiteRow]]) -> str | None:
-    onset = report.verdict.onset
-    if onset is not None:
-        return onset.block or onset.site
-    rows = [row for every in rows_of for row in every if not row.inner]
-    worst = max(rows, key=usage, default=None)
-    return None if worst is None else worst.name
 
 
 def block_parts(report: Report) -> list[BlockPart]:
@@ -314,91 +800,66 @@ def block_parts(report: Report) -> list[BlockPart]:
     num_modules = sum(map(len, blocks.values()))
     most = max(4, _MOST_MODULES // max(1, len(blocks))) if num_modules > _MOST_MODULES else None
     onset = report.verdict.onset
-    return [_part(name, sites, most, onset.site if onset else None)
-            for name, sites in sorted(blocks.items(), key=_last_run)]  # fmt: skip
-
-
-def _last_run(item: tuple[str, dict[str, list[SiteResult]]]) -> tuple[int, str]:
-    """A block ends after its parts."""
-    name, sites = item
-    return max(site.order for group in sites.values() for site in group), name
+    last = {  # a block ends after its parts
+        name: max(site.order for group in sites.values() for site in group)
+        for name, sites in blocks.items()
+    }
+    return [_part(name, blocks[name], most, onset.site if onset else None)
+            for name in sorted(blocks, key=lambda name: (last[name], name))]  # fmt: skip
 
 
 def _part(
-    name: str, sites: dict[str, list[SiteResult]], most: int | None, onset: str | None
+    block: str, sites: dict[str, list[SiteResult]], most: int | None, onset: str | None
 ) -> BlockPart:
-    worst = {site: max(group, key=_rank) for site, group in sites.items()}
+    worst = {site: max(group, key=_pass_rank) for site, group in sites.items()}
     shown = [site for site, result in worst.items() if not result.identical or site == onset]
     shown = shown or [site for site in worst if not is_input(site)]
     if most is not None and len(shown) > most:
-        kept = set(sorted(shown, key=lambda site: _rank(worst[site]), reverse=True)[:most])
+        kept = set(sorted(shown, key=lambda site: _pass_rank(worst[site]), reverse=True)[:most])
         shown = [site for site in shown if site in kept]
     equal = sum(result.identical for site, result in worst.items() if site not in shown)
     left = len(worst) - len(shown) - equal
     notes = [f"{count(equal, 'more site')} with equal bits."] if equal else []
     notes += [f"{count(left, 'more site')} in the JSON."] if left else []
-    own = worst.get(f"{name}:out") or max(worst.values(), key=_rank)
-    return BlockPart(
-        block=name, facts=_facts(own, sites.values()),
-        tables=[
-            _modules_table(name, [worst[site] for site in shown], sites, onset, " ".join(notes))
-        ],
-    )  # fmt: skip
-
-
-def _modules_table(
-    block: str, results: list[SiteResult], sites: dict[str, list[SiteResult]], onset: str | None,
-    note: str,
-) -> Table:  # fmt: skip
-    flagged = {site for site, group in sites.items() if any(forward.flagged for forward in group)}
-    return Table(
-        caption="Modules, the worst forward of each", num_left=3, names=True, note=note,
+    own = worst.get(f"{block}:out") or max(worst.values(), key=_pass_rank)
+    dtypes = (own.reference_dtype, own.candidate_dtype)
+    known, truth = None not in (own.ratio, own.limit), own.truth
+    where = [None if place is None or own.identical else str(place)
+             for place in (own.worst_position, own.worst_channel)]  # fmt: skip
+    facts: list[tuple[str, str | None]] = [
+        ("class", own.kind or "-"),
+        ("dtype", " / ".join(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))),
+        ("relative L2", "equal bits" if own.identical else decimal(own.rel_l2)),
+        ("rounding floor", None if own.floor is None else decimal(own.floor)),
+        ("× floor, limit", f"{times(own.ratio)}, {times(own.limit)}" if known else None),
+        ("from the truth, A", None if truth is None else decimal(truth.reference_error)),
+        ("from the truth, B", None if truth is None else decimal(truth.candidate_error)),
+        ("worst token", where[0]),
+        ("worst feature", where[1]),
+    ]
+    beyond = {site: sum(each.flagged for each in group) for site, group in sites.items()}
+    if any(beyond.values()):
+        facts.append(("results beyond a limit", str(sum(beyond.values()))))
+    modules = Table(
+        caption="Modules, the worst forward of each", num_left=3, names=True, note=" ".join(notes),
         sparse=True,
         columns=("module", "class", Column("shape", shape_text), "relative L2",
                  Column("× floor", times), Column("worst token", times),
                  Column("1 − cosine", decimal), Column("max |a−b|", decimal),
                  Column("B over A", times)),
         rows=[
-            (site.site.removeprefix(block).removeprefix(".") or site.site, site.kind, site.shape,
+            (name.removeprefix(block).removeprefix(".") or name, site.kind, site.shape,
              "equal" if site.identical else decimal(site.rel_l2), site.ratio, site.ratio_max,
              site.one_minus_cosine, site.max_abs, site.truth and site.truth.w_median)
-            for site in results
+            for name in shown for site in [worst[name]]
         ],
-        marks=["onset" if shown.site == onset else "flagged" if shown.site in flagged else ""
-               for shown in results],
+        marks=["onset" if site == onset else "flagged" if beyond[site] else "" for site in shown],
     )  # fmt: skip
+    told = [(name, text) for name, text in facts if text is not None]
+    return BlockPart(block=block, facts=told, tables=[modules])
 
 
-def _rank(site: SiteResult) -> tuple[bool, bool, bool, float, float]:
+def _pass_rank(site: SiteResult) -> tuple[bool, bool, bool, float, float]:
     """The pass that is judged comes before the free one."""
     nonfinite, flagged, ratio, rel_l2 = badness(site)
     return site.pass_ != "free", nonfinite, flagged, ratio, rel_l2
-
-
-def _facts(site: SiteResult, groups: Iterable[list[SiteResult]]) -> list[tuple[str, str]]:
-    facts = [
-        ("class", site.kind or "-"),
-        ("dtype", _both(site.reference_dtype, site.candidate_dtype)),
-    ]
-    facts.append(("relative L2", "equal bits" if site.identical else decimal(site.rel_l2)))
-    if site.floor is not None:
-        facts.append(("rounding floor", decimal(site.floor)))
-    if site.ratio is not None and site.limit is not None:
-        facts.append(("× floor, limit", f"{times(site.ratio)}, {times(site.limit)}"))
-    if site.truth is not None:
-        truth = site.truth
-        facts.append(("from the truth, A", decimal(truth.reference_error)))
-        facts.append(("from the truth, B", decimal(truth.candidate_error)))
-    if site.worst_position is not None and not site.identical:
-        facts.append(("worst token", str(site.worst_position)))
-    if site.worst_channel is not None and not site.identical:
-        facts.append(("worst feature", str(site.worst_channel)))
-    flagged = sum(result.flagged for group in groups for result in group)
-    if flagged:
-        facts.append(("results beyond a limit", str(flagged)))
-    return facts
-
-
-def _both(reference: str, candidate: str) -> str:
-    reference, candidate = reference.removeprefix("torch."), candidate.removeprefix("torch.")
-    return reference if reference == candidate else f"{reference} / {candidate}"

@@ -202,7 +202,6 @@ def _excused(x: Floats, usual: Floats) -> Floats:
 
 
 def of_place(stats: TruthStats, place: PromptStep) -> SiteResult:
-    """The result of that forward."""
     return stats.forwards[place].result
 
 
@@ -228,21 +227,39 @@ def questions(
         channel = _farthest(judged.channels, member)
         blame = _blame_of(judged.channels, member, channel, "channel", mine.first, widened)
         blames.append(replace(blame, channel=channel))
-    blames += _gains_of(judged, member, widened)
-    return _narrowed(blames, judged, member, thresholds)
-
-
-def _narrowed(
-    blames: list[Blame], judged: JudgedFamily, member: int, thresholds: Thresholds
-) -> list[Blame]:
-    """Without what holds of all rows together where something narrower explains it: a forward, a
-    token or a channel where the median row is off by less than half as much, or a scale error where
-    the whole is off by little more than rounding."""
+    # the scale error that stands out most
+    mine = judged.stats[member]
+    assert mine.first is not None
+    scaled: list[Blame] = []
+    for gains in judged.gains:
+        table = gains.table
+        # siblings that are off make no healthy one odd
+        apart = np.fmin(np.abs(table.x[member] - table.control[member]), np.abs(table.x[member]))
+        with np.errstate(all="ignore"):
+            usage = np.nan_to_num(apart / table.reach[member], posinf=0.0)
+        column = int(usage.argmax())
+        if usage[column] == 0:
+            continue
+        place = gains.places[column]
+        own = gains.sides[:, member, column]
+        usual = np.nanmedian(gains.sides[:, :, column], axis=1)
+        number = int(np.abs(own - usual).argmax())
+        at = mine.first if place is None else of_place(mine, place)
+        scaled.append(
+            Blame(SIDES[number], "gain", float(usage[column]) * gains.limit, 1.0,
+                  gains.limit * widened, at, place=place, scaled=gains.of,
+                  factor=1 + float(own[number]))
+        )  # fmt: skip
+    blames += sorted(scaled, key=lambda blame: -blame.limit_usage)[:1]
+    # what holds of all rows together goes where something narrower explains it: a forward, a token
+    # or a channel where the median row is off by less than half as much, or a scale error where the
+    # whole is off by little more than rounding
     typical = blames[0]
     beyond = {blame.why for blame in blames[1:] if blame.limit_usage > 1}
     control = float(judged.sites.control[member, 0])
-    whole, median = (abs(x - control) for x in (float(judged.sites.x[member, 0]),
-                                                judged.typical[member]))  # fmt: skip
+    whole, median = (
+        abs(x - control) for x in (float(judged.sites.x[member, 0]), judged.typical[member])
+    )
     narrower = median < whole / 2 and beyond & {"forward", "token", "sink", "channel"}
     slight = typical.value / typical.control < thresholds.truth_systematic and "gain" in beyond
     return blames[1:] if narrower or slight else blames
@@ -290,7 +307,6 @@ def _farthest(table: JudgedTable, member: int) -> int:
 
 
 def _rows_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
-    """The row that stands out most."""
     if judged.rows is None:
         return []
     top = _farthest(judged.rows, member)
@@ -317,8 +333,7 @@ def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[Prom
 
 
 def _is_of_storing(stats: TruthStats, side: Side, channel: int, thresholds: Thresholds) -> bool:
-    """Is a channel's error no more than what storing its values makes? One that is large in all
-    blocks has the residual stream's rounding, which a side that keeps it wider has not."""
+    """Is a channel's error no more than storing makes, as of one that is large in all blocks?"""
     assert stats.first is not None and stats.channels is not None
     dtypes = stats.first.reference_dtype, stats.first.candidate_dtype
     roundoff = max(format_named(dtype).unit_roundoff for dtype in dtypes)
@@ -381,7 +396,14 @@ def _visible_sizes(
     middle = np.median if routed else np.mean
 
     def size(table: JudgedTable, energy: Floats, least: float | Floats) -> Floats:
-        return _sizes_seen(table, member, energy, least, unit.widened)
+        control, reach = table.control[member], table.reach[member] + math.log(unit.widened)
+        stands_out = np.maximum(control + reach, reach / 2)
+        with np.errstate(all="ignore"):
+            grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(
+                2 * np.minimum(control, 300.0)
+            )
+            size = np.sqrt((energy + np.square(least)) * grown)
+            return np.where(stands_out < 300.0, size, math.inf)
 
     energy = stats.rows.only(judged.errors.key).energy[0]
     whole = np.array([middle(stats.rows.energy[0])])
@@ -407,19 +429,6 @@ def _middle(sizes: Floats) -> float:
     return float(np.nanmedian(sizes))
 
 
-def _sizes_seen(
-    table: JudgedTable, member: int, energy: Floats, least: float | Floats, widened: float
-) -> Floats:
-    """Of each column f² = (e² + least²) (exp 2x - exp 2x0), x where it stands out, x0 where it is.
-    Infinite where so few numbers convict nothing."""
-    control, reach = table.control[member], table.reach[member] + math.log(widened)
-    stands_out = np.maximum(control + reach, reach / 2)
-    with np.errstate(all="ignore"):
-        grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(2 * np.minimum(control, 300.0))
-        size = np.sqrt((energy + np.square(least)) * grown)
-        return np.where(stands_out < 300.0, size, math.inf)
-
-
 def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
     """Added to both errors, in floor units: two tiny errors make no large ratio."""
     if not family:
@@ -434,8 +443,7 @@ def _judge_channels(
     usual: Sequence[float] | None,
     thresholds: Thresholds,
 ) -> JudgedTable | None:
-    """Each channel over all rows. ``usual``: of a site without siblings, the log W that is held
-    against it."""
+    """Each channel over all rows. ``usual``: log W that a site without siblings is held against."""
     channels = [each.channels for each in family if each.channels is not None]
     if len({each.energy.shape for each in channels}) != 1 or len(channels) < len(family):
         return None
@@ -485,33 +493,6 @@ def _judge_gains(
             yield JudgedGains(of, table, limits[level], columns, sides)
 
 
-def _gains_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
-    """The scale error that stands out most."""
-    mine = judged.stats[member]
-    assert mine.first is not None
-    blames: list[Blame] = []
-    for gains in judged.gains:
-        table = gains.table
-        # siblings that are off make no healthy one odd
-        apart = np.fmin(np.abs(table.x[member] - table.control[member]), np.abs(table.x[member]))
-        with np.errstate(all="ignore"):
-            usage = np.nan_to_num(apart / table.reach[member], posinf=0.0)
-        column = int(usage.argmax())
-        if usage[column] == 0:
-            continue
-        place = gains.places[column]
-        own = gains.sides[:, member, column]
-        usual = np.nanmedian(gains.sides[:, :, column], axis=1)
-        number = int(np.abs(own - usual).argmax())
-        at = mine.first if place is None else of_place(mine, place)
-        blames.append(
-            Blame(SIDES[number], "gain", float(usage[column]) * gains.limit, 1.0,
-                  gains.limit * widened, at, place=place, scaled=gains.of,
-                  factor=1 + float(own[number]))
-        )  # fmt: skip
-    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
-
-
 # Sides: which side of a unit is wrong, by the truth.
 #
 # Each side's own error is held against the siblings' (blocks.sides). A difference of the two sides
@@ -536,7 +517,17 @@ def blame_units(
         unit.stats = samples.once(stats_of)
         if unit.stats is not None:
             judged.append(unit)
-    _name_sides([unit for unit in judged if unit.pass_ == "free"], routed, thresholds)
+    # of a free pass a floor tells which side is wrong where the two differ by more than rounding:
+    # it neither excuses a difference there nor finds another, since inputs were not equal
+    free = [unit for unit in judged if unit.pass_ == "free"]
+    limits = _limits([free])
+    for unit in free:
+        if unit.why is not None and unit.stats is not None and unit.results[0].block not in routed:
+            alone = judge_family([unit.stats], limits, False, thresholds, BlocksBeside())
+            answers = questions(alone, 0, routed=False, widened=unit.widened, thresholds=thresholds)
+            unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
+    for unit in free:
+        unit.stats = None  # what else is asked of them takes equal inputs
     judged = [unit for unit in judged if unit.pass_ != "free"]
     families = families_of(judged)
     limits = _limits(families)
@@ -550,7 +541,21 @@ def blame_units(
     for family in families:
         if len(family) >= 3 and block_outputs(family):
             judge_together(family)
-    blocks_beside = _blocks_beside(judged)
+    # by pass and phase, the median W of the blocks, and of each forward
+    sites: dict[tuple[str, str], list[float]] = {}
+    forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
+    for unit in block_outputs(judged):
+        assert unit.stats is not None
+        kind = unit.pass_, unit.phase
+        least = LEAST_LONE if unit.judged is None else unit.judged[0].least
+        sites.setdefault(kind, []).append(log_ratio(unit.stats.typical, least) or 0.0)
+        by_place = {at: log_ratio(f.typical, least) for at, f in unit.stats.forwards.items()}
+        forwards.setdefault(kind, []).extend((at, x) for at, x in by_place.items() if x is not None)
+    blocks_beside = {
+        kind: BlocksBeside(statistics.median(values), medians(forwards[kind]))
+        for kind, values in sites.items()
+        if len(values) >= 3
+    }
     excused: list[Unit] = []
     for family in families:
         is_routed = any(unit.results[0].block in routed for unit in family)
@@ -614,13 +619,11 @@ def blame_units(
 
 
 def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
-    """Of units that were judged against the truth: each has them."""
     return [unit.stats for unit in units if unit.stats is not None]
 
 
 def _beside_truth(unit: Unit, routed: bool) -> Why | None:
-    """By which limit a unit is beyond rounding in forwards that the truth does not hold: it excuses
-    nothing there."""
+    """By which limit a unit is beyond rounding in forwards that the truth does not hold."""
     rest = [result for result in unit.results if result.truth is None and result.ratio is not None]
     if not rest:
         return None
@@ -650,26 +653,13 @@ def _beside_floor(unit: Unit, suspected: set[PromptStep]) -> Why | None:
                 look.usage = max(look.usage, look.between)
         return "forward" if unsure else None
     far = {
-        (result.sample, result.step) for result in unit.results
+        (result.sample, result.step)
+        for result in unit.results
         if max(result.ratio_max or 0.0, result.ratio_sink or 0.0) > unit.worst_limit
-    }  # fmt: skip
+    }
     alike = all(forward.alike[1] for forward in forwards.values()
                 if (forward.result.sample, forward.result.step) in far)  # fmt: skip
     return None if alike else "sink" if unit.why == "sink" else "token"
-
-
-def _name_sides(units: list[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
-    """Of a free pass a floor tells which side is wrong where the two differ by more than rounding;
-    it neither excuses a difference there nor finds another: inputs were not equal."""
-    limits = _limits([units])
-    for unit in units:
-        if unit.why is None or unit.stats is None or unit.results[0].block in routed:
-            continue
-        judged = judge_family([unit.stats], limits, False, thresholds, BlocksBeside())
-        answers = questions(judged, 0, routed=False, widened=unit.widened, thresholds=thresholds)
-        unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
-    for unit in units:
-        unit.stats = None  # what else is asked of them takes equal inputs
 
 
 def _no_measure(unit: Unit) -> bool:
@@ -741,20 +731,6 @@ def _side(x: float) -> Side:
     return "candidate" if x > 0 else "reference"
 
 
-def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> tuple[Side, float] | None:
-    """(side, times): the side that is so many times as far from the truth as the other in all of a
-    kind, by their median, and by more than other kernels and chance make; None where there is none,
-    or not all were judged."""
-    judged = [unit.judged for unit in family if unit.judged is not None]
-    if len(judged) < max(3, len(family)):
-        return None
-    together = judged[0][0]
-    limit = math.log(thresholds.truth_standout * max(unit.widened for unit in family))
-    if abs(together.usual) <= limit + together.usual_reach:
-        return None
-    return _side(together.usual), math.exp(min(abs(together.usual), 700.0))
-
-
 def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
     """What all of one kind have in common in one forward, then in one row or one channel, blames
     those of them that are not blamed for more."""
@@ -775,21 +751,3 @@ def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
             if unit.why is None:
                 unit.blame, unit.why = blame, blame.why
                 unit.limit_usage = max(unit.limit_usage, used)
-
-
-def _blocks_beside(units: list[Unit]) -> dict[tuple[str, str], BlocksBeside]:
-    """By pass and phase, the median W of the blocks' outputs, and of each forward."""
-    sites: dict[tuple[str, str], list[float]] = {}
-    forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
-    for unit in block_outputs(units):
-        assert unit.stats is not None
-        kind = unit.pass_, unit.phase
-        least = LEAST_LONE if unit.judged is None else unit.judged[0].least
-        sites.setdefault(kind, []).append(log_ratio(unit.stats.typical, least) or 0.0)
-        by_place = {at: log_ratio(f.typical, least) for at, f in unit.stats.forwards.items()}
-        forwards.setdefault(kind, []).extend((at, x) for at, x in by_place.items() if x is not None)
-    return {
-        kind: BlocksBeside(statistics.median(values), medians(forwards[kind]))
-        for kind, values in sites.items()
-        if len(values) >= 3
-    }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from divergence.analyses.blocks.units import Unit
     from divergence.comparison.analysis import Measured
     from divergence.comparison.judge import Floats
-    from divergence.run.manifest import Manifest, ParameterNote
+    from divergence.run.manifest import ParameterNote
 
 _MOST_NUMBERS = 1 << 23
 """Of a larger site the first rows are looked at: 200 MB."""
@@ -69,7 +69,6 @@ class OnsetRows:
     parameters: Mapping[str, ParameterNote]
 
     def rows(self, kept: np.ndarray) -> OnsetRows:
-        """Some of its rows."""
         changes = {
             name: values[kept]
             for name in ("a", "d", "base", "prompt", "position", "beyond", "tokens")
@@ -122,7 +121,6 @@ def _column(x: OnsetRows) -> tuple[float, Fact] | None:
 
 
 def _head(x: OnsetRows) -> tuple[float, Fact] | None:
-    """One head's channels."""
     if x.heads is None or x.heads < 2 or x.d.shape[1] % x.heads:
         return None
     share, head = _largest_part(x, x.heads)
@@ -215,8 +213,7 @@ PLACES: tuple[Structure, ...] = (_token_id, _growing, _beginning)
 def layer_type_of(
     measured: Measured, units: Sequence[Unit], flagged: Sequence[Unit]
 ) -> Fact | None:
-    """That the blocks beyond their limit are those of one type of layer, or every second one, and
-    no other is."""
+    """That the blocks beyond their limit are those of one type of layer, or every second one."""
     blocks = {unit.results[0].block for unit in units} - {None}
     off = {unit.results[0].block for unit in flagged} - {None}
     numbers = {block: block.rpartition(".")[2] for block in blocks if block is not None}
@@ -245,18 +242,13 @@ def _of_multiple(d: Floats, a: Floats) -> tuple[float, float]:
     return along**2 / (_square(d) * _square(a)), along / _square(a)
 
 
-def _weighed(x: OnsetRows) -> Floats:
-    """Squared differences over what rounding moves a number of that channel by."""
-    usual = np.sqrt(np.square(x.a).mean(0))
-    least = float(np.median(usual)) or 1.0
-    weighed: Floats = np.square(x.d / np.maximum(usual, least))
-    return weighed
-
-
 def _largest_part(x: OnsetRows, count: int) -> tuple[float, int]:
     """(the share of the largest of so many equal parts of the channels, its number)."""
     shares = []
-    for energy in (np.square(x.d), _weighed(x)):
+    usual = np.sqrt(np.square(x.a).mean(0))
+    least = float(np.median(usual)) or 1.0
+    weighed: Floats = np.square(x.d / np.maximum(usual, least))
+    for energy in (np.square(x.d), weighed):
         parts = energy.sum(0).reshape(count, -1).sum(1)
         shares.append(parts / (parts.sum() or 1e-300))
     top = int(shares[0].argmax())
@@ -285,8 +277,7 @@ def _by_position(x: OnsetRows) -> Floats | None:
 
 
 def _parameter_like(x: OnsetRows, vector: Floats) -> tuple[str | None, float | None]:
-    """The parameter, of the onset's block or module, of which ``vector`` is a multiple, by the sums
-    with signs that were recorded of it; and the multiple."""
+    """The parameter of which ``vector`` is a multiple, by its recorded sums, and the multiple."""
     by_place = signs(len(vector), NUM_SUMS, torch.device("cpu")).double().numpy()
     own, size = vector @ by_place, math.sqrt(_square(vector))
     best: tuple[float, str | None, float | None] = (1 - EXPLAINS, None, None)
@@ -304,8 +295,7 @@ def _parameter_like(x: OnsetRows, vector: Floats) -> tuple[str | None, float | N
 
 
 def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
-    """All rows of the unit's site in its pass, prefill and decode; None where not both sides are at
-    hand."""
+    """All rows of the unit's site in its pass; None where not both sides are at hand."""
     a, b = measured.reference, measured.candidate
     first, manifest = unit.results[0], a.manifest
     pieces = Pieces(a, b, inputs_of(a, b))
@@ -364,36 +354,27 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
         return None
     home = f"{first.block or module_of(unit.site)}."
     logits = next((r for r in a.records if r.site == manifest.plan.logits_site), None)
+    ids = []
+    for sample, position in where.astype(int).tolist():
+        text = manifest.tokens.samples[sample] if sample >= 0 else None
+        line = [] if text is None else [*text.prompt_ids, *text.generated_ids]
+        ids.append(line[position] if 0 <= position < len(line) else -1)
+    # of what an attention takes and gives, by head
+    path, _, port = unit.site.partition(":")
+    name, config = path.rpartition(".")[2], manifest.model.config
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    if (name, port) in (("k_proj", "out"), ("v_proj", "out")):
+        heads = config.get("num_key_value_heads", heads)
+    heads = heads if (name, port) in _DIVIDED and isinstance(heads, int) else None
     return OnsetRows(
         site=unit.site, kind=first.kind or "", block=first.block, a=ours, d=theirs - ours,
         base=None if np.isnan(base).any() else base, prompt=where[:, 0], position=where[:, 1],
-        beyond=off, tokens=_token_ids(manifest, where), heads=_num_heads(manifest, unit.site),
+        beyond=off, tokens=np.array(ids), heads=heads,
         vocabulary=first.block is None and logits is not None and logits.shape[-1] == ours.shape[1],
         parameters={
             name: note for name, note in manifest.model.parameters.items() if name.startswith(home)
         },
     )  # fmt: skip
-
-
-def _token_ids(manifest: Manifest, place: Floats) -> np.ndarray:
-    """(N,): the token at each (prompt, position); -1 where it is not known."""
-    ids = []
-    for sample, position in place.astype(int).tolist():
-        known = manifest.tokens.samples[sample] if sample >= 0 else None
-        line = [] if known is None else [*known.prompt_ids, *known.generated_ids]
-        ids.append(line[position] if 0 <= position < len(line) else -1)
-    return np.array(ids)
-
-
-def _num_heads(manifest: Manifest, site: str) -> int | None:
-    """Of what an attention's projections give and its last one is given."""
-    path, _, port = site.partition(":")
-    name, config = path.rpartition(".")[2], manifest.model.config
-    heads = config.get("num_attention_heads", config.get("n_head"))
-    if (name, port) in (("k_proj", "out"), ("v_proj", "out")):
-        heads = config.get("num_key_value_heads", heads)
-    is_divided = (name, port) in _DIVIDED
-    return heads if is_divided and isinstance(heads, int) else None
 
 
 _DIVIDED = {

@@ -1,4 +1,4 @@
-"""The units that are judged: blocks and what stands beside them, with its looks at each forward."""
+"""The units that are judged, block by block, and those beyond what rounding explains."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from divergence.comparison.align.pairs import PromptStep
+from divergence.comparison.analysis import Measured
 from divergence.comparison.judge import limit_of, observed, outliers
+from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results import SiteResult, Visible, num_rows, order_of
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import (
     ALLOWED,
     ENOUGH,
@@ -22,6 +25,7 @@ from divergence.numerics.floor import (
     spread,
 )
 from divergence.numerics.formats import format_named
+from divergence.run.command import Command
 from divergence.run.site import (
     BACKWARD,
     OPTIMIZER,
@@ -32,11 +36,320 @@ from divergence.run.site import (
     module_of,
     of_parameter,
 )
-from divergence.words import Side, SideOrBoth
+from divergence.words import SIDES, Side, SideOrBoth, common_side, grouped
 
 if TYPE_CHECKING:
     from divergence.comparison.judge import Floats, JudgedTable, Level
     from divergence.comparison.measure.truth import RowErrors, TruthStats
+
+
+# Suspects: the units beyond what rounding explains, alone or all of a kind, and what to run next.
+#
+# Without a truth the difference of the two sides is held against a rounding model and against the
+# siblings (blocks.units). With one, each side's own error is (blocks.sides).
+#
+# The escalated pass is the anchored one in float32, held against the float32 floor and, as every
+# pass, against the truth. A 16-bit dtype hides what is smaller than its own rounding. In float32 a
+# wrong formula or wrong data exceeds the floor a hundredfold, and what only the 16-bit kernels do
+# wrong is gone, so the two passes together tell one from the other.
+#
+# Most of a kind beyond their limits is a *family*: a kernel or a setting, not a layer.
+
+
+@dataclass(frozen=True, slots=True)
+class Escalation:
+    """``judged``: sides whose escalated pass was compared (None: both with each other)."""
+
+    units: list[Unit]
+    judged: set[Side | None]
+
+    @property
+    def flagged(self) -> list[Unit]:
+        """Those beyond what float32 explains."""
+        return [unit for unit in self.units if unit.why is not None]
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is hidden on either side."""
+        return None in self.judged or {"reference", "candidate"} <= self.judged
+
+    @property
+    def unseen(self) -> Side | None:
+        """The side that was not seen in float32, where the other one was."""
+        if self.complete or not self.judged:
+            return None
+        return SIDES["candidate" not in self.judged]
+
+    @property
+    def side(self) -> SideOrBoth | None:
+        """Which run is wrong, as far as the escalated passes tell: of steps that no truth reaches
+        the side is that of the same site elsewhere."""
+        judged = {unit.site for unit in self.flagged if side_of(unit) is not None}
+        if any(unit.site not in judged for unit in self.flagged):
+            return None
+        return common_side(map(side_of, self.flagged))
+
+    def beside(self, unit: Unit) -> list[Fact]:
+        """What the float32 pass says of a unit that is flagged in the runs' own dtype."""
+        block, site = unit.results[0].block, unit.site
+        mine = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
+        mine = [u for u in mine if side_of(u) in (None, unit.side) or unit.side is None]
+        if not mine:
+            return []
+        worst = max(mine, key=lambda u: u.limit_usage)
+        blame, of_token = worst.blame, worst.why in OF_TOKEN
+        ratio, limit = worst.typical, worst.limit
+        if of_token:
+            ratio, limit = max(worst.worst, worst.sink), worst.worst_limit
+        stays = any(u in self.flagged for u in mine)
+        return [
+            fact("blocks.escalated", site=worst.site, of_token=of_token, ratio=ratio, limit=limit,
+                 side=worst.side, times=blame and blame.value, stays=stays)
+        ]  # fmt: skip
+
+    def healthy(self) -> list[Fact]:
+        """That it found nothing, and how near it came."""
+        if not self.units:
+            return []
+        worst = max(self.units, key=lambda unit: unit.typical / unit.limit)
+        return [fact("blocks.escalated_healthy", site=worst.site, ratio=worst.typical,
+                     limit=worst.limit)]  # fmt: skip
+
+
+def escalated_units(
+    sites: Sequence[SiteResult], *, routed: frozenset[str], thresholds: Thresholds
+) -> Escalation:
+    """The units of every escalated pass that was compared, held against float32's floor."""
+    units: list[Unit] = []
+    sides = {site.of for site in sites if site.pass_ == "escalated"}
+    for of in sorted(sides, key=str):
+        mine = [s for s in sites if s.of == of and TABLES not in (s.kind or "").lower()]
+        built = build_units(mine, "escalated")
+        flag(built, routed=routed, thresholds=thresholds, wider=thresholds.escalated)
+        units += built
+    return Escalation(units, sides)
+
+
+def side_of(unit: Unit) -> SideOrBoth | None:
+    """Which side is wrong: the one that is judged by itself, or that the truth blames."""
+    return unit.results[0].of or unit.side
+
+
+_MATMULS = ("Linear", "Conv1D")
+_LEAST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``name``: a class, or a fact that tells the place where not all of the class are meant."""
+
+    name: str | Fact
+    members: list[Unit]
+    num_all: int
+
+
+def find_family(
+    units: Sequence[Unit], flagged: Sequence[Unit], measured: Measured
+) -> Family | None:
+    """The kind of the onset, where more than half of at least three of its kind are flagged, or off
+    by the same measure as a flagged one, or by more than rounding where nothing lets them differ.
+
+    What follows a bad module inside a block is off as well, so the first kind in execution
+    order counts. Where every place of its class is off, the class is named alone.
+    """
+    # in a free pass one bad token is off in all that follows
+    judged = [unit for unit in flagged if unit.pass_ != "free" or unit.why in _WHOLE]
+    judged = [unit for unit in judged if unit.kind[0] == "block"]
+    judged.sort(key=lambda unit: order_of(unit.first))
+    for unit in judged:
+        kin = [other for other in units if other.kind == unit.kind]
+        if len(kin) < _LEAST:
+            continue
+        places = places_of(unit)
+        members = [
+            other
+            for other in judged
+            if other.kind == unit.kind
+            and other.side in (None, unit.side)  # two faults are no kind
+            and places & places_of(other)
+        ]
+        if 2 * len(members) <= len(kin):
+            confirm = measured.thresholds.truth_confirm
+            unexplained = None
+            # a training step hands on the errors of what it is given
+            if measured.unexplained and not measured.reference.manifest.training.train:
+                unexplained = confirm if measured.narrow else confirm**2  # float32 sums have order
+            members = _off_alike(unit, kin, measured.thresholds, unexplained)
+        if 2 * len(members) > len(kin):
+            return Family(_name(unit, units, judged), members, len(kin))
+    return None
+
+
+def places_of(unit: Unit) -> set[PromptStep]:
+    """The forwards in which a flagged unit is off: all, where it is so by its typical token."""
+    if unit.why in ("forward", *OF_TOKEN):
+        beyond = {look.place for look in unit.beyond}
+        return beyond or {(unit.first.sample, unit.first.step)}
+    return {look.place for look in unit.looks}
+
+
+def _off_alike(
+    unit: Unit, kin: Sequence[Unit], thresholds: Thresholds, unexplained: float | None
+) -> list[Unit]:
+    """Those of a kind that are off as a flagged one of them is, although within their own limits:
+    it is the first to pass, and not what is wrong. None where it stands out from them by itself.
+    ``unexplained``: there are no other kernels, and what is beyond so many floors is no rounding.
+    """
+    if unit.why not in ("typical", "forward"):
+        return []
+    near, places = thresholds.truth_confirm, places_of(unit)
+    if unit.blame is None:
+        # a limit that its siblings set is far above them: near to it is nobody but it
+        usual = statistics.median(other.typical for other in kin if other is not unit)
+        stands_out = unit.typical > thresholds.standout**2 * usual
+
+        limits = {look.place: look.limit for look in unit.beyond}
+
+        def is_off(other: Unit) -> bool:
+            ratios = [(other.typical, unit.limit)]
+            if unit.why == "forward":
+                looks = (look for look in other.looks if look.place in limits)
+                ratios = [(look.typical, limits[look.place]) for look in looks] or [(0.0, 1.0)]
+            if unexplained is not None and not stands_out:
+                return statistics.median(ratio for ratio, _ in ratios) > unexplained
+            return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
+
+        return [unit, *(other for other in kin if other is not unit and is_off(other))]
+    blame = unit.blame
+    beside_them = blame.like is None and blame.why != "gain"  # an outlier among its siblings
+    if beside_them and blame.value > thresholds.truth_systematic * blame.control:
+        return []
+    side, times = farther_side(kin, thresholds) or (None, 0.0)
+    if side != unit.side or times <= near:
+        return []
+
+    def x(other: Unit) -> float:
+        assert other.judged is not None  # of all or of none
+        judged, member = other.judged
+        known = [x for place in places if (x := judged.x_of(member, place)) is not None]
+        middle = statistics.median(known) if known else judged.x_of(member) or 0.0
+        return middle if side == "candidate" else -middle
+
+    return [unit, *(other for other in kin if other is not unit and x(other) > math.log(near))]
+
+
+def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> tuple[Side, float] | None:
+    """(side, times): the side that is so many times as far from the truth as the other in all of a
+    kind, by their median, and by more than other kernels and chance make; None where there is none,
+    or not all were judged."""
+    judged = [unit.judged for unit in family if unit.judged is not None]
+    if len(judged) < max(3, len(family)):
+        return None
+    together = judged[0][0]
+    limit = math.log(thresholds.truth_standout * max(unit.widened for unit in family))
+    if abs(together.usual) <= limit + together.usual_reach:
+        return None
+    return SIDES[together.usual > 0], math.exp(min(abs(together.usual), 700.0))
+
+
+_WHOLE = ("typical", "both", "gain", "forward")
+
+
+def _name(unit: Unit, units: Sequence[Unit], judged: Sequence[Unit]) -> str | Fact:
+    """A family's name: its class, or one place of it; for what enters a module, the module around
+    it, whose own code lies between."""
+    _, path, port, kind, *_ = unit.kind
+    place = path.removeprefix(".")
+    if not place:
+        return kind or "block"
+    if port.startswith("in"):
+        around = path.rpartition(".")[0]
+        outer = next((u.kind[3] for u in units if u.kind[0] == "block" and u.kind[1] == around), "")
+        where = around.removeprefix(".") or "block"
+        if outer:
+            return fact("blocks.kind_entering", kind=outer, place=where, module=place)
+        return fact("blocks.kind_input", kind=kind, place=place)
+    # outputs of the same class in the same phase whose module was entered by what passes, or
+    entering = {u.site: u for u in units if u.kind[2] == "in"}
+    sources = []
+    for other in units:
+        if other.kind[0] != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind[1]:
+            continue
+        fed = entering.get(other.site.rpartition(":")[0] + ":in")
+        if other.kind == unit.kind or (fed is not None and (fed.why is None or _adds(other, fed))):
+            sources.append(other)
+    if len({u.kind[1] for u in sources}) > 1 and all(u in judged for u in sources):
+        if kind in _MATMULS:
+            dtype = unit.results[0].candidate_dtype
+            return fact("blocks.kind_products", kind=kind, dtype=dtype)
+        return kind or place
+    return fact("blocks.kind_at", kind=kind, place=place)
+
+
+def _adds(out: Unit, entering: Unit) -> bool:
+    """The module's own error stands out from the one that it was given."""
+    given, own = entering.results[0].truth, out.results[0].truth
+    if given is None or own is None or out.side not in ("reference", "candidate"):
+        return False
+    before, after = (getattr(truth, f"{out.side}_error") for truth in (given, own))
+    return bool(after > THRESHOLDS.truth_confirm * before)
+
+
+def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation) -> list[Command]:
+    """What to run next. ``unit``: the one that the verdict is about, if it is about one."""
+    advice = measured.advice
+    if not measured.anchored:
+        more = advice.certainty(_outside_blocks(measured.sites))
+        return more or ([] if unit is None else advice.look_at(unit.site))
+    commands: list[Command] = []
+    again: list[Command] = []
+    unmeasured = [site for site in measured.sites if site.is_unmeasured]
+    if unmeasured or (unit is not None and any(r.estimated for r in unit.results)):
+        named = [site.site for site in unmeasured if site.role == "inner"]
+        again = advice.in_full([*_outside_blocks(measured.sites), *dict.fromkeys(named)])
+        commands += again
+        if unit is None and commands:
+            return commands
+    if unit is not None:
+        block = unit.results[0].block
+        inside = block is not None and (made_before(measured, unit) or _of_block(unit.site, block))
+        if block is None or not inside:
+            commands += [*advice.descent(), *advice.look_at(unit.site)]
+        else:
+            commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
+        sides = measured.reference.manifest, measured.candidate.manifest
+        if measured.truth is None and unit.side is None and truth_tells(*sides, block):
+            commands += advice.judged() or advice.truth(full=bool(again))
+    if measured.narrow and not escalation.complete and unit is None:
+        made = advice.escalated and measured.truth is None  # and a truth judges it
+        if made:
+            commands += advice.judged() or advice.truth()
+        else:
+            commands += advice.escalate(escalation.unseen)
+    return commands
+
+
+def made_before(measured: Measured, unit: Unit) -> bool:
+    """May the error be made before the module inside a block that is off? So it is where nothing
+    tells that what enters the module is right."""
+    result, module = unit.results[0], module_of(unit.site)
+    if result.role != "inner" or unit.pass_ == "free" or of_parameter(unit.site):
+        return False
+    entries = (f"{module}:in", f"{module}:in.")
+    return not any(
+        site.pass_ == unit.pass_ and site.site.startswith(entries) for site in measured.sites
+    )
+
+
+def _of_block(site: str, block: str) -> bool:
+    """Is it the block's own, or a gradient of its parameters? Then its operators tell more."""
+    own = site.partition(":")[0] in (block, block + BACKWARD)
+    return own or (of_parameter(site) and BACKWARD in site)
+
+
+def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
+    """Flagged sites that recording the blocks' own inputs and outputs would leave out."""
+    return list(dict.fromkeys(s.site for s in sites if s.flagged and s.role == "inner"))
 
 
 # Looks: each forward of each prompt at one site, judged by itself.
@@ -94,27 +407,6 @@ class Look:
         return self.usage if self.from_nothing is None else min(1.0, self.from_nothing)
 
 
-def looks_of(results: Iterable[SiteResult]) -> list[Look]:
-    """One look a forward; where a batch was run, one for each of its prompts."""
-    looks: list[Look] = []
-    for result in results:
-        if result.ratio is None:
-            continue
-        rows, worst = num_rows(result), max(result.ratio_max or 0.0, result.ratio_sink or 0.0)
-        if not result.prompts:
-            looks.append(Look(result, result.sample, result.ratio, rows, worst=worst))
-            continue
-        total = sum(prompt.num_rows for prompt in result.prompts)
-        looks += [
-            Look(
-                result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total,
-                worst=prompt.ratio_max or 0.0,
-            )
-            for prompt in result.prompts
-        ]  # fmt: skip
-    return looks
-
-
 def one_step(result: SiteResult) -> bool:
     """Is most of the difference (of its squares) that of one number, and that the smallest which
     there is: 1 ulp?
@@ -149,6 +441,8 @@ phase): units that are alike."""
 
 Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
 """The questions that a truth is asked (blocks.sides)."""
+
+OF_TOKEN: tuple[Why, Why] = ("token", "sink")
 
 TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 
@@ -322,7 +616,6 @@ class Unit:
 
     @property
     def side(self) -> SideOrBoth | None:
-        """Which run is wrong here, where a truth tells."""
         return None if self.blame is None else self.blame.side
 
     @property
@@ -330,9 +623,9 @@ class Unit:
         """The first result in execution order that is beyond the limit (else the first)."""
         if self.why == "forward" and self.beyond:
             return self.beyond[0].result
-        if self.blame is not None and self.blame.why in ("forward", "token", "sink"):
+        if self.blame is not None and self.blame.why in ("forward", *OF_TOKEN):
             return self.blame.at
-        if self.why in ("token", "sink"):
+        if self.why in OF_TOKEN:
             limit = self.worst_limit
             beyond = [r for r in self.results if max(r.ratio_max or 0, r.ratio_sink or 0) > limit]
         else:
@@ -369,7 +662,19 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         )
         unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
         unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
-        unit.looks = looks_of(unit.results)
+        for result in unit.results:  # one look a forward; of a batch, one for each of its prompts
+            rows, worst = num_rows(result), max(result.ratio_max or 0.0, result.ratio_sink or 0.0)
+            if not result.prompts:
+                ratio = result.ratio or 0.0
+                unit.looks.append(Look(result, result.sample, ratio, rows, worst=worst))
+            total = sum(prompt.num_rows for prompt in result.prompts)
+            unit.looks += [
+                Look(
+                    result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total,
+                    worst=prompt.ratio_max or 0.0,
+                )
+                for prompt in result.prompts
+            ]  # fmt: skip
     return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
 
 
@@ -392,9 +697,10 @@ def flag(
     outputs = block_outputs(units)
     blocks = medians((unit.phase, unit.typical) for unit in outputs)
     gradients = medians(
-        (unit.phase, unit.typical) for unit in units
+        (unit.phase, unit.typical)
+        for unit in units
         if unit.pass_ != "free" and unit.kind[0] == "block" and of_parameter(unit.site)
-    )  # fmt: skip
+    )
     at_blocks = {
         phase: medians((look.place, look.typical) for unit in outputs if unit.phase == phase
                        for look in unit.looks)
@@ -404,13 +710,13 @@ def flag(
     # In a free pass a block is allowed what it may make of an error that came in, the first one
     # nothing: their ratios are no measure for each other.
     judged = [family for family in families if len(family) >= 3 and family[0].pass_ != "free"]
-    limits = {
-        "site": limit_of(sum(len(family) for family in judged)),
-        "forward": limit_of(sum(len(unit.looks) for family in judged for unit in family)),
-    }
+    limits = (
+        limit_of(sum(len(family) for family in judged)),
+        limit_of(sum(len(unit.looks) for family in judged for unit in family)),
+    )
     for family in families:
         alone = len(family) < 3 or family[0].pass_ == "free"
-        held = _Siblings() if alone else _beside_siblings(family, limits, thresholds)
+        sites, forwards = ([], []) if alone else _beside_siblings(family, limits, thresholds)
         for number, unit in enumerate(family):
             others = [other for other in family if other is not unit]
             unit.limit = absolute = thresholds.typical
@@ -421,7 +727,7 @@ def flag(
             if not alone:
                 unit.num_siblings = len(others)
                 unit.control = statistics.median(other.typical for other in others)
-                unit.limit = min(absolute * width, held.sites[number])
+                unit.limit = min(absolute * width, sites[number])
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], _LEAST_BLOCKS)
                 if of_parameter(unit.site):
@@ -434,10 +740,26 @@ def flag(
             unit.limit *= unit.widened * wider
             unit.worst_limit *= spread(columns) * few_numbers(farthest) * unit.widened * wider
             usual = None if unit.pass_ == "free" else blocks.get(unit.phase)
-            _hold_looks(
-                unit, held.forwards[number] if held.forwards else {}, usual,
-                at_blocks[unit.phase], routed, thresholds, wider,
-            )  # fmt: skip
+            # the only look of a unit is judged as the unit is
+            far = forwards[number] if forwards else {}
+            for look in unit.looks if len(unit.looks) > 1 else ():
+                few_rows = look.num_rows < FEW_ROWS
+                if few_rows and (unit.results[0].block in routed or one_step(look.result)):
+                    continue
+                count = round(num_values(look.result) * look.share)
+                look_width = spread(count, num_looks=len(unit.looks))
+                look_width *= few_numbers(look.result) if few_rows else 1.0
+                look.limit = (thresholds.token if few_rows else thresholds.typical) * look_width
+                if look.place in far:
+                    look.limit = min(look.limit, far[look.place])
+                elif usual is not None:
+                    # of one row, a few bits are the whole error
+                    lower = _LEAST_BLOCKS * (2 if few_rows else 1)
+                    lower *= _CANCELS if few_rows and look.result.role == "inner" else 1
+                    beside = max(usual, at_blocks[unit.phase].get(look.place, 0.0), lower)
+                    look.limit = min(look.limit, thresholds.lone * look_width * beside)
+                look.limit *= unit.widened * wider
+                look.usage = look.between = look.typical / look.limit
             unit.limit_usage = unit.typical / unit.limit
             in_routed = unit.results[0].block in routed
             if not in_routed:
@@ -456,18 +778,11 @@ def flag(
     return [unit for unit in units if unit.why is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Siblings:
-    """The ratios beyond which each member stands out among its family: over all forwards, and in
-    each."""
-
-    sites: Sequence[float] = ()
-    forwards: Sequence[Mapping[PromptStep, float]] = ()
-
-
 def _beside_siblings(
-    family: Sequence[Unit], limits: Mapping[str, float], thresholds: Thresholds
-) -> _Siblings:
+    family: Sequence[Unit], limits: tuple[float, float], thresholds: Thresholds
+) -> tuple[list[float], list[dict[PromptStep, float]]]:
+    """The ratios beyond which each member stands out among its family: over all forwards, and in
+    each. ``limits``: the deviates of an outlier among sites, and among forwards."""
     places = sorted({look.place for unit in family for look in unit.looks})
     at = {place: column for column, place in enumerate(places)}
     ratios = np.full((len(family), len(places)), math.nan)
@@ -485,19 +800,17 @@ def _beside_siblings(
         np.nanmedian(values, axis=1, keepdims=True) for values in (numbers, least)
     )
     typical = np.array([[unit.typical] for unit in family])
-    sites = _far(typical, of_sites, least_of_sites, limits["site"], thresholds.ratio_spread)
+    sites = _far(typical, of_sites, least_of_sites, limits[0], thresholds.ratio_spread)
     forwards = np.full_like(ratios, math.nan)
     if len(places) > 1:
         sigma = thresholds.ratio_forward_spread
-        forwards = _far(ratios, numbers, least, limits["forward"], sigma)
+        forwards = _far(ratios, numbers, least, limits[1], sigma)
         forwards[:, (~np.isnan(ratios)).sum(axis=0) < 3] = math.nan
-    return _Siblings(
-        sites[:, 0].tolist(),
-        [
-            {place: float(far) for place, far in zip(places, row, strict=True) if far == far}
-            for row in forwards
-        ],
-    )
+    beyond = [
+        {place: float(far) for place, far in zip(places, row, strict=True) if far == far}
+        for row in forwards
+    ]
+    return sites[:, 0].tolist(), beyond
 
 
 def _far(ratios: Floats, numbers: Floats, least: Floats, limit: float, sigma: float) -> Floats:
@@ -510,36 +823,6 @@ def _far(ratios: Floats, numbers: Floats, least: Floats, limit: float, sigma: fl
     return np.asarray(np.sqrt(np.maximum(far, 0.0)))
 
 
-def _hold_looks(
-    unit: Unit,
-    held: Mapping[PromptStep, float],
-    usual: float | None,
-    at_blocks: Mapping[PromptStep, float],
-    routed: frozenset[str],
-    thresholds: Thresholds,
-    wider: float,
-) -> None:
-    """Set each look's limit and usage. The only look of a unit is judged as the unit is. ``held``:
-    by forward, the ratio that stands out among the siblings; ``usual``: the blocks' typical one."""
-    for look in unit.looks if len(unit.looks) > 1 else ():
-        few = look.num_rows < FEW_ROWS
-        if few and (unit.results[0].block in routed or one_step(look.result)):
-            continue
-        width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
-        width *= few_numbers(look.result) if few else 1.0
-        look.limit = (thresholds.token if few else thresholds.typical) * width
-        if look.place in held:
-            look.limit = min(look.limit, held[look.place])
-        elif usual is not None:
-            # of one row, a few bits are the whole error
-            lower = _LEAST_BLOCKS * (2 if few else 1)
-            lower *= _CANCELS if few and look.result.role == "inner" else 1
-            control = max(usual, at_blocks.get(look.place, 0.0), lower)
-            look.limit = min(look.limit, thresholds.lone * width * control)
-        look.limit *= unit.widened * wider
-        look.usage = look.between = look.typical / look.limit
-
-
 def num_values(result: SiteResult) -> int:
     """How many independent numbers the result's errors are made of: of an estimate, projections."""
     if is_norm(result.site):
@@ -548,7 +831,6 @@ def num_values(result: SiteResult) -> int:
 
 
 def _num_columns(result: SiteResult) -> int:
-    """The same of one row."""
     if result.estimated is not None:
         return result.estimated.num_projections
     return result.shape[-1] if result.shape else 1
@@ -582,10 +864,7 @@ def few_numbers(result: SiteResult) -> float:
 
 def families_of(units: Iterable[Unit]) -> list[list[Unit]]:
     """Units that are each other's siblings, together."""
-    families: dict[tuple[object, ...], list[Unit]] = {}
-    for unit in units:
-        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
-    return list(families.values())
+    return list(grouped(units, lambda unit: (unit.pass_, *unit.kind)).values())
 
 
 def block_outputs(units: Iterable[Unit]) -> list[Unit]:
@@ -596,14 +875,15 @@ def block_outputs(units: Iterable[Unit]) -> list[Unit]:
 
 def medians(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
     """The median by key, where at least three values tell."""
-    by_key: dict[_Key, list[float]] = {}
-    for key, value in values:
-        by_key.setdefault(key, []).append(value)
-    return {key: statistics.median(them) for key, them in by_key.items() if len(them) >= 3}
+    by_key = grouped(values, lambda item: item[0])
+    return {
+        key: statistics.median(value for _, value in items)
+        for key, items in by_key.items()
+        if len(items) >= 3
+    }
 
 
 def stacks_of(results: Iterable[SiteResult]) -> set[str]:
-    """Paths of the lists of blocks."""
     return {result.block.rpartition(".")[0] for result in results if result.block is not None}
 
 
@@ -624,13 +904,13 @@ def _kind(result: SiteResult, phase: str) -> Kind:
 
 def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
     """Of the middle block, the larger one of prefill and decode; None where there is no block."""
-    by_phase: dict[str, list[dict[Level, float]]] = {}
-    for unit in units:
-        if unit.results[0].role == "block":
-            sizes = unit.visible or _of_limits(unit, routed=unit.results[0].block in routed)
-            by_phase.setdefault(unit.phase, []).append(sizes)
+    blocks = [unit for unit in units if unit.results[0].role == "block"]
     levels: dict[str, float] = {}
-    for members in by_phase.values():
+    for group in grouped(blocks, lambda unit: unit.phase).values():
+        members = [
+            unit.visible or _of_limits(unit, routed=unit.results[0].block in routed)
+            for unit in group
+        ]
         for level in dict.fromkeys(level for sizes in members for level in sizes):
             known = [sizes[level] for sizes in members if level in sizes]
             levels[level] = max(levels.get(level, 0.0), statistics.median(known))

@@ -1,11 +1,6 @@
 """Code: what did the onset's block run otherwise, and whose is the truth?"""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from divergence.comparison.analysis import Measured
+from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:

@@ -34,7 +34,15 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     findings = []
     if verdict.onset is not None:
         evidence = code_evidence(a, b, verdict.onset.block)
-        evidence += _layout_evidence(a, b, verdict.onset.block or module_of(verdict.onset.site))
+        # of equal values, a kernel that takes parameters for contiguous reads others
+        module = verdict.onset.block or module_of(verdict.onset.site)
+        ours, theirs = a.model.parameters, b.model.parameters
+        evidence += [
+            fact("code.layout", parameter=name, reference=ours[name].strides,
+                 candidate=theirs[name].strides)
+            for name in sorted(ours.keys() & theirs.keys())
+            if name.startswith(f"{module}.") and ours[name].strides != theirs[name].strides
+        ][:_MOST]  # fmt: skip
         findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None
     told_by = measured.floor if measured.truth is None else measured.truth.run
@@ -57,28 +65,10 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
     """
     differences = code_differences(a, b)
     if block is None:
-        return [
-            fact("code.other", what=difference.text)
-            for difference in differences
-            if difference.deliberate
-        ][:_MOST]
-    texts = difference_texts(
-        [difference for difference in differences if difference.concerns(block)], a, b
-    )[:_MOST]
-    return [fact("code.other_in_block", what=text) for text in texts]
-
-
-def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Fact]:
-    """Parameters inside ``module`` that lie in memory otherwise on the two sides: of equal values,
-    a kernel that takes them for contiguous reads others."""
-    facts = []
-    for name in sorted(a.model.parameters.keys() & b.model.parameters.keys()):
-        strides = a.model.parameters[name].strides, b.model.parameters[name].strides
-        if name.startswith(f"{module}.") and strides[0] != strides[1]:
-            facts.append(
-                fact("code.layout", parameter=name, reference=strides[0], candidate=strides[1])
-            )
-    return facts[:_MOST]
+        deliberate = [difference for difference in differences if difference.deliberate]
+        return [fact("code.other", what=difference.text) for difference in deliberate[:_MOST]]
+    texts = difference_texts([each for each in differences if each.concerns(block)], a, b)
+    return [fact("code.other_in_block", what=text) for text in texts[:_MOST]]
 
 
 def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> Fact | None:
@@ -94,8 +84,7 @@ def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> Fact 
 
 
 def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> Fact | None:
-    """Why a truth of A's code does not blame B where ``block`` is off; None where it does: the code
-    there is the same, or was replaced on B alone."""
+    """Why a truth of A's code does not blame B where ``block`` is off; None where it does."""
     if truth_tells(a, b, block):
         return None
     classes, replaced = other_code(a, b, block)[:4], replaced_in(a, block)[:3]

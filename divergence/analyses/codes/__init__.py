@@ -1,11 +1,6 @@
 """Codes: what quantisers of activations made, or that it was not recorded."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from divergence.comparison.analysis import Measured
+from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:

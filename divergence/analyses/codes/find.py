@@ -12,7 +12,7 @@ flips looks like a fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,14 @@ from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at
 from divergence.facts import Fact, fact
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
-from divergence.run.manifest import QuantizationNote
 from divergence.run.site import CODES, HEAD_CODES, is_codes, module_of, starred
-from divergence.words import Side, SideOrBoth
+from divergence.words import SIDES, Side, common_side
 
 if TYPE_CHECKING:
     import torch
 
 _ENDS = {"int8": (-128.0, 127.0), "int16": (-256.0, 256.0), "float8_e4m3fn": (-448.0, 448.0)}
 """Of codes less their zero point: with one, the ends of the range are where it puts them."""
-_SIDES: tuple[Side, Side] = ("reference", "candidate")
 
 
 @dataclass(slots=True)
@@ -61,54 +59,68 @@ class _Site:
 
 def find(measured: Measured) -> AnalysisResult:
     """One conviction for all quantisers that are off; else how many codes differ."""
-    sites, uncoded = _sites(measured), list(_uncoded(measured))
+    a, b = measured.reference, measured.candidate
+    results = {(s.pass_, s.sample, s.step, s.site): s for s in measured.sites if s.of is None}
+    pieces, coded = Pieces(a, b), dict[str, _Site]()
+    for pair in measured.alignment.pairs:
+        record = pair.reference.record
+        if pair.pass_ != "anchored" or not is_codes(record.site):
+            continue
+        result = results.get((pair.pass_, pair.reference.sample, record.step, record.site))
+        if result and a.has_bytes(record) and b.has_bytes(pair.candidate.record):
+            _add(coded.setdefault(record.site, _Site()), measured, pieces, pair, result)
+    sites = {name: site for name, site in coded.items() if site.errors}
+    uncoded = list(_uncoded(measured))
     if not sites:
         return AnalysisResult(findings=uncoded)
     by_truth = measured.truth is not None
     off: list[tuple[_Site, dict[Side, tuple[list[CodeQuestion], SiteResult]]]] = []
     for site in sites.values():
-        faults = {side: beyond for side in site.errors if (beyond := site.beyond(side)) is not None}
+        asked = {side: site.beyond(side) for side in site.errors}
+        faults = {side: beyond for side, beyond in asked.items() if beyond is not None}
         if faults:
             off.append((site, faults))
     if not off:
-        return AnalysisResult(findings=[_healthy(list(sites.values())), *uncoded])
+        num = sum(site.num_codes for site in sites.values())
+        apart = sum(site.num_different for site in sites.values())
+        healthy = fact("codes.all_equal", num_codes=num)
+        if apart:
+            most = max(site.most_apart for site in sites.values())
+            healthy = fact("codes.round_apart", num_codes=num, num_different=apart, most_apart=most)
+        context = Finding(claim="context", role="context", evidence=[healthy])
+        return AnalysisResult(findings=[context, *uncoded])
     off.sort(key=lambda item: order_of(item[0].results[0]))
     first, faults = off[0]
-    sides = {side for _, mine in off for side in mine}
-    side: SideOrBoth | None = None
-    if by_truth:
-        side = "both" if len(sides) > 1 else sides.pop()
+    side = common_side(side for _, mine in off for side in mine) if by_truth else None
     _, at = next(iter(faults.values()))
     family = len(off) >= 3 and len(off) > len(sites) / 2
-    headline = (
-        fact("codes_wrong_everywhere", module=module_of(at.site))
-        if family
-        else fact("codes_wrong_at", place=_place(at.site), by=side if side in _SIDES else None)
+    headline = fact("codes_wrong_everywhere", module=module_of(at.site))
+    if not family:
+        by = side if side in SIDES else None
+        headline = fact("codes_wrong_at", place=_place(at.site), by=by)
+    evidence = []
+    for _, mine in off[:3]:
+        for who, (looks, where) in mine.items():
+            # the mean that tells what it is before the count of what it leads to
+            looks.sort(key=lambda look: look.what == "outliers")
+            place, told = _place(where.site, entering=False), list(map(_look, looks))
+            whose = who if by_truth else None
+            evidence.append(fact("codes.beyond", place=place, side=whose, looks=told))
+    wrong = Finding(
+        claim="codes_wrong",
+        kind="systematic" if family else "localized",
+        headline=[headline],
+        onset=onset_at(at),
+        place=order_of(first.results[0]),
+        equal_inputs=True,
+        side=side,
+        rests_on=[check("truth", by_truth, fact("codes.no_truth"), made=by_truth)],
+        evidence=evidence,
+        beside=evidence[:1],
+        commands=measured.advice.look_at(at.site),
+        flags=[at.key],
     )
-    evidence = [
-        _evidence(where.site, who if by_truth else None, looks)
-        for _, mine in off[:3]
-        for who, (looks, where) in mine.items()
-    ]
-    return AnalysisResult(
-        findings=[
-            Finding(
-                claim="codes_wrong",
-                kind="systematic" if family else "localized",
-                headline=[headline],
-                onset=onset_at(at),
-                place=order_of(first.results[0]),
-                equal_inputs=True,
-                side=side,
-                rests_on=[check("truth", by_truth, fact("codes.no_truth"), made=by_truth)],
-                evidence=evidence,
-                beside=evidence[:1],
-                commands=measured.advice.look_at(at.site),
-                flags=[at.key],
-            ),
-            *uncoded,
-        ]
-    )
+    return AnalysisResult(findings=[wrong, *uncoded])
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -127,12 +139,14 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
             lacking.append(fact("codes.of_activations"))
         elif note.has_coded_inputs and verdict.onset is not None:
             block = verdict.onset.block
-            inside = [
-                path
-                for path in run.manifest.plan.modules
-                if block is not None and path.startswith(f"{block}.")
-            ]
-            lacking += _silent(note, coded, {starred(path) for path in inside})
+            paths = [] if block is None else run.manifest.plan.modules
+            inside = {starred(path) for path in paths if path.startswith(f"{block}.")}
+            # what quantises its inputs there and told no code, as stacked experts do; a scheme's
+            # name may be that of a parameter
+            for scheme in note.schemes:
+                for name in scheme.modules if scheme.activations is not None else ():
+                    if name not in coded and inside & {name, name.rpartition(".")[0]}:
+                        lacking.append(fact("codes.entering", module=name))
         if note.kv_cache is not None and not ports & set(HEAD_CODES.values()):
             lacking.append(fact("codes.of_cache"))
     lacking = [*dict.fromkeys(lacking)]
@@ -147,15 +161,6 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     ]  # fmt: skip
 
 
-def _silent(note: QuantizationNote, coded: set[str], inside: set[str]) -> Iterator[Fact]:
-    """Of the modules ``inside`` a block: what quantises its inputs and told no code, as stacked
-    experts do. A scheme's name may be that of a parameter."""
-    for scheme in note.schemes:
-        for name in scheme.modules if scheme.activations is not None else ():
-            if name not in coded and inside & {name, name.rpartition(".")[0]}:
-                yield fact("codes.entering", module=name)
-
-
 def _uncoded(measured: Measured) -> Iterator[Finding]:
     """Where one side alone has no codes although it was asked for them: the first such place of
     each. What it takes there is no code times its scale."""
@@ -168,7 +173,7 @@ def _uncoded(measured: Measured) -> Iterator[Finding]:
         for run in (a, b)
     ]  # fmt: skip
     shared = set.intersection(*({key[1:] for key in orders} for orders in made))
-    for side, orders, others in zip(_SIDES, made, reversed(made), strict=True):
+    for side, orders, others in zip(SIDES, made, reversed(made), strict=True):
         asked = {key: order for key, order in others.items() if key[1:] in shared}
         lacking = [key for key in asked if key not in orders]
         if not lacking:
@@ -189,25 +194,7 @@ def _place(site: str, *, entering: bool = True) -> Fact | str:
     return fact("codes.entering", module=module_of(path)) if entering else module_of(path)
 
 
-def _sites(measured: Measured) -> dict[str, _Site]:
-    a, b = measured.reference, measured.candidate
-    results = {(s.pass_, s.sample, s.step, s.site): s for s in measured.sites if s.of is None}
-    pieces, sites = Pieces(a, b), dict[str, _Site]()
-    for pair in measured.alignment.pairs:
-        reference = pair.reference.record
-        if pair.pass_ != "anchored" or not is_codes(reference.site):
-            continue
-        result = results.get((pair.pass_, pair.reference.sample, pair.reference.record.step,
-                              reference.site))  # fmt: skip
-        both = ((a, pair.reference.record), (b, pair.candidate.record))
-        if result is None or not all(run.has_bytes(record) for run, record in both):
-            continue
-        _add(sites.setdefault(reference.site, _Site()), measured, pieces, pair, result)
-    return {name: site for name, site in sites.items() if site.errors}
-
-
 def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: SiteResult) -> None:
-    """Measure one forward of a quantiser."""
     x = pieces.tensor(measured.reference, pair.reference)
     y = pieces.tensor(measured.candidate, pair.candidate)
     ends = _ENDS.get(str(x.dtype).removeprefix("torch."))
@@ -239,7 +226,7 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
     if wanted is None:
         site.errors.setdefault("candidate", []).append(errors(y, x.double(), half + 0.5))
     else:
-        for side, codes in zip(_SIDES, (x, y), strict=True):
+        for side, codes in zip(SIDES, (x, y), strict=True):
             site.errors.setdefault(side, []).append(errors(codes, wanted, half))
     apart = (_lattice(x) - _lattice(y)).abs()
     site.num_codes += apart.numel()
@@ -255,29 +242,6 @@ def _lattice(codes: torch.Tensor) -> torch.Tensor:
         return codes.int()
     bits = codes.view(torch.int8).int()
     return torch.where(bits < 0, -(bits & 127), bits)
-
-
-def _healthy(sites: Sequence[_Site]) -> Finding:
-    num = sum(site.num_codes for site in sites)
-    different = sum(site.num_different for site in sites)
-    evidence = fact("codes.all_equal", num_codes=num)
-    if different:
-        most = max(site.most_apart for site in sites)
-        evidence = fact(
-            "codes.round_apart", num_codes=num, num_different=different, most_apart=most
-        )
-    return Finding(claim="context", role="context", evidence=[evidence])
-
-
-def _evidence(site: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Fact:
-    # the mean that tells what it is before the count of what it leads to
-    ordered = sorted(looks, key=lambda look: look.what == "outliers")
-    return fact(
-        "codes.beyond",
-        place=_place(site, entering=False),
-        side=side,
-        looks=[_look(look) for look in ordered],
-    )
 
 
 def _look(look: CodeQuestion) -> Fact:

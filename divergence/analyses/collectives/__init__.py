@@ -1,11 +1,6 @@
 """Collectives: does every rank hold what it should, and in which order were the ranks added?"""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from divergence.run.reader import Run
+from divergence.run.reader import Run
 
 _SOURCE = "suite:collectives"
 

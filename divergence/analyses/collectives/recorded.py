@@ -40,7 +40,7 @@ class MaskedSizes:
     sizes: np.ndarray
 
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 class Recorded:
@@ -54,8 +54,9 @@ class Recorded:
         if not 2 <= self.num_ranks <= max(2, len(self.run.records)):
             raise RunFormatError(
                 f"collectives of {self.num_ranks} ranks, and {len(self.run.records)} records",
-                where=str(run.path), hint="two ranks at least make such a run; capture it again",
-            )  # fmt: skip
+                where=str(run.path),
+                hint="two ranks at least make such a run; capture it again",
+            )
         self.run.expect(self.run.records)
         self._calls: dict[str, Record] = {}
         for record in self.run.records:
@@ -63,7 +64,6 @@ class Recorded:
                 self._calls.setdefault(record.site, record)
 
     def cases(self) -> Iterator[RecordedCase]:
-        """Every case of this version, in order."""
         for record in self._calls.values():
             assert record.call is not None
             if record.call.operator in (ORDER, SECONDS):
@@ -76,7 +76,6 @@ class Recorded:
                 yield RecordedCase(self, case)
 
     def find(self, case: CollectiveCase) -> RecordedCase | None:
-        """The recorded case, if the run has it."""
         recorded_case = RecordedCase(self, case)
         return recorded_case if recorded_case.site in self._calls else None
 
@@ -91,7 +90,7 @@ class Recorded:
             held = [part for part in parts if part is not None and part.ndim == 2]
             elements = facts.get("elements")
             name, dtype, size = (str(facts.get(key)) for key in ("collective", "dtype", "size"))
-            known = name in ADDING and dtype in _FLOATS and size in SIZES
+            known = name in ADDING and dtype in FLOATS and size in SIZES
             alike = len({len(part) for part in held}) == 1 and len(held[0]) > 0
             if not (known and alike and sum(part.shape[1] for part in held) == elements):
                 continue
@@ -120,7 +119,6 @@ class Recorded:
             )  # fmt: skip
 
     def read(self, rank: int, site: str) -> torch.Tensor | None:
-        """A rank's tensor; None where it has none."""
         record = self.records.get((rank, site))
         return None if record is None else self.run.read(record)
 
@@ -182,8 +180,7 @@ class RecordedCase:
 
     @cached_property
     def whole(self) -> torch.Tensor | None:
-        """The sum as every rank has it, or the ranks' parts behind one another; None where ranks
-        differ or one is missing."""
+        """The sum as every rank has it, or the ranks' parts together; None where ranks differ."""
         results = self.results
         if len(results) < len(self.ranks):
             return None

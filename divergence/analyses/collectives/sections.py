@@ -10,11 +10,10 @@ from divergence.comparison.results import (
     BandwidthRow,
     CollectiveFault,
     CollectivesSide,
-    OrderRow,
 )
 from divergence.document import Block, Column, Section, Sentence, Table
 from divergence.layout import count, decimal, limit_share, rank_names, share, size
-from divergence.words import letter
+from divergence.words import grouped, letter
 
 _MOST_FAULTS = 8
 _MOST_ON_PAGE = 1000
@@ -23,8 +22,7 @@ _MOST_ON_PAGE = 1000
 def sections(
     report: Report, *, every: bool = False, background: Background | None = None
 ) -> list[Section]:
-    """Every side's tables. ``every``, and on a page: every fault, order, size and differing
-    case."""
+    """Every side's tables; with ``every``, and on a page, all faults, orders, sizes and cases."""
     result = report.collectives
     if result is None:
         return []
@@ -74,12 +72,24 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool, page: bool) -> Sect
             rows=_fault_rows(side.faults, apart=apart), most=None if whole else _MOST_FAULTS,
         ))  # fmt: skip
     if side.orders:
+        # rows that say the same but for the size are one unless all are asked for
+        groups = grouped(side.orders, lambda order: (
+            order.collective, order.dtype, order.order, order.accumulates or "-", order.first,
+            order.elements if whole else 0,
+        ))  # fmt: skip
+        rows: list[tuple[object, ...]] = []
+        for group in groups.values():
+            order = group[0]
+            sums = order.accumulates or ("-" if order.measured is None else "not told")
+            sizes = ", ".join(f"{each.elements:,}" for each in group)
+            rows.append((order.collective, order.dtype, sizes, order.order, order.first, sums,
+                         order.expected, order.measured))  # fmt: skip
         body.append(Table(
             caption=f"Order of addition{whose}", title=f"order of addition{whose}", num_left=6,
             detail="found from outside, and replayed bit by bit", folded="Order of addition",
             columns=("collective", "dtype", "elements", "order", "ranks added", "sums in",
                      Column("expected", decimal), Column("error", decimal)),
-            rows=_order_rows(side.orders, apart=whole), widest=66,
+            rows=rows, widest=66,
         ))  # fmt: skip
     if side.bandwidth:
         linked = any(row.link_rate for row in side.bandwidth)
@@ -108,32 +118,16 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool, page: bool) -> Sect
 
 def _fault_rows(faults: Iterable[CollectiveFault], *, apart: bool) -> list[tuple[object, ...]]:
     """One a fault; those that say the same of other cases are one unless ``apart``."""
-    groups: dict[tuple[object, ...], list[CollectiveFault]] = {}
-    for number, fault in enumerate(faults):
-        key = (fault.check, fault.collective, fault.ranks, fault.text if fault.ranks else "")
-        groups.setdefault((*key, number if apart else 0), []).append(fault)
+    groups = grouped(faults, lambda fault: (
+        fault.check, fault.collective, fault.ranks, fault.text if fault.ranks else "",
+        id(fault) if apart else 0,
+    ))  # fmt: skip
     rows: list[tuple[object, ...]] = []
     for fault, *others in groups.values():
         more = f", {len(others)} more" if others else ""
         case = f"{fault.collective}.{fault.dtype}.{fault.size}.{fault.values}{more}"
         wrong = f"{fault.num_wrong:,}/{fault.elements:,}"
         rows.append((rank_names(fault.ranks), case, fault.check, wrong, fault.text))
-    return rows
-
-
-def _order_rows(orders: Iterable[OrderRow], *, apart: bool) -> list[tuple[object, ...]]:
-    """One an order; rows that say the same but for the size are one unless ``apart``."""
-    groups: dict[tuple[object, ...], list[OrderRow]] = {}
-    for order in orders:
-        key = (order.collective, order.dtype, order.order, order.accumulates or "-", order.first)
-        groups.setdefault((*key, order.elements if apart else 0), []).append(order)
-    rows: list[tuple[object, ...]] = []
-    for group in groups.values():
-        order = group[0]
-        sums = order.accumulates or ("-" if order.measured is None else "not told")
-        sizes = ", ".join(f"{each.elements:,}" for each in group)
-        rows.append((order.collective, order.dtype, sizes, order.order, order.first, sums,
-                     order.expected, order.measured))  # fmt: skip
     return rows
 
 

@@ -15,19 +15,17 @@ them. Only where several logits are equal is any of them right. A row with a nan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.align.pairs import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, onset_at, order_of
+from divergence.comparison.results import Finding, Onset, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.site import module_of
-from divergence.words import Side
+from divergence.words import SIDES, Side, common_side, other_side
 
 if TYPE_CHECKING:
     import torch
@@ -50,25 +48,147 @@ def find(measured: Measured) -> AnalysisResult:
         from divergence.analyses.ends.seams import find_seams
 
         seams = find_seams(measured)
-    if any(_is_exact(site) for site in apart):
+    dtypes = {(site.reference_dtype, site.candidate_dtype) for site in apart}
+    if any({format_named(dtype).kind for dtype in pair} <= {"int", "bool"} for pair in dtypes):
         from divergence.analyses.ends.integers import find_integers
 
         integers = find_integers(measured)
     broken = sorted((s for s in seams if s.beyond), key=lambda seam: order_of(seam.result))
     unequal = [integer for integer in integers if integer.judged]
     unequal.sort(key=lambda integer: (order_of(integer.result), integer.result.pass_ != "anchored"))
-    misfits = _find_misfits(measured.reference, measured.candidate)
+    # tokens that are not the largest of their own logits
+    misfits: list[tuple[PromptStep, Side, int, tuple[int, float]]] = []
+    pair = measured.reference, measured.candidate
+    for side, run, other in zip(SIDES, pair, pair[::-1], strict=True):
+        if run.manifest.plan.replayed_pass is not None or run.manifest.plan.logits_site is None:
+            continue
+        for sample, tokens in enumerate(run.manifest.tokens.samples):
+            for step, chosen in enumerate(tokens.chosen_ids):
+                if run.far and _said_by_both(run, other, sample, step):
+                    continue
+                row = logits_row(run, sample, step)
+                larger = None if row is None else misfit_in(row, chosen)
+                if larger is not None:
+                    misfits.append(((sample, step), side, chosen, larger))
     findings = []
     if unequal:
-        findings.append(_unequal(measured, unequal))
+        gap = unequal[0]
+        code = "ends.choice_not_of_scores" if gap.choice else "ends.integers_differ"
+        findings.append(
+            Finding(
+                claim="integers_differ",
+                kind="localized",
+                headline=[
+                    fact(code, site=gap.result.site),
+                    fact("by", by=gap.side, both=False),
+                ],
+                onset=onset_at(gap.result),
+                place=order_of(gap.result),
+                side=gap.side,
+                evidence=[_integer_evidence(gap)],
+                beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
+                commands=measured.advice.look_at(gap.result.site),
+                flags=[gap.result.key],
+            )
+        )
     if broken:
-        findings.append(_broken(measured, broken))
+        first = broken[0]
+        by_place: dict[tuple[str, str], Seam] = {}
+        for seam in broken:
+            by_place.setdefault((seam.before, seam.site), seam)
+        places = list(by_place.values())
+        entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
+        blocks = [seam for seam in places if seam.site in entered]
+        many = len(blocks) >= 3 and 2 * len(blocks) > len(entered)
+        wrong = None if len({seam.side for seam in broken}) > 1 else first.side
+        runs = (measured.candidate.manifest, measured.reference.manifest)
+        modules = runs[0].plan.modules | runs[1].plan.modules
+        outer = {path for path, note in modules.items() if note.role in ("block", "trunk")}
+        all_compared = not any(
+            (item.sample, item.step) == (first.result.sample, first.result.step)
+            and ":out" in item.site
+            and module_of(item.site) in outer
+            for item in measured.alignment.unmatched
+        )
+        times = first.size / first.limit if first.limit else float("inf")
+        next_ = measured.advice.look_at(first.site)
+        if measured.truth_samples is None and first.way == "changed":
+            next_ = [*next_, *(measured.advice.judged() or measured.advice.truth())]
+        findings.append(
+            Finding(
+                claim="error_between",
+                kind="systematic" if many else "localized",
+                headline=[
+                    fact(
+                        "made_between",
+                        seems=first.way != "changed",
+                        first=first.before,
+                        then=first.site,
+                        num=len(blocks) if many else None,
+                        total=len(entered),
+                        by=wrong,
+                        outside=all_compared and not many,
+                    )
+                ],
+                onset=onset_at(first.result),
+                place=order_of(first.result),
+                side=wrong,
+                rests_on=[
+                    check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
+                    check("clear", times > 2, fact("not_clear", margin=times)),
+                ],
+                evidence=[_seam_evidence(first)],
+                beside=[_seam_evidence(seam) for seam in places[:_SHOWN]],
+                commands=next_,
+                flags=[seam.result.key for seam in broken],
+            )
+        )
     if misfits:
         site = measured.reference.manifest.plan.logits_site or ".:out"
-        findings.append(_misfit(measured, misfits, site))
-    within = [seam for seam in seams if not seam.beyond]
+        (sample, step), side, chosen, (largest, behind) = min(misfits, key=lambda misfit: misfit[0])
+        evidence = fact(
+            "ends.misfits", num_misfits=len(misfits), side=side, sample=sample, step=step,
+            chosen=chosen, largest=largest, behind=behind,
+        )  # fmt: skip
+        findings.append(
+            Finding(
+                claim="not_the_largest_logit",
+                kind="localized",
+                headline=[fact("ends.not_largest", sample=sample, step=step, side=side)],
+                onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
+                side=common_side(side for _, side, *_ in misfits),
+                evidence=[evidence],
+                beside=[evidence],
+                commands=measured.advice.look_at(site),
+            )
+        )
+    # what is no fault by itself and worth knowing: seams within their limits, and choices of which
+    # nothing more is known than that they differ
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
-    return AnalysisResult(findings=findings, notes=_notes(within, unjudged))
+    small = {(seam.before, seam.site, seam.by): seam for seam in seams if not seam.beyond}
+    notes = [
+        fact(
+            "ends.changed_within",
+            before=before,
+            site=site,
+            side=by,
+            size=seam.size,
+            meet=seam.limit == float("inf"),
+        )
+        for (before, site, by), seam in list(small.items())[:_SHOWN]
+    ]
+    if unjudged:
+        most = max(unjudged, key=lambda choice: choice.num_different / max(1, choice.num_compared))
+        notes.append(
+            fact(
+                "ends.choices_differ",
+                num_sites=len({c.result.site for c in unjudged}),
+                site=most.result.site,
+                num_different=most.num_different,
+                num_compared=most.num_compared,
+            )
+        )
+    return AnalysisResult(findings=findings, notes=notes)
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -102,44 +222,17 @@ def _not_compared(measured: Measured) -> dict[str, _Shapes]:
     where neither shape is that of the other's copies; in execution order."""
     a, b, rename = measured.reference, measured.candidate, measured.rename
     sites: dict[str, _Shapes] = {}
-    if not measured.alignment.skipped:
-        return sites
-    from divergence.analyses.ends.seams import is_passage
-
     for item in measured.alignment.skipped:
-        place = item.sample, item.step
-        ours = a.find(("free", *place, item.site))
-        theirs = b.find(("free", *place, rename(item.site)))
-        if ours is None or theirs is None or not is_passage(ours, a.manifest):
+        from divergence.analyses.ends.seams import is_passage
+
+        ours = a.find(("free", item.sample, item.step, item.site))
+        theirs = b.find(("free", item.sample, item.step, rename(item.site)))
+        if ours is None or theirs is None or ours.shape == theirs.shape:
             continue
-        if why_no_pair(Piece(ours, item.sample), Piece(theirs, item.sample)) is not None and (
-            ours.shape != theirs.shape
-        ):
+        pieces = Piece(ours, item.sample), Piece(theirs, item.sample)
+        if is_passage(ours, a.manifest) and why_no_pair(*pieces) is not None:
             sites.setdefault(item.site, (ours.shape, theirs.shape))
     return sites
-
-
-def _is_exact(site: SiteResult) -> bool:
-    """Integers or bools on both sides, which do not round?"""
-    dtypes = (site.reference_dtype, site.candidate_dtype)
-    return all(format_named(dtype).kind in ("int", "bool") for dtype in dtypes)
-
-
-def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
-    first = unequal[0]
-    code = "ends.choice_not_of_scores" if first.choice else "ends.integers_differ"
-    return Finding(
-        claim="integers_differ",
-        kind="localized",
-        headline=[fact(code, site=first.result.site), fact("by", by=first.side, both=False)],
-        onset=onset_at(first.result),
-        place=order_of(first.result),
-        side=first.side,
-        evidence=[_integer_evidence(first)],
-        beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
-        commands=measured.advice.look_at(first.result.site),
-        flags=[first.result.key],
-    )
 
 
 def _integer_evidence(gap: Integers) -> Fact:
@@ -158,57 +251,6 @@ def _integer_evidence(gap: Integers) -> Fact:
     )
 
 
-def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
-    first = broken[0]
-    by_place: dict[tuple[str, str], Seam] = {}
-    for seam in broken:
-        by_place.setdefault((seam.before, seam.site), seam)
-    places = list(by_place.values())
-    entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
-    blocks = [seam for seam in places if seam.site in entered]
-    many = len(blocks) >= 3 and 2 * len(blocks) > len(entered)
-    sides = {seam.side for seam in broken}
-    side = sides.pop() if len(sides) == 1 else None
-    notes = measured.candidate.manifest.plan.modules | measured.reference.manifest.plan.modules
-    outer = {path for path, note in notes.items() if note.role in ("block", "trunk")}
-    all_compared = not any(
-        (item.sample, item.step) == (first.result.sample, first.result.step)
-        and ":out" in item.site and module_of(item.site) in outer
-        for item in measured.alignment.unmatched
-    )  # fmt: skip
-    times = first.size / first.limit if first.limit else float("inf")
-    next_ = measured.advice.look_at(first.site)
-    if measured.truth_samples is None and first.way == "changed":
-        next_ = [*next_, *(measured.advice.judged() or measured.advice.truth())]
-    return Finding(
-        claim="error_between",
-        kind="systematic" if many else "localized",
-        headline=[
-            fact(
-                "made_between",
-                seems=first.way != "changed",
-                first=first.before,
-                then=first.site,
-                num=len(blocks) if many else None,
-                total=len(entered),
-                by=side,
-                outside=all_compared and not many,
-            )
-        ],
-        onset=onset_at(first.result),
-        place=order_of(first.result),
-        side=side,
-        rests_on=[
-            check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
-            check("clear", times > 2, fact("not_clear", margin=times)),
-        ],
-        evidence=[_seam_evidence(first)],
-        beside=[_seam_evidence(seam) for seam in places[:_SHOWN]],
-        commands=next_,
-        flags=[seam.result.key for seam in broken],
-    )
-
-
 def _seam_evidence(seam: Seam) -> Fact:
     values: dict[str, Any] = {
         "before": seam.before,
@@ -220,102 +262,7 @@ def _seam_evidence(seam: Seam) -> Fact:
     }
     if seam.way == "grown":
         return fact("ends.grown", **values)
-    other = "reference" if seam.by == "candidate" else "candidate"
-    return fact("ends.changed", **values, side=seam.by, other=other)
-
-
-def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding:
-    first = misfits[0]
-    sample, step = first.place
-    sides = {misfit.side for misfit in misfits}
-    return Finding(
-        claim="not_the_largest_logit",
-        kind="localized",
-        headline=[fact("ends.not_largest", sample=sample, step=step, side=first.side)],
-        onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
-        side=first.side if len(sides) == 1 else "both",
-        evidence=[_misfit_evidence(misfits)],
-        beside=[_misfit_evidence(misfits)],
-        commands=measured.advice.look_at(site),
-    )
-
-
-def _misfit_evidence(misfits: Sequence[Misfit]) -> Fact:
-    first = misfits[0]
-    sample, step = first.place
-    return fact(
-        "ends.misfits",
-        num_misfits=len(misfits),
-        side=first.side,
-        sample=sample,
-        step=step,
-        chosen=first.chosen,
-        largest=first.largest,
-        behind=first.behind,
-    )
-
-
-def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[Fact]:
-    """What is no fault by itself and worth knowing. ``seams``: within their limits; ``choices``:
-    of which nothing more is known than that they differ."""
-    small = {(seam.before, seam.site, seam.by): seam for seam in seams}
-    notes = [
-        fact(
-            "ends.changed_within",
-            before=before,
-            site=site,
-            side=by,
-            size=seam.size,
-            meet=seam.limit == float("inf"),
-        )
-        for (before, site, by), seam in list(small.items())[:_SHOWN]
-    ]
-    if choices:
-        most = max(choices, key=lambda choice: choice.num_different / max(1, choice.num_compared))
-        notes.append(
-            fact(
-                "ends.choices_differ",
-                num_sites=len({c.result.site for c in choices}),
-                site=most.result.site,
-                num_different=most.num_different,
-                num_compared=most.num_compared,
-            )
-        )
-    return notes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
-    """A token that is not the largest of its own logits: ``behind`` the largest by so much."""
-
-    side: Side
-    place: PromptStep
-    chosen: int
-    largest: int
-    behind: float
-
-
-def _find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
-    """In the order of samples and steps; nothing of runs that recorded no logits."""
-    misfits: list[Misfit] = []
-    sides: tuple[tuple[Side, Run], ...] = ("reference", reference), ("candidate", candidate)
-    for side, run in sides:
-        other = candidate if run is reference else reference
-        if run.manifest.plan.replayed_pass is not None or run.manifest.plan.logits_site is None:
-            continue
-        for sample, tokens in enumerate(run.manifest.tokens.samples):
-            for step, chosen in enumerate(tokens.chosen_ids):
-                if run.far and _said_by_both(run, other, sample, step):
-                    continue
-                row = logits_row(run, sample, step)
-                found_there = None if row is None else misfit_in(row, chosen)
-                if found_there is not None:
-                    largest, behind = found_there
-                    misfits.append(
-                        Misfit(side=side, place=(sample, step), chosen=chosen, largest=largest,
-                               behind=behind)
-                    )  # fmt: skip
-    return sorted(misfits, key=lambda misfit: misfit.place)
+    return fact("ends.changed", **values, side=seam.by, other=other_side(seam.by))
 
 
 def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
@@ -324,13 +271,13 @@ def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
     chosen = run.manifest.tokens.samples[sample].chosen_ids[step]
     if sample >= len(samples) or samples[sample].chosen_ids[step : step + 1] != [chosen]:
         return False
-    records = []
+    digests = []
     for side in (run, other):
         group = next((g for g in side.manifest.tokens.groups if sample in g), [sample])
         site = side.manifest.plan.logits_site
-        records.append(side.find(("free", group[0], step, site)) if site else None)
-    first, second = records
-    return first is not None and second is not None and first.xxh3 == second.xxh3 is not None
+        record = side.find(("free", group[0], step, site)) if site else None
+        digests.append(record and record.xxh3)
+    return digests[0] is not None and digests[0] == digests[1]
 
 
 def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:

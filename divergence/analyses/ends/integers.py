@@ -147,8 +147,7 @@ def _side(reference: Record, candidate: Record, truth: Run | None) -> Side | Non
 def _real_tokens(
     pair: Pair, manifest: Manifest, shape: Sequence[int], *, mask: bool
 ) -> torch.Tensor | None:
-    """True where a real token's row is, to be broadcast; None where nothing is padded, or rows
-    cannot be told."""
+    """True where a real token's row is; None where nothing is padded, or rows cannot be told."""
     import torch
 
     piece = pair.reference

@@ -23,7 +23,7 @@ It says nothing of what both sides change alike, nor of an input whose partner w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -36,7 +36,7 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import ROOT, is_operator_site, module_of
-from divergence.words import Side
+from divergence.words import SIDES, Side, other_side
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,6 @@ class Seam:
 
     @property
     def beyond(self) -> bool:
-        """Is it more than rounding?"""
         return not self.size <= self.limit
 
 
@@ -81,31 +80,29 @@ def find_seams(measured: Measured) -> list[Seam]:
         results={(s.pass_, s.sample, s.step, s.site): s for s in measured.sites},
         thresholds=measured.thresholds,
     )
-    seams: list[Seam] = []
-    first: dict[int, list[Pair]] = {}  # outputs of the first forward, which later ones use again
-    for pairs in _forwards(measured.alignment.pairs, a.manifest):
-        sample, step = pairs[0].reference.sample, pairs[0].reference.record.step
-        seams += looked.in_forward(pairs, first.get(sample, []) if step else [])
-        if step == 0:
-            first[sample] = [pair for pair in pairs if not _takes(pair.reference.record.site)]
-    return seams
-
-
-def _forwards(pairs: Iterable[Pair], manifest: Manifest) -> Iterator[list[Pair]]:
-    """The free pairs of blocks and trunk, one forward after another."""
+    # the free pairs of blocks and trunk, by forward
     forwards: dict[tuple[int, int], list[Pair]] = {}
     known: dict[tuple[str, str], bool] = {}
-    for pair in pairs:
-        if pair.pass_ != "free":
-            continue
+    for pair in measured.alignment.pairs:
         record = pair.reference.record
         key = record.site, record.dtype
-        if key not in known:
-            known[key] = is_passage(record, manifest)
-        if known[key]:
+        if pair.pass_ == "free" and key not in known:
+            known[key] = is_passage(record, a.manifest)
+        if pair.pass_ == "free" and known[key]:
             forwards.setdefault((pair.reference.sample, record.step), []).append(pair)
-    for pairs_of_one in forwards.values():
-        yield sorted(pairs_of_one, key=lambda pair: pair.reference.record.order)
+    seams: list[Seam | None] = []
+    first: dict[int, list[Pair]] = {}  # outputs of the first forward, such as an encoder's
+    for (sample, step), pairs in forwards.items():
+        given = _Given(first.get(sample, []) if step else [], looked.is_block)
+        for pair in sorted(pairs, key=lambda pair: pair.reference.record.order):
+            result, takes = looked.result_of(pair), _takes(pair.reference.record.site)
+            if takes and result is not None and not result.identical:
+                seams.append(looked.seam(pair, given, result))
+            if not takes:
+                given.add(pair)
+                if step == 0:
+                    first.setdefault(sample, []).append(pair)
+    return [seam for seam in seams if seam is not None]
 
 
 def is_passage(record: Record, manifest: Manifest) -> bool:
@@ -169,11 +166,6 @@ class _Given:
         return [] if _digest(record) is None else self._by_key[side].get(_key(record), [])
 
 
-def _is_main(site: str) -> bool:
-    """The stream itself, not what comes in beside it (tables, an encoder's states)."""
-    return site.partition(":")[2] in ("in", "out")
-
-
 @dataclass(frozen=True, slots=True)
 class _Looked:
     a: Run
@@ -182,22 +174,11 @@ class _Looked:
     results: dict[tuple[str, int, int, str], SiteResult]
     thresholds: Thresholds
 
-    def in_forward(self, pairs: Sequence[Pair], earlier: Sequence[Pair]) -> list[Seam]:
-        """``earlier``: outputs of the first forward, such as an encoder's."""
-        seams: list[Seam] = []
-        given = _Given(earlier, self._is_block)
-        for pair in pairs:
-            record = pair.reference.record
-            result = self.results.get(("free", pair.reference.sample, record.step, record.site))
-            if _takes(record.site) and result is not None and not result.identical:
-                seam = self._seam(pair, given, result)
-                if seam is not None:
-                    seams.append(seam)
-            if not _takes(record.site):
-                given.add(pair)
-        return seams
+    def result_of(self, pair: Pair) -> SiteResult | None:
+        record = pair.reference.record
+        return self.results.get(("free", pair.reference.sample, record.step, record.site))
 
-    def _seam(self, pair: Pair, given: _Given, result: SiteResult) -> Seam | None:
+    def seam(self, pair: Pair, given: _Given, result: SiteResult) -> Seam | None:
         mine, theirs = pair.reference.record, pair.candidate.record
         ours = self._sources(self.a, mine, given, 0)
         others = self._sources(self.b, theirs, given, 1)
@@ -207,7 +188,7 @@ class _Looked:
             return self._changed(self.b, theirs, ours[0].candidate.record, ours[0], result)
         if others:
             return self._changed(self.a, mine, others[0].reference.record, others[0], result)
-        if not _is_main(mine.site):
+        if mine.site.partition(":")[2] not in ("in", "out"):
             return None
         here = [p for p in given.since_last_block() if p.reference.record.step == mine.step]
         return self._grown(here, result)
@@ -215,23 +196,18 @@ class _Looked:
     def _sources(self, run: Run, record: Record, given: _Given, side: int) -> list[Pair]:
         """The outputs before it that are this very tensor, the last one first; else one behind the
         last block of which it holds some rows."""
-        sources = list(reversed(given.equal_to(record, side)))
-        last = given.since_last_block()
+        sources = given.equal_to(record, side)[::-1]
+        near = [(pair, _of(pair, side)) for pair in reversed(given.since_last_block())]
         if not sources:  # of a tensor in parts there is no digest: the nearest ones are read
-            near = ((pair, _of(pair, side)) for pair in reversed(last))
             sources = [
                 pair
                 for pair, other in near
                 if None in (_digest(record), _digest(other)) and _same(run, record, other)
             ]
-        if sources or record.positions is None:
-            return sources
-        narrowed = (
-            pair
-            for pair in reversed(last)
-            if _narrowed(record, _of(pair, side)) and _equal(run, record, _of(pair, side))
-        )
-        return [pair] if (pair := next(narrowed, None)) is not None else []
+        for pair, other in near if not sources and record.positions is not None else ():
+            if _narrowed(record, other) and _equal(run, record, other):
+                return [pair]
+        return sources
 
     def _changed(
         self, run: Run, record: Record, before: Record, source: Pair, result: SiteResult
@@ -239,7 +215,7 @@ class _Looked:
         """What ``run`` does to the tensor that the other side hands on."""
         import torch
 
-        by: Side = "reference" if run is self.a else "candidate"
+        by = SIDES[run is not self.a]
         name = source.reference.record.site
         if record.shape != before.shape and not _narrowed(record, before):
             size = math.inf
@@ -282,7 +258,7 @@ class _Looked:
                 _narrowed(record, other) and _equal(self.truth, record, other)
             ):
                 return by
-            return "reference" if by == "candidate" else "candidate"
+            return other_side(by)
         return None
 
     def _grown(self, given: Sequence[Pair], result: SiteResult) -> Seam | None:
@@ -291,16 +267,15 @@ class _Looked:
         ``given``: the outputs since the last block's, since which of them is used is not known."""
         if result.token_rel_l2_median is None or not given:
             return None
-        errors = [self._error(p) for p in given]
-        carried = [error for error in errors if error is not None]
-        if len(carried) < len(errors):
+        results = [each for each in map(self.result_of, given) if each is not None]
+        carried = [each.token_rel_l2_max or 0.0 for each in results]
+        if len(results) < len(given) or any(each.token_rel_l2_max is None for each in results):
             return None
-        entering = max(carried, default=0.0)
+        entering = max(carried)
         forms = self._formats(given[-1].reference.record, given[-1].candidate.record)
         unit = max(forms, key=lambda form: form.unit_roundoff)
-        store, update = floor_weights(
-            unit, num_features=result.shape[-1] if result.shape else 1, role="trunk"
-        )
+        width = result.shape[-1] if result.shape else 1
+        store, update = floor_weights(unit, num_features=width, role="trunk")
         made = math.sqrt(max(0.0, result.token_rel_l2_median**2 - entering**2))
         allowed = math.sqrt(store**2 + update**2 + (self.thresholds.free_gain * entering) ** 2)
         size = made / allowed
@@ -313,21 +288,14 @@ class _Looked:
             size=size, limit=limit,
         )  # fmt: skip
 
-    def _is_block(self, pair: Pair) -> bool:
+    def is_block(self, pair: Pair) -> bool:
         note = self.a.manifest.plan.modules.get(module_of(pair.reference.record.site))
         return note is not None and note.role == "block"
-
-    def _error(self, pair: Pair) -> float | None:
-        record = pair.reference.record
-        result = self.results.get(("free", pair.reference.sample, record.step, record.site))
-        return None if result is None else result.token_rel_l2_max
 
 
 def _same(run: Run, record: Record, other: Record) -> bool:
     """Are they one tensor, bit for bit?"""
-    if (other.dtype, other.shape, other.positions) != (
-        record.dtype, record.shape, record.positions
-    ):  # fmt: skip
+    if _key(other)[1:] != _key(record)[1:]:
         return False
     if None not in (_digest(record), _digest(other)):
         return _digest(other) == _digest(record)

@@ -104,9 +104,10 @@ def _coarse_routers(measured: Measured) -> list[Finding]:
         return []
     routers = {
         record.site
-        for (kind, *_), records in choices_in(runs[0]).items() if kind == "logits"
+        for (kind, *_), records in choices_in(runs[0]).items()
+        if kind == "logits"
         for record in records
-    }  # fmt: skip
+    }
     judged: set[str] = set()
     coarse: list[tuple[SiteResult, list[Format]]] = []
     for site in sorted(measured.sites, key=order_of):

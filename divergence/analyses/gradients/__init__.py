@@ -1,11 +1,6 @@
 """Gradients: are those of parameters off where no block's backward is?"""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from divergence.comparison.analysis import Measured
+from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:

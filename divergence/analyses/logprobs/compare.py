@@ -1,25 +1,17 @@
-"""Two runs of which one or both hold log-probabilities alone: the whole report."""
+"""Two runs of which one or both hold log-probabilities alone: their numbers, and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
+from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from divergence.analyses.logprobs.measure import (
-    are_drawn,
-    decoding_line,
-    expert_of,
-    has_experts,
-    joined,
-    layers_of,
-    measure,
-    of_drawn,
-    with_layers,
-)
 from divergence.analyses.logprobs.pairs import (
     PromptPair,
     facts_of,
@@ -27,8 +19,11 @@ from divergence.analyses.logprobs.pairs import (
     processed,
     prompt_line,
 )
+from divergence.analyses.logprobs.pairs import Sequence as Text
+from divergence.analyses.logprobs.pairs import Sequence as TokenSequence
 from divergence.analyses.logprobs.pattern import (
     FAULT,
+    TIE,
     WIDEST,
     Pattern,
     Scale,
@@ -39,6 +34,7 @@ from divergence.analyses.logprobs.pattern import (
     typical_of,
 )
 from divergence.comparison.analysis import report_of
+from divergence.comparison.api import compare
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
@@ -46,20 +42,580 @@ from divergence.comparison.results import (
     Check,
     Coverage,
     Finding,
+    LogprobDelta,
+    LogprobDivergence,
+    LogprobExpert,
+    LogprobFlip,
+    LogprobLayers,
+    LogprobPerplexity,
+    LogprobSequence,
+    LogprobShift,
     LogprobsResult,
+    LogprobTexts,
     Onset,
     PreflightLine,
     PreflightStatus,
+    RolloutCheck,
+    TokenChoice,
     VerdictKind,
 )
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
-from divergence.numerics.statistics import LEAST_PROMPTS, least_share
+from divergence.numerics.formats import format_named
+from divergence.numerics.logits import SAFETY_BOUND, divergence_bounds, rollout_metrics
+from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, least_share, rank_sum, two_sample
+from divergence.numerics.sums import following_of, quantile
+from divergence.run.command import command_line
 from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.scores import BY_TEXT
-from divergence.run.site import LOGPROBS, LOGPROBS_SITE, one_or_more
-from divergence.words import Progress, Side, SideOrBoth
+from divergence.run.record import Record
+from divergence.run.scores import BY_TEXT, DRAWN
+from divergence.run.site import LOGPROBS, LOGPROBS_SITE, module_of, one_or_more
+from divergence.words import SIDES, Progress, Side, common_side, grouped, other_side, side_of
+
+# Answers that both sides drew at temperature 1: are they of one distribution?
+#
+# Drawn texts part at once, so that no token is compared; the two sets of answers are, prompt by
+# prompt (numerics.two_sample). That nothing is seen is no more than the power that stands beside.
+
+
+def finding_of(
+    kind: VerdictKind, headline: Fact | list[Fact], *checks: Check, onset: Onset | None = None
+) -> Finding:
+    """The one finding on log-probabilities."""
+    return Finding(
+        claim="logprobs", kind=kind, rests_on=list(checks), onset=onset,
+        headline=[headline] if isinstance(headline, Fact) else headline,
+    )  # fmt: skip
+
+
+def are_drawn(a: Run, b: Run) -> bool:
+    return all(_decoding(run) == DRAWN for run in (a, b))
+
+
+def _decoding(run: Run) -> str:
+    """How its tokens were chosen: greedy, drawn, sampled (in training), given; or unknown."""
+    if run.manifest.plan.sites == [LOGPROBS]:
+        return facts_of(run).get("tokens", UNKNOWN)
+    return "greedy" if run.manifest.tokens.forced_by is None else "given"
+
+
+def decoding_line(a: Run, b: Run) -> PreflightLine:
+    """Drawn answers against greedy ones are another experiment."""
+    kinds = _decoding(a), _decoding(b)
+    other = set(kinds) == {DRAWN, "greedy"}
+    known = UNKNOWN not in kinds
+    return PreflightLine(
+        check="decoding", reference=kinds[0], candidate=kinds[1],
+        status="blocking" if other else "unknown" if not known
+        else "same" if kinds[0] == kinds[1] else "differs",
+        details=[fact("logprobs.drawn_and_greedy")] if other else [], detail="",
+    )  # fmt: skip
+
+
+def texts_of(pairs: Sequence[PromptPair]) -> LogprobTexts | None:
+    """None with fewer than two answers to a prompt."""
+    groups = grouped(pairs, lambda pair: pair.prompt)
+    if not groups or min(map(len, groups.values())) < 2:
+        return None
+    result = two_sample([
+        (_table([row.reference for row in group], width), _table([row.candidate for row in group],
+                                                                 width))
+        for group in groups.values()
+        if (width := max(len(_answer(side)) for row in group
+                         for side in (row.reference, row.candidate)))
+    ])  # fmt: skip
+    return LogprobTexts(**asdict(result))
+
+
+def _answer(text: Text) -> list[int]:
+    return text.ids[text.num_prompt :]
+
+
+def _table(texts: Sequence[Text], width: int) -> np.ndarray:
+    """(n, width); below all ids behind the ends."""
+    table = np.full((len(texts), width), -9, np.int64)
+    for row, text in zip(table, texts, strict=True):
+        row[: len(_answer(text))] = _answer(text)
+    return table
+
+
+def of_drawn(finding: Finding, texts: LogprobTexts | None, pairs: Sequence[PromptPair]) -> Finding:
+    """``finding``, of tokens behind equal text, where it raises an alarm; else what texts tell."""
+    if finding.kind not in ("identical", "within_floor", "undetermined"):
+        return finding
+    # answers that were not drawn tell of no distribution: a test would count one as many; where
+    # the other side's were, that they differ is true, whatever the cause
+    sides = [side for side in SIDES if _repeats(pairs, side)]
+    told = _find(texts)
+    if texts is not None and sides:
+        repeats = fact("logprobs.repeats", side=common_side(sides))
+        if len(sides) == 1 and told.kind == "systematic":
+            ignores = fact("logprobs.ignores_temperature", repeats=repeats)
+            told = replace(told, headline=[*told.headline, ignores])
+        else:
+            not_drawn = fact("logprobs.not_drawn", repeats=repeats)
+            told = finding_of("undetermined", not_drawn, check("told", False, repeats))
+    return replace(told, evidence=[*told.evidence, *finding.evidence])
+
+
+def _repeats(pairs: Sequence[PromptPair], side: Side) -> bool:
+    """Does a side give the same answer to a prompt, whatever the seed, to each of them?"""
+    answers: dict[Hashable, set[tuple[int, ...]]] = {}
+    for pair in pairs:
+        answers.setdefault(pair.prompt, set()).add(tuple(_answer(getattr(pair, side))))
+    return len(pairs) > len(answers) == sum(map(len, answers.values()))
+
+
+def _find(texts: LogprobTexts | None) -> Finding:
+    """Is it one distribution? Never said of too few answers."""
+    if texts is None or texts.p_value is None:
+        few = fact("logprobs.few_drawn", num_answers=0 if texts is None else texts.num_answers)
+        more = check("answers", False, fact("logprobs.more_answers"))
+        return finding_of("undetermined", few, more)
+    test, share = fact("logprobs.test", **asdict(texts)), texts.smallest_share
+    if texts.p_value <= LEVEL:
+        other = fact("logprobs.other_distribution", test=test)
+        blur = check("scale", False, fact("logprobs.texts_blur_cause"))
+        return finding_of("systematic", other, blur)
+    same = fact("logprobs.no_difference", test=test, share=share)
+    power = check("scale", False, fact("logprobs.power_of_test"))
+    return finding_of("undetermined" if share is None else "within_floor", same, power)
+
+
+# Experts as a cause: do the tokens that differ share an expert?
+#
+# Where a side, or a run of ``--layers``, recorded which experts its tokens were sent to, each
+# expert of each block splits the tokens in two: those whose prediction went through it, and the
+# others. The expert is named whose tokens differ most beyond the others', where chance does not
+# explain it (rank sum of Wilcoxon, normal approximation, p times the number of experts, at most 1%)
+# and the others differ by less than a third.
+
+_LEVEL, _TIMES, _FEWEST = 0.01, 3.0, 5
+
+_Choices = dict[tuple[int, int], dict[str, frozenset[int]]]
+"""(prompt, index of the token in its sequence) → of each block the experts it was sent to."""
+
+
+def has_experts(runs: Sequence[Run]) -> bool | None:
+    """Does the model route tokens to experts? None where no side tells: a server, a rollout."""
+    models = [
+        run.manifest for run in runs if run.manifest.model.config or run.manifest.plan.modules
+    ]
+    if not models:
+        return None
+    return any(
+        any(note.routed for note in manifest.plan.modules.values())
+        or any(_NUM_EXPERTS.search(key) and value for key, value in manifest.model.config.items())
+        for manifest in models
+    )
+
+
+_NUM_EXPERTS = re.compile(r"(^|[._])(num|n)_.*experts$|_num_experts$")
+"""As configurations call it: num_experts, num_local_experts, n_routed_experts, moe_num_experts."""
+
+
+def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert | None:
+    """The one whose tokens hold the difference. ``runs``: the first that recorded choices tells."""
+    choices = next((told for run in runs if (told := _choices(run))), None)
+    if choices is None:
+        return None
+    held = [
+        (choices[key], abs(float(value)), key)
+        for pair in pairs
+        for place, value in zip(pair.places, pair.delta, strict=True)
+        if (key := (pair.sample, int(place) - 1)) in choices
+    ]
+    size = np.array([value for _, value, _ in held])
+    splits = {
+        (block, expert): np.array([expert in chosen.get(block, ()) for chosen, *_ in held])
+        for block, expert in {(b, e) for chosen, *_ in held for b, of in chosen.items() for e in of}
+    }
+    scores = [
+        (rank_sum(size, there), block, expert, there)
+        for (block, expert), there in splits.items()
+        if _FEWEST <= int(there.sum()) <= len(size) - _FEWEST
+    ]
+    if not scores:
+        return None
+    z, block, expert, there = max(scores, key=lambda score: score[0])
+    p_value = min(1.0, len(splits) * (1 - NormalDist().cdf(z)))
+    mean, rest = float(size[there].mean()), float(size[~there].mean())
+    if p_value > _LEVEL or mean <= _TIMES * rest:
+        return None
+    worst = held[int(np.where(there, size, -1.0).argmax())][2]
+    return LogprobExpert(
+        block=block, expert=expert, num_tokens=int(there.sum()), mean_abs=mean, rest_abs=rest,
+        p_value=p_value, sample=worst[0], position=worst[1] + 1,
+    )  # fmt: skip
+
+
+def _choices(run: Run) -> _Choices:
+    blocks = [path for path, note in run.manifest.plan.modules.items() if note.routed]
+    choices: _Choices = {}
+    for record in run.records if blocks else ():
+        block = _block_of(record, blocks)
+        if block is None or not run.has_bytes(record):
+            continue
+        group = run.manifest.tokens.group_of(record.sample) or [record.sample]
+        tensor = run.read(record)
+        if tensor.ndim not in (2, 3) or tensor.shape[:-1].numel() % len(group):
+            continue
+        rows = tensor.reshape(len(group), -1, tensor.shape[-1]).tolist()
+        for sample, tokens in zip(group, rows, strict=True):
+            for place, experts in _places(run, record, sample, tokens):
+                choices.setdefault((sample, place), {})[block] = frozenset(experts)
+    return choices
+
+
+def _block_of(record: Record, blocks: Sequence[str]) -> str | None:
+    """The block whose choice the record is."""
+    path, _, port = record.site.rpartition(":")
+    chosen = record.pass_ == "free" and path.endswith(".experts") and port.startswith("in.")
+    if not chosen or format_named(record.dtype).kind == "float":
+        return None
+    return next((b for b in blocks if module_of(record.site).startswith(b + ".")), None)
+
+
+def _places(
+    run: Run, record: Record, sample: int, tokens: list[list[int]]
+) -> list[tuple[int, list[int]]]:
+    """Index in the sequence of each token of a forward; padding, on the left, is left out."""
+    num_prompt = len(run.manifest.tokens.samples[sample].prompt_ids)
+    if record.step:
+        return [(num_prompt + record.step - 1, tokens[-1])]
+    pads = len(tokens) - num_prompt
+    return [(n - pads, token) for n, token in enumerate(tokens) if n >= pads >= 0]
+
+
+# Log-probabilities beside layers: which block explains Δ log p?
+#
+# Where a side holds log-probabilities alone, a run that recorded layers of the same set-up on the
+# same tokens (``--layers``) stands in for it. Two things are asked: do the two layer-level runs
+# show the same Δ log p, token by token, and what does their own comparison say? Of Δ the share that
+# they explain is 1 - Σ(Δ - Δ')² / ΣΔ², with Δ' theirs. Where it is small, what differs is not in
+# what they ran: another build, other weights or other settings of the server.
+
+_MOST = 0.5
+"""Share of Δ log p from which on the layer-level runs show the same difference."""
+
+
+def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
+    """The layer-level run of each side: itself, or the next one of ``given``. Raises UsageError."""
+    left = list(given)
+    sides = []
+    for run in (a, b):
+        if run.manifest.plan.sites != [LOGPROBS]:
+            sides.append(run)
+        elif left:
+            sides.append(left.pop(0))
+        else:
+            raise UsageError(
+                f"{run.path} holds log-probabilities alone, and no --layers stands in for it",
+                hint=f"make one on its tokens: {command_line('capture', like=run.path, o='RUN')}",
+            )
+    if left:
+        raise UsageError(
+            f"--layers {left[0].path} stands in for no side: each holds layers, or has one",
+            hint="give one for each side that holds log-probabilities alone",
+        )
+    for run in sides:
+        if run.manifest.plan.sites == [LOGPROBS]:
+            raise UsageError(f"--layers {run.path} holds log-probabilities alone",
+                             hint="a run that recorded blocks")  # fmt: skip
+    return sides[0], sides[1]
+
+
+def layers_of(
+    pairs: Sequence[PromptPair], sides: tuple[Run, Run], progress: Progress | None
+) -> LogprobLayers:
+    """What they show, and how much of Δ log p it is. Raises UsageError for other prompts."""
+    report = compare(*sides, progress=progress)
+    ours, theirs = (
+        {
+            (pair.sample, int(place)): float(value)
+            for pair in each
+            for place, value in zip(pair.places, pair.delta, strict=True)
+        }
+        for each in (pairs, pair_runs(*sides))
+    )
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        raise UsageError(
+            "the runs of --layers score none of the compared tokens",
+            hint="capture them with --like of the run that holds the log-probabilities",
+        )
+    mine, other = (np.array([deltas[key] for key in common]) for deltas in (ours, theirs))
+    whole = float((mine * mine).sum())
+    explained = 1 - float(((mine - other) ** 2).sum()) / whole if whole else None
+    onset = report.verdict.onset
+    return LogprobLayers(
+        num_tokens=len(common), share=None if explained is None else max(0.0, explained),
+        kind=report.verdict.kind, headline=report.verdict.headline,
+        block=None if onset is None else onset.block, side=report.verdict.side,
+        reference=str(sides[0].path), candidate=str(sides[1].path),
+    )  # fmt: skip
+
+
+def joined(finding: Finding, layers: LogprobLayers) -> Finding:
+    """``finding`` with what the layers say: the block, where they show the same difference."""
+    if layers.share is None:
+        return finding
+    elsewhere = layers.share < _MOST
+    what = [fact("logprobs.not_in_layers")] if elsewhere else layers.headline
+    shown = fact(
+        "logprobs.layers_show", share=layers.share, num_tokens=layers.num_tokens, what=what
+    )
+    headline = finding.headline
+    differs = finding.kind not in ("identical", "within_floor")
+    if layers.block is not None and differs and not elsewhere:
+        explain = fact("logprobs.layers_explain", module=layers.block, share=layers.share)
+        headline = [*headline, explain]
+    return replace(finding, headline=headline, evidence=[shown, *finding.evidence])
+
+
+# The numbers of two sides' log-probabilities. Pairs, scale and pattern stand apart.
+
+_TENTHS = 10
+_EQUAL = 1e-5
+"""Nats: log-probabilities closer than that are a tie, written with other digits."""
+
+LIMITS: dict[str, tuple[str, str, float, float, str]] = {
+    "rollout_probs_diff_mean": ("verl", "< 0.005, bad > 0.01", 0.005, 0.01, ""),
+    "k1": ("verl", "|k1| < 0.1", 0.1, 0.1, "abs"),
+    "importance_ratio_mean": ("verl", "0.5 to 2", 2.0, 2.0, "ratio"),
+    "effective_sample_size": ("verl", "> 0.3", 0.3, 0.3, "least"),
+    "chi2_token": ("verl", "< 1", 1.0, 1.0, ""),
+    "token_mult_prob_error": ("NeMo-RL", "< 1.05", 1.05, 1.05, ""),
+    "train_rollout_logprob_abs_diff": ("slime", "< 0.1", 0.1, 0.1, ""),
+}
+"""name → framework, its words, where it is raised, where bad, and how it is read."""
+
+
+def measure(
+    pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, a: Run, b: Run
+) -> LogprobsResult:
+    """Everything but the verdict."""
+    drawn = are_drawn(a, b)
+    flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None and not drawn]
+    side = _rollout_side(a, b)
+    metrics = _rollout(pairs, side) if side is not None else {}
+    # of answers that are said to be greedy: by how much their own list holds another token above;
+    # equal numbers are a tie
+    by_side: dict[str, list[float]] = {}
+    for name, run in (("reference", a), ("candidate", b)):
+        if facts_of(run).get("tokens") != "greedy":
+            continue
+        gaps = []
+        for pair in pairs:
+            own = pair.reference if name == "reference" else pair.candidate
+            for place, row in own.rows.items():
+                known = own.distribution(row) if place >= own.num_prompt else None
+                if known is not None and len(known.log):
+                    gaps.append(float(known.log[0] - own.logprobs[row]))
+        if any(gap > _EQUAL for gap in gaps):
+            by_side[name] = [gap for gap in gaps if gap > _EQUAL]
+    sure, below = pattern.shift, by_side
+    faults = [flip for flip in flips if flip.judgement == "fault"]
+    sequences = []
+    for pair in pairs:
+        delta, places = pair.whole
+        if not len(delta):
+            continue
+        size = np.abs(delta)
+        rows = {place: (mine, other) for place, mine, other in pair.rows}
+        both = np.array([rows[int(place)] for place in places])
+        p = np.exp(pair.reference.logprobs[both[:, 0]])
+        q = np.exp(pair.candidate.logprobs[both[:, 1]])
+        sequences.append(LogprobSequence(
+            sample=pair.sample, num_tokens=len(size), mean=float(delta.mean()),
+            mean_abs=float(size.mean()), max_abs=float(size.max()),
+            worst_position=int(places[size.argmax()]), log_ratio=float(delta.sum()),
+            probs_diff_mean=float(np.abs(p - q).mean()),
+            mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
+        ))  # fmt: skip
+    return LogprobsResult(
+        num_sequences=len(pairs),
+        num_tokens=sum(pair.num_equal for pair in pairs) + len(flips),
+        num_equal=sum(pair.num_equal for pair in pairs),
+        num_after=sum(pair.num_after for pair in pairs),
+        num_other=sum(pair.num_other for pair in pairs),
+        num_ended=sum(pair.ended for pair in pairs),
+        pattern=pattern.name,
+        explained=scale.value,
+        source=scale.source,
+        delta=_delta(pairs),
+        divergence=_divergence(pairs),
+        perplexity=_perplexity(pairs),
+        texts=texts_of(pairs) if drawn else None,
+        shift=LogprobShift(**asdict(sure)) if sure.num_prompts else None,
+        first_difference=next(iter([*faults, *flips]), None),
+        num_flips=len(flips),
+        num_ties=sum(flip.judgement == "tie" for flip in flips),
+        num_faults=len(faults),
+        sequences=sorted(sequences, key=lambda sequence: (-sequence.mean_abs, sequence.sample)),
+        rollout=metrics,
+        rollout_side=side if metrics else None,
+        checks=[_check(name, metrics[name]) for name in LIMITS if name in metrics],
+        num_not_likeliest={side: len(gaps) for side, gaps in below.items()},
+        max_below_likeliest={side: max(gaps) for side, gaps in below.items()},
+    )
+
+
+def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
+    parts = [pair.delta for pair in pairs if len(pair.delta)]
+    if not parts:
+        return None
+    delta = np.concatenate(parts)
+    size = np.abs(delta)
+    return LogprobDelta(
+        num_tokens=len(delta), mean=float(delta.mean()), mean_abs=float(size.mean()),
+        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(size, 0.5),
+        p90_abs=quantile(size, 0.9), p99_abs=quantile(size, 0.99), max_abs=float(size.max()),
+        by_position=_by_position(pairs),
+    )  # fmt: skip
+
+
+def _by_position(pairs: Sequence[PromptPair]) -> list[float]:
+    """Mean |Δ| of tenths of the longest answer; the last ones are of long answers alone."""
+    by_tenth: list[list[np.ndarray]] = [[] for _ in range(_TENTHS)]
+    answers = [(p.places - p.answer_begins, np.abs(p.delta)) for p in pairs if len(p.delta)]
+    longest = max((int(at.max()) + 1 for at, _ in answers), default=0)
+    if longest < _TENTHS:
+        return []
+    for at, size in answers:
+        tenth = at * _TENTHS // longest
+        for number in range(_TENTHS):
+            by_tenth[number].append(size[(at >= 0) & (tenth == number)])
+    joined = [np.concatenate(part) for part in by_tenth]
+    return [float(part.mean()) if len(part) else math.nan for part in joined]
+
+
+def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
+    rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
+            for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
+    following = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
+    if following is None or following.num_tokens < 2:
+        return None
+    return LogprobPerplexity(
+        num_tokens=following.num_tokens, delta_p_mean=following.delta_p_mean,
+        delta_p_rms=following.delta_p_rms, delta_p_p1=following.delta_p_p1,
+        delta_p_p99=following.delta_p_p99,
+        reference=following.base, candidate=following.other, ln_ratio=following.ln_ratio,
+        ln_ratio_error=following.ln_ratio_error, ln_correlation=following.ln_correlation,
+    )  # fmt: skip
+
+
+def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
+    all_bounds, same = [], []
+    for pair in pairs:
+        parting = [] if pair.parting is None else [pair.parting]
+        for _, mine, other in [*pair.rows, *parting]:
+            if mine is None or other is None:
+                continue
+            p, q = pair.reference.distribution(mine), pair.candidate.distribution(other)
+            if min(len(p.ids), len(q.ids)) < 2:
+                continue  # the chosen token alone is no distribution
+            bounds = divergence_bounds(p.ids, p.log, q.ids, q.log)
+            if bounds is not None:
+                all_bounds.append(bounds)
+                same.append(p.ids[p.log.argmax()] == q.ids[q.log.argmax()])
+    if not all_bounds:
+        return None
+    lower, upper, low, high, tail, _ = np.array(all_bounds).mean(axis=0)
+    each = np.array(all_bounds)[:, 0]
+    return LogprobDivergence(
+        num_tokens=len(all_bounds), kl_lower=float(lower),
+        kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
+        tv_upper=float(high), tail=float(tail), kl_median=quantile(each, 0.5),
+        kl_p99=quantile(each, 0.99), kl_max=float(each.max()),
+        same_top=float(np.mean(same)),
+    )  # fmt: skip
+
+
+def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
+    assert pair.parting is not None and pair.tokens is not None
+    place, mine, other = pair.parting
+    token_a, token_b = pair.tokens
+    gaps = [
+        _gap(side, row, first, second)
+        for side, row, first, second in (
+            (pair.reference, mine, token_a, token_b),
+            (pair.candidate, other, token_b, token_a),
+        )
+    ]
+    chosen = [
+        TokenChoice(
+            id=token, text=run.manifest.tokens.texts.get(str(token)),
+            logprob=math.nan if row is None else float(side.logprobs[row]),
+        )
+        for run, side, row, token in (
+            (a, pair.reference, mine, token_a), (b, pair.candidate, other, token_b)
+        )
+    ]  # fmt: skip
+    return LogprobFlip(
+        sample=pair.sample, position=place, reference=chosen[0], candidate=chosen[1],
+        margin=gaps[0], candidate_margin=gaps[1], judgement=_judgement(pair, gaps, scale, a, b),
+    )  # fmt: skip
+
+
+def _judgement(
+    pair: PromptPair, gaps: Sequence[float | None], scale: Scale, a: Run, b: Run
+) -> Literal["tie", "fault"] | None:
+    """A token that is on no list is less likely than every one that is, where ids tell them apart;
+    a text that is on no list may be written otherwise there."""
+    assert pair.parting is not None
+    known = [gap for gap in gaps if gap is not None]
+    beyond = list(known)
+    if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
+        sides = zip((pair.reference, pair.candidate), pair.parting[1:], gaps, strict=True)
+        for side, row, gap in sides:
+            if gap is None and row is not None and len(listed := side.distribution(row).log):
+                beyond.append(float(side.logprobs[row] - listed[-1]))
+    if any(gap > FAULT * scale.value for gap in beyond):
+        return "fault"
+    return "tie" if known and max(beyond) <= TIE * scale.value else None
+
+
+def _gap(side: TokenSequence, row: int | None, first: int, second: int) -> float | None:
+    """log p of the first less that of the second, as far as the side's list tells."""
+    if row is None:
+        return None
+    distribution = side.distribution(row)
+    first_log, second_log = distribution.of(first), distribution.of(second)
+    return None if first_log is None or second_log is None else first_log - second_log
+
+
+def _rollout_side(a: Run, b: Run) -> Side | None:
+    """The side whose tokens were sampled in training; None where none of both is of that kind."""
+    roles = [facts_of(run).get("role") for run in (a, b)]
+    if "rollout" in roles:
+        return SIDES[roles.index("rollout")]
+    return other_side(SIDES[roles.index("trainer")]) if "trainer" in roles else None
+
+
+def _rollout(pairs: Sequence[PromptPair], side: Side) -> dict[str, float]:
+    """Of the answers' tokens alone."""
+    parts = []
+    for pair in pairs:
+        rows = [row for row in pair.rows if row[0] >= pair.answer_begins]
+        x = pair.reference.logprobs[[row for _, row, _ in rows]]
+        y = pair.candidate.logprobs[[row for _, _, row in rows]]
+        fine = np.isfinite(x) & np.isfinite(y)
+        parts.append((x[fine], y[fine]))
+    ours, theirs = [x for x, _ in parts], [y for _, y in parts]
+    return rollout_metrics(ours, theirs) if side == "reference" else rollout_metrics(theirs, ours)
+
+
+def _check(name: str, value: float) -> RolloutCheck:
+    framework, normal, raised, bad, how = LIMITS[name]
+    size = abs(value) if how == "abs" else max(value, 1 / value) if how == "ratio" else value
+    if how == "least":
+        state: Literal["normal", "raised", "bad"] = "normal" if value > raised else "bad"
+    else:
+        state = "bad" if size > bad else "raised" if size >= raised else "normal"
+    return RolloutCheck(name=name, framework=framework, value=value, normal=normal, state=state)
+
 
 # What two sides' log-probabilities show, as one finding.
 
@@ -75,14 +631,37 @@ def find(
 ) -> Finding:
     """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner.
     ``experts``: has the model any? None where that is not told."""
-    evidence = [*_facts(result, scale), *_rollout_facts(result)]
     finding = _of_numbers(result, pairs, scale) or _of_pattern(
         result, pairs, pattern, scale, whole=whole, experts=experts
     )
-    return Finding(
-        claim="logprobs", kind=finding.kind, headline=finding.headline, onset=finding.onset,
-        side=finding.side, rests_on=finding.rests_on, evidence=[*finding.evidence, *evidence],
-    )  # fmt: skip
+    facts = list(finding.evidence)
+    delta, kl, shift, flip = result.delta, result.divergence, result.shift, result.first_difference
+    if delta is not None:
+        facts.append(fact("logprobs.delta", **asdict(delta)))
+    if kl is not None:
+        facts.append(fact("logprobs.kl", **asdict(kl)))
+    if flip is not None:
+        gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
+        gap = fact("logprobs.margin", nats=max(gaps, default=None))
+        if flip.judgement == "fault" and max(gaps, default=0.0) <= FAULT * scale.value:
+            gap = fact("logprobs.margin_by_list")
+        parting = fact(
+            "logprobs.first_parting", num_flips=result.num_flips, sample=flip.sample,
+            token=flip.position, margin=gap, judgement=flip.judgement,
+            first_fault=0 < result.num_faults < result.num_flips, num_after=result.num_after,
+        )  # fmt: skip
+        facts.append(parting)
+    if shift is not None and shift.low is not None and shift.high is not None:
+        facts.append(fact("logprobs.shift", **asdict(shift)))
+    elif shift is not None:
+        facts.append(fact("logprobs.few_prompts", num_prompts=shift.num_prompts))
+    if scale.without_dtype:
+        facts.append(fact("logprobs.rounding_not_known"))
+    bad = [stat for stat in result.checks if stat.state != "normal"]
+    if result.checks and not bad:
+        facts.append(fact("logprobs.rollout_normal"))
+    facts += [fact("logprobs.rollout_off", **asdict(stat)) for stat in bad]
+    return replace(finding, evidence=facts)
 
 
 def _of_numbers(
@@ -91,21 +670,17 @@ def _of_numbers(
     """What no count of prompts is needed for: nan, and tokens that were not the likeliest."""
     odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
     if any(odd):
-        side: SideOrBoth = "both" if all(odd) else "reference" if odd[0] else "candidate"
+        side = side_of([num > 0 for num in odd])
         nonfinite = fact("logprobs.nonfinite", num_tokens=sum(odd), side=side)
         return Finding(claim="logprobs", kind="nonfinite", side=side, headline=[nonfinite])
     for name, num in result.num_not_likeliest.items():
         if result.max_below_likeliest[name] <= FAULT * scale.value:
             continue  # what it chooses from is rounded otherwise, perhaps
+        headline = fact("logprobs.not_likeliest", side=name, num_times=num)
         return Finding(
-            claim="logprobs",
-            kind="systematic",
-            side="reference" if name == "reference" else "candidate",
-            headline=[
-                fact("logprobs.not_likeliest", side=name, num_times=num),
-                fact("logprobs.choice_moved"),
-            ],
-        )
+            claim="logprobs", kind="systematic", side=SIDES[name == "candidate"],
+            headline=[headline, fact("logprobs.choice_moved")],
+        )  # fmt: skip
     return None
 
 
@@ -113,7 +688,10 @@ def _of_pattern(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, *,
     whole: bool, experts: bool | None,
 ) -> Finding:  # fmt: skip
-    known = check("scale", scale.known, _why_unknown(scale))
+    unknown = fact("logprobs.scale_from", source=scale.source)
+    if scale.without_dtype:
+        unknown = fact("logprobs.scale_without_dtype")
+    known = check("scale", scale.known, unknown)
     beyond = _beyond(result, pairs, scale, experts=experts)
     moved = fact("logprobs.experts_move", known=bool(experts))
     dense = check("experts", experts is False, moved, made=bool(experts))
@@ -129,58 +707,47 @@ def _of_pattern(
     few_tokens = fact("logprobs.odd_tokens", **odd, num_tokens=delta.num_tokens if delta else 0)
     rerouted = fact("logprobs.rerouted", known=bool(experts))
     if (expert := result.expert) is not None and expert.mean_abs > scale.value:
-        return _finding(
-            "localized",
-            fact(
-                "logprobs.expert",
-                num_tokens=expert.num_tokens,
-                expert=expert.expert,
-                module=expert.block,
-                mean=expert.mean_abs,
-                rest=expert.rest_abs,
-            ),
-            prompts,
-            onset=_onset((expert.sample, expert.position), expert.block),
-        )
+        guilty = fact(
+            "logprobs.expert", num_tokens=expert.num_tokens, expert=expert.expert,
+            module=expert.block, mean=expert.mean_abs, rest=expert.rest_abs,
+        )  # fmt: skip
+        place = _onset((expert.sample, expert.position), expert.block)
+        return finding_of("localized", guilty, prompts, onset=place)
     match pattern.name:
         case "nothing":
             return _of_flips(result, pairs, known, experts=experts) or _of_texts(result)
         case "few":
-            num_prompts = pattern.shift.num_prompts
-            few = fact(
-                "logprobs.too_few_prompts", **explained, far=pattern.far, num_prompts=num_prompts
-            )
-            return _finding("undetermined", few, prompts)
+            few = fact("logprobs.too_few_prompts", **explained, far=pattern.far,
+                       num_prompts=pattern.shift.num_prompts)  # fmt: skip
+            return finding_of("undetermined", few, prompts)
         case "sequences":
             num_beyond = beyond_of(pairs, scale)[0] - len(pattern.odd)
             stand_out = fact(
-                "logprobs.odd_prompts",
-                **odd,
-                num_prompts=result.num_sequences,
+                "logprobs.odd_prompts", **odd, num_prompts=result.num_sequences,
                 samples=[sample for sample, _ in pattern.odd],
                 num_beyond=num_beyond if num_beyond > 0 else None,
-            )
-            return _finding("localized", stand_out, prompts, onset=_onset(pattern.odd[0]))
+            )  # fmt: skip
+            return finding_of("localized", stand_out, prompts, onset=_onset(pattern.odd[0]))
         case "positions" if experts is False:
-            return _finding("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
+            return finding_of("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
         case "positions" if not experts or (delta and delta.mean_abs > scale.value):
             perhaps = fact("logprobs.perhaps_rerouted", what=few_tokens, cause=rerouted)
             place = _onset(pattern.odd[0])
-            return _finding("undetermined", perhaps, prompts, dense, onset=place)
+            return finding_of("undetermined", perhaps, prompts, dense, onset=place)
         case "growing":
             growing = fact("logprobs.growing", times=pattern.growth or 0.0)
-            return _finding("drift", growing, prompts, dense)
+            return finding_of("drift", growing, prompts, dense)
         case "shifted":
             shifted = fact("logprobs.shifted", **explained, **causes, direction=_direction(result))
-            return _finding("systematic", shifted, prompts, beyond, dense)
+            return finding_of("systematic", shifted, prompts, beyond, dense)
         case "everywhere":
             everywhere = fact("logprobs.everywhere", **explained, **causes)
-            return _finding("drift", everywhere, prompts, beyond, dense)
+            return finding_of("drift", everywhere, prompts, beyond, dense)
     if (flipped := _of_flips(result, pairs, known, experts=experts)) is not None:
         return flipped
     doubts = [doubt for doubt in doubts_of(result, pairs, pattern, scale) if doubt.state != "met"]
     if pattern.name == "equal" and result.num_flips == result.num_ended == 0:
-        return _finding("identical", fact("logprobs.equal"), covered, *doubts)
+        return finding_of("identical", fact("logprobs.equal"), covered, *doubts)
     if pattern.name == "positions":
         hidden = fact("logprobs.hides_experts", what=few_tokens, cause=rerouted)
         doubts.insert(0, check("experts", False, hidden))
@@ -193,7 +760,7 @@ def _of_pattern(
         headline.append(_ended(pairs))
     if doubts and result.num_flips == result.num_ties and not result.num_ended:
         headline.append(fact("logprobs.but", doubt=doubts[0].lacking))
-    return _finding(
+    return finding_of(
         "within_floor",
         headline,
         *([] if known.state == "met" and "scale" in {doubt.name for doubt in doubts} else [known]),
@@ -206,18 +773,14 @@ def _of_pattern(
 def _of_flips(
     result: LogprobsResult, pairs: Sequence[PromptPair], known: Check, *, experts: bool | None
 ) -> Finding | None:
-    """Answers that part where rounding does not; where it may have sent a token to other experts,
-    no margin tells."""
+    """Answers that part where rounding does not; with experts no margin tells."""
     flip, num = result.first_difference, len({pair.prompt for pair in pairs})
     if flip is None or not result.num_faults:
         return None
-    return _finding(
-        "undetermined" if experts else "drift",
-        fact("logprobs.parted", num_prompts=result.num_faults, experts=bool(experts)),
-        known,
-        _enough(num),
-        onset=_onset((flip.sample, flip.position)),
-    )
+    parted = fact("logprobs.parted", num_prompts=result.num_faults, experts=bool(experts))
+    place = _onset((flip.sample, flip.position))
+    kind: VerdictKind = "undetermined" if experts else "drift"
+    return finding_of(kind, parted, known, _enough(num), onset=place)
 
 
 def _ended(pairs: Sequence[PromptPair]) -> Fact:
@@ -225,12 +788,8 @@ def _ended(pairs: Sequence[PromptPair]) -> Fact:
     more = [len(p.candidate.ids) - len(p.reference.ids) for p in pairs if p.ended]
     if len(set(more)) > 1:
         return fact("logprobs.ended", num_answers=len(more), side=None)
-    return fact(
-        "logprobs.ended",
-        num_answers=len(more),
-        side="reference" if more[0] > 0 else "candidate",
-        each=fact("logprobs.tokens", num_tokens=abs(more[0])),
-    )
+    each = fact("logprobs.tokens", num_tokens=abs(more[0]))
+    return fact("logprobs.ended", num_answers=len(more), side=SIDES[more[0] <= 0], each=each)
 
 
 def _enough(num: int) -> Check:
@@ -247,16 +806,14 @@ def _of_texts(result: LogprobsResult) -> Finding:
         num_answers=result.num_sequences,
         least_share=least_share(num_same, result.num_sequences) or None,
     )  # fmt: skip
-    return _finding("undetermined", texts, check("measured", False, fact("logprobs.texts_alone")))
+    return finding_of("undetermined", texts, check("measured", False, fact("logprobs.texts_alone")))
 
 
 def _spread(pairs: Sequence[PromptPair], scale: Scale) -> Fact | None:
     """Where some prompts alone lie beyond what rounding explains: how many, and which."""
     beyond, others, order = beyond_of(pairs, scale)
-    if not (beyond and others):
-        return None
-    num_prompts = beyond + others
-    return fact("logprobs.spread", num_beyond=beyond, num_prompts=num_prompts, order=order)
+    spread = fact("logprobs.spread", num_beyond=beyond, num_prompts=beyond + others, order=order)
+    return spread if beyond and others else None
 
 
 def _beyond(
@@ -275,24 +832,6 @@ def _beyond(
     return check("scale", scale.known, lacking, made=scale.known)
 
 
-def _why_unknown(scale: Scale) -> Fact:
-    if scale.without_dtype:
-        return fact("logprobs.scale_without_dtype")
-    return fact("logprobs.scale_from", source=scale.source)
-
-
-def _finding(
-    kind: VerdictKind, headline: Fact | list[Fact], *checks: Check, onset: Onset | None = None
-) -> Finding:
-    return Finding(
-        claim="logprobs",
-        kind=kind,
-        rests_on=list(checks),
-        onset=onset,
-        headline=[headline] if isinstance(headline, Fact) else headline,
-    )
-
-
 def _direction(result: LogprobsResult) -> Fact:
     shift = result.shift
     if shift is None or (shift.low is not None and shift.low <= 0 <= (shift.high or 0)):
@@ -303,48 +842,6 @@ def _direction(result: LogprobsResult) -> Fact:
 
 def _onset(place: tuple[int, int], block: str | None = None) -> Onset:
     return Onset(site=LOGPROBS_SITE, block=block, sample=place[0], step=0, position=place[1])
-
-
-def _facts(result: LogprobsResult, scale: Scale) -> list[Fact]:
-    facts = []
-    delta, kl, shift, flip = (
-        result.delta, result.divergence, result.shift, result.first_difference
-    )  # fmt: skip
-    if delta is not None:
-        facts.append(fact("logprobs.delta", **asdict(delta)))
-    if kl is not None:
-        facts.append(fact("logprobs.kl", **asdict(kl)))
-    if flip is not None:
-        gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
-        gap = fact("logprobs.margin", nats=max(gaps, default=None))
-        if flip.judgement == "fault" and max(gaps, default=0.0) <= FAULT * scale.value:
-            gap = fact("logprobs.margin_by_list")
-        facts.append(
-            fact(
-                "logprobs.first_parting",
-                num_flips=result.num_flips,
-                sample=flip.sample,
-                token=flip.position,
-                margin=gap,
-                judgement=flip.judgement,
-                first_fault=0 < result.num_faults < result.num_flips,
-                num_after=result.num_after,
-            )
-        )
-    if shift is not None and shift.low is not None and shift.high is not None:
-        facts.append(fact("logprobs.shift", **asdict(shift)))
-    elif shift is not None:
-        facts.append(fact("logprobs.few_prompts", num_prompts=shift.num_prompts))
-    if scale.without_dtype:
-        facts.append(fact("logprobs.rounding_not_known"))
-    return facts
-
-
-def _rollout_facts(result: LogprobsResult) -> list[Fact]:
-    bad = [stat for stat in result.checks if stat.state != "normal"]
-    if result.checks and not bad:
-        return [fact("logprobs.rollout_normal")]
-    return [fact("logprobs.rollout_off", **asdict(stat)) for stat in bad]
 
 
 _SHOWN = ("tokenizer", "chat template", "complete")
@@ -368,10 +865,32 @@ def report_on(
         )
     floors = [Run.open(source) for source in one_or_more(floor)]
     pairs = pair_runs(a, b)
-    lines = _preflight(pairs, a, b)
+    lines = [line for line in preflight(a, b) if line.check in _SHOWN]
+    dtypes = [summary_of(run).dtype.removeprefix("torch.") for run in (a, b)]
+    known = UNKNOWN not in dtypes
+    status: PreflightStatus = (
+        "unknown" if not known else "same" if dtypes[0] == dtypes[1] else "differs"
+    )
+    dtype = PreflightLine(check="dtype", status=status, reference=dtypes[0], candidate=dtypes[1])
+    names = [_engine(run) for run in (a, b)]
+    same: PreflightStatus = "same" if names[0] == names[1] else "differs"
+    engine = PreflightLine(check="engine", status=same, reference=names[0], candidate=names[1])
+    lines = [prompt_line(pairs, a, b), decoding_line(a, b), dtype, engine, *lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking:
-        return _stopped(a, b, lines, blocking[0])
+        line = blocking[0]
+        what = line.details or [
+            fact("logprobs.against", reference=line.reference, candidate=line.candidate)
+        ]
+        if line.detail:
+            what = [plain(line.detail)]
+        finding = Finding(
+            claim="other_experiment",
+            kind="incomparable",
+            headline=[fact("logprobs.not_asked_the_same", what=what)],
+            evidence=[fact("logprobs.check", check=line.check, what=what)],
+        )
+        return report_of(a, b, finding, Coverage(num_compared=0), lines, notes=_notes(a, b))
     scale = scale_of(a, b, floors)
     experts = has_experts([a, b, *layers])
     pattern = pattern_of(pairs, scale, experts=experts)
@@ -388,9 +907,10 @@ def report_on(
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)
     coverage = Coverage(
-        num_compared=compared, num_only_reference=_alone(pairs, 0),
+        num_compared=compared,
+        num_only_reference=_alone(pairs, 0),
         num_only_candidate=_alone(pairs, 1),
-    )  # fmt: skip
+    )
     return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), logprobs=result)
 
 
@@ -400,40 +920,12 @@ def _alone(pairs: list[PromptPair], side: int) -> int:
     return sum(len(sequence.rows) for sequence in sides) - sum(len(pair.rows) for pair in pairs)
 
 
-def _preflight(pairs: list[PromptPair], a: Run, b: Run) -> list[PreflightLine]:
-    lines = [line for line in preflight(a, b) if line.check in _SHOWN]
-    dtypes = [summary_of(run).dtype.removeprefix("torch.") for run in (a, b)]
-    known = UNKNOWN not in dtypes
-    status: PreflightStatus = (
-        "unknown" if not known else "same" if dtypes[0] == dtypes[1] else "differs"
-    )
-    dtype = PreflightLine(check="dtype", status=status, reference=dtypes[0], candidate=dtypes[1])
-    names = [_engine(run) for run in (a, b)]
-    same: PreflightStatus = "same" if names[0] == names[1] else "differs"
-    engine = PreflightLine(check="engine", status=same, reference=names[0], candidate=names[1])
-    return [prompt_line(pairs, a, b), decoding_line(a, b), dtype, engine, *lines]
-
-
 def _engine(run: Run) -> str:
     """Its name, and its version where that is known."""
     note = run.manifest.engine
     if note is None:
         return "transformers"
     return note.name if note.version in ("", UNKNOWN) else f"{note.name} {note.version}"
-
-
-def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) -> Report:
-    what = line.details or [
-        fact("logprobs.against", reference=line.reference, candidate=line.candidate)
-    ]
-    if line.detail:
-        what = [plain(line.detail)]
-    finding = Finding(
-        claim="other_experiment", kind="incomparable",
-        headline=[fact("logprobs.not_asked_the_same", what=what)],
-        evidence=[fact("logprobs.check", check=line.check, what=what)],
-    )  # fmt: skip
-    return report_of(a, b, finding, Coverage(num_compared=0), lines, notes=_notes(a, b))
 
 
 def _notes(a: Run, b: Run) -> list[Fact]:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,10 +19,9 @@ from divergence.run.command import command_line
 from divergence.run.contents import name_of
 from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.record import Record
 from divergence.run.scores import BY_TEXT
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
-from divergence.words import first_apart
+from divergence.words import SIDES, first_apart
 
 # What a run says of the tokens of its prompts: log-probabilities, whatever they come from.
 #
@@ -83,55 +82,10 @@ def sequences_of(run: Run) -> list[Sequence]:
             f"{run.path} holds no logits, from which its log-probabilities would follow",
             hint=command_line("capture", like=run.path, o="RUN") + " --sites blocks --store full",
         )
-    return _from_logits(run, str(site))
-
-
-def _recorded(run: Run, number: int) -> Sequence:
-    sample = run.manifest.tokens.samples[number]
-    ids = [*sample.prompt_ids, *sample.generated_ids]
-    record = run.find(("free", number, 0, LOGPROBS_SITE))
-    tokens = run.find(("free", number, 0, LOGPROB_IDS_SITE))
-    # a nan beside a character was written by an earlier version, and nobody told it
-    untold = facts_of(run).get("units") == "characters"
-    if record is None or tokens is None or record.positions is None or untold:
-        empty = Distribution(np.empty(0, np.int64), np.empty(0))
-        return Sequence(ids=ids, num_prompt=len(sample.prompt_ids), rows={},
-                        logprobs=np.empty(0), distribution=lambda row: empty)  # fmt: skip
-    _check(run, record, tokens)
-    values = run.read(record)[0].double().numpy()
-    table = run.read(tokens)[0].numpy().astype(np.int64)
-
-    def distribution(row: int) -> Distribution:
-        told = table[row] >= 0
-        known, first = np.unique(table[row][told], return_index=True)
-        order = np.argsort(-values[row][told][first], kind="stable")
-        return Distribution(known[order], values[row][told][first][order])
-
-    return Sequence(
-        ids=ids, num_prompt=len(sample.prompt_ids),
-        rows={p: row for row, p in enumerate(record.positions) if p < len(ids)},
-        logprobs=values[:, 0], distribution=distribution,
-    )  # fmt: skip
-
-
-def _check(run: Run, record: Record, tokens: Record) -> None:
-    """Raises RunFormatError for records of another form than docs/dump-format.md has."""
-    kinds = record.dtype, tokens.dtype
-    fits = len(record.shape) == 3 and record.shape[0] == 1 and record.shape[2] > 0
-    if not fits or record.shape != tokens.shape or kinds != ("float32", "int32"):
-        raise RunFormatError(
-            f"log-probabilities of {record.dtype} {list(record.shape)} with ids of {tokens.dtype} "
-            f"{list(tokens.shape)}: float32 and int32 (1, T, K) are expected",
-            where=f"{run.path}, {name_of(record)}",
-        )
-
-
-def _from_logits(run: Run, site: str) -> list[Sequence]:
-    """Of a model's run, each row once: read when it is asked for, since a vocabulary is long."""
     reader = Pieces(run, run)
     places: list[dict[int, tuple[object, int]]] = [{} for _ in run.manifest.tokens.samples]
     for (number, step, _), piece in sorted(
-        pieces_in(run, "free", split=True, sites=[site]).items(), key=lambda item: item[0][:2]
+        pieces_in(run, "free", split=True, sites=[str(site)]).items(), key=lambda item: item[0][:2]
     ):
         sample, record = run.manifest.tokens.samples[number], piece.record
         if len(record.shape) != 3:
@@ -146,6 +100,41 @@ def _from_logits(run: Run, site: str) -> list[Sequence]:
                 at = row + (len(sample.prompt_ids) + step - 1 if step else 0)
             places[number][at + 1] = piece, row
     return [_of_places(run, reader, number, held) for number, held in enumerate(places)]
+
+
+def _recorded(run: Run, number: int) -> Sequence:
+    sample = run.manifest.tokens.samples[number]
+    ids = [*sample.prompt_ids, *sample.generated_ids]
+    record = run.find(("free", number, 0, LOGPROBS_SITE))
+    tokens = run.find(("free", number, 0, LOGPROB_IDS_SITE))
+    # a nan beside a character was written by an earlier version, and nobody told it
+    untold = facts_of(run).get("units") == "characters"
+    if record is None or tokens is None or record.positions is None or untold:
+        empty = Distribution(np.empty(0, np.int64), np.empty(0))
+        return Sequence(ids=ids, num_prompt=len(sample.prompt_ids), rows={},
+                        logprobs=np.empty(0), distribution=lambda row: empty)  # fmt: skip
+    kinds = record.dtype, tokens.dtype
+    fits = len(record.shape) == 3 and record.shape[0] == 1 and record.shape[2] > 0
+    if not fits or record.shape != tokens.shape or kinds != ("float32", "int32"):
+        raise RunFormatError(
+            f"log-probabilities of {record.dtype} {list(record.shape)} with ids of {tokens.dtype} "
+            f"{list(tokens.shape)}: float32 and int32 (1, T, K) are expected",
+            where=f"{run.path}, {name_of(record)}",
+        )
+    values = run.read(record)[0].double().numpy()
+    table = run.read(tokens)[0].numpy().astype(np.int64)
+
+    def distribution(row: int) -> Distribution:
+        told = table[row] >= 0
+        known, first = np.unique(table[row][told], return_index=True)
+        order = np.argsort(-values[row][told][first], kind="stable")
+        return Distribution(known[order], values[row][told][first][order])
+
+    return Sequence(
+        ids=ids, num_prompt=len(sample.prompt_ids),
+        rows={p: row for row, p in enumerate(record.positions) if p < len(ids)},
+        logprobs=values[:, 0], distribution=distribution,
+    )  # fmt: skip
 
 
 def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) -> Sequence:  # type: ignore[type-arg]  # (Piece, row)
@@ -208,16 +197,14 @@ class PromptPair:
     answer_begins: int
     ended: bool
     """One side's answer ends by itself where the other's goes on."""
-    delta: np.ndarray = field(default_factory=lambda: np.empty(0))
+    delta: np.ndarray
     """Of ``rows``; without those that are not finite, and those that another prompt with the same
     beginning has shown."""
-    places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    places: np.ndarray
     """Index in the sequence of each of them."""
-    whole: tuple[np.ndarray, np.ndarray] = field(
-        default_factory=lambda: (np.empty(0), np.empty(0, np.int64))
-    )
+    whole: tuple[np.ndarray, np.ndarray]
     """Delta and places with what another prompt has shown."""
-    num_nonfinite: tuple[int, int] = (0, 0)
+    num_nonfinite: tuple[int, int]
     """By side: nan or inf where the other side has a number."""
 
 
@@ -229,17 +216,6 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
         _pair(number, tuple(samples[number].prompt_ids) or samples[number].text or number, x, y)
         for number, (x, y) in enumerate(zip(reference, candidate, strict=False))
     ]
-    pairs = _counted_once(pairs)
-    engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
-    # one engine lists the token that ends an answer, another does not
-    room = 0 if engines[0] == engines[1] else 1
-    budgets = [_budget(run) for run in (a, b)]
-    return [replace(pair, ended=_one_ended(pair, budgets, room)) for pair in pairs]
-
-
-def _counted_once(pairs: list[PromptPair]) -> list[PromptPair]:
-    """Prompts that begin alike hold the same tokens, with the same rounding: where both sides say
-    the same numbers of them again, they are no more observations."""
     once = list(pairs)
     order = sorted(range(len(pairs)), key=lambda n: pairs[n].reference.ids)
     for before, number in itertools.pairwise(order):
@@ -254,7 +230,11 @@ def _counted_once(pairs: list[PromptPair]) -> list[PromptPair]:
                 values_of(held)[:, :shared] == values_of(pair)[:, :shared], axis=0
             )
         once[number] = replace(pair, delta=pair.delta[~same], places=pair.places[~same])
-    return once
+    engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
+    # one engine lists the token that ends an answer, another does not
+    room = 0 if engines[0] == engines[1] else 1
+    budgets = [_budget(run) for run in (a, b)]
+    return [replace(pair, ended=_one_ended(pair, budgets, room)) for pair in once]
 
 
 def values_of(pair: PromptPair) -> np.ndarray:
@@ -295,10 +275,8 @@ def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
             {number: text for number, text in texts.items() if _PIECE not in text}
             for texts in tables
         ]
-    return (
-        renumbered(sides[0], tables[0], numbers, -1),
-        renumbered(sides[1], tables[1], numbers, -2),
-    )
+    ours, theirs = sides
+    return (renumbered(ours, tables[0], numbers, -1), renumbered(theirs, tables[1], numbers, -2))
 
 
 def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair:
@@ -319,27 +297,20 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
     if begins <= common < ends and not untold:
         parting = common, a.rows.get(common), b.rows.get(common + shift)
         tokens = a.ids[common], b.ids[common + shift]
-    return _measured(PromptPair(
+    places = np.array([place for place, _, _ in rows], np.int64)
+    x = a.logprobs[[row for _, row, _ in rows]]
+    y = b.logprobs[[row for _, _, row in rows]]
+    fine = np.isfinite(x), np.isfinite(y)
+    delta, places = (values[fine[0] & fine[1]] for values in (y - x, places))
+    return PromptPair(
         sample=number, prompt=prompt, reference=a, candidate=b, rows=rows, parting=parting,
         tokens=tokens,
         num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
         num_untold=sum(begins <= place < ends - 1 for place in scored)
         + (ends - max(common, begins) if untold else 0),
         num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
-        ended=False,
-    ))  # fmt: skip
-
-
-def _measured(pair: PromptPair) -> PromptPair:
-    places = np.array([place for place, _, _ in pair.rows], np.int64)
-    x = pair.reference.logprobs[[row for _, row, _ in pair.rows]]
-    y = pair.candidate.logprobs[[row for _, _, row in pair.rows]]
-    fine = np.isfinite(x), np.isfinite(y)
-    both = fine[0] & fine[1]
-    odd = int((fine[1] & ~fine[0]).sum()), int((fine[0] & ~fine[1]).sum())
-    return replace(
-        pair, delta=(y - x)[both], places=places[both], num_nonfinite=odd,
-        whole=((y - x)[both], places[both]),
+        ended=False, delta=delta, places=places, whole=(delta, places),
+        num_nonfinite=(int((fine[1] & ~fine[0]).sum()), int((fine[0] & ~fine[1]).sum())),
     )  # fmt: skip
 
 
@@ -348,41 +319,35 @@ def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     samples = a.manifest.tokens.samples, b.manifest.tokens.samples
     if len(samples[0]) != len(samples[1]):
         shown = [sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples]
-        return _blocking(shown)
+        return _prompt_ids("blocking", shown)
     for other in _other_prompts(pairs):
-        return _blocking(["-", "-"], other)
+        return _prompt_ids("blocking", "--", other)
     for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
         untold = not (ours.prompt_ids and theirs.prompt_ids)
         if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
-            return _blocking(["-", "-"], fact("logprobs.other_text", sample=number))
+            return _prompt_ids("blocking", "--", fact("logprobs.other_text", sample=number))
     counts = [_counts(run) for run in (a, b)]
     for number, lengths in enumerate(zip(*counts, strict=True)):
         if None not in lengths and lengths[0] != lengths[1]:
             shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
             ours, theirs = lengths
             other = fact("logprobs.other_length", sample=number, reference=ours, candidate=theirs)
-            return _blocking(shown, other)
+            return _prompt_ids("blocking", shown, other)
     told = [all(sample.prompt_ids for sample in side) for side in samples]
     shown = [
         "ids" if ids else sentence(fact("logprobs.only_number")) if None not in num else UNKNOWN
         for ids, num in zip(told, counts, strict=True)
     ]
-    status: PreflightStatus = "same" if all(told) else "unknown"
-    return PreflightLine(check="prompt ids", status=status, reference=shown[0], candidate=shown[1])
+    return _prompt_ids("same" if all(told) else "unknown", shown)
 
 
-def _blocking(shown: list[str], *details: Fact) -> PreflightLine:
-    return PreflightLine(
-        check="prompt ids",
-        status="blocking",
-        reference=shown[0],
-        candidate=shown[1],
-        details=list(details),
-    )
+def _prompt_ids(status: PreflightStatus, shown: abc.Sequence[str], *details: Fact) -> PreflightLine:
+    reference, candidate = shown
+    return PreflightLine(check="prompt ids", status=status, reference=reference,
+                         candidate=candidate, details=list(details))  # fmt: skip
 
 
 def _counts(run: Run) -> list[int | None]:
-    """The number of each prompt's tokens, as far as known."""
     samples = run.manifest.tokens.samples
     said = facts_of(run).get("prompt tokens", "").split()
     if len(said) == len(samples):
@@ -400,20 +365,15 @@ def _other_prompts(pairs: list[PromptPair]) -> Iterator[Fact]:
         ended = common == min(len(a.ids), len(b.ids))
         least, most = sorted((a.num_prompt, b.num_prompt))
         if common < least or (common < most and not ended):
-            yield fact(
-                "logprobs.other_tokens",
-                sample=pair.sample,
-                token=common,
-                reference=a.ids[common : common + 4],
-                candidate=b.ids[common : common + 4],
-            )
+            few = slice(common, common + 4)
+            yield fact("logprobs.other_tokens", sample=pair.sample, token=common,
+                       reference=a.ids[few], candidate=b.ids[few])  # fmt: skip
 
 
 def renumbered(
     sequences: list[Sequence], texts: Mapping[str, str], numbers: dict[str, int], unknown: int
 ) -> list[Sequence]:
-    """The same sequences by numbers of texts, which ``numbers`` hands out. Ids whose text nobody
-    told become ``unknown``, which equals no token of the other side. Prompts are left out."""
+    """The sequences by numbers of texts, without prompts; what has no text becomes ``unknown``."""
 
     def number(token: int) -> int:
         text = texts.get(str(token))
@@ -457,7 +417,7 @@ def renumbered(
 LEAST_TOKENS = 50
 _FITS = 0.99
 """Share of the listed distances that one ratio must explain."""
-_FOLLOWS = 0.5
+FOLLOWS = 0.5
 _OTHER = 0.02
 """A ratio nearer to 1 is no other temperature."""
 _MOST_OTHER = 0.05
@@ -515,7 +475,7 @@ def _by_lists(held: abc.Sequence[PromptPair]) -> Fact | None:
 def _by_size(held: abc.Sequence[PromptPair]) -> Fact | None:
     """By the chosen tokens alone."""
     share = share_of_size(held)
-    if share < _FOLLOWS:
+    if share < FOLLOWS:
         return None
     x, y = np.concatenate([values_of(pair) for pair in held], axis=1)
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
@@ -535,10 +495,6 @@ def _renormalised(held: abc.Sequence[PromptPair]) -> Fact | None:
     if float(size.max()) > min(_BOUNDED * usual, -math.log(_MOST_LOST)):
         return None
     return fact(
-        "logprobs.renormalised",
-        side="candidate" if mean > 0 else "reference",
-        num_higher=len(delta) - against,
-        num_tokens=len(delta),
-        nats=usual,
-        kept=math.exp(-usual),
-    )
+        "logprobs.renormalised", side=SIDES[mean > 0], num_higher=len(delta) - against,
+        num_tokens=len(delta), nats=usual, kept=math.exp(-usual),
+    )  # fmt: skip

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import PromptPair, pair_runs, prompt_line, share_of_size
+from divergence.analyses.logprobs.pairs import (
+    FOLLOWS,
+    PromptPair,
+    pair_runs,
+    prompt_line,
+    share_of_size,
+)
 from divergence.comparison.decide import check
 from divergence.comparison.results import Check, LogprobsResult
 from divergence.comparison.trusted import refuse_compared
@@ -21,6 +27,7 @@ from divergence.numerics.statistics import LEAST_PROMPTS, Certainty, certainty_o
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import LOGPROBS
+from divergence.words import grouped
 
 # What rounding explains of Δ log p, as a mean of |Δ| in nats.
 #
@@ -163,44 +170,58 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     shift = certainty_of(_by_prompt(held, [pair.delta.mean() for pair in held]))
     if not held:
         return Pattern(name="nothing", shift=shift)
-    together = np.concatenate(sizes)
+    together, delta = np.concatenate(sizes), np.concatenate([pair.delta for pair in held])
     if not together.any():
         return Pattern(name="equal", shift=shift)
-    mean = float(together.mean())
+    mean, count = float(together.mean()), len(together)
     far = mean > FAR * max(scale.value, WIDEST)
-    odd, rest = _odd_prompts(held, sizes, scale)
     enough = shift.num_prompts >= LEAST_PROMPTS
-    one_sided = mean > _LEAST_SHIFT * scale.value and _one_sided(
-        np.concatenate([pair.delta for pair in held])
+    # Do nearly all tokens lie on one side? However few prompts they are of, rounding and other
+    # precisions move each token one way or the other: the sign of each is a coin.
+    fewer = min(int((delta > 0).sum()), int((delta < 0).sum()))
+    one_sided = (
+        mean > _LEAST_SHIFT * scale.value
+        and count >= _LEAST_TOKENS
+        and fewer <= _MOST_OTHER * count
     )
-    if enough and odd:
-        return Pattern(name="sequences", shift=shift, odd=odd, rest=rest)
+    # prompts whose mean |Δ| is far beyond the others'; of a short answer chance is larger
+    means = np.array([size.mean() for size in sizes])
+    room = 1 + 6 / np.sqrt([len(size) for size in sizes])
+    out = means > max(_ODD_PROMPT * float(np.median(means)), scale.value) * room
+    if enough and out.any() and out.mean() <= _MOST_PROMPTS:
+        odd = [
+            (pair.sample, int(pair.places[np.abs(pair.delta).argmax()]))
+            for pair, is_out in zip(held, out, strict=True)
+            if is_out
+        ]
+        return Pattern(name="sequences", shift=shift, odd=odd, rest=float(means[~out].mean()))
     growth, grows = _growth(held, scale)
     if enough and grows:
         return Pattern(name="growing", shift=shift, growth=growth)
-    odd, rest = _odd_tokens(held, sizes, scale)
-    if enough and odd:
+    # tokens, few among all, that hold most of the difference; none where a trusted machine shows
+    # half as many
+    bound = max(_ODD_TOKEN * float(np.median(together)), _FAR_TOKEN * scale.value)
+    out = together > bound
+    share, weight = float(out.mean()), float(together[out].sum() / together.sum())
+    few = int(out.sum()) >= 3 and share <= _MOST_TOKENS and weight >= 0.5
+    if enough and few and share > 2 * scale.usual_share(bound):
+        odd, rest = _tokens_over(held, sizes, bound)
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     if mean <= scale.value and not one_sided:
         return Pattern(name="within", shift=shift, growth=growth)
     if not enough and not one_sided:
         return Pattern(name="few", shift=shift, growth=growth, far=far)
-    if experts is not False:
-        odd, rest = _tail(held, sizes, scale)
+    # tokens far beyond rounding, any number, where most tokens of every prompt are within it
+    usual = np.array([typical_of(size) for size in sizes])
+    within = typical_of(together) <= scale.value and (usual <= scale.value * room).all()
+    if experts is not False and within:
+        odd, rest = _tokens_over(held, sizes, _FAR_TOKEN * scale.value)
         if odd:
             return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     one_way = abs(shift.mean) >= 0.5 * mean and (shift.excludes_zero or one_sided)
     if one_way or far:
         return Pattern(name="shifted", shift=shift, growth=growth, far=far)
     return Pattern(name="everywhere", shift=shift, growth=growth)
-
-
-def _one_sided(delta: np.ndarray) -> bool:
-    """Do nearly all tokens lie on one side? However few prompts they are of, rounding and other
-    precisions move each token one way or the other: the sign of each is a coin."""
-    num = len(delta)
-    fewer = min(int((delta > 0).sum()), int((delta < 0).sum()))
-    return num >= _LEAST_TOKENS and fewer <= _MOST_OTHER * num
 
 
 def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]:
@@ -219,50 +240,6 @@ def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]
     return beyond, others, ""
 
 
-def _odd_prompts(
-    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
-) -> tuple[list[tuple[int, int]], float]:
-    """Prompts whose mean |Δ| is far beyond that of the others; of a short answer chance is larger
-    (its mean has the error 1 / √n)."""
-    means = np.array([size.mean() for size in sizes])
-    room = 1 + 6 / np.sqrt([len(size) for size in sizes])
-    bound = max(_ODD_PROMPT * float(np.median(means)), scale.value) * room
-    odd = means > bound
-    if not odd.any() or odd.mean() > _MOST_PROMPTS:
-        return [], 0.0
-    return (
-        [(pair.sample, _worst(pair)) for pair, out in zip(held, odd, strict=True) if out],
-        float(means[~odd].mean()),
-    )
-
-
-def _odd_tokens(
-    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
-) -> tuple[list[tuple[int, int]], float]:
-    """Tokens, few among all, that hold most of the difference; none where a trusted machine shows
-    half as many."""
-    together = np.concatenate(sizes)
-    bound = max(_ODD_TOKEN * float(np.median(together)), _FAR_TOKEN * scale.value)
-    out = together > bound
-    share, weight = float(out.mean()), float(together[out].sum() / together.sum())
-    if int(out.sum()) < 3 or share > _MOST_TOKENS or weight < 0.5:
-        return [], 0.0
-    if share <= 2 * scale.usual_share(bound):
-        return [], 0.0
-    return _tokens_over(held, sizes, bound)
-
-
-def _tail(
-    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
-) -> tuple[list[tuple[int, int]], float]:
-    """Tokens far beyond rounding, any number, where most tokens of every prompt are within it."""
-    if typical_of(np.concatenate(sizes)) > scale.value:
-        return [], 0.0
-    if any(typical_of(size) > scale.value * (1 + 6 / np.sqrt(len(size))) for size in sizes):
-        return [], 0.0
-    return _tokens_over(held, sizes, _FAR_TOKEN * scale.value)
-
-
 def typical_of(size: np.ndarray) -> float:
     """The mean |Δ| of normal deviations with the median of these: what a tail does not move."""
     return float(np.median(size)) * math.sqrt(2 / math.pi) / NormalDist().inv_cdf(0.75)
@@ -274,15 +251,14 @@ def _tokens_over(
     """Tokens that differ by more, the largest first; mean |Δ| of the others."""
     tokens = [
         (pair.sample, int(place), float(size))
-        for pair, held_sizes in zip(held, sizes, strict=True)
-        for place, size in zip(pair.places, held_sizes, strict=True)
+        for pair, own in zip(held, sizes, strict=True)
+        for place, size in zip(pair.places, own, strict=True)
         if size > bound
     ]
     tokens.sort(key=lambda item: -item[2])
     together = np.concatenate(sizes)
-    return [(sample, place) for sample, place, _ in tokens], float(
-        together[together <= bound].mean()
-    )
+    rest = float(together[together <= bound].mean())
+    return [(sample, place) for sample, place, _ in tokens], rest
 
 
 def _growth(held: Sequence[PromptPair], scale: Scale) -> tuple[float | None, bool]:
@@ -304,16 +280,10 @@ def _growth(held: Sequence[PromptPair], scale: Scale) -> tuple[float | None, boo
 
 
 def _by_prompt(held: Sequence[PromptPair], values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """One number a prompt: the mean over its answers, which are no more independent than its
-    tokens."""
-    by_prompt: dict[Hashable, list[float]] = {}
-    for pair, value in zip(held, values, strict=True):
-        by_prompt.setdefault(pair.prompt, []).append(float(value))
-    return np.array([np.mean(group) for group in by_prompt.values()])
-
-
-def _worst(pair: PromptPair) -> int:
-    return int(pair.places[np.abs(pair.delta).argmax()])
+    """One number a prompt: the mean over its answers, which are not independent."""
+    by_prompt = grouped(zip(held, values, strict=True), lambda item: item[0].prompt)
+    groups = ([float(value) for _, value in group] for group in by_prompt.values())
+    return np.array([np.mean(group) for group in groups])
 
 
 # What a mean that rounding explains may hide. Each doubt leaves low confidence, with its reason.
@@ -333,70 +303,46 @@ _ONE_WAY = 0.5
 _ROOM = 3.0
 """Standard errors by which a prompt's mean may lie above what rounding explains of all."""
 _TOO_FAR = 20.0
-_FOLLOWS = 0.5
 
 
 def doubts_of(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale
 ) -> list[Check]:
     """Of a verdict that nothing is wrong: one check of size and one of what is told."""
-    size = [*_one_way(pattern, scale, result), *_by_size(pairs, scale), *_beyond(pairs, scale)]
-    told = _untold(result, pairs)
+    size: list[Fact] = []
+    shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
+    # one way, where rounding goes both
+    if shift.excludes_zero and abs(shift.mean) >= max(_ONE_WAY * mean, _LEAST_SHIFT * scale.value):
+        way = "below" if shift.mean < 0 else "above"
+        size.append(fact("logprobs.rounding_both_ways", nats=abs(shift.mean), way=way))
+    # a function of log p, as another temperature makes it; of rounding it is none
+    if result.delta and mean >= _LEAST_SHIFT * scale.value:
+        share = share_of_size(pairs)
+        size += [fact("logprobs.goes_with_size", share=share)] if share >= FOLLOWS else []
+    # answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
+    # is computed at once for a long prompt is right where what follows step by step may not be
+    explained = scale.value if scale.by_dtype else max(scale.value, WIDEST)
+    sizes = [np.abs(pair.delta) for pair in pairs if len(pair.delta)]
+    answers = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in pairs]
+    together = np.concatenate([np.empty(0), *answers])
+    if len(together) and (nats := float(together.mean())) > explained:
+        size.append(fact("logprobs.answers_beyond", nats=nats))
+    if num := sum(float(x.mean()) > explained * (1 + _ROOM / math.sqrt(len(x))) for x in sizes):
+        size.append(fact("logprobs.prompts_beyond", num_prompts=num))
+    if num := sum(int((x > _TOO_FAR * explained).sum()) for x in sizes):
+        largest = max(float(x.max()) for x in sizes)
+        size.append(fact("logprobs.tokens_far_beyond", num_tokens=num, largest=largest))
+    told: list[Fact] = []
+    if num := result.num_flips - result.num_ties - result.num_faults:
+        told.append(fact("logprobs.ties_not_known", num_answers=num))
+    if num := result.num_ended:
+        told.append(fact("logprobs.ends_not_known", num_answers=num))
+    if num := sum(pair.num_untold for pair in pairs):
+        told.append(fact("logprobs.scores_not_known", num_tokens=num))
+    for side, num in result.num_not_likeliest.items():
+        most = result.max_below_likeliest.get(side, math.nan)
+        told.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=most))
     return [
         check("scale", not size, fact("logprobs.doubts", doubts=size)),
         check("told", not told, fact("logprobs.doubts", doubts=told)),
     ]
-
-
-def _one_way(pattern: Pattern, scale: Scale, result: LogprobsResult) -> list[Fact]:
-    shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
-    least = max(_ONE_WAY * mean, _LEAST_SHIFT * scale.value)
-    if not shift.excludes_zero or abs(shift.mean) < least:
-        return []
-    way = "below" if shift.mean < 0 else "above"
-    return [fact("logprobs.rounding_both_ways", nats=abs(shift.mean), way=way)]
-
-
-def _by_size(pairs: Sequence[PromptPair], scale: Scale) -> list[Fact]:
-    """Is Δ a function of log p, as another temperature makes it? Of rounding it is none."""
-    delta = np.concatenate([np.empty(0), *(pair.delta for pair in pairs)])
-    if not len(delta) or np.abs(delta).mean() < _LEAST_SHIFT * scale.value:
-        return []
-    share = share_of_size(pairs)
-    return [] if share < _FOLLOWS else [fact("logprobs.goes_with_size", share=share)]
-
-
-def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[Fact]:
-    """Answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
-    is computed at once for a long prompt is right where what follows step by step may not be."""
-    explained = scale.value if scale.by_dtype else max(scale.value, WIDEST)
-    sizes = [np.abs(pair.delta) for pair in pairs if len(pair.delta)]
-    prompts = sum(
-        float(size.mean()) > explained * (1 + _ROOM / math.sqrt(len(size))) for size in sizes
-    )
-    far = sum(int((size > _TOO_FAR * explained).sum()) for size in sizes)
-    largest = max((float(size.max()) for size in sizes), default=0.0)
-    answers = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in pairs]
-    together = np.concatenate(answers) if answers else np.empty(0)
-    doubts = []
-    if len(together) and (mean := float(together.mean())) > explained:
-        doubts.append(fact("logprobs.answers_beyond", nats=mean))
-    if prompts:
-        doubts.append(fact("logprobs.prompts_beyond", num_prompts=prompts))
-    if far:
-        doubts.append(fact("logprobs.tokens_far_beyond", num_tokens=far, largest=largest))
-    return doubts
-
-
-def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[Fact]:
-    doubts = []
-    if num := result.num_flips - result.num_ties - result.num_faults:
-        doubts.append(fact("logprobs.ties_not_known", num_answers=num))
-    if num := result.num_ended:
-        doubts.append(fact("logprobs.ends_not_known", num_answers=num))
-    if num := sum(pair.num_untold for pair in pairs):
-        doubts.append(fact("logprobs.scores_not_known", num_tokens=num))
-    for side, num in result.num_not_likeliest.items():
-        nats = result.max_below_likeliest.get(side, math.nan)
-        doubts.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=nats))
-    return doubts

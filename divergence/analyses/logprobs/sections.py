@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from divergence.comparison.result import Report
-from divergence.comparison.results import Background, LogprobsResult
+from divergence.comparison.results import Background
 from divergence.document import Block, Column, Facts, Section, Sentence, Table
 from divergence.layout import count, decimal
 
@@ -21,53 +21,6 @@ def sections(
     result = report.logprobs
     if result is None:
         return []
-    body: list[Block] = [Facts(_number_rows(result))]
-    checks = {check.name: check for check in result.checks}
-    if result.rollout:  # what trainers watch, then the rest of those numbers
-        values = sorted(result.rollout.items(), key=lambda item: item[0] not in checks)
-        watched = [(name, value, checks.get(name)) for name, value in values]
-        body.append(Table(
-            caption="What trainers watch",
-            columns=("trainer-rollout", Column("value", "{:.4g}".format), "of", "normal", ""),
-            rows=[
-                (name, value, *(("",) * 3 if check is None else
-                                (check.framework, check.normal, check.state)))
-                for name, value, check in watched
-            ],
-            marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
-        ))  # fmt: skip
-    page = background is not None
-    if len(result.sequences) > (0 if page else 1):
-        most = _MOST if page else None if every else _NUM_SEQUENCES
-        body.append(Table(
-            caption="Prompts, the ones that differ most first", title="prompts",
-            detail="the ones that differ most first",
-            folded=f"All {len(result.sequences):,} prompts", most=most,
-            columns=("prompt", Column("tokens", "{:,}".format), Column("mean |Δ|", decimal),
-                     Column("mean Δ", decimal), Column("max |Δ|", decimal), "at",
-                     Column("log ratio", "{:.4g}".format), Column("exp|Δ|", "{:.4f}".format)),
-            rows=[
-                (prompt.sample, prompt.num_tokens, prompt.mean_abs, prompt.mean, prompt.max_abs,
-                 prompt.worst_position, prompt.log_ratio, prompt.mult_prob_error)
-                for prompt in result.sequences
-            ],
-        ))  # fmt: skip
-    if result.delta is not None and result.delta.by_position:
-        tenths = " ".join(
-            "-" if math.isnan(mean) else decimal(mean) for mean in result.delta.by_position
-        )
-        text = f"mean |Δ| by tenths of the longest answer: {tenths}"
-        body.append(Sentence(text, "along", indent=0, hang=12))
-    equal = f"{result.num_equal:,} of {result.num_tokens:,}"
-    prompts = count(result.num_sequences, "prompt")
-    return [Section(
-        id="logprobs", title="log-probabilities", detail=f"{prompts}, tokens equal {equal}",
-        lead=f"{prompts}; {equal} tokens of the answers are equal.", body=body,
-    )]  # fmt: skip
-
-
-def _number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
-    """Name, value and what it is."""
     rows: list[tuple[str, ...]] = []
     delta, kl = result.delta, result.divergence
     if delta is not None:
@@ -110,4 +63,46 @@ def _number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
             ("perplexity", f"{cost.reference:.5g} -> {cost.candidate:.5g}",
              f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}"),
         ]  # fmt: skip
-    return rows
+    body: list[Block] = [Facts(rows)]
+    checks = {check.name: check for check in result.checks}
+    if result.rollout:  # what trainers watch, then the rest of those numbers
+        values = sorted(result.rollout.items(), key=lambda item: item[0] not in checks)
+        watched = [(name, value, checks.get(name)) for name, value in values]
+        body.append(Table(
+            caption="What trainers watch",
+            columns=("trainer-rollout", Column("value", "{:.4g}".format), "of", "normal", ""),
+            rows=[
+                (name, value, *(("",) * 3 if check is None else
+                                (check.framework, check.normal, check.state)))
+                for name, value, check in watched
+            ],
+            marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
+        ))  # fmt: skip
+    page = background is not None
+    if len(result.sequences) > (0 if page else 1):
+        most = _MOST if page else None if every else _NUM_SEQUENCES
+        body.append(Table(
+            caption="Prompts, the ones that differ most first", title="prompts",
+            detail="the ones that differ most first",
+            folded=f"All {len(result.sequences):,} prompts", most=most,
+            columns=("prompt", Column("tokens", "{:,}".format), Column("mean |Δ|", decimal),
+                     Column("mean Δ", decimal), Column("max |Δ|", decimal), "at",
+                     Column("log ratio", "{:.4g}".format), Column("exp|Δ|", "{:.4f}".format)),
+            rows=[
+                (prompt.sample, prompt.num_tokens, prompt.mean_abs, prompt.mean, prompt.max_abs,
+                 prompt.worst_position, prompt.log_ratio, prompt.mult_prob_error)
+                for prompt in result.sequences
+            ],
+        ))  # fmt: skip
+    if result.delta is not None and result.delta.by_position:
+        tenths = " ".join(
+            "-" if math.isnan(mean) else decimal(mean) for mean in result.delta.by_position
+        )
+        text = f"mean |Δ| by tenths of the longest answer: {tenths}"
+        body.append(Sentence(text, "along", indent=0, hang=12))
+    equal = f"{result.num_equal:,} of {result.num_tokens:,}"
+    prompts = count(result.num_sequences, "prompt")
+    return [Section(
+        id="logprobs", title="log-probabilities", detail=f"{prompts}, tokens equal {equal}",
+        lead=f"{prompts}; {equal} tokens of the answers are equal.", body=body,
+    )]  # fmt: skip

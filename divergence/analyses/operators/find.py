@@ -18,7 +18,6 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.arithmetic import Explained, differences, explain_arithmetic, is_about
 from divergence.comparison.decide import check
 from divergence.comparison.results import (
-    Check,
     Finding,
     Onset,
     OperatorResult,
@@ -30,10 +29,9 @@ from divergence.comparison.results import (
 from divergence.facts import Fact, fact
 from divergence.run.command import Command
 from divergence.run.manifest import ArithmeticFact
-from divergence.words import Side
+from divergence.words import SIDES, Side, other_side
 
 _MOST = 3
-_OTHER: dict[str, Side] = {"reference": "candidate", "candidate": "reference"}
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -49,7 +47,56 @@ def find(measured: Measured) -> AnalysisResult:
 def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Finding:
     """What operators that were held against their limits show; ``advice``: to tell what is next."""
     first = onset_result(operators)
-    return _fine(operators) if first is None else _off(first, operators, advice)
+    if first is None:  # none is to blame: the verdict, where nothing else was compared
+        usages = [r.limit_usage for r in operators.results if r.verdict != "unjudged"]
+        none_beyond = fact(
+            "operators.none_beyond",
+            num_operators=len(usages),
+            largest_limit_usage=max(usages, default=0.0),
+        )
+        equal = operators.results and all(r.identical for r in operators.results)
+        headline = fact("operators.all_near", judged=operators.judged)
+        if equal:
+            headline = fact("operators.all_equal", num_matched=operators.num_matched)
+        lone = len(operators.unmatched) + len(operators.remarks)
+        return Finding(
+            claim="operators_fine",
+            kind="identical" if equal else "within_floor",
+            headline=[headline],
+            side="neither" if operators.judged == "truth" else None,
+            rests_on=[check("coverage", not lone, fact("operators.not_all"))],
+            evidence=[none_beyond],
+            beside=[none_beyond],
+        )
+    side, is_called = operators.side, first.why == "operands"
+    by = side if side in SIDES and not is_called else None
+    if is_called:  # that operands differ is read, not measured; what it does is measured
+        rests_on = [check("shows", first.measurable, fact("operators.shows_nothing"))]
+    else:
+        by_truth, margin = operators.judged != "difference", first.limit_usage
+        rests_on = [
+            check("told_by_truth", by_truth, fact("operators.no_truth")),
+            check("clear", margin > 2, fact("not_clear", margin=margin)),
+        ]
+    return Finding(
+        claim="operator_off",
+        role="refines",
+        kind="nonfinite" if first.why == "nonfinite" else "localized",
+        headline=[
+            _what_happens(first, seems=rests_on[0].state == "failed"),
+            fact("by", by=by, both=side == "both" and not is_called),
+        ],
+        onset=Onset(
+            site=f"{first.site}:out", block=first.block, sample=first.sample, step=first.step,
+            position=None, pass_=operators.pass_,
+        ),
+        equal_inputs=True,
+        side=side,
+        rests_on=rests_on,
+        evidence=operator_evidence(first, operators),
+        beside=[fact("operators.beside_blocks")],
+        commands=[] if advice is None else _next(first, side, advice),
+    )  # fmt: skip
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -63,70 +110,6 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     explained = explain_arithmetic(measured.reference.manifest, measured.candidate.manifest)
     evidence = behind_operator(first, explained)
     return [Finding(claim="explanation", role="explains", about_onset=True, evidence=evidence)]
-
-
-def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice | None) -> Finding:
-    side, is_called = operators.side, first.why == "operands"
-    by = side if side in ("reference", "candidate") and not is_called else None
-    rests_on = _checks(first, operators)
-    return Finding(
-        claim="operator_off",
-        role="refines",
-        kind="nonfinite" if first.why == "nonfinite" else "localized",
-        headline=[
-            _what_happens(first, seems=rests_on[0].state == "failed"),
-            fact("by", by=by, both=side == "both" and not is_called),
-        ],
-        onset=Onset(
-            site=f"{first.site}:out",
-            block=first.block,
-            sample=first.sample,
-            step=first.step,
-            position=None,
-            pass_=operators.pass_,
-        ),
-        equal_inputs=True,
-        side=side,
-        rests_on=rests_on,
-        evidence=operator_evidence(first, operators),
-        beside=[fact("operators.beside_blocks")],
-        commands=[] if advice is None else _next(first, side, advice),
-    )
-
-
-def _checks(first: OperatorResult, operators: OperatorsResult) -> list[Check]:
-    """That operands differ is read, not measured; what it does is measured."""
-    if first.why == "operands":
-        return [check("shows", first.measurable, fact("operators.shows_nothing"))]
-    by_truth, margin = operators.judged != "difference", first.limit_usage
-    return [
-        check("told_by_truth", by_truth, fact("operators.no_truth")),
-        check("clear", margin > 2, fact("not_clear", margin=margin)),
-    ]
-
-
-def _fine(operators: OperatorsResult) -> Finding:
-    """None is to blame. The verdict, where nothing else was compared."""
-    usages = [r.limit_usage for r in operators.results if r.verdict != "unjudged"]
-    none_beyond = fact(
-        "operators.none_beyond", num_operators=len(usages),
-        largest_limit_usage=max(usages, default=0.0),
-    )  # fmt: skip
-    equal = operators.results and all(r.identical for r in operators.results)
-    lone = len(operators.unmatched) + len(operators.remarks)
-    return Finding(
-        claim="operators_fine",
-        kind="identical" if equal else "within_floor",
-        headline=[
-            fact("operators.all_equal", num_matched=operators.num_matched)
-            if equal
-            else fact("operators.all_near", judged=operators.judged)
-        ],
-        side="neither" if operators.judged == "truth" else None,
-        rests_on=[check("coverage", not lone, fact("operators.not_all"))],
-        evidence=[none_beyond],
-        beside=[none_beyond],
-    )
 
 
 def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[Command]:
@@ -171,8 +154,8 @@ def _mask(mask: OtherMask) -> Fact:
     hides: Side = "candidate" if mask.num_by_candidate > mask.num_by_reference else "reference"
     query, key = mask.first[-2:] if len(mask.first) > 1 else (0, mask.first[-1])
     return fact(
-        "operators.mask", shows=_OTHER[hides], hides=hides, of_tokens=mask.of_tokens, query=query,
-        key=key,
+        "operators.mask", shows=other_side(hides), hides=hides, of_tokens=mask.of_tokens,
+        query=query, key=key,
     )  # fmt: skip
 
 
@@ -194,7 +177,6 @@ def onset_result(operators: OperatorsResult) -> OperatorResult | None:
 
 
 def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Fact]:
-    """Why this operator."""
     values = {
         key: value
         for key in ("w", "reference_error", "candidate_error", "floor", "difference", "codes")
@@ -207,10 +189,27 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         fact(
             "operators.why", site=first.site, phase=first.phase, reason=_reason(first), **values,
             called_at=called,
-        ),
-        *_operand_evidence(first),
-        *_region_evidence(first),
+        )
     ]  # fmt: skip
+    evidence += [
+        fact("operators.other_operand", argument=item.argument, kind=item.kind,
+             reference=item.reference_value, candidate=item.candidate_value,
+             difference=item.difference,
+             share=item.difference if item.difference != math.inf else None)
+        for item in first.other_operands
+    ]  # fmt: skip
+    if first.other_operands and first.why == "operands" and not first.measurable:
+        evidence.append(fact("operators.change_within_rounding"))
+    if first.other_operands and first.verdict in SIDES:
+        evidence.append(fact("operators.meaning_not_known"))
+    region = first.region
+    if region is not None:
+        inputs = region.inputs[:_MOST]
+        evidence.append(fact("operators.as_one_step", inputs=inputs, region=region.replaced))
+        ours, theirs = region.reference_times, region.candidate_times
+        if ours is not None and theirs is not None:
+            own = fact("operators.own_errors", candidate_times=theirs, reference_times=ours)
+            evidence.append(own)
     dtypes = first.reference_dtype, first.candidate_dtype
     if dtypes[0] != dtypes[1]:
         evidence.append(fact("operators.other_dtype", reference=dtypes[0], candidate=dtypes[1]))
@@ -233,7 +232,7 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         if u.site in first.fed_by
     ]
     if calls:
-        side = "reference" if first.fed_by_side == "candidate" else "candidate"
+        side = other_side(first.fed_by_side)
         evidence.append(fact("operators.lone_feeds", side=side, calls=calls[:_MOST]))
     causal = operators.causal
     if causal is not None:
@@ -241,38 +240,6 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
             "operators.cause", holds=causal.holds, before=causal.before,
             after=causal.largest_limit_usage, still=causal.still[:_MOST],
         ))  # fmt: skip
-    return evidence
-
-
-def _operand_evidence(first: OperatorResult) -> list[Fact]:
-    if not first.other_operands:
-        return []
-    evidence = [
-        fact("operators.other_operand", argument=item.argument, kind=item.kind,
-             reference=item.reference_value, candidate=item.candidate_value,
-             difference=item.difference,
-             share=item.difference if item.difference != math.inf else None)
-        for item in first.other_operands
-    ]  # fmt: skip
-    if first.why == "operands" and not first.measurable:
-        evidence.append(fact("operators.change_within_rounding"))
-    if first.verdict in ("candidate", "reference"):
-        evidence.append(fact("operators.meaning_not_known"))
-    return evidence
-
-
-def _region_evidence(first: OperatorResult) -> list[Fact]:
-    region = first.region
-    if region is None:
-        return []
-    inputs = region.inputs[:_MOST]
-    evidence = [fact("operators.as_one_step", inputs=inputs, region=region.replaced)]
-    times: dict[str, Any] = {
-        "candidate_times": region.candidate_times,
-        "reference_times": region.reference_times,
-    }
-    if None not in times.values():
-        evidence.append(fact("operators.own_errors", **times))
     return evidence
 
 
@@ -313,10 +280,8 @@ def _reason(first: OperatorResult) -> Fact:
 def _farther(first: OperatorResult) -> Fact:
     """Who is farther from the truth, and by how much."""
     assert first.w is not None
-    side: Side = "candidate" if first.w >= 1 else "reference"
-    if first.verdict == "reference" or first.verdict == "candidate":
-        side = first.verdict
-    other = _OTHER[side]
+    side = first.verdict if first.verdict in SIDES else SIDES[first.w >= 1]
+    other = other_side(side)
     errors = {"reference": first.reference_error, "candidate": first.candidate_error}
     peak = first.why in ("row", "column", "slice")
     return fact(

@@ -1,38 +1,819 @@
-"""Operators measured and judged: which are beyond their limit, and where each error comes from."""
+"""Operators measured and judged: each pair's error, its limits, and where the error comes from."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+import numpy as np
+import torch
 from msgspec.structs import replace
 
-from divergence.analyses.operators.limits import (
-    MeasuredOperators,
-    OperatorUnit,
-    Size,
-    judge_unit,
-    measure_operators,
-    region_result,
+from divergence.analyses.operators.operands import (
+    Pads,
+    Region,
+    RegionError,
+    Regions,
+    argument_names,
+    counted,
+    is_product_region,
+    operand_record,
+    other_inputs,
+    other_operands,
+    own_error,
+    region_operands,
+    regions_in,
 )
-from divergence.analyses.operators.regions import counted
 from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.analysis import Measured
-from divergence.comparison.calls import CallNode
+from divergence.comparison.calls import (
+    CallNode,
+    Forward,
+    IntegerCodes,
+    Match,
+    Rerouted,
+    count_codes,
+    forwards_of,
+    match_calls,
+    match_paths,
+    operator_passes,
+    reached,
+    rerouted_in,
+)
+from divergence.comparison.judge import limit_of, observed, reach
 from divergence.comparison.measure.judge import work_dtype
-from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results import (
     OperatorResult,
     OperatorsResult,
     OtherInput,
+    OtherMask,
+    OtherOperand,
+    Question,
+    RegionResult,
     UnmatchedOperator,
 )
-from divergence.facts import Fact, fact
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.manifest import Manifest, ModuleNote
+from divergence.facts import Fact, fact, sentence
+from divergence.numerics.floor import THRESHOLDS, Thresholds, rare_ratio
+from divergence.numerics.formats import format_named
+from divergence.numerics.operator import (
+    Columns,
+    OperatorErrors,
+    measure_operator,
+    numbers_of,
+    slices_of,
+)
+from divergence.run.manifest import NO_TENSOR, Manifest, ModuleNote
 from divergence.run.reader import Run
-from divergence.run.site import module_of, phase_of
-from divergence.words import Side
+from divergence.run.site import BACKWARD, module_of, phase_of
+from divergence.words import SIDES, Side, other_side
+
+# Operators measured: each call of the reference, its partner, and what is right there.
+#
+# Right is what the same call of the float64 run gave; in a run computed in float64, its own result.
+
+_ANOTHER, _ANOTHER_NEAR = 0.2, 0.02
+"""How far a call of the truth must be from both sides', which are nearer, to be another one."""
+
+_Item = TypeVar("_Item", OtherInput, OtherOperand)
+
+
+@dataclass(slots=True)
+class OperatorUnit:
+    """One matched operator, or the common result of a region, over the forwards of a phase, in
+    order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
+    feed it, also through calls without a partner. ``own``: what each side's region adds by itself
+    (operators.products). ``padded``: a forward has pads. ``untold``: pads may be among what
+    differs, and the axes do not tell which they are. ``columns``: what is usual in each column of
+    the result, in a decode step as in the prefill (numerics.operator)."""
+
+    match: Match
+    phase: str
+    forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
+    num_equal: int = 0
+    num_codes: int = 0
+    codes: IntegerCodes = field(default_factory=IntegerCodes)
+    other_inputs: list[OtherInput] = field(default_factory=list)
+    other_operands: list[OtherOperand] = field(default_factory=list)
+    region: Region | None = None
+    feeds: list[str] = field(default_factory=list)
+    own: tuple[RegionError, RegionError] | None = None
+    padded: bool = False
+    untold: bool = False
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOperators:
+    """``units`` in the reference's execution order; ``lone``: calls without a partner;
+    ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
+    of those that a region holds. ``frame``: see OperatorsResult. ``rerouted``: prompts of whose
+    backward not all is compared, as tokens are sent to other experts."""
+
+    units: list[OperatorUnit]
+    lone: dict[Side, list[CallNode]]
+    frame: str
+    with_truth: bool
+    unreached: dict[Side, list[CallNode]]
+    in_regions: dict[Side, set[str]]
+    rerouted: list[int]
+
+
+def measure_operators(
+    a: Run,
+    b: Run,
+    passes: tuple[str, str],
+    *,
+    truth: Run | None = None,
+    truth_pass: str = "anchored",
+    rename: Callable[[str], str] = lambda site: site,
+) -> MeasuredOperators | None:
+    """None where not both sides hold operators in these passes.
+
+    ``passes``: the reference's and the candidate's. Where the reference was computed in float64
+    (a replay with ``--truth``), it is the truth. Raises RunFormatError on bad bytes.
+    """
+    if passes[0] not in operator_passes(a) or passes[1] not in operator_passes(b):
+        return None
+    for run, pass_ in ((a, passes[0]), (b, passes[1]), (truth, truth_pass)):
+        if run is not None:  # most of it will be looked at
+            run.expect(record for record in run.records if record.pass_ == pass_)
+    ours, theirs = forwards_of(a, passes[0]), forwards_of(b, passes[1])
+    true_nodes = {} if truth is None else forwards_of(truth, truth_pass)
+    exact = a.manifest.settings.compute_dtype == "float64"
+    replays = "replayed" in passes
+    # an operator that takes a number out of a tensor returns no tensor
+    skipped = [*a.manifest.plan.skipped_operators, *b.manifest.plan.skipped_operators]
+    numbers = any(reason.endswith(NO_TENSOR) for reason in skipped)
+    units: dict[tuple[str, str, str], OperatorUnit] = {}
+    lone, unreached = ({side: list[CallNode]() for side in SIDES} for _ in range(2))
+    in_regions = {side: set[str]() for side in SIDES}
+    rerouted: list[int] = []
+    for forward in sorted(set(ours) & set(theirs)):
+        pads = Pads(a.manifest, forward)
+
+        def apart(reference: CallNode, candidate: CallNode) -> float:
+            x, y = a.read(reference.results[0]), b.read(candidate.results[0])
+            return distance_of(pads.blank(x), pads.blank(y))  # noqa: B023
+
+        pair = ours[forward], theirs[forward]
+        matches, only_a, only_b = (
+            match_paths(*pair) if replays else match_calls(*pair, apart=apart, rename=rename)
+        )
+        rights = Rights(truth, ours[forward], true_nodes.get(forward, []), exact=exact, run=a)
+        partners = {match.reference.path: match.candidate.path for match in matches}
+
+        def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
+            results = match.reference.results[index], match.candidate.results[index]
+            return a.read(results[0]), b.read(results[1]), rights.of(match.reference, index)  # noqa: B023
+
+        routings = [] if replays else rerouted_in(matches, read, left_out=pads.rows)
+        if any(BACKWARD in path for routing in routings for path in routing.behind):
+            rerouted.append(forward[0])
+        regions = Regions() if replays else regions_in(*pair, matches, rename)
+        pairs = [(match, regions.by_pair.get(match.reference.path)) for match in matches]
+        pairs += [  # a common result that is an argument: by the calls that make it
+            (Match(region.reference[-1], region.candidate[-1], "dataflow"), region)
+            for region in regions.of_operands.values()
+        ]
+        nodes, paired = {n.path: n for n in ours[forward]}, {m.reference.path for m, _ in pairs}
+        for match, region in pairs:
+            phase = phase_of(match.reference.path, forward[1])
+            key = (match.reference.path, match.candidate.path, phase)
+            unit = units.setdefault(key, OperatorUnit(match, phase))
+            unit.region = unit.region or region
+            unit.padded = unit.padded or pads.rows is not None
+            members = [match.reference] if region is None else region.reference
+            unit.feeds = list(dict.fromkeys([*unit.feeds, *_feeds(members, nodes, paired)]))
+            if region is not None and region.consumer is not None:
+                unit.forwards.append(
+                    (forward, match, _of_operand(unit, region, a, b, rights, pads))
+                )
+                continue
+            prefill = units.get((*key[:2], "prefill"), unit)
+            _measure(unit, prefill, forward, match, a, b, rights, routings, pads)
+            if region is not None:
+                _add_own(unit, region, a, b)
+            if not replays:
+                calls = match.reference, match.candidate, a, b
+                inputs = other_inputs(*calls, partner=partners.get)
+                unit.other_inputs = _worse(unit.other_inputs, inputs)
+                others = other_operands(*calls, measured=numbers)
+                if region is not None and not others:
+                    others = region_operands(region, a, b, measured=numbers)
+                unit.other_operands = _worse(unit.other_operands, others)
+        for number, (side, only) in enumerate(zip(SIDES, (only_a, only_b), strict=True)):
+            in_regions[side] |= regions.members[number]
+            for known, more in ((lone[side], only), (unreached[side], regions.unreached[number])):
+                paths = {node.path for node in known}
+                known += [node for node in more if node.path not in paths]
+    in_order = sorted(units.values(), key=lambda u: (u.phase == "decode", u.match.reference.order))
+    return MeasuredOperators(
+        units=in_order,
+        lone=lone,
+        frame="operator" if replays else "block",
+        with_truth=exact or truth is not None,
+        unreached=unreached,
+        in_regions=in_regions,
+        rerouted=rerouted,
+    )
+
+
+def _feeds(members: list[CallNode], nodes: dict[str, CallNode], paired: set[str]) -> list[str]:
+    """The pairs that feed a pair or a region, through calls without a partner too."""
+    own = {node.path for node in members}
+    names: dict[str, None] = {}
+    waiting, seen = list(members), set(own)
+    while waiting:
+        for feed in waiting.pop(0).feeds:
+            if feed in paired and feed not in own:
+                names[feed] = None
+            elif feed not in seen and feed in nodes:
+                seen.add(feed)
+                waiting.append(nodes[feed])
+    return list(names)
+
+
+def _of_operand(
+    unit: OperatorUnit, region: Region, a: Run, b: Run, rights: Rights, pads: Pads
+) -> OperatorErrors | None:
+    """The common result of a region that a paired call is given as an argument, as it sees it."""
+    consumer, operands = region.consumer, region.operands()
+    if consumer is None or operands is None:
+        return None
+    reference = operand_record(consumer.reference, operands[0], a)
+    candidate = operand_record(consumer.candidate, operands[1], b)
+    truth = rights.operand(consumer.reference, region.number)
+    if reference is None or candidate is None or (truth is None and rights.exist):
+        return None
+    if {format_named(record.dtype).kind for record in (reference, candidate)} != {"float"}:
+        return None
+    x, y = a.read(reference), b.read(candidate)
+    if x.numel() != y.numel() or (truth is not None and truth.numel() != x.numel()):
+        return None
+    shape = operands[0].shape
+    truth = None if truth is None else truth.reshape(shape)
+    cleared = pads.cleared(tuple(shape), x.reshape(shape), y.reshape(shape), truth)
+    if cleared is None:
+        unit.untold = unit.untold or not torch.equal(x, y.reshape(x.shape))
+        return None
+    return measure_operator(
+        *cleared,
+        num_terms=max(map(num_terms, region.reference)),
+        of_gradient=unit.phase == "backward",
+    )
+
+
+def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
+    """What both sides' products and additions add by themselves."""
+    members = (region.reference, region.candidate)
+    if not all(is_product_region(nodes) for nodes in members):
+        return
+    own_errors = own_error(a, members[0]), own_error(b, members[1])
+    if own_errors[0] is None or own_errors[1] is None:
+        return
+    unit.own = unit.own or (RegionError(), RegionError())
+    unit.own[0].add(own_errors[0])
+    unit.own[1].add(own_errors[1])
+
+
+def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
+    """Of each argument the one that differs most, over the forwards."""
+    by_argument: dict[tuple[str | None, str], _Item] = {}
+    for item in known + new:
+        key = getattr(item, "site", None), item.argument
+        before = by_argument.get(key)
+        if before is None or (item.difference or 0.0) > (before.difference or 0.0):
+            by_argument[key] = item
+    return list(by_argument.values())
+
+
+def _measure(
+    unit: OperatorUnit,
+    prefill: OperatorUnit,
+    forward: Forward,
+    match: Match,
+    a: Run,
+    b: Run,
+    rights: Rights,
+    routings: list[Rerouted],
+    pads: Pads,
+) -> None:
+    """All results of one call; the first that is floating-point is the measured one."""
+    errors: OperatorErrors | None = None
+    equal = True
+    for index, (reference, candidate) in enumerate(
+        zip(match.reference.results, match.candidate.results, strict=False)
+    ):
+        same = reference.xxh3 == candidate.xxh3 and reference.dtype == candidate.dtype
+        equal = equal and same
+        if reference.numel != candidate.numel or reference.numel == 0:
+            continue
+        x, y, r = a.read(reference), b.read(candidate), rights.of(match.reference, index)
+        kinds = {format_named(record.dtype).kind for record in (reference, candidate)}
+        behind = any(match.reference.path in routing.behind for routing in routings)
+        cleared = pads.cleared(reference.shape, x, y, r)
+        if cleared is None and not (same or behind):  # a routing leaves pads out by itself
+            unit.untold = True
+            continue
+        x, y, r = cleared or (x, y, r)
+        if kinds <= {"int", "bool"}:
+            unit.num_codes += reference.numel
+            if not same:
+                count_codes(unit.codes, match, x, y, r, a, b)
+        elif kinds == {"float"} and errors is None:
+            aligned: tuple[torch.Tensor | None, ...] | None = (x, y, r)
+            for routing in routings:
+                aligned = aligned and routing.align(match.reference.path, aligned)
+            if aligned is not None and (r is not None or not rights.exist):
+                p, q, exact = aligned
+                assert p is not None and q is not None  # both sides made the result
+                if unit.phase == "backward" and exact is not None and _is_another(p, q, exact):
+                    continue
+                errors = measure_operator(
+                    p, q, exact, num_terms=num_terms(match.reference),
+                    of_gradient=unit.phase == "backward",
+                    cancels=match.reference.name in _CANCELLING, before=prefill.columns,
+                )  # fmt: skip
+                if errors is not None:
+                    prefill.columns = errors.columns
+                    errors = dataclasses.replace(errors, columns=None)
+    unit.num_equal += equal
+    unit.forwards.append((forward, match, errors))
+
+
+def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
+    """Is the truth's call another than both sides'? Autograd adds up gradients in the order in
+    which they come, which is another where the model's code casts and the truth needs not."""
+    near = distance_of(x, y)
+    return min(distance_of(r, x), distance_of(r, y)) > _ANOTHER > _ANOTHER_NEAR > near
+
+
+def num_terms(node: CallNode) -> int:
+    """How many products or terms one number of the result is the sum of."""
+    shapes = [operand.shape for operand in node.call.operands]
+    name = node.name.partition(".")[2]
+    if not shapes:
+        return 1
+    if name in ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm"):
+        return shapes[0][-1] if shapes[0] else 1
+    if name in ("addmm", "baddbmm", "addmv"):
+        return shapes[1][-1] if len(shapes) > 1 and shapes[1] else 1
+    if "attention" in name:
+        return max(shapes[0][-1], shapes[1][-2]) if len(shapes) > 1 else 1
+    if "conv" in name and len(shapes) > 1:
+        return math.prod(shapes[1][1:])
+    if "norm" in name or "softmax" in name:
+        return shapes[0][-1] if shapes[0] else 1
+    if name == "cumsum":
+        return max(1, max(shapes[0], default=1))
+    if name in ("mean", "sum", "var", "std", "prod", "logsumexp", "linalg_vector_norm"):
+        return max(1, math.prod(shapes[0]) // max(1, node.results[0].numel))
+    return 1
+
+
+class Rights:
+    """What is right at each call of the reference in one forward."""
+
+    def __init__(
+        self, truth: Run | None, ours: list[CallNode], true_nodes: list[CallNode], *, exact: bool,
+        run: Run,
+    ) -> None:  # fmt: skip
+        self._truth, self._run, self._exact = truth, run, exact
+        self.exist = exact or truth is not None
+        apart = None
+        if truth is not None:
+
+            def apart(own: CallNode, true_node: CallNode) -> float:
+                return distance_of(run.read(own.results[0]), truth.read(true_node.results[0]))
+
+        matches, _, _ = match_calls(ours, true_nodes, apart=apart)
+        self._by_path = {match.reference.path: match.candidate.results for match in matches}
+        self._nodes = {match.reference.path: match.candidate for match in matches}
+        for node in ours:  # in exact arithmetic a cast changes nothing
+            if node.path not in self._by_path and node.is_cast:
+                for maker in set(node.feeds[:1]) & self._by_path.keys():
+                    self._by_path[node.path] = self._by_path[maker]
+
+    def of(self, node: CallNode, index: int) -> torch.Tensor | None:
+        """What is right of a result of a call; None where that is not recorded."""
+        if self._exact:
+            return self._run.read(node.results[index])
+        records = self._by_path.get(node.path, ())
+        if self._truth is None or index >= len(records):
+            return None
+        same_size = records[index].numel == node.results[index].numel
+        return self._truth.read(records[index]) if same_size else None
+
+    def operand(self, node: CallNode, number: int) -> torch.Tensor | None:
+        """What is right of an argument of a call; None where that is not recorded."""
+        true_node, run = self._nodes.get(node.path), self._truth
+        if self._exact:
+            true_node, run = node, self._run
+        if true_node is None or run is None or number >= len(true_node.call.operands):
+            return None
+        record = operand_record(true_node, true_node.call.operands[number], run)
+        return None if record is None else run.read(record)
+
+
+def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
+    """‖x - y‖ / ‖x‖; of codes 0 where they are equal, and infinity where nothing can be said."""
+    if not (x.is_floating_point() and y.is_floating_point()):
+        equal = x.dtype == y.dtype and bool((x.reshape(-1) == y.reshape(-1)).all())
+        return 0.0 if equal else float("inf")
+    x, y = x.reshape(-1).to(torch.float64), y.reshape(-1).to(torch.float64)
+    norm, gap = float(x.norm()), float((x - y).norm())
+    return gap / norm if norm > 0 and gap == gap else float("inf")
+
+
+# One operator against its limits: errors, codes, its operands, and how often a region rounds.
+#
+# For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added
+# in quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
+# ``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
+# may spread wider (numerics.floor). Narrower questions see what a median cannot: one row's error
+# over the other side's there, one column's, and one slice's (a head's typical row).
+#
+# Integers are codes: chosen indices may differ only where rounding explains it, that is where the
+# values chosen between are nearer to each other than the two sides' inputs are.
+#
+# Another number in the call is a fact: the operator is flagged for it however little it changes,
+# and it is the onset if nothing before it is wrong. Other dims, flags or dtypes are told, and flag
+# nothing by themselves: the same job can be asked for in several ways.
+#
+# A region of products and additions is held against an ideal product (operators.products): beyond
+# ``Thresholds.operator_roundings`` the side that rounds so often is named.
+
+_ENOUGH_ROWS = 16
+_ENOUGH_NUMBERS = 16
+"""A row whose error is made of fewer may be small by chance."""
+_EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
+"""d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
+_ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
+_CANCELLING = (*_ADDITIVE, "aten.sum", "aten.mean", "aten.cumsum", "aten.var")
+"""What went in may cancel, or a mask take the large numbers out of a row: the relative difference
+of what is left is larger, the absolute one is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a result without a truth: its largest row's norm, and its errors by forward."""
+
+    largest: float
+    errors: dict[Forward, OperatorErrors]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Rows or columns: ``squares`` (2, N), each side's squared error, ``floor`` (N,), and of how
+    many numbers each side's error is made, ``numbers`` (2, N)."""
+
+    squares: torch.Tensor
+    floor: torch.Tensor
+    numbers: torch.Tensor
+
+    @property
+    def errors(self) -> torch.Tensor:
+        """(2, N), with the floor in quadrature."""
+        return (self.squares + self.floor.square()).sqrt()
+
+    def limits(self, limit: float) -> torch.Tensor:
+        """(N,): how many times the other side's a side's error may be: ``limit``, or what chance
+        makes of so few numbers (comparison.judge)."""
+        energy = (self.errors.square() - self.floor.square()) / self.floor.square()
+        energy = energy.clamp_min(0.0)
+        _, variance = observed(energy.numpy(), self.numbers.numpy(), 1.0)
+        chance = np.exp(np.minimum(reach(limit_of(len(self.floor)), variance), 300.0))
+        return torch.from_numpy(np.maximum(limit, chance))
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """All forwards of a unit: per row (T,), each side's error with the floor in quadrature.
+    ``norm``: (T,), ‖R‖; ``rows``, ``columns``: as they are looked at one by one. By side: ``raw``,
+    the median row without the floor, ``nonfinite``, ``over_1_ulp``."""
+
+    between: torch.Tensor
+    norm: torch.Tensor
+    rows: _Parts
+    columns: _Parts | None
+    slices: list[torch.Tensor]
+    num_values: int
+    raw: list[float]
+    nonfinite: list[int]
+    over_1_ulp: list[float]
+
+
+def judge_unit(
+    result: OperatorResult,
+    unit: OperatorUnit,
+    feeds: Sequence[OperatorResult],
+    sizes: dict[tuple[str, str], Size],
+    thresholds: Thresholds,
+    *,
+    with_truth: bool,
+    alone: bool,
+) -> OperatorResult:
+    """One unit held against every limit. ``sizes``: of each result so far, by site and phase;
+    ``alone``: each operator on its own inputs."""
+    pooled = _pool(unit)
+    if pooled is not None:
+        if len(pooled.rows.floor):
+            difference = float(pooled.between.square().mean().sqrt())
+            floor = float(pooled.rows.floor.median())
+            result = replace(result, difference=difference, floor=floor)
+        if with_truth:
+            result = _against_truth(result, pooled, thresholds, alone=alone)
+        else:
+            entering = {
+                feed.site: sizes[key] for feed in feeds if (key := (feed.site, feed.phase)) in sizes
+            }
+            carried = max((feed.difference or 0.0 for feed in feeds), default=0.0)
+            if unit.match.reference.name in _EXPONENTIAL:
+                carried *= max([1.0, *(size.largest for size in entering.values())])
+            elif unit.match.reference.name in _ADDITIVE:
+                # what the differences of all that goes into a sum make of its rows, relative to
+                # each: of what goes in as it was made, row by row, as what lies between might
+                # order the rows otherwise; a row that has none there (it is 0, or masked)
+                # explains its own
+                directly = [] if unit.region else [
+                    entering[path] for path in unit.match.reference.feeds if path in entering
+                ]  # fmt: skip
+                squares: list[torch.Tensor] = []
+                for forward, _, errors in unit.forwards:
+                    if errors is None:
+                        continue
+                    total = torch.zeros(len(errors.rows), dtype=torch.float64)
+                    for feed in directly:
+                        goes_in = feed.errors.get(forward)
+                        if goes_in is not None and goes_in.shape == errors.shape:
+                            size = (math.prod(errors.shape),)
+                            every = torch.full(size, math.nan, dtype=torch.float64)
+                            every[goes_in.rows] = goes_in.between * goes_in.norm
+                            total += every[errors.rows]
+                    relative = torch.where(total.isnan(), errors.between, total / errors.norm)
+                    squares.append(relative.square())
+                rows = torch.cat(squares) if squares else torch.zeros(0)
+                carried = max(carried, (float(rows.mean().sqrt()) if len(rows) else 0.0))
+            result = _against_each_other(result, pooled, carried, thresholds)
+            by_forward = {at: errors for at, _, errors in unit.forwards if errors is not None}
+            largest = max(
+                float(forward.norm.max()) if len(forward.norm) else 0.0
+                for forward in by_forward.values()
+            )
+            sizes[result.site, unit.phase] = Size(largest, by_forward)
+    result = _judge_masks(result, unit, with_truth=with_truth)
+    result = _with_codes(result, unit, with_truth)
+    result = _judge_roundings(result, unit, thresholds)
+    result = replace(result, other_operands=unit.other_operands)
+    if result.why == "nonfinite" or not any(item.is_value for item in unit.other_operands):
+        return result
+    verdict = result.verdict if result.verdict in ("candidate", "reference", "both") else "differs"
+    return replace(
+        result, measurable=result.limit_usage > 1, verdict=verdict, limit_usage=math.inf,
+        why="operands",
+    )  # fmt: skip
+
+
+def _pool(unit: OperatorUnit) -> _Pooled | None:
+    measured = [errors for _, _, errors in unit.forwards if errors is not None]
+    if not measured:
+        return None
+    reference, candidate, between, floor, norm = (
+        torch.cat([getattr(errors, name) for errors in measured])
+        for name in ("reference", "candidate", "between", "floor", "norm")
+    )
+    finite = [errors for errors in measured if len(errors.reference)]  # the others have no columns
+    widths = {len(errors.column_floor) for errors in finite}
+    counts = torch.cat([errors.counts for errors in measured])
+    numbers = torch.cat([errors.numbers for errors in measured], dim=1).minimum(counts)
+    rows = _Parts(torch.stack([reference, candidate]).square(), floor, numbers)
+    columns = None
+    if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
+        squares = torch.stack([
+            sum((getattr(errors, f"column_{side}") for errors in finite), torch.zeros(1))
+            for side in ("reference", "candidate")
+        ])  # fmt: skip
+        fourth = sum((errors.column_fourth for errors in finite), torch.zeros(1))
+        base = sum((errors.column_floor for errors in finite), torch.zeros(1)).sqrt()
+        columns = _Parts(squares, base, numbers_of(squares, fourth).clamp_max(len(reference)))
+    weight = max(1, len(reference))
+    return _Pooled(
+        between=between,
+        norm=norm,
+        rows=rows,
+        columns=columns,
+        slices=slices_of(finite, least=_ENOUGH_ROWS),
+        num_values=sum(len(e.reference) * len(e.column_floor) for e in finite),
+        raw=[float(x.median()) if len(x) else 0.0 for x in (reference, candidate)],
+        nonfinite=[sum(e.num_nonfinite[side] for e in measured) for side in (0, 1)],
+        over_1_ulp=[
+            sum(e.over_1_ulp[side] * len(e.reference) for e in measured) / weight for side in (0, 1)
+        ],
+    )
+
+
+def _against_truth(
+    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, *, alone: bool
+) -> OperatorResult:
+    result = replace(
+        result, reference_error=pooled.raw[0], candidate_error=pooled.raw[1],
+        ulp_share_reference=pooled.over_1_ulp[0], ulp_share_candidate=pooled.over_1_ulp[1],
+    )  # fmt: skip
+    if any(pooled.nonfinite):
+        verdict = SIDES[pooled.nonfinite[1] > pooled.nonfinite[0]]
+        return replace(result, limit_usage=math.inf, why="nonfinite", verdict=verdict)
+    if not len(pooled.rows.floor):
+        return result
+    wider = rare_ratio(_num_together(pooled.rows))
+    a, b = map(_typical, pooled.rows.errors)
+    w, peak = b / a, 1.0
+    asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
+    asked.append((max(w, 1 / w) / (thresholds.operator * wider), "typical", SIDES[b > a]))
+    parts: list[tuple[_Parts, Question, float]] = [(pooled.rows, "row", thresholds.operator_row)]
+    if pooled.columns is not None:
+        parts.append((pooled.columns, "column", thresholds.operator_column))
+    for part, why, limit in parts:
+        excess = _excess(part, limit) if result.phase != "backward" else {}
+        for side, (times, usage) in (excess or _excess_of_largest(part, limit * wider)).items():
+            asked.append((usage, why, side))
+            peak = max(peak, times)
+    if result.phase != "backward":
+        for side, (times, usage) in _excess_of_size(pooled, thresholds.operator_row).items():
+            asked.append((usage, "row", side))
+            peak = max(peak, times) if usage > 1 else peak
+    for members in pooled.slices:
+        ours, theirs = (_typical(rows[members]) for rows in pooled.rows.errors)
+        times = max(ours / theirs, theirs / ours)
+        limit = thresholds.operator_column * rare_ratio(_num_together(pooled.rows, members))
+        asked.append((times / limit, "slice", SIDES[theirs > ours]))
+        peak = max(peak, times)
+    usage, why, side = max(asked)
+    result = replace(
+        result, w=w, peak=peak, limit_usage=usage, why=why, leans=side,
+        verdict=side if usage > 1 else "fine",
+    )  # fmt: skip
+    far = thresholds.typical * wider * float(pooled.rows.floor.median())
+    if usage <= 1 and alone and min(a, b) > far:
+        result = replace(result, verdict="both", why="typical", limit_usage=min(a, b) / far)
+    return result
+
+
+def _typical(rows: torch.Tensor) -> float:
+    """The median row; of a few rows their rms, as their median is one of a few."""
+    few = len(rows) < _ENOUGH_ROWS
+    return float(rows.square().mean().sqrt() if few else rows.median())
+
+
+def _num_together(rows: _Parts, members: torch.Tensor | None = None) -> int:
+    """Of how many numbers the errors of rows are made, at least, of all or of some of them."""
+    numbers = rows.numbers if members is None else rows.numbers[:, members]
+    return max(1, round(float(numbers.sum(1).min().nan_to_num(1.0))))
+
+
+_Excess = dict[Side, tuple[float, float]]
+"""By side the largest of its errors over the other's, and the largest share of a limit that one
+uses."""
+
+
+def _excess(parts: _Parts, limit: float) -> _Excess:
+    """Each side's errors over the other side's there (or its median, if larger)."""
+    limits, errors = parts.limits(limit), parts.errors
+    excess: _Excess = {}
+    for side, own, other in zip(SIDES, errors, errors.flip(0), strict=True):
+        times = own / other.clamp_min(other.median())
+        top = int((times / limits).argmax())
+        excess[side] = float(times[top]), float(times[top] / limits[top])
+    return excess
+
+
+def _excess_of_largest(parts: _Parts, limit: float) -> _Excess:
+    """Each side's largest error over the other's largest. Of a gradient a row's error may come of
+    one number, a sum whose terms cancel (as in a norm's backward): then rows differ so much by
+    chance that a row tells nothing beside the same row of the other side."""
+    reference, candidate = parts.errors.amax(1)
+    times = float(candidate / reference)
+    return {"candidate": (times, times / limit), "reference": (1 / times, 1 / times / limit)}
+
+
+def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
+    """The same of rows by their size, small ones held against the median one: where a row's error
+    is that of one number (a massive activation's), the same row of the other side tells nothing,
+    and where that number is small by chance, neither does the row's own size."""
+    rows = pooled.rows
+    squares = (rows.errors.square() - rows.floor.square()).clamp_min(0.0)
+    squares = squares * _sizes(pooled.norm).square()
+    excess: _Excess = {}
+    for side, (times, usage) in _excess_of_largest(
+        _Parts(squares, rows.floor, rows.numbers), limit
+    ).items():
+        other = SIDES.index(other_side(side))
+        made_of = (squares[other].square() / rows.numbers[other]).sum().clamp_min(1e-300)
+        together = float((squares[other].sum().square() / made_of).nan_to_num(1.0))
+        excess[side] = times, usage / rare_ratio(max(1, round(together)))
+    return excess
+
+
+def _sizes(norm: torch.Tensor) -> torch.Tensor:
+    """Of rows (T,): how small each is beside the median one, at most 1."""
+    return (norm / norm.median()).clamp_max(1.0)
+
+
+def _against_each_other(
+    result: OperatorResult, pooled: _Pooled, carried: float, thresholds: Thresholds
+) -> OperatorResult:
+    """Without a truth: by how much the relative difference grows over what correct code makes of
+    what came in, ``carried``, by size where few numbers make a row's. No side is named."""
+    if any(pooled.nonfinite):
+        return replace(result, limit_usage=math.inf, why="nonfinite", verdict="differs")
+    if result.floor is None or result.difference is None:  # no row is left
+        return result
+    base = math.hypot(math.sqrt(2) * result.floor, carried)
+    limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
+    few = pooled.rows.numbers[1] < _ENOUGH_NUMBERS
+    difference = pooled.between.where(~few, pooled.between * _sizes(pooled.norm))
+    usage = float(difference.square().mean().sqrt()) / base / limit if base > 0 else 0.0
+    if usage > 1:
+        return replace(result, limit_usage=usage, verdict="differs", why="typical")
+    return replace(result, limit_usage=usage, verdict="fine", why=None)
+
+
+def _judge_masks(result: OperatorResult, unit: OperatorUnit, *, with_truth: bool) -> OperatorResult:
+    """Scores that one side alone hides are another mask, whatever the errors are."""
+    masks = [errors.masked for _, _, errors in unit.forwards if errors and errors.masked]
+    if not masks or result.why == "nonfinite":
+        return result
+    square = len(result.shape) > 1 and result.shape[-1] == result.shape[-2]
+    wrong = [sum(mask.wrong[side] for mask in masks) for side in (0, 1)]
+    told = with_truth and wrong[0] != wrong[1]
+    return replace(
+        result, limit_usage=math.inf, why="masked",
+        verdict=SIDES[wrong[1] > wrong[0]] if told else "differs",
+        other_mask=OtherMask(
+            num_by_reference=sum(mask.by[0] for mask in masks),
+            num_by_candidate=sum(mask.by[1] for mask in masks),
+            first=masks[0].first,
+            of_tokens=unit.phase == "prefill" and not unit.padded and square,
+        ),
+    )  # fmt: skip
+
+
+def _with_codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> OperatorResult:
+    if not unit.num_codes:
+        return result
+    other = unit.codes
+    result = replace(result, codes=other.differing / unit.num_codes)
+    if result.verdict == "unjudged":
+        result = replace(result, verdict="fine")
+    if other.unexplained == 0 or result.limit_usage > 1:
+        return result
+    verdict = "differs"
+    if with_truth and other.wrong[0] != other.wrong[1]:
+        verdict = SIDES[other.wrong[1] > other.wrong[0]]
+    return replace(result, limit_usage=math.inf, why="codes", verdict=verdict)
+
+
+def _judge_roundings(
+    result: OperatorResult, unit: OperatorUnit, thresholds: Thresholds
+) -> OperatorResult:
+    """A region is flagged for its own roundings, where nothing else flags it more."""
+    if unit.own is None:
+        return result
+    limits = [thresholds.operator_roundings * rare_ratio(own.num_values) for own in unit.own]
+    shares = [own.times / limit for own, limit in zip(unit.own, limits, strict=True)]
+    if result.verdict == "unjudged":
+        result = replace(result, verdict="fine")
+    if max(shares) <= result.limit_usage:
+        return result
+    side = SIDES[shares[1] > shares[0]]
+    result = replace(result, limit_usage=max(shares), leans=side)
+    if max(shares) <= 1:
+        return result
+    return replace(result, why="roundings", verdict="both" if min(shares) > 1 else side)
+
+
+def region_result(unit: OperatorUnit) -> RegionResult:
+    region = unit.region
+    assert region is not None
+    consumer, argument = region.consumer, None
+    if consumer is not None:
+        names = argument_names(consumer.reference.call)
+        argument = names.get(region.number, str(region.number))
+    times = (None, None) if unit.own is None else tuple(own.times for own in unit.own)
+    origins = (fact("operators.origin", name=name or None) for _, name in region.inputs)
+    return RegionResult(
+        replaced=region.replaced,
+        reference=[node.path for node in region.reference],
+        candidate=[node.path for node in region.candidate],
+        inputs=list(dict.fromkeys(sentence(origin) for origin in origins)),
+        consumer=None if consumer is None else consumer.reference.path,
+        argument=argument,
+        reference_times=times[0],
+        candidate_times=times[1],
+    )
+
 
 # Which operator, and whose: from measured operators to the first one that is to blame.
 #
@@ -46,7 +827,6 @@ from divergence.words import Side
 # where a number lies on a tie. So what it gives is not judged by its size, nor is what that alone
 # makes large: codes are judged as codes (analyses/codes).
 
-_SIDES: tuple[Side, Side] = ("reference", "candidate")
 _STEPS = ("aten.round", "aten.floor", "aten.ceil", "aten.trunc")
 
 
@@ -73,7 +853,31 @@ def judge_operators(
     steps: set[tuple[str, str]] = set()  # of whole numbers, by path and phase
     untold: dict[tuple[str, str], None] = {}  # what pads may have made, by path and phase
     for unit in measured.units:
-        result = _result(unit, notes, blocks)
+        (sample, step), match, _ = unit.forwards[0]
+        reference, candidate = match.reference, match.candidate
+        module = module_of(f"{reference.path}:out")
+        note = notes.get(module)
+        inside = [b for b in blocks if module == b or module.startswith(b + ".")]
+        result = OperatorResult(
+            site=reference.path,
+            candidate_site=candidate.path,
+            match=match.method,
+            operator=reference.call.operator,
+            candidate_operator=candidate.call.operator,
+            kind=note.kind if note else None,
+            block=max(inside, key=len) if inside else None,
+            source=reference.call.source,
+            backward_of=reference.call.backward_of,
+            phase=unit.phase,
+            order=reference.order,
+            sample=sample,
+            step=step,
+            shape=reference.results[0].shape,
+            reference_dtype=reference.results[0].dtype,
+            candidate_dtype=candidate.results[0].dtype,
+            identical=unit.num_equal == len(unit.forwards),
+            region=None if unit.region is None or unit.region.is_copied else region_result(unit),
+        )
         feeds = [by_path[key] for key in _keys(unit.feeds, unit.phase) if key in by_path]
         result = judge_unit(
             result, unit, feeds, sizes, thresholds,
@@ -98,24 +902,47 @@ def judge_operators(
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result = replace(result, w_entering=math.exp(max(entering)) if entering else None)
-        ends: tuple[tuple[Side, CallNode], ...] = (
-            ("candidate", unit.match.candidate),
-            ("reference", unit.match.reference),
-        )
-        for side, node in ends:
+        for side in reversed(SIDES):
             if not result.fed_by and result.region is None:
                 alone = extra[side]
                 if unit.region is not None:  # its copies are members
                     alone = {other.path: other for other in measured.lone[side]}
-                fed_by = _only_there(node, alone)
+
+                def feeding(call: CallNode, alone: dict[str, CallNode] = alone) -> list[CallNode]:
+                    return [alone[feed] for feed in call.feeds if feed in alone]
+
+                # calls without a partner that feed it, also through one another
+                lone = sorted(reached([getattr(unit.match, side)], feeding), key=lambda n: n.order)
+                fed_by = [call.path for call in lone]
                 result = replace(result, fed_by=fed_by, fed_by_side=side if fed_by else None)
-        result = replace(result, other_inputs=_telling(unit, result, feeds, thresholds))
+        # arguments from elsewhere whose values differ by more than what feeds the operator does
+        carried = max((feed.difference or 0.0 for feed in feeds), default=0.0)
+        most = thresholds.operator_growth * math.hypot(
+            math.sqrt(2) * (result.floor or 0.0), carried
+        )
+        elsewhere = [x for x in unit.other_inputs if x.difference is None or x.difference > most]
+        result = replace(result, other_inputs=elsewhere)
         results.append(result)
         by_path[result.site, unit.phase] = result
     way = first_source(measured, by_path, thresholds)
     verdict = way[0].verdict if way else None
     moved = {id(result) for result in way[1:]}
     results = [replace(row, verdict=verdict) if id(row) in moved else row for row in results]
+    remarks = []
+    sides = [
+        fact("operators.unreached", calls=counted(nodes), side=side,
+             paths=[node.path for node in nodes[:2]], more=len(nodes) > 2)
+        for side, nodes in measured.unreached.items()
+        if nodes
+    ]  # fmt: skip
+    if len(sides) > 1:  # what one side computes besides has nothing to be compared with
+        remarks.append(fact("operators.nothing_common", sides=sides))
+    paths = list(dict.fromkeys(path for path, _ in untold))
+    if paths:
+        remarks.append(fact("operators.pads", num=len(paths), paths=paths[:2], more=len(paths) > 2))
+    samples = measured.rerouted
+    if samples:
+        remarks.append(fact("operators.rerouted", num=len(samples), samples=samples))
     return OperatorsResult(
         frame="operator" if measured.frame == "operator" else "block",
         judged="truth" if measured.with_truth else "difference",
@@ -128,10 +955,10 @@ def judge_operators(
             UnmatchedOperator(
                 side=side, site=node.path, operator=node.call.operator, source=node.call.source
             )
-            for side in _SIDES
+            for side in SIDES
             for node in extra[side].values()
         ],
-        remarks=_remarks(measured, untold),
+        remarks=remarks,
     )
 
 
@@ -155,81 +982,6 @@ def _inherits(
     return fed and (result.verdict == "unjudged" or result.limit_usage > 1)
 
 
-def _remarks(measured: MeasuredOperators, untold: dict[tuple[str, str], None]) -> list[Fact]:
-    """What was not compared or judged, and why: calls without a partner that lead to nothing that
-    both sides have, results that may hold the batch's pads, and what is behind other experts."""
-    remarks = []
-    sides = [
-        fact("operators.unreached", calls=counted(nodes), side=side,
-             paths=[node.path for node in nodes[:2]], more=len(nodes) > 2)
-        for side, nodes in measured.unreached.items()
-        if nodes
-    ]  # fmt: skip
-    if len(sides) > 1:  # what one side computes besides has nothing to be compared with
-        remarks.append(fact("operators.nothing_common", sides=sides))
-    paths = list(dict.fromkeys(path for path, _ in untold))
-    if paths:
-        remarks.append(fact("operators.pads", num=len(paths), paths=paths[:2], more=len(paths) > 2))
-    samples = measured.rerouted
-    if samples:
-        remarks.append(fact("operators.rerouted", num=len(samples), samples=samples))
-    return remarks
-
-
-def _telling(
-    unit: OperatorUnit, result: OperatorResult, feeds: list[OperatorResult], thresholds: Thresholds
-) -> list[OtherInput]:
-    """Of the arguments that come from elsewhere those whose values differ by more than what feeds
-    the operator does."""
-    entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
-    base = math.hypot(math.sqrt(2) * (result.floor or 0.0), entering)
-    return [
-        item
-        for item in unit.other_inputs
-        if item.difference is None or item.difference > thresholds.operator_growth * base
-    ]
-
-
-def _only_there(node: CallNode, extra: dict[str, CallNode]) -> list[str]:
-    """Calls without a partner that feed ``node``, also through one another, in order."""
-    first_calls: dict[str, CallNode] = {}
-    waiting = [path for path in node.feeds if path in extra]
-    while waiting:
-        path = waiting.pop()
-        if path not in first_calls:
-            first_calls[path] = extra[path]
-            waiting += [feed for feed in extra[path].feeds if feed in extra]
-    return sorted(first_calls, key=lambda path: first_calls[path].order)
-
-
-def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str]) -> OperatorResult:
-    (sample, step), match, _ = unit.forwards[0]
-    reference, candidate = match.reference, match.candidate
-    module = module_of(f"{reference.path}:out")
-    note = notes.get(module)
-    inside = [b for b in blocks if module == b or module.startswith(b + ".")]
-    return OperatorResult(
-        site=reference.path,
-        candidate_site=candidate.path,
-        match=match.method,
-        operator=reference.call.operator,
-        candidate_operator=candidate.call.operator,
-        kind=note.kind if note else None,
-        block=max(inside, key=len) if inside else None,
-        source=reference.call.source,
-        backward_of=reference.call.backward_of,
-        phase=unit.phase,
-        order=reference.order,
-        sample=sample,
-        step=step,
-        shape=reference.results[0].shape,
-        reference_dtype=reference.results[0].dtype,
-        candidate_dtype=candidate.results[0].dtype,
-        identical=unit.num_equal == len(unit.forwards),
-        region=None if unit.region is None or unit.region.is_copied else region_result(unit),
-    )
-
-
 _NEAR = 0.55  # of the limit: as far as healthy operators go
 
 
@@ -243,8 +995,7 @@ def first_source(
     entering = {(unit.match.reference.path, unit.phase): unit.feeds for unit in measured.units}
 
     def feeds(result: OperatorResult) -> list[OperatorResult]:
-        """Those that are judged: what feeds an unjudged one (a copy that the truth's layout does
-        not need) feeds what that feeds."""
+        """Those that are judged: what feeds an unjudged one feeds what that feeds."""
         judged: list[OperatorResult] = []
         waiting, seen = [result], {id(result)}
         while waiting:
@@ -299,29 +1050,18 @@ _ESCALATED = "escalated"
 
 
 def measure(measured: Measured) -> OperatorsResult | None:
-    """The operators of two runs, each with its limit."""
-    return compare_operators(
-        measured.reference, measured.candidate, measured.truth, rename=measured.rename,
-        thresholds=measured.thresholds,
-    )  # fmt: skip
-
-
-def compare_operators(
-    a: Run, b: Run, truth: Truth | None, *, rename: Callable[[str], str], thresholds: Thresholds
-) -> OperatorsResult | None:
-    """None where not both sides recorded operators from equal inputs."""
-    anchoring_truth = truth if truth is not None and truth.anchors else None
+    a, b, truth = measured.reference, measured.candidate, measured.truth
+    truth = truth if truth is not None and truth.anchors else None
     first: OperatorsResult | None = None
     for passes in _passes(a.manifest, b.manifest):
-        measured = measure_operators(
-            a, b, passes, truth=None if anchoring_truth is None else anchoring_truth.run,
-            truth_pass="anchored" if anchoring_truth is None else anchoring_truth.anchored_pass,
-            rename=rename,
+        operators = measure_operators(
+            a, b, passes, truth=None if truth is None else truth.run, rename=measured.rename,
+            truth_pass="anchored" if truth is None else truth.anchored_pass,
         )  # fmt: skip
-        if measured is None:
+        if operators is None:
             continue
         result = judge_operators(
-            measured, notes=a.manifest.plan.modules, thresholds=thresholds,
+            operators, notes=a.manifest.plan.modules, thresholds=measured.thresholds,
             two_dtypes=_two_dtypes(a.manifest, b.manifest),
         )  # fmt: skip
         if passes[1] == _ESCALATED:

@@ -1,36 +1,51 @@
-"""What went into a matched operator on both sides: tensors, scalars and constants.
-
-Wrong code often computes nothing wrong: it hands the right numbers on in the wrong order, takes
-another result, another mask or another weight. Then the first operator that works on them
-gives something else, while everything before it is fine. So each tensor's provenance is
-compared: whose memory it lies in (``Operand.origin``, of matched operators), through which
-views, with which strides, and which weight it is. Layouts differ between healthy kernels too: other
-provenance counts only where the values that the operator saw differ by more than what their
-origins differ by (operators.judge).
-
-A scalar or keyword argument (an attention scale, an epsilon, a flag) is an operand too, and a
-difference in it is a fact, not a measurement: two calls with other numbers do other jobs. So are
-constants: small tensors, masks and integers made outside the recorded modules, and small buffers.
-Numbers are compared as they stand in the record (run.schema.scalars); small floating-point
-constants may differ by 4 u of their dtype, two roundings of two values each within one ulp;
-integers and masks must be equal. Large tables (rotary angles) count as tensors, since correct code
-makes them differ by more.
-"""
+"""Operators that do one job together, and what went into a matched one on both sides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from msgspec.structs import replace
 
-from divergence.analyses.operators.regions import Region, computing
-from divergence.comparison.calls import COPIES, CallNode, maker_of
+from divergence.comparison.calls import (
+    COPIES,
+    CallNode,
+    Forward,
+    Match,
+    Places,
+    Source,
+    is_copy,
+    maker_of,
+    reached,
+)
 from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Call, Operand, OtherScalar, Record, other_scalars, scalar_words
+from divergence.run.record import Call, Operand, Record, other_scalars, scalar_words
+
+# What went into a matched operator on both sides: tensors, scalars and constants.
+#
+# Wrong code often computes nothing wrong: it hands the right numbers on in the wrong order, takes
+# another result, another mask or another weight. Then the first operator that works on them
+# gives something else, while everything before it is fine. So each tensor's provenance is
+# compared: whose memory it lies in (``Operand.origin``, of matched operators), through which
+# views, with which strides, and which weight it is. Layouts differ between healthy kernels too:
+# other provenance counts only where the values that the operator saw differ by more than what their
+# origins differ by (operators.measure).
+#
+# A scalar or keyword argument (an attention scale, an epsilon, a flag) is an operand too, and a
+# difference in it is a fact, not a measurement: two calls with other numbers do other jobs. So are
+# constants: small tensors, masks and integers made outside the recorded modules, and small buffers.
+# Numbers are compared as they stand in the record (run.schema.scalars); small floating-point
+# constants may differ by 4 u of their dtype, two roundings of two values each within one ulp;
+# integers and masks must be equal. Large tables (rotary angles) count as tensors, since correct
+# code makes them differ by more.
 
 _SMALL = 64
 """Elements of a constant: more are a table."""
@@ -53,30 +68,38 @@ def other_operands(
     """
     if ours.name != theirs.name:
         return []
-    operands = [
-        OtherOperand(
-            argument=item.argument,
-            kind="scalar",
+    operands = []
+    for item in other_scalars(ours.call, theirs.call):
+        difference = _relative(item.reference, item.candidate)
+        near = measured and difference is not None and difference < _MEASURED
+        scalar = OtherOperand(
+            argument=item.argument, kind="scalar", is_value=item.is_number and not near,
             reference_value=plain(scalar_words(item.reference)),
-            candidate_value=plain(scalar_words(item.candidate)),
-            is_value=item.is_number and not (measured and _is_near(item)),
-            difference=_relative(item.reference, item.candidate),
-        )
-        for item in other_scalars(ours.call, theirs.call)
-    ]
+            candidate_value=plain(scalar_words(item.candidate)), difference=difference,
+        )  # fmt: skip
+        operands.append(scalar)
     operands += _tensors_for_numbers((ours, a), (theirs, b))
-    if len(ours.call.operands) != len(theirs.call.operands):
-        return operands
-    names = argument_names(ours.call)
-    for number, (mine, other) in enumerate(
-        zip(ours.call.operands, theirs.call.operands, strict=True)
-    ):
-        if _is_written(ours, names.get(number, "")):
+    for name, mine, other, records in _paired_operands(ours, theirs, a, b):
+        changes = ours.call.operator.partition(".")[2].partition(".")[0].endswith("_")
+        if name == "out" or (name == "self" and changes):
             continue  # what it writes to may be memory that nothing was written to before
-        item = _other_constant(names.get(number, str(number)), (ours, mine, a), (theirs, other, b))
-        if item is not None:
-            operands.append(item)
+        if maker_of(mine) is None and maker_of(other) is None and records is not None:
+            constant = _other_constant(name, (mine, other), records, (a, b))
+            operands += [] if constant is None else [constant]
     return operands
+
+
+def _paired_operands(
+    ours: CallNode, theirs: CallNode, a: Run, b: Run
+) -> Iterator[tuple[str, Operand, Operand, tuple[Record, Record] | None]]:
+    """Each argument's name, both operands, and the records of their values where both have one."""
+    names = argument_names(ours.call)
+    if len(ours.call.operands) == len(theirs.call.operands):
+        both = zip(ours.call.operands, theirs.call.operands, strict=True)
+        for number, (mine, other) in enumerate(both):
+            left, right = operand_record(ours, mine, a), operand_record(theirs, other, b)
+            records = None if left is None or right is None else (left, right)
+            yield names.get(number, str(number)), mine, other, records
 
 
 def _tensors_for_numbers(
@@ -85,10 +108,7 @@ def _tensors_for_numbers(
     """Arguments that are a number on one side and a tensor of one number on the other (a buffer, a
     constant, or a copy of one), where the number is not the tensor's, rounded to its dtype."""
     operands = []
-    tensors = [
-        {name: index for index, name in argument_names(node.call).items()}
-        for node, _ in (mine, other)
-    ]
+    tensors = [{n: k for k, n in argument_names(node.call).items()} for node, _ in (mine, other)]
     for name in tensors[0].keys() ^ tensors[1].keys():
         numbers, units = [], []
         for (node, run), by_name in zip((mine, other), tensors, strict=True):
@@ -135,33 +155,20 @@ def region_operands(region: Region, a: Run, b: Run, *, measured: bool) -> list[O
     ]
 
 
-def _is_near(item: OtherScalar) -> bool:
-    apart = _relative(item.reference, item.candidate)
-    return apart is not None and apart < _MEASURED
-
-
-def _is_written(node: CallNode, argument: str) -> bool:
-    name = node.call.operator.split(".")[1] if "." in node.call.operator else ""
-    return argument == "out" or (argument == "self" and name.endswith("_"))
-
-
 def _other_constant(
-    name: str, mine: tuple[CallNode, Operand, Run], other: tuple[CallNode, Operand, Run]
-) -> OtherOperand | None:
-    operands = mine[1], other[1]
-    if any(maker_of(operand) is not None for operand in operands):
-        return None
-    left, right = operand_record(*mine), operand_record(*other)
-    if left is None or right is None or left.xxh3 == right.xxh3:
+    name: str, operands: tuple[Operand, Operand], records: tuple[Record, Record],
+    runs: tuple[Run, Run],
+) -> OtherOperand | None:  # fmt: skip
+    if records[0].xxh3 == records[1].xxh3:
         return None
     weights = [operand.weight is not None for operand in operands]
-    if any(weights) and (not all(weights) or left.numel > _SMALL):
+    if any(weights) and (not all(weights) or records[0].numel > _SMALL):
         return None  # a weight; a small buffer is a constant
     if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
         return None
-    if not (mine[2].has_bytes(left) and other[2].has_bytes(right)):
+    if not all(run.has_bytes(record) for run, record in zip(runs, records, strict=True)):
         return None
-    x, y = mine[2].read(left), other[2].read(right)
+    x, y = runs[0].read(records[0]), runs[1].read(records[1])
     if x.numel() != y.numel():
         return None
     difference = relative_difference(x, y)
@@ -193,8 +200,9 @@ def _value(tensor: torch.Tensor) -> Fact:
     """A tensor in a few words."""
     total, num_set = tensor.numel(), int((tensor != 0).sum())
     if total <= _SHOWN:
-        numbers = [f"{v:.9g}" if isinstance(v, float) else str(v)
-                   for v in tensor.reshape(-1).tolist()]  # fmt: skip
+        numbers = [
+            f"{v:.9g}" if isinstance(v, float) else str(v) for v in tensor.reshape(-1).tolist()
+        ]
         return fact("operators.numbers", numbers=numbers, scalar=tensor.ndim == 0)
     if not tensor.is_floating_point():
         return fact("operators.num_set", num_set=num_set, total=total)
@@ -231,25 +239,17 @@ def operands_text(items: list[OtherOperand], side: str) -> str:
 def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:
     """By how much each tensor operand of two calls differs, the largest first; equal ones are left
     out. For a pair that is right on both sides: what it is given then tells."""
-    if len(ours.call.operands) != len(theirs.call.operands):
-        return []
-    names = argument_names(ours.call)
     inputs = []
-    for number, (mine, other) in enumerate(
-        zip(ours.call.operands, theirs.call.operands, strict=True)
-    ):
-        left, right = operand_record(ours, mine, a), operand_record(theirs, other, b)
-        if left is None or right is None or mine.shape != other.shape or left.xxh3 == right.xxh3:
+    for name, mine, other, records in _paired_operands(ours, theirs, a, b):
+        if records is None or mine.shape != other.shape or records[0].xxh3 == records[1].xxh3:
             continue
-        difference = relative_difference(a.read(left), b.read(right))
-        inputs.append(
-            OtherInput(
-                argument=names.get(number, str(number)),
-                origin_in_reference=fact("operators.origin", name=_maker(mine)),
-                origin_in_candidate=fact("operators.origin", name=_maker(other)),
-                difference=difference,
-            )
+        given = OtherInput(
+            argument=name,
+            origin_in_reference=fact("operators.origin", name=_maker(mine)),
+            origin_in_candidate=fact("operators.origin", name=_maker(other)),
+            difference=relative_difference(a.read(records[0]), b.read(records[1])),
         )
+        inputs.append(given)
     return worded(sorted(inputs, key=lambda item: -(item.difference or 0.0)))
 
 
@@ -258,38 +258,42 @@ def other_inputs(
 ) -> list[OtherInput]:
     """Arguments of the reference's call ``ours`` and the candidate's ``theirs`` that do not come
     from the same place. ``partner``: the candidate's path of a reference's matched call."""
-    if ours.name != theirs.name or len(ours.call.operands) != len(theirs.call.operands):
-        return []
     inputs: list[OtherInput] = []
-    names = argument_names(ours.call)
-    for number, (mine, other) in enumerate(
-        zip(ours.call.operands, theirs.call.operands, strict=True)
-    ):
-        if mine.weight is not None and other.weight is not None:
-            if (mine.xxh3, mine.offset) == (other.xxh3, other.offset):
-                continue
-        elif _same_place(mine, other, partner):
+    if ours.name != theirs.name:
+        return inputs
+    for name, mine, other, records in _paired_operands(ours, theirs, a, b):
+        weights = mine.weight is not None and other.weight is not None
+        if weights and (mine.xxh3, mine.offset) == (other.xxh3, other.offset):
             continue
-        left, right = operand_record(ours, mine, a), operand_record(theirs, other, b)
-        if left is not None and right is not None and left.xxh3 == right.xxh3:
+        made = maker_of(mine), maker_of(other)
+        same_maker = made[0] is made[1] and mine.origin == other.origin
+        if made[0] is not None and made[1] is not None:
+            same_maker = partner(made[0]) == made[1]
+        # what comes from outside is told by its value
+        seen_alike = same_maker and mine.via == other.via and mine.stride == other.stride
+        if not weights and made != (None, None) and seen_alike:
             continue
-        viewed = _same_maker(mine, other, partner) and mine.weight == other.weight
-        origins = [_origin(operand) for operand in (mine, other)]
+        if records is not None and records[0].xxh3 == records[1].xxh3:
+            continue
+        origins = [
+            fact("operators.origin", name=_maker(operand), via=list(operand.via),
+                 element=operand.offset or None)
+            for operand in (mine, other)
+        ]  # fmt: skip
         if origins[0] == origins[1]:
             origins = [
                 fact("operators.strided", origin=origins[0], strides=operand.stride or None)
                 for operand in (mine, other)
             ]
         difference = None
-        if left is not None and right is not None and mine.shape == other.shape:
-            difference = relative_difference(a.read(left), b.read(right))
-        inputs.append(
-            OtherInput(
-                argument=names.get(number, str(number)), origin_in_reference=origins[0],
-                origin_in_candidate=origins[1], viewed=viewed and maker_of(mine) is not None,
-                difference=difference,
-            )
+        if records is not None and mine.shape == other.shape:
+            difference = relative_difference(a.read(records[0]), b.read(records[1]))
+        elsewhere = OtherInput(
+            argument=name, origin_in_reference=origins[0], origin_in_candidate=origins[1],
+            viewed=same_maker and mine.weight == other.weight and made[0] is not None,
+            difference=difference,
         )  # fmt: skip
+        inputs.append(elsewhere)
     return inputs
 
 
@@ -305,28 +309,6 @@ def relative_difference(x: torch.Tensor, y: torch.Tensor) -> float | None:
     norm = float(x[kept].norm())
     apart = float((x - y)[kept].norm())
     return apart / norm if norm > 0 else float(apart > 0)
-
-
-def _same_place(mine: Operand, other: Operand, partner: Callable[[str], str | None]) -> bool:
-    if maker_of(mine) is None and maker_of(other) is None:
-        return False  # from outside: its value tells
-    same = _same_maker(mine, other, partner)
-    return same and mine.via == other.via and mine.stride == other.stride
-
-
-def _same_maker(mine: Operand, other: Operand, partner: Callable[[str], str | None]) -> bool:
-    made = maker_of(mine), maker_of(other)
-    if made[0] is None or made[1] is None:
-        return made[0] is made[1] and mine.origin == other.origin
-    return partner(made[0]) == made[1]
-
-
-def operand_record(node: CallNode, operand: Operand, run: Run) -> Record | None:
-    """The record that holds an operand's value, as the operator saw it."""
-    if operand.site is None:
-        return None
-    own = node.results[0]
-    return run.find((own.pass_, own.sample, own.step, operand.site))
 
 
 def argument_names(call: Call) -> dict[int, str]:
@@ -348,9 +330,446 @@ def _maker(operand: Operand) -> str | None:
     return operand.weight or maker_of(operand) or operand.origin or None
 
 
-def _origin(operand: Operand) -> Fact:
-    """Where it comes from."""
-    return fact(
-        "operators.origin", name=_maker(operand), via=list(operand.via),
-        element=operand.offset or None,
-    )  # fmt: skip
+# A region of products and additions against an ideal product: how often is its result rounded?
+#
+# An ideal product adds up in float32 and rounds once, when its result is stored: 0.41 u relative,
+# measured here as ‖round(R) - R‖. The same product in k equal parts that are stored in 16 bits and
+# added up one after the other rounds each part (together once the result) and each running sum
+# (j / k of the result's square): √(1 + (k + 1) / 2 - 1 / k) roundings of the result, 1.4 for two
+# parts and for a product whose bias is added afterwards, 1.8 for four, 2.3 for eight, 3.1 for
+# sixteen. Both sides' errors against the truth hide that, since they hold what came in too; so each
+# side's region is computed again in float64 from its own recorded inputs, and only what the region
+# itself adds is judged (Higham 2002, chapter 4; numerics.floor for one rounding).
+#
+# Only for regions of products, additions and copies with the weights' values recorded, and for
+# results in 16 bits: a fused attention or norm rounds its intermediates by its own right, and in
+# float32 the accumulator makes the error. Everything else abstains.
+
+_PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
+             "aten.linear")  # fmt: skip
+_IDEAL = 0.41  # u, rms of one rounding (numerics.floor)
+_SUMS = ("aten.add", "aten.sub", "aten.cat", "aten.stack", "aten.sum")
+CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "aten.full_like")
+"""What sums begin with."""
+
+
+@dataclass(slots=True)
+class RegionError:
+    """What a side's region itself adds, squared and summed over rows: ‖y - R‖² / ‖R‖² and, of an
+    ideal product, ‖round(R) - R‖² / ‖R‖² (0.41 u where everything happens to be stored exactly)."""
+
+    own: float = 0.0
+    ideal: float = 0.0
+    num_values: int = 0
+
+    def add(self, other: RegionError) -> None:
+        self.own += other.own
+        self.ideal += other.ideal
+        self.num_values += other.num_values
+
+    @property
+    def times(self) -> float:
+        """The own error over an ideal product's; 1 where both are exact."""
+        if self.ideal > 0:
+            return math.sqrt(self.own / self.ideal)
+        return 1.0 if self.own == 0 else math.inf
+
+
+def operand_record(node: CallNode, operand: Operand, run: Run) -> Record | None:
+    """The record that holds an operand's value, as the operator saw it."""
+    own = node.results[0]
+    site = operand.site
+    return None if site is None else run.find((own.pass_, own.sample, own.step, site))
+
+
+def is_product_region(nodes: Sequence[CallNode]) -> bool:
+    """Products, additions and copies alone, a product among them, stored in 16 bits."""
+    if not any(node.name in _PRODUCTS for node in nodes):
+        return False
+    if not all(node.name in _PRODUCTS + _SUMS + CONSTANTS or is_copy(node) for node in nodes):
+        return False
+    form = format_named(nodes[-1].results[0].dtype)
+    return form.kind == "float" and form.itemsize == 2
+
+
+def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
+    """Of the region ``nodes`` (in order, the last gives the result) in one forward; None where an
+    input was not recorded or an operator cannot be computed here."""
+    made: dict[str, torch.Tensor] = {}
+    paths = {node.path for node in nodes}
+    for node in nodes:
+        if node.name in CONSTANTS:
+            made[node.path] = run.read(node.results[0]).to(torch.float64)
+            continue
+        known = [_operand_value(run, node, operand, made, paths) for operand in node.call.operands]
+        values = [value for value in known if value is not None]
+        if len(values) < len(known):
+            return None
+        result = _computed(node, values)
+        if result is None or result.numel() != node.results[0].numel:
+            return None
+        made[node.path] = result.reshape(node.results[0].shape)
+    last = nodes[-1].results[0]
+    columns = last.shape[-1] if last.shape else 1
+    truth = made[nodes[-1].path].reshape(-1, columns)
+    value = run.read(last)
+    stored = truth.to(value.dtype).to(torch.float64)
+    value = value.reshape(-1, columns).to(torch.float64)
+    norm = truth.norm(dim=1)
+    kept = (norm > 0) & value.isfinite().all(1) & stored.isfinite().all(1)
+    if not bool(kept.any()):
+        return None
+    parts = [((out - truth)[kept].norm(dim=1) / norm[kept]).square() for out in (value, stored)]
+    num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
+    ideal = float(parts[1].sum()) or num_rows * (_IDEAL * u) ** 2
+    return RegionError(float(parts[0].sum()), ideal, num_rows * columns)
+
+
+def _operand_value(
+    run: Run, node: CallNode, operand: Operand, made: dict[str, torch.Tensor], paths: set[str]
+) -> torch.Tensor | None:
+    maker = maker_of(operand)
+    if operand.weight is None and maker in paths:
+        if maker not in made or operand.via or operand.stride is not None:
+            return None
+        value = made[maker]
+        return value.reshape(operand.shape) if value.numel() == math.prod(operand.shape) else None
+    record, size = operand_record(node, operand, run), math.prod(operand.shape)
+    if record is None or not run.has_bytes(record):
+        return None
+    if operand.weight is not None:
+        if record.xxh3 != operand.xxh3:
+            return None
+        flat = run.read(record).contiguous().reshape(-1)
+        stride = operand.stride
+        if stride is None:
+            return flat[operand.offset :][:size].reshape(operand.shape).double()
+        last = sum(
+            max(size - 1, 0) * step for size, step in zip(operand.shape, stride, strict=False)
+        )
+        if len(stride) != len(operand.shape) or operand.offset + last >= flat.numel():
+            return None
+        return flat.as_strided(operand.shape, stride, operand.offset).double()
+    if record.numel != math.prod(operand.shape):
+        return None
+    return run.read(record).reshape(operand.shape).to(torch.float64)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _computed(node: CallNode, values: list[torch.Tensor]) -> torch.Tensor | None:
+    """In float64; None for what is no plain product or addition."""
+    arguments, name = node.call.arguments, node.name
+    alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
+    if not (_is_number(alpha) and _is_number(beta)):
+        return None
+    try:
+        if is_copy(node):
+            return values[-1] if name == "aten.copy" else values[0]
+        if name in ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul") and len(values) == 2:
+            return values[0] @ values[1]
+        if name == "aten.linear":
+            product = values[0] @ values[1].T
+            return product + values[2] if len(values) == 3 else product
+        if name in ("aten.addmm", "aten.baddbmm") and len(values) == 3:
+            return beta * values[0] + alpha * (values[1] @ values[2])
+        if name in ("aten.add", "aten.sub"):
+            other = values[1] if len(values) == 2 else arguments.get("other")
+            if not values or not isinstance(other, torch.Tensor | int | float):
+                return None
+            return values[0] + (alpha if name == "aten.add" else -alpha) * other
+        if name in ("aten.cat", "aten.stack"):
+            dim = arguments.get("dim", 0)
+            join = torch.cat if name == "aten.cat" else torch.stack
+            return join(values, dim) if type(dim) is int else None
+        if name == "aten.sum" and len(values) == 1:
+            dims = arguments.get("dim")
+            if dims is None:
+                return values[0].sum()
+            if not (isinstance(dims, list) and all(type(dim) is int for dim in dims)):
+                return None
+            return values[0].sum(dims, keepdim=arguments.get("keepdim") is True)
+    except (RuntimeError, IndexError):  # shapes that a stranger's run claims
+        return None
+    return None
+
+
+# Rows of pads in a batch's results: what stands there is no result.
+#
+# A pad's query sees no key, and what attention makes of none is any kernel's own choice: a fused
+# one gives zeros, products and a softmax the mean of all values. Behind it the pads' rows are as
+# far apart as two numbers can be, on two correct machines. So they are cleared before anything is
+# measured, where the axes tell which rows they are: (B, T, ...), (B, ..., T, ...), (B N, ..., T,
+# ...) and (B T, ...), with T the padded length. Of scores both axes are cleared.
+#
+# Where the axes do not tell, a result is not judged once pads are apart (further than rounding
+# takes numbers), and no operator is blamed to which such a result leads. Decode steps have no pads:
+# what their keys and values hold of them comes from before attention.
+
+_APART = 16  # ulp of the coarser dtype, relative L2: rounding alone leaves pads nearer
+
+
+class Pads:
+    """Of one forward. ``rows``: (B T,) where the pads are, None where it has none; ``apart``: were
+    pads seen that the sides do not share?"""
+
+    def __init__(self, manifest: Manifest, forward: Forward) -> None:
+        first, step = forward
+        self.apart = False
+        self._grid = None if step else manifest.tokens.pads(first)  # (B, T)
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        return None if self._grid is None else self._grid.reshape(-1)
+
+    def mask(self, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Where a result of this shape holds pads; None where its axes do not tell."""
+        assert self._grid is not None
+        batch, length = self._grid.shape
+        leading = shape[0] if shape else 0
+        axes = [axis for axis in range(1, len(shape)) if shape[axis] == length]
+        if leading == batch * length and not axes:
+            return self._grid.reshape(-1, *[1] * (len(shape) - 1))
+        if not leading or leading % batch or not axes or leading == batch * length:
+            return None
+        where = torch.zeros([1] * len(shape), dtype=torch.bool)
+        rows = self._grid.repeat_interleave(leading // batch, 0)
+        for axis in axes:
+            where = where | rows.reshape(
+                [leading, *(length if axis == other else 1 for other in range(1, len(shape)))]
+            )
+        return where
+
+    def blank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A result with its pads set to 0, where its axes tell which they are."""
+        where = None if self._grid is None else self.mask(tuple(tensor.shape))
+        return tensor if where is None else tensor.masked_fill(where, 0)
+
+    def cleared(
+        self, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """The reference's, the candidate's and the right result of the ``shape`` with pads set to
+        0; None where they cannot be judged, as pads may be among them."""
+        if self._grid is None:
+            return a, b, truth
+        where = self.mask(shape)
+        if where is None:
+            return None if self.apart else (a, b, truth)
+        where = where.expand(shape)
+        self.apart = self.apart or _are_apart(where, a, b)
+        return (
+            _without(where, a),
+            _without(where, b),
+            None if truth is None else _without(where, truth),
+        )
+
+
+def _without(where: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(where.shape).masked_fill(where, 0).reshape(tensor.shape)
+
+
+def _are_apart(where: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Do the pads' values differ by more than rounding? Codes do not tell."""
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return False
+    x, y = (t.reshape(where.shape)[where].double() for t in (a, b))
+    both = x.isfinite() & y.isfinite()
+    if not torch.equal(x.isfinite(), y.isfinite()):
+        return True
+    x, y = x[both], y[both]
+    norm, gap = max(float(x.norm()), float(y.norm())), float((x - y).norm())
+    return gap > _APART * max(torch.finfo(t.dtype).eps for t in (a, b)) * norm
+
+
+# Regions: where the sides compute one thing by other operators, as one step.
+#
+# A region reaches from the last inputs that both sides have to the first result that both have: a
+# fused attention against its products and its softmax, one matrix product against eight of its
+# parts, three projections against one. Its members are the calls without a partner that lead to the
+# common result, and those that give it. The common result is a pair that was matched by its value
+# or by dataflow, or what a paired call was given as the same argument (a part of a fused
+# projection's result, say, which is no call's result by itself).
+#
+# A call of one side alone that both sides' values lead through (a cast, a copy, a plant) makes no
+# region: what it feeds tells of it (``fed_by``).
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """``reference``, ``candidate``: the members in execution order; the last gives the common
+    result. ``operands``: where that is an argument of a paired call, its operand on each side and
+    the two calls (``consumer``). ``inputs``: the sources that both sides begin from."""
+
+    reference: list[CallNode]
+    candidate: list[CallNode]
+    inputs: list[Source]
+    consumer: Match | None = None
+    number: int = 0
+    """Of the operand among the consumer's."""
+
+    def operands(self) -> tuple[Operand, Operand] | None:
+        if self.consumer is None:
+            return None
+        calls = self.consumer.reference.call, self.consumer.candidate.call
+        return calls[0].operands[self.number], calls[1].operands[self.number]
+
+    @property
+    def size(self) -> int:
+        """Elements of the argument, and 1."""
+        operands = self.operands()
+        return 0 if operands is None else 1 + math.prod(operands[0].shape)
+
+    @property
+    def is_copied(self) -> bool:
+        """Do both sides but copy there, in one dtype? That makes no error: what is copied does."""
+        results = [result for node in (*self.reference, *self.candidate) for result in node.results]
+        return all(map(is_copy, (*self.reference, *self.candidate))) and (
+            len({result.dtype for result in results}) == 1
+        )
+
+    @property
+    def replaced(self) -> Fact:
+        """``8 products and 7 additions in place of one product``."""
+        candidate, reference = counted(self.candidate), counted(self.reference)
+        shapes = [side[-1].results[0].shape for side in (self.candidate, self.reference)]
+        alike = candidate == reference  # then their shapes tell
+        if alike and shapes[0] == shapes[1]:
+            return fact("operators.other_layouts", calls=candidate)
+        return fact(
+            "operators.in_place_of", candidate=candidate, reference=reference,
+            candidate_shape=shapes[0] if alike else None,
+            reference_shape=shapes[1] if alike else None,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Regions:
+    """Of one forward. ``by_pair``: of a pair's reference path; ``of_operands``: those whose common
+    result is an argument; ``unreached``: calls without a partner that lead to nothing that both
+    sides have, on each side: what could not be compared."""
+
+    by_pair: dict[str, Region] = field(default_factory=dict)
+    of_operands: dict[tuple[str, str], Region] = field(default_factory=dict)
+    unreached: tuple[list[CallNode], list[CallNode]] = field(default_factory=lambda: ([], []))
+    members: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+
+
+def regions_in(
+    reference: Sequence[CallNode],
+    candidate: Sequence[CallNode],
+    matches: Sequence[Match],
+    rename: Callable[[str], str] = lambda site: site,
+) -> Regions:
+    places = Places(reference, candidate, rename)
+    for match in matches:
+        places.pair(match.reference, match.candidate)
+    regions = Regions()
+    leading: tuple[set[str], set[str]] = (set(), set())
+    for match in matches:
+        nodes = match.reference, match.candidate
+        before = [_before(places, side, nodes[side]) for side in (0, 1)]
+        for side in (0, 1):
+            leading[side].update(node.path for node in before[side])
+        if match.method in ("value", "dataflow") or nodes[0].name != nodes[1].name:
+            region = _region(places, [*before[0], nodes[0]], [*before[1], nodes[1]])
+            regions.by_pair[match.reference.path] = region
+            _hold(regions, region, places)
+            continue
+        sources = zip(places.sources(0, nodes[0]), places.sources(1, nodes[1]), strict=False)
+        for number, (x, y) in enumerate(sources):  # operands that calls without a partner made
+            if not (places.lone(0, x) and places.lone(1, y)):
+                continue
+            makers = places.nodes[0][x[1]], places.nodes[1][y[1]]
+            chains = [[*_before(places, side, makers[side]), makers[side]] for side in (0, 1)]
+            region = _region(places, *chains, consumer=match, number=number)
+            # of one common result that several calls are given, the call that is given most of it
+            key = makers[0].path, makers[1].path
+            if region.size > getattr(regions.of_operands.get(key), "size", 0):
+                regions.of_operands[key] = region
+            _hold(regions, region, places)
+    for side, calls in enumerate((reference, candidate)):
+        regions.unreached[side].extend(
+            node
+            for node in calls
+            if places.lone(side, ("made", node.path))
+            and node.path not in leading[side]
+            and not is_copy(node)
+        )
+    return regions
+
+
+def _hold(regions: Regions, region: Region, places: Places) -> None:
+    """Its members, and the copies of one side alone among them, are in a region."""
+    for side, members in enumerate((region.reference, region.candidate)):
+        nodes = places.nodes[side]
+
+        def copies(call: CallNode) -> list[CallNode]:
+            lone = [f for f in call.feeds if f in nodes and places.lone(side, ("made", f))]  # noqa: B023
+            return [nodes[feed] for feed in lone if is_copy(nodes[feed])]  # noqa: B023
+
+        regions.members[side].update(n.path for n in (*members, *reached(members, copies)))
+
+
+def _before(places: Places, side: int, node: CallNode) -> list[CallNode]:
+    """Calls without a partner that lead to it, in order; copies are looked through."""
+
+    def lone(call: CallNode) -> list[CallNode]:
+        names = [source[1] for source in places.sources(side, call) if places.lone(side, source)]
+        return [places.nodes[side][name] for name in names if name != node.path]
+
+    return sorted(reached([node], lone), key=lambda call: call.order)
+
+
+def _region(
+    places: Places, mine: list[CallNode], theirs: list[CallNode], *,
+    consumer: Match | None = None, number: int = 0,
+) -> Region:  # fmt: skip
+    own = {node.path for node in mine}
+    sources = (source for node in mine for source in places.sources(0, node))
+    begins = dict.fromkeys(source for source in sources if source[1] not in own)
+    return Region(mine, theirs, list(begins), consumer, number)
+
+
+_WORDS = {
+    "product": ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm", "_grouped_mm", "einsum",
+                "convolution"),
+    "product_with_bias": ("addmm", "baddbmm", "addmv", "addbmm"),
+    "addition": ("add", "sub", "rsub", "__iadd__"),
+    "multiplication": ("mul", "__imul__"),
+    "division": ("div",),
+    "softmax": ("_softmax", "_safe_softmax", "_log_softmax"),
+    "sum": ("sum", "cumsum"),
+    "mean": ("mean",),
+    "power": ("pow", "square"),
+    "root": ("rsqrt", "sqrt"),
+    "concatenation": ("cat", "stack"),
+    "cast": ("_to_copy", "to"),
+    "copy": ("clone", "copy", "contiguous"),
+}  # fmt: skip
+_NAMES = {name: word for word, names in _WORDS.items() for name in names}
+
+
+def computing(nodes: Sequence[CallNode]) -> list[CallNode]:
+    """Those that are no copies, casts or constants."""
+    return [node for node in nodes if not is_copy(node) and node.name not in CONSTANTS]
+
+
+def counted(nodes: Sequence[CallNode]) -> list[Fact]:
+    """``8 products and 7 additions``; copies and casts only where nothing else is there."""
+    counts = Counter(_kind(node) for node in computing(nodes) or nodes)
+    calls = [fact("operators.calls", num=num, kind=kind) for kind, num in counts.items()]
+    if len(calls) > 4:
+        rest = sum(list(counts.values())[3:])
+        calls = [*calls[:3], fact("operators.more_calls", num=rest)]
+    return calls or [fact("operators.no_calls")]
+
+
+def _kind(node: CallNode) -> str:
+    name = node.name.partition(".")[2]
+    if "attention" in name:
+        return "fused_attention"
+    if "norm" in name and name != "linalg_vector_norm":
+        return "fused_norm"
+    return _NAMES.get(name, name or node.name)

@@ -10,7 +10,7 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Background, OperatorResult, OperatorsResult
 from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table
 from divergence.layout import MAX_WIDTH, count, cut, decimal, limit_share, share, times
-from divergence.words import letter, list_names
+from divergence.words import grouped, letter, list_names
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
@@ -34,7 +34,17 @@ def sections(
     beyond = sum(result.limit_usage > 1 for result in results)
     equal = sum(result.identical for result in results)
     if not page:
-        body.append(Sentence(_footer(operators, beyond, equal), style="dim"))
+        results = operators.results
+        parts = [f"{count(len(results), 'operator')}: {beyond} beyond, {equal} bit-identical"]
+        if any(result.match == "sequence" for result in results):
+            parts.append("~ by order")
+        if operators.num_value_matches:
+            parts.append("= by value")
+        if any(result.match == "dataflow" for result in results):
+            parts.append("& by dataflow")
+        if operators.judged == "truth":
+            parts.append("W: err B over err A")
+        body.append(Sentence("; ".join(parts), style="dim"))
     check = operators.causal
     if check is not None and page:
         after = (
@@ -64,9 +74,10 @@ def _chosen(operators: OperatorsResult) -> list[int]:
     results = operators.results
     marked = [n for n, result in enumerate(results) if result.site == operators.onset]
     shown = {
-        n for at in marked[:1]
+        n
+        for at in marked[:1]
         for n in range(max(0, at - _AROUND), min(len(results), at + _AROUND + 1))
-    }  # fmt: skip
+    }
     shown.update(sorted(range(len(results)), key=lambda n: -results[n].limit_usage)[:_WORST])
     return sorted(shown)
 
@@ -165,20 +176,6 @@ def _short_name(result: OperatorResult) -> str:
     return name + (" (decode)" if result.phase == "decode" else "")
 
 
-def _footer(operators: OperatorsResult, beyond: int, equal: int) -> str:
-    results = operators.results
-    parts = [f"{count(len(results), 'operator')}: {beyond} beyond, {equal} bit-identical"]
-    if any(result.match == "sequence" for result in results):
-        parts.append("~ by order")
-    if operators.num_value_matches:
-        parts.append("= by value")
-    if any(result.match == "dataflow" for result in results):
-        parts.append("& by dataflow")
-    if operators.judged == "truth":
-        parts.append("W: err B over err A")
-    return "; ".join(parts)
-
-
 def _lone(operators: OperatorsResult, *, every: bool) -> list[Sentence]:
     sentences = []
     for side in ("reference", "candidate"):
@@ -202,9 +199,8 @@ def _alone(operators: OperatorsResult) -> Table:
 
 def _parts(operators: OperatorsResult) -> list[BlockPart]:
     """The operators of each block, where there are many the worst."""
-    blocks: dict[str, list[int]] = {}
-    for n, result in enumerate(operators.results):
-        blocks.setdefault(result.block or result.site.partition("/")[0], []).append(n)
+    homes = [result.block or result.site.partition("/")[0] for result in operators.results]
+    blocks = grouped(range(len(homes)), homes.__getitem__)
     most = max(4, min(_MOST_OF_BLOCK, _MOST // max(1, len(blocks))))
     parts = []
     for block, numbers in blocks.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from divergence.comparison.calls import CallNode, forwards_of, operator_passes
+from divergence.comparison.calls import CallNode, forwards_of, operator_passes, reached
 from divergence.comparison.results import (
     INSIDE,
     PARTS,
@@ -29,7 +29,7 @@ from divergence.run.manifest import Manifest, StepPrecision
 from divergence.run.reader import Run
 from divergence.run.record import Operand
 from divergence.run.site import BACKWARD, is_operator_site, module_of, of_parameter
-from divergence.words import Side, SideOrBoth
+from divergence.words import SIDES, other_side, side_of
 
 if TYPE_CHECKING:
     from divergence.comparison.analysis import Measured
@@ -76,58 +76,32 @@ class OperatorFamily:
     residual_in_fp32: bool = False
 
 
-_SCORES = "float32", MODEL
-_ALL = "float32", "float32"
+def _family(
+    name: str, *, norm: str | None = "RMSNorm", router: tuple[str, str, str] | None = None,
+    **dtypes: Any,
+) -> OperatorFamily:  # fmt: skip
+    """Classes and files are named after the model: ``Qwen2MoeRMSNorm`` in modeling_qwen2_moe.py."""
+    file = re.sub(r"(V\d|Moe|Oss|NeoX)$", r"_\1", name).lower()
+    return OperatorFamily(
+        file, norm and name + norm, router=router and (name + router[0], *router[1:]), **dtypes
+    )
+
 
 FAMILIES: dict[str, OperatorFamily] = {
-    "Bart": OperatorFamily("bart", None, softmax=MODEL),
-    "Bert": OperatorFamily("bert", None, softmax=MODEL),
-    "Cohere": OperatorFamily("cohere", "CohereLayerNorm", weight="float32"),
-    "DeepseekV2": OperatorFamily(
-        "deepseek_v2", "DeepseekV2RMSNorm", router=("DeepseekV2TopkRouter", *_ALL)
-    ),
-    "DeepseekV3": OperatorFamily(
-        "deepseek_v3", "DeepseekV3RMSNorm", router=("DeepseekV3TopkRouter", *_ALL)
-    ),
-    "Electra": OperatorFamily("electra", None, softmax=MODEL),
-    "GPT2": OperatorFamily("gpt2", None, softmax=MODEL),
-    "GPTNeoX": OperatorFamily("gpt_neox", None),
-    "Gemma": OperatorFamily("gemma", "GemmaRMSNorm", weight="float32"),
-    "Gemma2": OperatorFamily("gemma2", "Gemma2RMSNorm", weight="float32"),
-    "Gemma3": OperatorFamily("gemma3", "Gemma3RMSNorm", weight="float32"),
-    "Glm4": OperatorFamily("glm4", "Glm4RMSNorm"),
-    "Glm4Moe": OperatorFamily("glm4_moe", "Glm4MoeRMSNorm", router=("Glm4MoeTopkRouter", *_ALL)),
-    "GptOss": OperatorFamily(
-        "gpt_oss",
-        "GptOssRMSNorm",
-        weight="float32",
-        softmax=MODEL,
-        router=("GptOssTopKRouter", MODEL, MODEL),
-    ),
-    "Granite": OperatorFamily("granite", "GraniteRMSNorm"),
-    "Llama": OperatorFamily("llama", "LlamaRMSNorm"),
-    "Mamba": OperatorFamily("mamba", "MambaRMSNorm", softmax=None, residual_in_fp32=True),
-    "Mamba2": OperatorFamily("mamba2", "Mamba2RMSNorm", softmax=None, residual_in_fp32=True),
-    "Mistral": OperatorFamily("mistral", "MistralRMSNorm"),
-    "Mixtral": OperatorFamily("mixtral", "MixtralRMSNorm", router=("MixtralTopKRouter", *_SCORES)),
-    "OPT": OperatorFamily("opt", None),
-    "Olmo2": OperatorFamily("olmo2", "Olmo2RMSNorm", weight="float32"),
-    "Olmoe": OperatorFamily("olmoe", "OlmoeRMSNorm", router=("OlmoeTopKRouter", *_SCORES)),
-    "Phi": OperatorFamily("phi", None),
-    "Phi3": OperatorFamily("phi3", "Phi3RMSNorm"),
-    "Qwen2": OperatorFamily("qwen2", "Qwen2RMSNorm"),
-    "Qwen2Moe": OperatorFamily(
-        "qwen2_moe", "Qwen2MoeRMSNorm", router=("Qwen2MoeTopKRouter", *_SCORES)
-    ),
-    "Qwen3": OperatorFamily("qwen3", "Qwen3RMSNorm"),
-    "Qwen3Moe": OperatorFamily(
-        "qwen3_moe", "Qwen3MoeRMSNorm", router=("Qwen3MoeTopKRouter", *_SCORES)
-    ),
-    "Roberta": OperatorFamily("roberta", None, softmax=MODEL),
-    "SmolLM3": OperatorFamily("smollm3", "SmolLM3RMSNorm"),
-    "StableLm": OperatorFamily("stablelm", None),
-    "Starcoder2": OperatorFamily("starcoder2", None),
-    "T5": OperatorFamily("t5", "T5LayerNorm", softmax=MODEL),
+    name: _family(name, **values)
+    for names, values in (
+        ("GPTNeoX OPT Phi StableLm Starcoder2", {"norm": None}),
+        ("Bart Bert Electra GPT2 Roberta", {"norm": None, "softmax": MODEL}),
+        ("T5", {"norm": "LayerNorm", "softmax": MODEL}),
+        ("Cohere", {"norm": "LayerNorm", "weight": "float32"}),
+        ("Gemma Gemma2 Gemma3 Olmo2", {"weight": "float32"}),
+        ("Glm4 Granite Llama Mistral Phi3 Qwen2 Qwen3 SmolLM3", {}),
+        ("Mamba Mamba2", {"softmax": None, "residual_in_fp32": True}),
+        ("DeepseekV2 DeepseekV3 Glm4Moe", {"router": ("TopkRouter", "float32", "float32")}),
+        ("Mixtral Olmoe Qwen2Moe Qwen3Moe", {"router": ("TopKRouter", "float32", MODEL)}),
+        ("GptOss", {"weight": "float32", "softmax": MODEL, "router": ("TopKRouter", MODEL, MODEL)}),
+    )
+    for name in names.split()
 }
 """By the beginning of the model's class name: ``Qwen3MoeForCausalLM``."""
 
@@ -156,12 +130,9 @@ def expectation(part: Part, family: OperatorFamily | None, dtype: str) -> Expect
         by = fact("precision.residual_switch")
         return Expectation(dtypes=("float32",), by=by, own=False)
     practice = {
-        "norm statistics": ("float32",),
-        "softmax": ("float32",),
-        "router": ("float32", "bfloat16"),
-        "kv cache": (dtype, *_CACHES),
-        "rotary table": ("float32",),
-    }
+        "norm statistics": ("float32",), "softmax": ("float32",), "rotary table": ("float32",),
+        "router": ("float32", "bfloat16"), "kv cache": (dtype, *_CACHES),
+    }  # fmt: skip
     if part in practice:
         by = fact("precision.common_practice")
         return Expectation(dtypes=practice[part], by=by, own=False)
@@ -176,12 +147,9 @@ def _own(part: Part, family: OperatorFamily) -> tuple[str, Fact] | None:
         return family.weight, plain(family.norm)
     if part == "softmax" and family.softmax is not None:
         return family.softmax, fact("precision.attention_of", file=f"modeling_{family.file}.py")
-    if family.router is not None:
+    if part in ("router", "router product") and family.router is not None:
         name, scores, product = family.router
-        if part == "router":
-            return scores, plain(name)
-        if part == "router product":
-            return product, plain(name)
+        return scores if part == "router" else product, plain(name)
     return None
 
 
@@ -190,14 +158,12 @@ def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:
     and bfloat16 are each below the other."""
     if not expected or dtype in expected or dtype not in FORMATS:
         return False
-    return all(_narrower(dtype, other) for other in expected)
-
-
-def _narrower(dtype: str, other: str) -> bool:
-    a, b = format_named(dtype), format_named(other)
-    if a.kind != "float" or b.kind != "float":
-        return a.kind in ("int", "bool") and b.kind == "float"
-    return a.mantissa_bits < b.mantissa_bits or a.max < b.max / 2
+    form, wanted = format_named(dtype), [format_named(other) for other in expected]
+    if form.kind != "float" or any(other.kind != "float" for other in wanted):
+        return form.kind in ("int", "bool") and all(other.kind == "float" for other in wanted)
+    return all(
+        form.mantissa_bits < other.mantissa_bits or form.max < other.max / 2 for other in wanted
+    )
 
 
 # A forward's calls for the precision audit: who feeds whom, and which part each belongs to.
@@ -239,12 +205,10 @@ def accumulates(node: CallNode) -> bool:
 
 
 def is_float(node: CallNode) -> bool:
-    """Is its first result floating-point or complex?"""
     return format_named(node.results[0].dtype).kind in ("float", "complex")
 
 
 def is_attention(node: CallNode) -> bool:
-    """An attention kernel: all of it in one operator."""
     name = bare(node)
     return "attention" in name or "flash_attn" in node.name
 
@@ -279,7 +243,6 @@ class Calls:
         return [self.by_path[path] for path in node.feeds]
 
     def maker(self, operand: Operand) -> CallNode | None:
-        """The call whose result, or a view of it, the operand is."""
         for site in (operand.site, operand.origin):
             path, _, port = (site or "").rpartition(":")
             if port.startswith("out") and path in self.by_path:
@@ -306,16 +269,13 @@ class Calls:
 
     def leads_from_product(self, node: CallNode | None) -> bool:
         """Did a matrix product lead to it?"""
-        ahead, seen = [node] if node is not None else [], set()
-        while ahead:
-            current = ahead.pop()
-            if current.path in seen:
-                continue
-            seen.add(current.path)
-            if is_product(current) or is_attention(current):
-                return True
-            ahead += self.feeders(current)
-        return False
+
+        def makes(call: CallNode) -> bool:
+            return is_product(call) or is_attention(call)
+
+        start = [] if node is None else [node]
+        before = reached(start, lambda call: () if makes(call) else self.feeders(call))
+        return any(makes(call) for call in (*start, *before))
 
 
 # The parts of a model, recognised in one forward's operators by what they compute.
@@ -341,8 +301,7 @@ _ACTIVATIONS = frozenset({"silu", "gelu", "relu", "relu6", "leaky_relu", "elu", 
 def find_parts(
     nodes: list[CallNode], blocks: set[str], logits: str | None = None
 ) -> list[PartOperators]:
-    """Every part in one forward's calls. ``blocks``: module paths of the repeated blocks;
-    ``logits``: that of what makes the logits."""
+    """Every part in one forward's calls. ``logits``: the path of what makes the logits."""
     graph = Calls(nodes, blocks, logits)
     for find in (_routers, _fused, find_norms, _softmaxes, _rotary, _residuals, _caches, _rest):
         find(graph)
@@ -368,9 +327,8 @@ def _routers(graph: Calls) -> None:
                 after.append(node)
                 own.add(node.path)
         chain = [node for node in (*inside, *after) if graph.free(node)]
-        scored = next(
-            (n for n in inside if bare(n) in ("_softmax", "sigmoid", "_safe_softmax")), top
-        )
+        kernels = ("_softmax", "sigmoid", "_safe_softmax")
+        scored = next((node for node in inside if bare(node) in kernels), top)
         chain += [top] if is_float(top) else []
         graph.add("router", chain, scored)
         for node in products:
@@ -379,12 +337,9 @@ def _routers(graph: Calls) -> None:
 
 
 def _takes_weight(graph: Calls, node: CallNode) -> bool:
-    for operand in node.call.operands:
-        maker = graph.maker(operand)
-        cast = maker.call.operands if maker is not None and maker.is_cast else []
-        if operand.weight or (cast and cast[0].weight):
-            return True
-    return False
+    casts = [maker for maker in map(graph.maker, node.call.operands) if maker and maker.is_cast]
+    operands = [*node.call.operands, *(o for cast in casts for o in cast.call.operands[:1])]
+    return any(operand.weight for operand in operands)
 
 
 def _fused(graph: Calls) -> None:
@@ -407,14 +362,11 @@ def _softmaxes(graph: Calls) -> None:
     for root in graph.nodes:
         if not graph.free(root) or not is_float(root):
             continue
-        if bare(root) in SOFTMAX or "softmax" in bare(root):
-            chain = [root]
-        else:
-            chain = _written_out(graph, root)
+        fused = bare(root) in SOFTMAX or "softmax" in bare(root)
+        chain = [root] if fused else _written_out(graph, root)
         if not chain:
             continue
-        first = chain[0]
-        inside, ends = graph.back(first, lambda node: bare(node) in _ON_SCORES)
+        inside, ends = graph.back(chain[0], lambda node: bare(node) in _ON_SCORES)
         # the cast before it is the softmax's own: in which dtype it is given its scores
         graph.add("softmax", chain, root)
         products = [node for node in ends if is_product(node) and graph.free(node)]
@@ -477,12 +429,11 @@ def _halves(graph: Calls, root: CallNode) -> list[CallNode]:
 
 
 def _is_turned(graph: Calls, node: CallNode) -> bool:
-    """One factor is its input turned: halves or pairs swapped, one of them negated."""
-    for factor in graph.feeders(node):
-        parts = graph.feeders(factor)
-        if bare(factor) in ("cat", "stack") and any(bare(part) == "neg" for part in parts):
-            return True
-    return False
+    return any(
+        bare(factor) in ("cat", "stack")
+        and any(bare(part) == "neg" for part in graph.feeders(factor))
+        for factor in graph.feeders(node)
+    )
 
 
 def _residuals(graph: Calls) -> None:
@@ -532,15 +483,21 @@ def _rest(graph: Calls) -> None:
             graph.add("activation", [node], node)
 
 
-_REDUCTIONS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean",
-                         "linalg_vector_norm", "norm"})  # fmt: skip
+_REDUCTIONS = frozenset(
+    {"mean", "sum", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm"}
+)
 _STATISTICS = _REDUCTIONS | {"pow", "square", "mul", "sub", "add", "clamp", "clamp_min", "div",
                              "maximum"}  # fmt: skip
 
 
 def find_norms(graph: Calls) -> None:
     """From the square to the root, in any spelling; x * x is one, and a mean under a mean too."""
-    roots = [node for node in graph.nodes if bare(node) in ("rsqrt", "sqrt") or _is_inverse(node)]
+    roots = [
+        node
+        for node in graph.nodes
+        if bare(node) in ("rsqrt", "sqrt")
+        or (bare(node) == "pow" and node.call.arguments.get("exponent") == -0.5)
+    ]
     alone = [node for node in graph.nodes if bare(node) in ("var", "var_mean", "std", "std_mean")]
     for root in (*roots, *alone):
         if not graph.free(root):
@@ -550,7 +507,15 @@ def find_norms(graph: Calls) -> None:
             continue
         after = [n for n in graph.eaters.get(root.path, []) if n.is_cast and graph.free(n)]
         graph.add("norm statistics", [*inside, root, *after], root)
-        _norm_weight(graph, root)
+        for node in graph.nodes:
+            near = node.module == root.module and node.order > root.order
+            if near and graph.free(node) and bare(node) == "mul" and is_float(node):
+                makers = [graph.maker(operand) for operand in node.call.operands]
+                weighted = any(operand.weight for operand in node.call.operands) or any(
+                    maker is not None and _of_weights(graph, maker) for maker in makers
+                )
+                if weighted:
+                    graph.add("norm weight", [node], node)
 
 
 def _between(graph: Calls, root: CallNode) -> list[CallNode]:
@@ -581,31 +546,9 @@ def _between(graph: Calls, root: CallNode) -> list[CallNode]:
 def _may_be_reduced(node: CallNode) -> bool:
     """A square, a difference from the mean, or a mean."""
     if bare(node) == "mul":
-        return _is_square(node)
+        operands = node.call.operands
+        return len(operands) == 2 and operands[0].site == operands[1].site
     return bare(node) in ("pow", "square", "sub") or bare(node) in _REDUCTIONS
-
-
-def _is_square(node: CallNode) -> bool:
-    operands = node.call.operands
-    return len(operands) == 2 and operands[0].site == operands[1].site
-
-
-def _is_inverse(node: CallNode) -> bool:
-    """x ** -0.5"""
-    return bare(node) == "pow" and node.call.arguments.get("exponent") == -0.5
-
-
-def _norm_weight(graph: Calls, root: CallNode) -> None:
-    """The product with the norm's weight: after the root, in the same module."""
-    for node in graph.nodes:
-        near = node.module == root.module and node.order > root.order
-        if near and graph.free(node) and bare(node) == "mul" and is_float(node):
-            makers = [graph.maker(operand) for operand in node.call.operands]
-            weighted = any(operand.weight for operand in node.call.operands) or any(
-                maker is not None and _of_weights(graph, maker) for maker in makers
-            )
-            if weighted:
-                graph.add("norm weight", [node], node)
 
 
 def _of_weights(graph: Calls, node: CallNode) -> bool:
@@ -639,14 +582,15 @@ def is_norm_kernel(node: CallNode) -> bool:
 # Sources: Micikevicius et al., "Mixed precision training", ICLR 2018 (float32 copies of weights);
 # Megatron-LM, which adds up and reduces gradients in float32 by default where weights are bfloat16.
 
-_EXPECTED: dict[Part, tuple[str, bool]] = {
-    "reduced gradients": ("precision.megatron", True),
-    "gradient sums": ("precision.megatron", True),
-    "main weights": ("precision.mixed_precision", True),
-    "moments": ("precision.common_practice", True),
-    "buffers": ("precision.common_practice", False),
+_STEP_PARTS: dict[Part, tuple[str, str, str, bool]] = {
+    "reduced gradients": ("reduction", "precision.reduced_gradients", "precision.megatron", True),
+    "gradient sums": ("gradients", "precision.gradient_sums", "precision.megatron", True),
+    "main weights": ("main_weights", "precision.main_weights", "precision.mixed_precision", True),
+    "moments": ("moments", "precision.moments", "precision.common_practice", True),
+    "buffers": ("buffers", "precision.buffers", "precision.common_practice", False),
 }
-"""Who expects float32, and whether a side below it is named."""
+"""Its dtype's field of StepPrecision, its sentence, who expects float32, and whether a side below
+it is named."""
 
 PHASES: dict[Part, str] = {
     "reduced gradients": "backward", "gradient sums": "backward",
@@ -654,45 +598,28 @@ PHASES: dict[Part, str] = {
 }  # fmt: skip
 """Where what a part does is first seen: in parameters' gradients, or in what they become."""
 
-_READ: dict[Part, Callable[[StepPrecision], str | None]] = {
-    "reduced gradients": lambda step: step.reduction,
-    "gradient sums": lambda step: step.gradients,
-    "main weights": lambda step: step.main_weights,
-    "moments": lambda step: step.moments,
-    "buffers": lambda step: step.buffers,
-}
-_CODES: dict[Part, str] = {
-    "reduced gradients": "precision.reduced_gradients",
-    "gradient sums": "precision.gradient_sums",
-    "main weights": "precision.main_weights",
-    "moments": "precision.moments",
-    "buffers": "precision.buffers",
-}
-_SIDES: tuple[Side, Side] = ("reference", "candidate")
-
 
 def step_rows(
     reference: Manifest, candidate: Manifest | None
 ) -> tuple[list[AuditRow], list[AuditFinding]]:
     """Of one run, or of two. Nothing where no side made a training step in its own dtype."""
-    sides = [_step(manifest) for manifest in (reference, candidate)]
-    if sides == [None, None]:
-        return [], []
+    manifests = (reference, candidate)
+    sides = [
+        None if each is None or each.settings.compute_dtype is not None else each.training.precision
+        for each in manifests
+    ]
     rows, findings = [], []
-    for part, read in _READ.items():
-        dtypes = [None if step is None else read(step) for step in sides]
+    for part, (name, _, by, named) in _STEP_PARTS.items():
+        dtypes: list[str | None] = [getattr(step, name, None) for step in sides]
         if part == "gradient sums":  # one micro-batch is no sum
             dtypes = [
                 dtype if manifest is not None and len(manifest.tokens.groups) > 1 else None
-                for dtype, manifest in zip(dtypes, (reference, candidate), strict=True)
+                for dtype, manifest in zip(dtypes, manifests, strict=True)
             ]
         if dtypes == [None, None]:
             continue
-        by, named = _EXPECTED[part]
         below = [dtype is not None and is_below(dtype, ["float32"]) for dtype in dtypes]
-        whose: SideOrBoth | None = None
-        if any(below):
-            whose = "both" if all(below) else "reference" if below[0] else "candidate"
+        whose = side_of(below)
         given: list[list[str] | None] = [
             None if step is None else [dtype] if dtype is not None else []
             for step, dtype in zip(sides, dtypes, strict=True)
@@ -710,8 +637,7 @@ def step_rows(
 
 
 def gradient_errors(measured: Measured) -> Fact | None:
-    """The error of both sides' parameters' gradients against the truth: the median parameter's.
-    None without a truth."""
+    """The median error of both sides' parameters' gradients; None without a truth."""
     truths = [
         site.truth for site in measured.sites
         if site.pass_ == "free" and site.phase == "backward" and of_parameter(site.site)
@@ -726,14 +652,9 @@ def gradient_errors(measured: Measured) -> Fact | None:
     )
 
 
-def _step(manifest: Manifest | None) -> StepPrecision | None:
-    if manifest is None or manifest.settings.compute_dtype is not None:
-        return None
-    return manifest.training.precision
-
-
 def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bool) -> Fact:
     """Who does it in which dtype: the side that is below what is expected, or both alike."""
+    code = _STEP_PARTS[row.part][1]
     dtypes = [cell[0] if cell else None for cell in (row.reference, row.candidate)]
     odd = 0 if row.below == "reference" else 1
     if alone or row.below == "both" or (row.below is None and dtypes[1] == "float32"):
@@ -741,7 +662,7 @@ def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bo
     both = not alone and row.below == "both" and not row.differs
     other = dtypes[1 - odd] if not alone and not both else None
     values: dict[str, Any] = {
-        "who": "run" if alone else "both" if both else _SIDES[odd],
+        "who": "run" if alone else "both" if both else SIDES[odd],
         "dtype": dtypes[odd],
         "expected": row.expected,
         "expected_from": row.expected_from,
@@ -752,15 +673,10 @@ def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bo
             for step in (steps if both else [steps[odd]])
             if step is not None and step.num_stepped
         ]
-        return fact(
-            _CODES[row.part], **values,
-            holder=_SIDES[1 - odd] if other == "float32" else None,
-            unmoved=[fact("precision.unmoved", share=share) for share in shares if any(shares)],
-        )  # fmt: skip
-    return fact(
-        _CODES[row.part], **values, other_dtype=other,
-        other=_SIDES[1 - odd] if other else None,
-    )  # fmt: skip
+        unmoved = [fact("precision.unmoved", share=share) for share in shares if any(shares)]
+        holder = SIDES[1 - odd] if other == "float32" else None
+        return fact(code, **values, holder=holder, unmoved=unmoved)
+    return fact(code, **values, other_dtype=other, other=SIDES[1 - odd] if other else None)
 
 
 # The precision audit: in which dtype each part of a model really ran, beside what is expected.
@@ -810,7 +726,14 @@ def audit_runs(
             model = run.manifest.model.model_class
             if family_of(model) is None:
                 remarks.append(fact("precision.model_not_known", model=model, side=side))
-            for key in _probed(run.manifest, places):
+            stored = {place.computed for place in places if place.accumulates}
+            by_probe: dict[tuple[str, str], list[str]] = {}
+            for item in run.manifest.arithmetic:
+                *words, dtype = item.subject.split() or [""]
+                if item.probe == "accumulator" and item.verified and dtype in stored:
+                    what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
+                    by_probe.setdefault((dtype, item.value), []).append(what)
+            for key in [(*key, *dict.fromkeys(names)) for key, names in by_probe.items()]:
                 probed.setdefault(key, []).append(fact("precision.side", side=side))
     for (dtype, accumulator, *operators), sides in probed.items():
         remarks.append(
@@ -823,36 +746,26 @@ def audit_runs(
         if not mine and not other:
             continue
         pairs = differing(mine, other, rename) if alike else []
-        row = msgspec.structs.replace(
-            _row(mine, other),
+        judged = next((place for place in (*mine, *other) if place.expected), None)
+        below = any(place.below for place in mine), any(place.below for place in other)
+        row = AuditRow(
+            part=part,
             reference=None if ours is None else _computed(mine),
             candidate=None if theirs is None else _computed(other),
+            expected=judged.expected if judged else [],
+            expected_from=judged.expected_from if judged else None,
+            own=judged.own if judged else False,
+            below=side_of(below),
             differs=bool(pairs),
+            num_places=max(sum(place.num_calls for place in each) for each in (mine, other)),
         )
         rows.append(row)
-        item = finding(row, mine, other, pairs, alone=candidate is None)
-        if item is not None:
-            findings.append(item)
+        told = finding(row, mine, other, pairs, alone=candidate is None)
+        findings += [] if told is None else [told]
     return AuditResult(
         rows=rows + step, findings=findings + step_findings, reference=ours, candidate=theirs,
         remarks=remarks,
     )  # fmt: skip
-
-
-def _row(mine: list[AuditedPlace], other: list[AuditedPlace]) -> AuditRow:
-    judged = next((place for place in (*mine, *other) if place.expected), None)
-    below = any(place.below for place in mine), any(place.below for place in other)
-    whose: SideOrBoth | None = None
-    if any(below):
-        whose = "both" if all(below) else "reference" if below[0] else "candidate"
-    return AuditRow(
-        part=(*mine, *other)[0].part,
-        expected=judged.expected if judged else [],
-        expected_from=judged.expected_from if judged else None,
-        own=judged.own if judged else False,
-        below=whose,
-        num_places=max(sum(place.num_calls for place in side) for side in (mine, other)),
-    )
 
 
 def audited_places(run: Run) -> list[AuditedPlace] | None:
@@ -870,7 +783,45 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     for nodes in forwards_of(run, chosen).values():
         forward = [node for node in nodes if BACKWARD not in node.module]
         for part in find_parts(forward, blocks, head):
-            place = _place(part, manifest, family)
+            root = part.root
+            dtypes = [node.results[0].dtype for node in part.nodes]
+            results = [(n, _COMPONENT.get(d, d)) for n, d in zip(part.nodes, dtypes, strict=True)]
+            narrow, narrowest = min(results, key=lambda item: _width(item[1]))
+            same = {dtype for _, dtype in results} == {narrowest}
+            computed = narrowest
+            taken = [
+                _COMPONENT.get(operand.dtype, operand.dtype)
+                for operand in part.nodes[0].call.operands
+            ]
+            if part.part in ("matrix product", "router product", "logits"):
+                # what is multiplied is rounded to the operands' dtype before anything is added up
+                factors = [t for t in taken if format_named(t).kind == "float" or t in _CODE_DTYPES]
+                computed = min([computed, *factors], key=_width)
+            shown = root if same else narrow
+            wanted = expectation(part.part, family, manifest.model.dtype)
+            if manifest.model.quantization is not None and part.part != "norm statistics":
+                wanted = None if part.part in ("matrix product", "logits", "kv cache") else wanted
+            expected = () if wanted is None else wanted.dtypes
+            note = manifest.plan.modules.get(root.module.partition("#")[0])
+            place = AuditedPlace(
+                part=part.part,
+                module=root.module,
+                kind=None if note is None else note.kind,
+                site=shown.path,
+                operators=[node.path for node in part.nodes],
+                near=list(part.near),
+                source=shown.call.source,
+                operands=list(dict.fromkeys(taken)),
+                result=part.nodes[-1].results[0].dtype,
+                computed=None if part.kernel else computed,
+                kernel=root.name if part.kernel else None,
+                accumulates=not part.kernel
+                and all(accumulates(node) for node, dtype in results if dtype == narrowest),
+                expected=list(expected),
+                expected_from=None if wanted is None else wanted.by,
+                own=wanted is not None and wanted.own,
+                below=not part.kernel and is_below(computed, expected),
+            )
             key = (place.part, place.module, place.source, place.computed, place.kernel,
                    place.result, *place.operands)  # fmt: skip
             seen = places.get(key)
@@ -879,48 +830,6 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     if logits is not None and not any(place.part == "logits" for place in kept):
         kept += _recorded_logits(run, logits, family)
     return kept
-
-
-def _place(part: PartOperators, manifest: Manifest, family: OperatorFamily | None) -> AuditedPlace:
-    root = part.root
-    dtypes = [node.results[0].dtype for node in part.nodes]
-    results = [(n, _COMPONENT.get(d, d)) for n, d in zip(part.nodes, dtypes, strict=True)]
-    narrow, narrowest = min(results, key=lambda item: _width(item[1]))
-    same = {dtype for _, dtype in results} == {narrowest}
-    computed = narrowest
-    taken = [
-        _COMPONENT.get(operand.dtype, operand.dtype) for operand in part.nodes[0].call.operands
-    ]
-    if part.part in ("matrix product", "router product", "logits"):
-        # what is multiplied is rounded to the operands' dtype before anything is added up
-        factors = [t for t in taken if format_named(t).kind == "float" or t in _CODE_DTYPES]
-        computed = min([computed, *factors], key=_width)
-    chosen = root if same else narrow
-    dtype = manifest.model.dtype
-    wanted = expectation(part.part, family, dtype)
-    if manifest.model.quantization is not None and part.part != "norm statistics":
-        wanted = None if part.part in ("matrix product", "logits", "kv cache") else wanted
-    expected = () if wanted is None else wanted.dtypes
-    note = manifest.plan.modules.get(root.module.partition("#")[0])
-    return AuditedPlace(
-        part=part.part,
-        module=root.module,
-        kind=None if note is None else note.kind,
-        site=chosen.path,
-        operators=[node.path for node in part.nodes],
-        near=list(part.near),
-        source=chosen.call.source,
-        operands=list(dict.fromkeys(taken)),
-        result=part.nodes[-1].results[0].dtype,
-        computed=None if part.kernel else computed,
-        kernel=root.name if part.kernel else None,
-        accumulates=not part.kernel
-        and all(accumulates(node) for node, dtype in results if dtype == narrowest),
-        expected=list(expected),
-        expected_from=None if wanted is None else wanted.by,
-        own=wanted is not None and wanted.own,
-        below=not part.kernel and is_below(computed, expected),
-    )
 
 
 def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
@@ -971,19 +880,6 @@ def _computed(places: list[AuditedPlace]) -> list[str]:
     return [name for name, _ in counts.most_common()]
 
 
-def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[tuple[str, ...]]:
-    """What verified probes say of the accumulators behind these places: dtype, accumulator and the
-    operators that were probed."""
-    stored = {place.computed for place in places if place.accumulates}
-    by_probe: dict[tuple[str, str], list[str]] = {}
-    for item in manifest.arithmetic:
-        *words, dtype = item.subject.split() or [""]
-        if item.probe == "accumulator" and item.verified and dtype in stored:
-            what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
-            by_probe.setdefault((dtype, item.value), []).append(what)
-    return [(*key, *dict.fromkeys(names)) for key, names in by_probe.items()]
-
-
 PlacePair = tuple[AuditedPlace, AuditedPlace]
 
 
@@ -1024,7 +920,24 @@ def finding(
     """What there is to say of one part; None where nothing is. ``pairs``: see ``differing``."""
     accused = row.below if row.own else None
     if pairs:
-        what, places = _against_each_other(row, pairs)
+        reference, candidate = pairs[0]
+        sides = [("reference", reference, candidate), ("candidate", candidate, reference)]
+        (odd, first, second) = max(
+            sides,
+            key=lambda side: (
+                side[1].below,
+                side[1].computed not in side[1].expected,
+                is_below(side[1].computed or "", [side[2].computed or ""]),
+                side[0] == "candidate",
+            ),
+        )
+        what = fact(
+            "precision.computes", side=odd, part=row.part, place=_dtype_and_place(first),
+            other=other_side(odd), dtype=second.computed, expected=row.expected,
+            num_more=len({place.module for place, _ in pairs}) - 1 or None,
+            expected_from=row.expected_from,
+        )  # fmt: skip
+        what, places = what, [place for pair in pairs for place in pair]
     elif accused:
         places = [place for place in (*ours, *theirs) if place.below]
         other = {"reference": theirs, "candidate": ours}.get(accused, [])
@@ -1038,29 +951,6 @@ def finding(
         return None
     sites = [site for place in places for site in (*place.operators, *place.near)]
     return AuditFinding(part=row.part, what=what, operators=list(dict.fromkeys(sites)))
-
-
-def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[Fact, list[AuditedPlace]]:
-    """The odd side first: the one below what is expected, else the one that is not as expected,
-    else the narrower one, else the candidate."""
-    reference, candidate = pairs[0]
-    sides = [("reference", reference, candidate), ("candidate", candidate, reference)]
-    (odd, first, second) = max(
-        sides,
-        key=lambda side: (
-            side[1].below,
-            side[1].computed not in side[1].expected,
-            is_below(side[1].computed or "", [side[2].computed or ""]),
-            side[0] == "candidate",
-        ),
-    )
-    other: Side = "candidate" if odd == "reference" else "reference"
-    what = fact(
-        "precision.computes", side=odd, part=row.part, place=_dtype_and_place(first), other=other,
-        dtype=second.computed, num_more=len({place.module for place, _ in pairs}) - 1 or None,
-        expected=row.expected, expected_from=row.expected_from,
-    )  # fmt: skip
-    return what, [place for pair in pairs for place in pair]
 
 
 def _dtype_and_place(place: AuditedPlace) -> Fact:

@@ -9,7 +9,6 @@ from divergence.layout import count
 
 
 def sections(report: Report, *, every: bool = False, **_: object) -> list[Section]:
-    """The audit of both sides."""
     return audit_sections(report.audit, every=every)
 
 
@@ -40,35 +39,6 @@ def audit_sections(
         below=below,
     )  # fmt: skip
     by = ", by its operators" if audit.reference is not None or audit.candidate is not None else ""
-    return [Section(
-        id="precision", title="precision", detail=f"in which dtype each part ran{by}",
-        body=[table, *_words(audit, alone=alone)],
-    )]  # fmt: skip
-
-
-def _expectation(row: AuditRow) -> str:
-    """The dtypes that will do, and who says so."""
-    expected = " or ".join(row.expected) if len(row.expected) < 3 else f"{row.expected[0]} or less"
-    return expected + (f" ({row.expected_by})" if row.expected else "-")
-
-
-def _dtypes(side: list[str]) -> str:
-    """What a part was computed in."""
-    known = ["in one kernel" if name.startswith(INSIDE) else name for name in side]
-    return ", ".join(dict.fromkeys(known)) or "-"
-
-
-def _place(name: str, place: AuditedPlace) -> Sentence:
-    flow = f"{'+'.join(place.operands) or '?'} → {place.result}"
-    dtype = place.computed or f"{INSIDE}{place.kernel}"
-    where = f"; {place.source}" if place.source else ""
-    text = f"{place.site}: {dtype}; {flow}; {count(place.num_calls, 'call')}{where}"
-    mark = "!" if place.below and place.own else "?" if place.below else " "
-    return Sentence(text, f"{mark} {name}", hang=18 if name else 8)
-
-
-def _words(audit: AuditResult, *, alone: bool) -> list[Sentence]:
-    """What the table's words mean."""
     places = [*(audit.reference or ()), *(audit.candidate or ())]
     sentences = []
     kernels = list(dict.fromkeys(place.kernel for place in places if place.kernel))
@@ -83,4 +53,27 @@ def _words(audit: AuditResult, *, alone: bool) -> list[Sentence]:
         sentences.append(Sentence("below what is usual; the model may be meant so", "?:"))
     if alone:
         sentences += [Sentence(item.text, "!:", style="yellow") for item in audit.findings]
-    return sentences + [Sentence(note, "note:") for note in audit.notes]
+    return [Section(
+        id="precision", title="precision", detail=f"in which dtype each part ran{by}",
+        body=[table, *(sentences + [Sentence(note, "note:") for note in audit.notes])],
+    )]  # fmt: skip
+
+
+def _expectation(row: AuditRow) -> str:
+    """The dtypes that will do, and who says so."""
+    expected = " or ".join(row.expected) if len(row.expected) < 3 else f"{row.expected[0]} or less"
+    return expected + (f" ({row.expected_by})" if row.expected else "-")
+
+
+def _dtypes(side: list[str]) -> str:
+    known = ["in one kernel" if name.startswith(INSIDE) else name for name in side]
+    return ", ".join(dict.fromkeys(known)) or "-"
+
+
+def _place(name: str, place: AuditedPlace) -> Sentence:
+    flow = f"{'+'.join(place.operands) or '?'} → {place.result}"
+    dtype = place.computed or f"{INSIDE}{place.kernel}"
+    where = f"; {place.source}" if place.source else ""
+    text = f"{place.site}: {dtype}; {flow}; {count(place.num_calls, 'call')}{where}"
+    mark = "!" if place.below and place.own else "?" if place.below else " "
+    return Sentence(text, f"{mark} {name}", hang=18 if name else 8)

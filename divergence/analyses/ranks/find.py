@@ -11,21 +11,20 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.code import without_pads
-from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
-from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, order_of
+from divergence.comparison.result import ReplicaCheck, ReplicaDiff, ToldBy
+from divergence.comparison.results import Finding, Onset, Verdict, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.ranks import RankDisagreement, UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.record import Coordinates, Record
-from divergence.words import Side
+from divergence.run.record import Coordinates
+from divergence.words import SIDES, Side
 
 if TYPE_CHECKING:
     import torch
@@ -42,45 +41,32 @@ Where = dict[tuple[Side, Coordinates], Pair]
 
 
 def find(measured: Measured) -> AnalysisResult:
-    """One finding for each side whose ranks disagree, of the first place where they do."""
-    checks = check_replicas(measured.reference, measured.candidate, measured.alignment.pairs)
-    telling = [(checked, _telling(checked)) for checked in checks]
-    return AnalysisResult(
-        findings=[_finding(measured, checked, diff) for checked, diff in telling if diff],
-        parts={"replicas": checks},
-    )
-
-
-def check_replicas(a: Run, b: Run, pairs: Sequence[Pair]) -> list[ReplicaCheck]:
-    """One check for each side that several ranks made; empty where none was."""
+    """One check for each side that several ranks made, and one finding for each whose ranks
+    disagree, of the first place where they do."""
+    a, b = measured.reference, measured.candidate
     where: Where = {}
-    for pair in pairs:
-        where[("reference", pair.reference.record.coordinates)] = pair
-        where[("candidate", pair.candidate.record.coordinates)] = pair
-    checks: list[ReplicaCheck] = []
-    sides: tuple[tuple[Side, Run, Run], ...] = ("reference", a, b), ("candidate", b, a)
-    for side, run, other in sides:
-        if isinstance(run, UnshardedRun):
-            checks.append(_check(side, run, other, where))
-    return checks
-
-
-def _check(side: Side, run: UnshardedRun, other: Run, where: Where) -> ReplicaCheck:
-    copied = {
-        record.coordinates
-        for record in run.run.records
-        if record.placement is not None and "replicate" in record.placement
-    }
-    first: dict[str, RankDisagreement] = {}
-    for disagreement in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
-        first.setdefault(disagreement.pass_, disagreement)
-    return ReplicaCheck(
-        side=side,
-        mesh=run.manifest.processes,
-        num_tensors=len(copied),
-        num_different=len({disagreement.coordinates for disagreement in run.disagreements}),
-        first=[_measured(side, run, other, disagreement, where) for disagreement in first.values()],
-    )
+    for pair in measured.alignment.pairs:
+        where["reference", pair.reference.record.coordinates] = pair
+        where["candidate", pair.candidate.record.coordinates] = pair
+    checks, findings = [], []
+    for side, run, other in zip(SIDES, (a, b), (b, a), strict=True):
+        if not isinstance(run, UnshardedRun):
+            continue
+        copied = {r.coordinates for r in run.run.records if "replicate" in (r.placement or ())}
+        first: dict[str, ReplicaDiff] = {}
+        for each in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
+            if each.pass_ not in first:
+                first[each.pass_] = _measured(side, run, other, each, where)
+        checks.append(ReplicaCheck(
+            side=side, mesh=run.manifest.processes, num_tensors=len(copied),
+            num_different=len({each.coordinates for each in run.disagreements}),
+            first=list(first.values()),
+        ))  # fmt: skip
+        # a verdict may rest on that where inputs were anchored, if there is one
+        diff = first.get("anchored") or first.get("free")
+        if diff is not None:
+            findings.append(_finding(measured, checks[-1], diff))
+    return AnalysisResult(findings=findings, parts={"replicas": checks})
 
 
 def _measured(
@@ -100,7 +86,8 @@ def _measured(
                 if nearer == 1:
                     ranks, peers = peers, ranks
                     records.reverse()
-        size = max(_apart(run.run, records[0], run.run, odd) for odd in records[1:])
+        first, *others = map(run.run.read, records)
+        size = max(_rel_l2(first, odd) for odd in others)
     elif len(ranks) >= len(peers):
         told_by = "nobody"
     return ReplicaDiff(
@@ -119,18 +106,15 @@ def _nearer(
     theirs = (pair.candidate if side == "reference" else pair.reference).record
     if not other.has_bytes(theirs) or theirs.shape != disagreement.records[0].shape:
         return None
-    far = [_apart(other, theirs, run.run, version) for version in disagreement.records]
+    whole = other.read(theirs)
+    far = [_rel_l2(whole, run.run.read(version)) for version in disagreement.records]
     if far[0] * _FAR < far[1]:
         return 0
     return 1 if far[1] * _FAR < far[0] else None
 
 
-def _apart(run_a: Run, a: Record, run_b: Run, b: Record) -> float:
-    """‖a - b‖ / ‖a‖; nan and inf count as infinitely far."""
-    return _rel_l2(run_a.read(a), run_b.read(b))
-
-
 def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a - b‖ / ‖a‖; nan and inf count as infinitely far."""
     import torch
 
     x, y = a.to(torch.float64), b.to(torch.float64)
@@ -149,20 +133,8 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     share = _share(verdict.onset, measured)
     if share is None:
         return _of_prompts(verdict, verdict.onset, measured)
-    off = fact(
-        "ranks.share_off",
-        site=share.site,
-        side=share.side,
-        rank=share.rank,
-        rel_l2=share.rel_l2,
-        rest_rel_l2=share.rest_rel_l2,
-    )
-    return [
-        Finding(
-            claim="explanation", role="explains", addition=[fact("rank_share", rank=share.rank)],
-            evidence=[off],
-        )
-    ]  # fmt: skip
+    rank = fact("rank_share", rank=share["rank"])
+    return [Finding(claim="explanation", role="explains", addition=[rank], evidence=[share])]
 
 
 def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Finding]:
@@ -181,24 +153,23 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
     for side, run in (("reference", measured.reference), ("candidate", measured.candidate)):
         if not isinstance(run, UnshardedRun) or verdict.side not in (None, side):
             continue
-        owners = _owners(run, onset)
-        if not wrong or not wrong <= owners.keys() or len(set(owners.values())) < 2:
+        groups = {group[0]: group for group in run.manifest.tokens.groups}
+        owners: dict[int, set[int]] = {}  # by prompt, the ranks that ran it
+        for record in run.run.records:
+            if (record.pass_, record.site) == (onset.pass_, onset.site):
+                for sample in groups.get(record.sample, [record.sample]):
+                    owners.setdefault(sample, set()).add(record.rank)
+        if not wrong or not wrong <= owners.keys() or len(set(map(frozenset, owners.values()))) < 2:
             continue
         ranks = owners[min(wrong)]
         theirs = {sample for sample in usages if owners.get(sample) == ranks}
         if not wrong <= theirs or 2 * len(wrong) <= len(theirs):
             continue
         owning.append(fact("ranks.of_side", ranks=sorted(ranks), side=side))
-        evidence.append(
-            fact(
-                "ranks.ran_wrong",
-                ranks=owning[-1],
-                num_run=len(theirs),
-                total=len(usages),
-                num_wrong=len(wrong),
-                num_others=len(usages) - len(theirs),
-            )
-        )
+        ran_wrong = fact("ranks.ran_wrong", ranks=owning[-1], num_run=len(theirs),
+                         total=len(usages), num_wrong=len(wrong),
+                         num_others=len(usages) - len(theirs))  # fmt: skip
+        evidence.append(ran_wrong)
     if not owning:
         return []
     # of both sides where they dealt alike and no truth tells which is wrong
@@ -206,45 +177,29 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
     return [Finding(claim="explanation", role="explains", addition=[ran], evidence=evidence)]
 
 
-def _owners(run: UnshardedRun, onset: Onset) -> dict[int, frozenset[int]]:
-    """By prompt, the ranks that ran it."""
-    ranks: dict[int, set[int]] = {}
-    for record in run.run.records:
-        if (record.pass_, record.site) == (onset.pass_, onset.site):
-            ranks.setdefault(record.sample, set()).add(record.rank)
-    groups = {group[0]: group for group in run.manifest.tokens.groups}
-    return {
-        sample: frozenset(those) for first, those in ranks.items()
-        for sample in groups.get(first, [first])
-    }  # fmt: skip
-
-
-def _telling(check: ReplicaCheck) -> ReplicaDiff | None:
-    """The disagreement that a verdict may rest on: where inputs were anchored, if anywhere."""
-    by_pass = {diff.pass_: diff for diff in check.first}
-    return by_pass.get("anchored") or by_pass.get("free")
-
-
 def _finding(measured: Measured, checked: ReplicaCheck, diff: ReplicaDiff) -> Finding:
-    pairs = measured.alignment.pairs
-    pair = next((p for p in pairs if _is_at(p, diff)), None)
-    result = None if pair is None else _result_of(pair, measured.sites)
+    place = (diff.pass_, diff.sample, diff.step, diff.site)
+    of_side = ((pair, getattr(pair, diff.side).record) for pair in measured.alignment.pairs)
+    pair, record = next((at for at in of_side if at[1].coordinates == place), (None, None))
+    key = None if pair is None else _key(pair)
+    here = (s for s in measured.sites if (s.pass_, s.sample, s.step, s.site) == key)
+    result = next(here, None)
     code = "ranks.disagree_untold" if diff.told_by == "nobody" else "ranks.disagree"
     alone = len(diff.ranks) == 1
     who = fact(code, ranks=diff.ranks, peers=diff.peers, side=diff.side, alone=alone)
     disagreement = fact(
-        "ranks.disagreement",
-        who=who,
-        site=diff.site,
-        pass_=diff.pass_,
-        sample=diff.sample,
-        step=diff.step,
-        num_more=checked.num_different - 1,
-        num_tensors=checked.num_tensors,
-        rel_l2=diff.rel_l2,
-        told_by=diff.told_by,
-    )
-    if not _is_fault(diff, result, pair):
+        "ranks.disagreement", who=who, site=diff.site, pass_=diff.pass_, sample=diff.sample,
+        step=diff.step, num_more=checked.num_different - 1, num_tensors=checked.num_tensors,
+        rel_l2=diff.rel_l2, told_by=diff.told_by,
+    )  # fmt: skip
+    # is it more than adding in another order on each rank would do?
+    limit = -1.0
+    form = None if record is None else format_named(record.dtype)
+    if result is not None and result.floor:
+        limit = _LIMIT * result.floor
+    elif form is not None and form.kind == "float":
+        limit = _ROUNDING * form.unit_roundoff
+    if diff.rel_l2 is not None and diff.rel_l2 <= limit:
         note = fact("ranks.other_order", disagreement=disagreement)
         return Finding(claim="replicas_disagree", role="hints", evidence=[note])
     return Finding(
@@ -269,54 +224,22 @@ def _finding(measured: Measured, checked: ReplicaCheck, diff: ReplicaDiff) -> Fi
     )
 
 
-def _is_fault(diff: ReplicaDiff, result: SiteResult | None, pair: Pair | None) -> bool:
-    """More than adding in another order on each rank would do?"""
-    if diff.rel_l2 is None:
-        return True  # other bytes, and no way to see that it is little
-    if result is not None and result.floor:
-        return diff.rel_l2 > _LIMIT * result.floor
-    if pair is None:
-        return True
-    piece = pair.reference if diff.side == "reference" else pair.candidate
-    form = format_named(piece.record.dtype)
-    if form.kind != "float":
-        return True
-    return diff.rel_l2 > _ROUNDING * form.unit_roundoff
-
-
-def _is_at(pair: Pair, diff: ReplicaDiff) -> bool:
-    piece = pair.reference if diff.side == "reference" else pair.candidate
-    return piece.record.coordinates == (diff.pass_, diff.sample, diff.step, diff.site)
-
-
-def _result_of(pair: Pair, sites: Sequence[SiteResult]) -> SiteResult | None:
-    return next((s for s in sites if (s.pass_, s.sample, s.step, s.site) == _key(pair)), None)
-
-
 def _key(pair: Pair) -> tuple[str, int, int, str]:
     reference = pair.reference
     return (pair.pass_, reference.sample, pair.candidate.record.step, reference.record.site)
 
 
-def _result_at(onset: Onset, sites: Sequence[SiteResult]) -> SiteResult | None:
-    """The one that the onset was taken from: its sample may be any of a batch."""
-    at = (onset.pass_, onset.step, onset.site)
-    here = (s for s in sites if (s.pass_, s.step, s.site) == at)
-    return next((s for s in here if onset.sample in (s.sample, s.worst_sample)), None)
-
-
-def _share(onset: Onset, measured: Measured) -> RankShare | None:
-    at = _result_at(onset, measured.sites)
+def _share(onset: Onset, measured: Measured) -> Fact | None:
+    # the one that the onset was taken from: its sample may be any of a batch
+    place = (onset.pass_, onset.step, onset.site)
+    here = (s for s in measured.sites if (s.pass_, s.step, s.site) == place)
+    at = next((s for s in here if onset.sample in (s.sample, s.worst_sample)), None)
     a, b = measured.reference, measured.candidate
     for pair in measured.alignment.pairs:
         ours, theirs = pair.reference.record, pair.candidate.record
         if at is None or _key(pair) != (at.pass_, at.sample, at.step, at.site):
             continue
-        sides: tuple[tuple[Side, Run, Record], ...] = (
-            ("candidate", b, theirs),
-            ("reference", a, ours),
-        )
-        for side, run, own in sides:
+        for side, run, own in (("candidate", b, theirs), ("reference", a, ours)):
             if not isinstance(run, UnshardedRun) or pair.reference.row is not None:
                 continue
             if ours.shape != theirs.shape or not (a.has_bytes(ours) and b.has_bytes(theirs)):
@@ -332,8 +255,8 @@ def _share(onset: Onset, measured: Measured) -> RankShare | None:
             worst = max(range(len(parts)), key=errors.__getitem__)
             rest = max(error for n, error in enumerate(errors) if n != worst)
             if errors[worst] > _FAR * rest:
-                return RankShare(
-                    side=side, site=onset.site, rank=parts[worst].rank, rel_l2=errors[worst],
-                    rest_rel_l2=rest,
+                return fact(
+                    "ranks.share_off", site=onset.site, side=side, rank=parts[worst].rank,
+                    rel_l2=errors[worst], rest_rel_l2=rest,
                 )  # fmt: skip
     return None

@@ -1,12 +1,6 @@
 """Suite: operators by themselves. Which does which side compute worse?"""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from divergence.run.reader import Run
-
+from divergence.run.reader import Run
 
 _COLLECTIVES = "suite:collectives"
 """Judged by an analysis of its own."""

@@ -25,6 +25,7 @@ from divergence.comparison.results import (
     SuiteResult,
     SuiteSide,
     SuiteStatus,
+    VerdictKind,
 )
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact
@@ -35,7 +36,7 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import module_of, operator_of, split_site
-from divergence.words import Progress, SideOrBoth, silent
+from divergence.words import Progress, SideOrBoth, common_side, grouped, side_of, silent
 
 # One output of one case of a suite: both sides against the truth.
 #
@@ -86,7 +87,31 @@ def score_of_side(x: torch.Tensor, truth: Truths, *, subnormal: bool) -> SuiteSi
     """One side against the truth. ``subnormal``: the case's values are; they may be flushed."""
     kind = kind_of(x.dtype)
     if kind == "values":
-        return _values(x, truth, subnormal)
+        form, true = format_of(x.dtype), truth.value
+        rounded = true.to(x.dtype)
+        held = rounded.double().isfinite()  # beyond the range both may overflow
+        computed = x.double()
+        num_nonfinite = int((held & ~computed.isfinite()).sum())
+        kept = held & computed.isfinite()
+        difference = torch.where(kept, computed - true, 0.0)
+        zero = (computed == 0.0) & kept & (rounded.double() != 0.0) & subnormal
+        before = torch.zeros_like(true) if truth.floor is None else truth.floor.double()
+        exact = (before == 0.0) & (rounded.double() == true)
+        store = torch.where(exact, 0.0, spacing(true, form) * ROUNDING_RMS)
+        deviation = (before.square() + store.square()).sqrt()
+        z = torch.where(difference == 0.0, 0.0, difference / deviation)
+        p99, largest = _ulp(x, rounded, true, form)
+        return SuiteSide(
+            error=_over(float(difference.norm()), float(torch.where(kept, true, 0.0).norm())),
+            ulp_p99=p99,
+            ulp_max=largest,
+            score=_rms(z[kept & ~zero]),
+            gain=None
+            if truth.gain is None
+            else _gain(computed, rounded.double(), kept, zero, truth.gain),
+            num_flushed=int(zero.sum()),
+            num_nonfinite=num_nonfinite,
+        )
     return _codes(x, truth) if kind == "codes" else _indices(x, truth)
 
 
@@ -126,45 +151,6 @@ def between(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float | None, floa
     difference = float((wide_a - wide_b)[finite].norm())
     p99, largest = _ulp(b, a, wide_a, form)
     return _over(difference, float(wide_a[finite].norm())), p99, largest
-
-
-def _values(x: torch.Tensor, truth: Truths, subnormal: bool) -> SuiteSide:
-    form, true = format_of(x.dtype), truth.value
-    rounded = true.to(x.dtype)
-    held = rounded.double().isfinite()  # beyond the range both may overflow
-    computed = x.double()
-    num_nonfinite = int((held & ~computed.isfinite()).sum())
-    kept = held & computed.isfinite()
-    difference = torch.where(kept, computed - true, 0.0)
-    zero = (computed == 0.0) & kept & (rounded.double() != 0.0) & subnormal
-    z = _standardised(difference, true, rounded, truth.floor, form)
-    p99, largest = _ulp(x, rounded, true, form)
-    return SuiteSide(
-        error=_over(float(difference.norm()), float(torch.where(kept, true, 0.0).norm())),
-        ulp_p99=p99,
-        ulp_max=largest,
-        score=_rms(z[kept & ~zero]),
-        gain=None
-        if truth.gain is None
-        else _gain(computed, rounded.double(), kept, zero, truth.gain),
-        num_flushed=int(zero.sum()),
-        num_nonfinite=num_nonfinite,
-    )
-
-
-def _standardised(
-    difference: torch.Tensor,
-    true: torch.Tensor,
-    rounded: torch.Tensor,
-    floor: torch.Tensor | None,
-    form: Format,
-) -> torch.Tensor:
-    """(x - R) / s; inf where an exact element is not."""
-    before = torch.zeros_like(true) if floor is None else floor.double()
-    exact = (before == 0.0) & (rounded.double() == true)
-    store = torch.where(exact, 0.0, spacing(true, form) * ROUNDING_RMS)
-    deviation = (before.square() + store.square()).sqrt()
-    return torch.where(difference == 0.0, 0.0, difference / deviation)
 
 
 def _gain(
@@ -215,7 +201,8 @@ def _indices(x: torch.Tensor, truth: Truths) -> SuiteSide:
     gap = (truth.scores.gather(-1, chosen) - truth.scores.gather(-1, true)).abs()
     floor = torch.zeros_like(truth.scores) if truth.floor is None else truth.floor.double()
     spread = torch.hypot(floor.gather(-1, chosen), floor.gather(-1, true))
-    repeated = _repeated(x)
+    ordered = x.sort(-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
     wrong = (different & ((gap > _SCORE_DEVIATIONS * spread) | ~inside)).any(-1) | repeated
     near = (different & (gap > 0)).any(-1) & ~wrong
     tied = different.any(-1) & ~wrong & ~near
@@ -224,12 +211,6 @@ def _indices(x: torch.Tensor, truth: Truths) -> SuiteSide:
         rows_near=float(near.double().mean()),
         rows_wrong=float(wrong.double().mean()),
     )
-
-
-def _repeated(x: torch.Tensor) -> torch.Tensor:
-    """Rows that choose one index twice."""
-    ordered = x.sort(-1).values
-    return (ordered[..., 1:] == ordered[..., :-1]).any(-1)
 
 
 def _ulp(
@@ -262,7 +243,6 @@ def _over(top: float, bottom: float) -> float:
 
 
 def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Finding:
-    """The one finding on two suites."""
     wrong = [item for item in result.operators if item.status == "wrong"]
     evidence = [
         _operator(item) for item in result.operators if item.status in ("wrong", "flushed", "ties")
@@ -271,62 +251,43 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
     covered = [check("coverage", whole, fact("not_every_case"))]
     names = [_name(item) for item in wrong]
     num_differ, total = sum(c.status != "identical" for c in result.cases), len(result.cases)
-    if all(item.num_same == item.num_cases for item in result.operators):
-        return Finding(
-            claim="suite",
-            kind="identical",
-            headline=[fact("suite.all_same", total=total, wrong=names)],
-            rests_on=covered,
-            evidence=evidence,
-        )
     unjudged = [case for case in result.cases if case.status == "differs"]
-    if not wrong and unjudged:
+    kind: VerdictKind = "within_floor"
+    headline = fact("suite.within_rounding", num_differ=num_differ, total=total)
+    side: SideOrBoth | None = None
+    onset, commands = None, []
+    if all(item.num_same == item.num_cases for item in result.operators):
+        kind, headline = "identical", fact("suite.all_same", total=total, wrong=names)
+    elif not wrong and unjudged:
         most = max(unjudged, key=lambda case: case.rel_l2)
-        differ = fact(
+        kind, headline = "undetermined", fact(
             "suite.differ_unjudged", num_differ=num_differ, total=total, operator=most.operator,
             rel_l2=most.rel_l2,
         )  # fmt: skip
-        return Finding(
-            claim="suite",
-            kind="undetermined",
-            headline=[differ],
-            rests_on=[check("measured", False)],
-            evidence=evidence,
-            commands=[
-                command("truth", a.path, o="truth"),
-                command("compare", a.path, b.path, truth="truth"),
-            ],
+        covered = [check("measured", False)]
+        commands = [command("truth", a.path, o="truth"),
+                    command("compare", a.path, b.path, truth="truth")]  # fmt: skip
+    elif wrong:
+        side = common_side(item.side or "both" for item in wrong)
+        bad = [case for case in result.cases if case.status == "wrong"]
+        nonfinite = all(
+            any(
+                each is not None and each.num_nonfinite for each in (case.reference, case.candidate)
+            )
+            for case in bad
         )
-    if not wrong:
-        return Finding(
-            claim="suite",
-            kind="within_floor",
-            headline=[fact("suite.within_rounding", num_differ=num_differ, total=total)],
-            rests_on=covered,
-            evidence=evidence,
+        many = len(wrong) > max(1, len(result.operators) / 2)
+        kind = "nonfinite" if nonfinite else "systematic" if many else "localized"
+        headline = fact(
+            "suite.worse", side=side, num_wrong=len(wrong), total=len(result.operators), wrong=names
         )
-    sides = {item.side or "both" for item in wrong}
-    side = sides.pop() if len(sides) == 1 else "both"
-    bad = [case for case in result.cases if case.status == "wrong"]
-    only_nonfinite = all(
-        any(side is not None and side.num_nonfinite for side in (case.reference, case.candidate))
-        for case in bad
-    )
-    many = len(wrong) > max(1, len(result.operators) / 2)
-    worse = fact(
-        "suite.worse", side=side, num_wrong=len(wrong), total=len(result.operators), wrong=names
-    )
+        onset = Onset(
+            site=bad[0].site, block=None, sample=0, step=0, position=None, pass_=a.records[0].pass_
+        )
+        covered, commands = [], [command("compare", a.path, b.path, truth="TRUTH", all=True)]
     return Finding(
-        claim="suite",
-        kind="nonfinite" if only_nonfinite else "systematic" if many else "localized",
-        headline=[worse],
-        onset=Onset(
-            site=bad[0].site, block=None, sample=0, step=0, position=None,
-            pass_=a.records[0].pass_,
-        ),
-        side=side,
-        evidence=evidence,
-        commands=[command("compare", a.path, b.path, truth="TRUTH", all=True)],
+        claim="suite", kind=kind, headline=[headline], onset=onset, side=side, rests_on=covered,
+        evidence=evidence, commands=commands,
     )  # fmt: skip
 
 
@@ -375,34 +336,21 @@ def report_on(
             "--floor means nothing to suites: what rounding explains is in their truth",
             hint=command_line("truth", a.path, o="TRUTH"),
         )
-    result, coverage = compare_suites(a, b, truth=truth, progress=progress)
-    lines, arithmetic = facts_of_operators(a, b)
-    finding = find_in_suites(result, a, b, coverage)
-    if finding.kind != "identical":
-        evidence = [*finding.evidence, *arithmetic.brief()]
-        finding = msgspec.structs.replace(finding, evidence=evidence)
-    return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), suite=result)
-
-
-def _notes(a: Run, b: Run) -> list[Fact]:
-    """What each side skipped or was told to use."""
-    facts = []
-    for side, run in (("reference", a), ("candidate", b)):
-        for reason, num in run.manifest.plan.skipped_operators.items():
-            facts.append(fact("suite.skipped", side=side, num=num, reason=reason))
-        for item in run.manifest.overrides:
-            names = {"name": item.name, "used": item.used, "reference": item.reference}
-            facts.append(fact("suite.used", side=side, **names))
-    return facts
-
-
-def compare_suites(
-    a: Run, b: Run, *, truth: Run | None = None, progress: Progress | None = None
-) -> tuple[SuiteResult, Coverage]:
-    """Measure every output that both runs hold. Raises IncomparableError where there is none, and
-    UsageError for a truth of other inputs."""
     if truth is not None:
-        _check_truth(truth, a, b)
+        manifest, hint = truth.manifest, command_line("truth", a.path, o="TRUTH")
+        if manifest.settings.compute_dtype is None:
+            raise UsageError(f"{truth.path} is no truth: it was not computed in float64", hint=hint)
+        if not any(record.site.endswith(".floor") for record in truth.records):
+            raise UsageError(
+                f"{truth.path} does not hold what a suite is judged by",
+                hint=f"{hint} makes one that does",
+            )
+        known = {
+            name for run in (a, b) for name in (run.manifest.id, run.manifest.plan.anchored_to)
+        }
+        digests = {a.manifest.model.digest, b.manifest.model.digest}
+        if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
+            raise UsageError(f"{truth.path} is the truth of other inputs", hint=hint)
     ours, theirs = _outputs(a), _outputs(b)
     a.expect(ours.values())
     b.expect(theirs.values())
@@ -439,18 +387,47 @@ def compare_suites(
             where=f"{a.path} and {b.path}",
             hint=f"the first was left out because: {skipped[0].reason}" if skipped else None,
         )
+    operators = []
+    for name, mine in grouped(cases, lambda case: case.operator).items():
+        worst = min(mine, key=_badness)
+        path = module_of(worst.site)
+        operators.append(
+            SuiteOperator(
+                operator=name,
+                reference_implementation=_implementation(a.manifest, path),
+                candidate_implementation=_implementation(b.manifest, path),
+                status=worst.status,
+                side=common_side(case.side for case in mine if case.status == worst.status),
+                num_cases=len(mine),
+                num_same=sum(case.same for case in mine),
+                num_by_status=dict(Counter(case.status for case in mine)),
+                worst=worst,
+            )
+        )
     result = SuiteResult(
         judged=truth is not None,
         score_limit=SCORE_LIMIT,
         gain_limit=GAIN_LIMIT,
-        operators=_operators(cases, a.manifest, b.manifest),
+        operators=sorted(operators, key=lambda operator: _badness(operator.worst)),
         cases=cases,
     )
-    return result, Coverage.of(len(cases), skipped)
+    coverage = Coverage.of(len(cases), skipped)
+    lines, arithmetic = facts_of_operators(a, b)
+    finding = find_in_suites(result, a, b, coverage)
+    if finding.kind != "identical":
+        evidence = [*finding.evidence, *arithmetic.brief()]
+        finding = msgspec.structs.replace(finding, evidence=evidence)
+    facts = []
+    for side, run in (("reference", a), ("candidate", b)):
+        for why, num in run.manifest.plan.skipped_operators.items():
+            facts.append(fact("suite.skipped", side=side, num=num, reason=why))
+        for item in run.manifest.overrides:
+            names = {"name": item.name, "used": item.used, "reference": item.reference}
+            facts.append(fact("suite.used", side=side, **names))
+    return report_of(a, b, finding, coverage, lines, notes=facts, suite=result)
 
 
 def _outputs(run: Run) -> dict[str, Record]:
-    """Results of all cases by site, in order."""
     return {
         record.site: record
         for record in run.records
@@ -473,21 +450,6 @@ def _inputs(run: Run, other: Run) -> dict[str, tuple[object, ...]]:
             )
             inputs[module_of(record.site)] = (record.call.arguments, operands)
     return inputs
-
-
-def _check_truth(truth: Run, a: Run, b: Run) -> None:
-    manifest, hint = truth.manifest, command_line("truth", a.path, o="TRUTH")
-    if manifest.settings.compute_dtype is None:
-        raise UsageError(f"{truth.path} is no truth: it was not computed in float64", hint=hint)
-    if not any(record.site.endswith(".floor") for record in truth.records):
-        raise UsageError(
-            f"{truth.path} does not hold what a suite is judged by",
-            hint=f"{hint} makes one that does",
-        )
-    known = {a.manifest.id, b.manifest.id, a.manifest.plan.anchored_to, b.manifest.plan.anchored_to}
-    digests = {a.manifest.model.digest, b.manifest.model.digest}
-    if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
-        raise UsageError(f"{truth.path} is the truth of other inputs", hint=hint)
 
 
 def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> SuiteCase:
@@ -540,26 +502,21 @@ def _status(
     wrong = [value > 1.0 for value in over]
     if any(wrong):
         worst = sides[0] if over[0] >= over[1] else sides[1]
-        return "wrong", _side(wrong), _reason(worst)
+        return "wrong", side_of(wrong), _reason(worst)
     if same:
         return "identical", None, None
     zeros = [side.num_flushed for side in sides]
     # some round to 0 on every side
     flushed = [zeros[0] > 2 * zeros[1], zeros[1] > 2 * zeros[0]]
     if any(flushed):
-        return "flushed", _side(flushed), fact("suite.flushed")
+        return "flushed", side_of(flushed), fact("suite.flushed")
     tied = [bool(side.rows_tied) for side in sides]
     if any(tied):
-        return "ties", _side(tied), fact("suite.tied")
+        return "ties", side_of(tied), fact("suite.tied")
     return "healthy", None, None
 
 
-def _side(which: list[bool]) -> SideOrBoth:
-    return "both" if all(which) else "reference" if which[0] else "candidate"
-
-
 def _reason(side: SuiteSide) -> Fact:
-    """What the limit was exceeded by."""
     if side.num_nonfinite:
         return fact("suite.nonfinite", num_nonfinite=side.num_nonfinite)
     if side.score is not None and side.score > SCORE_LIMIT:
@@ -578,31 +535,6 @@ def _badness(case: SuiteCase) -> tuple[int, float]:
         sides = (case.reference, case.candidate)
         size = max(excess(side, expected_off=case.expected_off, count=1) for side in sides)
     return _RANK[case.status], -size
-
-
-def _operators(cases: list[SuiteCase], a: Manifest, b: Manifest) -> list[SuiteOperator]:
-    by_operator: dict[str, list[SuiteCase]] = {}
-    for case in cases:
-        by_operator.setdefault(case.operator, []).append(case)
-    operators = []
-    for name, mine in by_operator.items():
-        worst = min(mine, key=_badness)
-        sides = {case.side for case in mine if case.status == worst.status} - {None}
-        path = module_of(worst.site)
-        operators.append(
-            SuiteOperator(
-                operator=name,
-                reference_implementation=_implementation(a, path),
-                candidate_implementation=_implementation(b, path),
-                status=worst.status,
-                side=None if not sides else sides.pop() if len(sides) == 1 else "both",
-                num_cases=len(mine),
-                num_same=sum(case.same for case in mine),
-                num_by_status=dict(Counter(case.status for case in mine)),
-                worst=worst,
-            )
-        )
-    return sorted(operators, key=lambda operator: _badness(operator.worst))
 
 
 def _implementation(manifest: Manifest, path: str) -> str:

@@ -13,7 +13,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, TokenDifference, TokensResult
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
-from divergence.words import Side
+from divergence.words import other_side
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -38,58 +38,45 @@ def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> Tokens
 
 
 def findings_of(tokens: TokensResult | None) -> list[Finding]:
-    """What is to be said of the tokens, and whether that is a fault."""
-    findings = [Finding(claim="context", role="context", evidence=_token_evidence(tokens))]
     if tokens is None:
-        return findings
-    farther: Side | None = None  # of two sides the one whose distance is not the floor
-    if tokens.floor_side is not None:
-        farther = "candidate" if tokens.floor_side == "reference" else "reference"
-
-    def drift(
-        headline: Fact, evidence: Fact, places: list[tuple[int, int]], step: int | None = None
-    ) -> Finding:
-        return Finding(
-            claim="drift",
-            kind="drift",
-            headline=[headline],
-            rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
-            step=step,
-            accumulated_at=places,
-            side=farther,
-            evidence=[evidence],
-        )
-
-    faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
-    if faults:
-        first = faults[0]
-        headline = fact("tokens.flips", sample=first.sample, step=first.step, z=first.z)
-        spread = all(flip.z_farther is not None and flip.z_farther <= TIE for flip in faults)
-        places = [(flip.sample, flip.step) for flip in faults] if spread else []
-        findings.append(drift(headline, _flip_evidence(first), places, first.step))
-    if _beyond_kl(tokens):
-        headline = fact("tokens.far_apart", ratio=tokens.kl_ratio)
-        findings.append(drift(headline, _kl_evidence(tokens)[0], tokens.kl_places))
-    return findings
-
-
-def _beyond_kl(tokens: TokensResult) -> bool:
-    """Whether the distributions are farther apart than the floor explains."""
-    if tokens.kl_ratio is None or tokens.kl_limit is None:
-        return False
-    return tokens.kl_ratio > tokens.kl_limit
-
-
-def _token_evidence(tokens: TokensResult | None) -> list[Fact]:
-    """The first flip, and the distributions where they are beyond their limit."""
-    if tokens is None:
-        return []
+        return [Finding(claim="context", role="context", evidence=[])]
     first = tokens.first_difference
     evidence = [] if first is None else [_flip_evidence(first)]
     faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
     if faults and faults[0] is not first:
         evidence.append(_flip_evidence(faults[0], later=True))
-    return evidence + (_kl_evidence(tokens) if _beyond_kl(tokens) else [])
+    ratio, limit = tokens.kl_ratio, tokens.kl_limit
+    far = ratio is not None and limit is not None and ratio > limit
+    if far:  # farther apart than the floor explains
+        kl = fact(
+            "tokens.kl", mean=tokens.kl_mean, p99=tokens.kl_p99, side=tokens.floor_side,
+            floor_mean=tokens.floor_kl_mean, floor_p99=tokens.floor_kl_p99, ratio=ratio,
+            limit=limit,
+        )  # fmt: skip
+        evidence.append(kl)
+    findings = [Finding(claim="context", role="context", evidence=evidence)]
+    # of two sides the one whose distance is not the floor
+    farther = None if tokens.floor_side is None else other_side(tokens.floor_side)
+
+    def drift(
+        headline: Fact, evidence: Fact, places: list[tuple[int, int]], step: int | None = None
+    ) -> Finding:
+        return Finding(
+            claim="drift", kind="drift", headline=[headline], step=step, accumulated_at=places,
+            rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))], side=farther,
+            evidence=[evidence],
+        )  # fmt: skip
+
+    if faults:
+        fault = faults[0]
+        headline = fact("tokens.flips", sample=fault.sample, step=fault.step, z=fault.z)
+        spread = all(flip.z_farther is not None and flip.z_farther <= TIE for flip in faults)
+        places = [(flip.sample, flip.step) for flip in faults] if spread else []
+        findings.append(drift(headline, _flip_evidence(fault), places, fault.step))
+    if far:
+        headline = fact("tokens.far_apart", ratio=ratio)
+        findings.append(drift(headline, evidence[-1], tokens.kl_places))
+    return findings
 
 
 def _flip_evidence(flip: TokenDifference, *, later: bool = False) -> Fact:
@@ -99,32 +86,8 @@ def _flip_evidence(flip: TokenDifference, *, later: bool = False) -> Fact:
         sizes.append(fact("tokens.margin", margin=flip.margin))
     if flip.z is not None:
         sizes.append(fact("tokens.deviations", z=flip.z, of=flip.z_of or "difference"))
-    unjudged = flip.judgement is None and flip.z_of in ("difference", "model")
     return fact(
-        "tokens.flip",
-        later=later,
-        sample=flip.sample,
-        step=flip.step,
-        unjudged=unjudged,
-        judgement=flip.judgement,
-        sizes=sizes,
-        truth_margin=flip.truth_margin,
-    )
-
-
-def _kl_evidence(tokens: TokensResult) -> list[Fact]:
-    """The distributions; nothing where there is no floor."""
-    if tokens.kl_ratio is None or tokens.kl_limit is None or tokens.kl_mean is None:
-        return []
-    return [
-        fact(
-            "tokens.kl",
-            mean=tokens.kl_mean,
-            p99=tokens.kl_p99,
-            side=tokens.floor_side,
-            floor_mean=tokens.floor_kl_mean,
-            floor_p99=tokens.floor_kl_p99,
-            ratio=tokens.kl_ratio,
-            limit=tokens.kl_limit,
-        )
-    ]
+        "tokens.flip", later=later, sample=flip.sample, step=flip.step, sizes=sizes,
+        unjudged=flip.judgement is None and flip.z_of in ("difference", "model"),
+        judgement=flip.judgement, truth_margin=flip.truth_margin,
+    )  # fmt: skip

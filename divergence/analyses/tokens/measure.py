@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from divergence.comparison.align.pairs import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
@@ -25,9 +24,8 @@ from divergence.comparison.results import (
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.numerics.logits import kl_divergence, logit_error, top_choices
-from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
-from divergence.words import Side
+from divergence.words import SIDES, Side
 
 if TYPE_CHECKING:
     import torch
@@ -102,16 +100,30 @@ def difference_at(
     )
     true_logits = None if truth is None else logits_row(truth, *place)
     if truth is None or true_logits is None:
-        return _judge_by_model(difference, row_a, row_b, allowed)
+        ids = (token_a, token_b)
+        unjudged = replace(difference, z_of=None if difference.z is None else "difference")
+        if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
+            return unjudged
+        spread_of_row = logit_error(row_a, row_a.new_zeros(row_a.shape))
+        gap = max(float(row_a[ids[0]] - row_a[ids[1]]), float(row_b[ids[1]] - row_b[ids[0]]))
+        if not spread_of_row or not math.isfinite(gap):
+            return unjudged
+        z = gap / (math.sqrt(2) * _COARSEST * allowed * spread_of_row)
+        return replace(difference, z=z, z_of="model", judgement="tie" if z <= TIE else None)
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
     choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
-    mine, farther = (row_b, row_a) if floor_side == "candidate" else (row_a, row_b)
-    return _judge_flip(
-        msgspec.structs.replace(difference, truth_choice=choice),
-        true_logits,
-        mine,
-        farther,
-        thresholds=thresholds,
+    flip = replace(difference, truth_choice=choice)
+    if max(token_a, token_b) >= true_logits.shape[-1]:
+        return flip
+    gap = float(true_logits[token_a]) - float(true_logits[token_b])
+    floor, farther = (row_b, row_a) if floor_side == "candidate" else (row_a, row_b)
+    own, other = (_deviations(abs(gap), row, true_logits) for row in (floor, farther))
+    if own is None:
+        z_of = None if flip.z is None else "difference"
+        return replace(flip, truth_margin=gap, z_of=z_of)
+    judgement = "tie" if own <= TIE else "fault" if own > thresholds.flip else None
+    return replace(
+        flip, truth_margin=gap, z=own, z_of="floor", z_farther=other, judgement=judgement
     )
 
 
@@ -146,48 +158,6 @@ def _deviations(
     if error is None or not 0 < error < math.inf:
         return None
     return margin / (math.sqrt(2) * error)
-
-
-def _judge_by_model(
-    flip: TokenDifference,
-    row_a: torch.Tensor | None,
-    row_b: torch.Tensor | None,
-    allowed: float | None,
-) -> TokenDifference:
-    """Judge a flip by what rounding may make of these logits: a tie, or nothing said.
-    ``allowed``: the relative error, see measure.judge."""
-    ids = (flip.reference.id, flip.candidate.id)
-    if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
-        return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
-    spread_of_row = logit_error(row_a, row_a.new_zeros(row_a.shape))
-    gap = max(float(row_a[ids[0]] - row_a[ids[1]]), float(row_b[ids[1]] - row_b[ids[0]]))
-    if not spread_of_row or not math.isfinite(gap):
-        return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
-    z = gap / (math.sqrt(2) * _COARSEST * allowed * spread_of_row)
-    return msgspec.structs.replace(flip, z=z, z_of="model", judgement="tie" if z <= TIE else None)
-
-
-def _judge_flip(
-    flip: TokenDifference,
-    truth: torch.Tensor,
-    floor: torch.Tensor | None,
-    farther: torch.Tensor | None,
-    *,
-    thresholds: Thresholds,
-) -> TokenDifference:
-    """Judge a flip by the truth's row of logits and those of the side which shows the floor and of
-    the other."""
-    ids = (flip.reference.id, flip.candidate.id)
-    if max(ids) >= truth.shape[-1]:
-        return flip
-    reference, candidate = (float(truth[token]) for token in ids)
-    flip = msgspec.structs.replace(flip, truth_margin=reference - candidate)
-    z = _deviations(abs(reference - candidate), floor, truth)
-    if z is None:
-        return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
-    judgement = "tie" if z <= TIE else "fault" if z > thresholds.flip else None
-    own = _deviations(abs(reference - candidate), farther, truth)
-    return msgspec.structs.replace(flip, z=z, z_of="floor", z_farther=own, judgement=judgement)
 
 
 # Tokens: where the two sides' greedy choices part, and by how much.
@@ -237,50 +207,36 @@ def compare_tokens(
         for sample, step in places
         if a.samples[sample].chosen_ids[step] != b.samples[sample].chosen_ids[step]
     ]
-    distances = _distances_of(reference, candidate, truth, places)
-    routed = _routed(reference)
+    routed = any(note.routed for note in reference.manifest.plan.modules.values())
+    routed = routed or reference.manifest.quantizes_activations
+    kl = _kl_fields(reference, candidate, truth, places, thresholds, routed=routed)
     if routed:  # a tie is a tie; nothing beyond it is a fault for that
-        thresholds = msgspec.structs.replace(thresholds, flip=math.inf)
-    differences: list[TokenDifference] = []
-    if flips:
-        differences = [
-            difference_at(
-                reference, candidate, truth, flip, thresholds,
-                floor_side=None if distances is None else distances.side,
-                allowed=(allowed or {}).get(flip), tops=number == 0,
-            )
-            for number, flip in enumerate(flips)
-        ]  # fmt: skip
+        thresholds = replace(thresholds, flip=math.inf)
+    differences = [
+        difference_at(
+            reference, candidate, truth, flip, thresholds, floor_side=kl.get("floor_side"),
+            allowed=(allowed or {}).get(flip), tops=number == 0,
+        )
+        for number, flip in enumerate(flips)
+    ]  # fmt: skip
     forced = a.forced_by is not None or b.forced_by is not None
+    # where a sample's text parted, the candidate's may well be shorter
+    parted = set() if forced else {sample for sample, _ in flips}
     return TokensResult(
         num_tokens=count,
         num_equal=len(places) - len(flips),
         num_reference=num_reference,
-        num_missing=_num_missing(a, b, set() if forced else {sample for sample, _ in flips}),
+        num_missing=sum(
+            max(0, len(ours.chosen_ids) - len(theirs.chosen_ids))
+            for number, (ours, theirs) in enumerate(zip(a.samples, b.samples, strict=False))
+            if number not in parted
+        ),
         num_other_text=count - len(places),
         forced=forced,
         first_difference=differences[0] if differences else None,
         differences=differences,
-        **_kl_fields(distances, thresholds, routed=routed),
+        **kl,
     )
-
-
-def _num_missing(a: Tokens, b: Tokens, parted: set[int]) -> int:
-    """Tokens of the reference that the candidate did not go on to. In a sample whose text
-    ``parted``, the candidate's may well be shorter."""
-    return sum(
-        max(0, len(ours.chosen_ids) - len(theirs.chosen_ids))
-        for number, (ours, theirs) in enumerate(zip(a.samples, b.samples, strict=False))
-        if number not in parted
-    )
-
-
-def _routed(run: Run) -> bool:
-    """Are there blocks that send tokens to experts, or codes of activations? Rounding may send a
-    token elsewhere or flip a code, on either side, and then its logits differ by far more than the
-    floor's do, without any fault."""
-    routed = any(note.routed for note in run.manifest.plan.modules.values())
-    return routed or run.manifest.quantizes_activations
 
 
 def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
@@ -296,69 +252,63 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
     return places
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """KL over the decided positions, in nats: mean, 99th percentile (inverted cdf, so the largest
-    of fewer than 100), and median."""
-
-    mean: float
-    p99: float
-    median: float
+_TOKENS = 8
+"""Independent numbers that are taken to make up the KL of one position: the tokens that are
+likely. It sets how much wider the limit of few positions is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitDistances:
-    """How far apart the sides' distributions are, and how far each is from the truth's.
-
-    ``between``: KL(reference‖candidate); ``floor``: KL(truth‖``side``), ``side`` being the one
-    that is nearer to the truth, by the mean: what a correct implementation of this dtype
-    errs by, as this comparison itself shows it. ``num_effective``: positions that make up the
-    floor's mean, (Σ k)² / Σ k² of their KL k (Kish, Survey Sampling, 1965): few where a few
-    uncertain positions outweigh all others.
+def _kl_fields(
+    reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep],
+    thresholds: Thresholds, *, routed: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What TokensResult says of the distributions at ``places``: KL(reference‖candidate) beside
+    KL(truth‖side), the side being the one that is nearer to the truth, by the mean: what a correct
+    implementation of this dtype errs by, as this comparison itself shows it. Nothing where no row
+    can be compared, and no limit where experts are chosen. A thread holds one record of each run.
     """
-
-    num_positions: int
-    between: Spread
-    floor: Spread | None = None
-    side: Side | None = None
-    num_effective: float = 0.0
-    by_place: dict[PromptStep, float] = field(default_factory=dict)
-    """KL(reference‖candidate) of each position."""
-
-
-def _distances_of(
-    reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
-) -> LogitDistances | None:
-    """Over ``places``; None where no row can be compared. A thread holds one record of each run."""
     by_place: dict[PromptStep, float] = {}
-    errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
+    errors: list[tuple[float, float]] = []
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="divergence-logits") as pool:
         measured = pool.map(partial(_distances_at, reference, candidate, truth), places)
         for place, distances in zip(places, measured, strict=True):
             if distances is not None:
-                by_place[place] = distances[0]
-            if distances is not None and distances[1] is not None and distances[2] is not None:
-                errors["reference"].append(distances[1])
-                errors["candidate"].append(distances[2])
+                by_place[place], a, b = distances
+                errors += [(a, b)] if a is not None and b is not None else []
     if not by_place:
-        return None
-    between = list(by_place.values())
-    if len(errors["reference"]) < len(between):
-        return LogitDistances(num_positions=len(between), between=_spread(between))
-    side = _coarser(reference, candidate)
-    if side is None:
-        means = [float(np.mean(errors[name])) for name in ("reference", "candidate")]
-        side = "candidate" if means[1] < means[0] else "reference"
-    floor = np.array(errors[side])
+        return {}
+    mean, p99, median = _spread(list(by_place.values()))
+    fields: dict[str, Any] = {"kl_mean": mean, "kl_p99": p99}
+    if len(errors) < len(by_place):
+        return fields
+    # of two dtypes that which rounds more: its rounding is what may move a token
+    roundoffs = [
+        format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)
+    ]
+    means = [float(np.mean(own)) for own in zip(*errors, strict=True)]
+    nearer = means[1] < means[0] if roundoffs[0] == roundoffs[1] else roundoffs[1] > roundoffs[0]
+    floor = np.array([own[nearer] for own in errors])
+    floor_mean, floor_p99, floor_median = _spread(floor)
+    # positions that make up the floor's mean, (Σ k)² / Σ k² of their KL k (Kish, Survey Sampling,
+    # 1965): few where a few uncertain positions outweigh all others
     squares = float(np.square(floor).sum())
-    return LogitDistances(
-        num_positions=len(between),
-        between=_spread(between),
-        floor=_spread(errors[side]),
-        side=side,
-        num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
-        by_place=by_place,
-    )
+    effective = float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0
+    tail = max(1, len(by_place) // 100)  # as many lie above the 99th percentile
+    shares = [
+        (_over(mean, floor_mean), _kl_limit(effective, thresholds)),
+        (_over(p99, floor_p99), _kl_limit(tail, thresholds)),
+    ]
+    ratio, limit = max(shares, key=lambda share: share[0] / share[1])
+    # what a model enlarges it enlarges on both sides, so that few positions alone can be so
+    usual = _over(median, floor_median) <= limit
+    far = [place for place, kl in by_place.items() if kl > limit * floor_mean]
+    return fields | {
+        "floor_side": SIDES[nearer],
+        "floor_kl_mean": floor_mean,
+        "floor_kl_p99": floor_p99,
+        "kl_ratio": ratio,
+        "kl_places": far if usual and ratio > limit and not routed else [],
+        "kl_limit": None if routed else limit,
+    }
 
 
 def _distances_at(
@@ -377,54 +327,10 @@ def _distances_at(
     return apart, kl_divergence(true_logits, a), kl_divergence(true_logits, b)
 
 
-def _coarser(reference: Run, candidate: Run) -> Side | None:
-    """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
-    roundoff_a, roundoff_b = (
-        format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)
-    )
-    if roundoff_a == roundoff_b:
-        return None
-    return "reference" if roundoff_a > roundoff_b else "candidate"
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    numbers = np.asarray(values)
-    p99 = float(np.quantile(numbers, 0.99, method="inverted_cdf"))
-    return Spread(float(numbers.mean()), p99, float(np.median(numbers)))
-
-
-_TOKENS = 8
-"""Independent numbers that are taken to make up the KL of one position: the tokens that are
-likely. It sets how much wider the limit of few positions is."""
-
-
-def _kl_fields(
-    distances: LogitDistances | None, thresholds: Thresholds, *, routed: bool = False
-) -> dict[str, Any]:
-    """What TokensResult says of the distributions; without a limit where experts are chosen."""
-    if distances is None:
-        return {}
-    fields: dict[str, Any] = {"kl_mean": distances.between.mean, "kl_p99": distances.between.p99}
-    floor = distances.floor
-    if floor is None:
-        return fields
-    tail = max(1, distances.num_positions // 100)  # as many lie above the 99th percentile
-    shares = [
-        (_over(distances.between.mean, floor.mean), _kl_limit(distances.num_effective, thresholds)),
-        (_over(distances.between.p99, floor.p99), _kl_limit(tail, thresholds)),
-    ]
-    ratio, limit = max(shares, key=lambda share: share[0] / share[1])
-    # what a model enlarges it enlarges on both sides, so that few positions alone can be so
-    usual = _over(distances.between.median, floor.median) <= limit
-    far = [place for place, kl in distances.by_place.items() if kl > limit * floor.mean]
-    return fields | {
-        "floor_side": distances.side,
-        "floor_kl_mean": floor.mean,
-        "floor_kl_p99": floor.p99,
-        "kl_ratio": ratio,
-        "kl_places": far if usual and ratio > limit and not routed else [],
-        "kl_limit": None if routed else limit,
-    }
+def _spread(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
+    """Mean, 99th percentile (inverted cdf, so the largest of fewer than 100), and median."""
+    p99 = float(np.quantile(values, 0.99, method="inverted_cdf"))
+    return float(np.mean(values)), p99, float(np.median(values))
 
 
 def _over(top: float, bottom: float) -> float:

@@ -72,8 +72,7 @@ def explained_facts(report: Report) -> list[Sentence]:
 
 
 def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
-    """Where the first difference is, both choices, what is to be said of it, and what else was
-    likely."""
+    """Where the first difference is, both choices, what to say of it, and what else was likely."""
     order = {
         "before": ", before the onset",
         "same step": ", in the step of the onset",
@@ -158,7 +157,6 @@ def _later(flips: Sequence[TokenDifference]) -> Sentence:
 
 
 def _divergence(tokens: TokensResult) -> Sentence:
-    """The distributions of all decided positions, beside the floor's distance from the truth."""
     text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
     style = ""
     if tokens.kl_ratio is not None:
@@ -175,7 +173,6 @@ def _divergence(tokens: TokensResult) -> Sentence:
 
 
 def _explained(explanation: Explanation, first: TokenDifference | None) -> list[Block]:
-    """What one block's error alone does to the decision, on this machine."""
     what = "the closest decision (no token differs)"
     if explanation.differs:
         same = first is not None and (first.sample, first.step) == (
@@ -274,13 +271,14 @@ def _strip(
     ]
     more = max(0, steps - shown)
     return el(
-        "div", el("p", f"Prompt {number}", class_="of-prompt"),
+        "div",
+        el("p", f"Prompt {number}", class_="of-prompt"),
         el("p", shortened(ours.text, 400), class_="prompt") if ours.text else None,
         el("p", *cells, class_="strip"),
         _apart(rest) if not forced and any(rest) else None,
         el("p", f"{count(more, 'more token')}.", class_="note") if more and forced else None,
         class_="sample",
-    )  # fmt: skip
+    )
 
 
 def _apart(texts: list[str]) -> Element:

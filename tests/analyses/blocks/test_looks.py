@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from divergence.analyses.blocks.onset import is_everywhere, only_in
-from divergence.analyses.blocks.suspects import Escalation
-from divergence.analyses.blocks.units import build_units, flag, one_step
+from divergence.analyses.blocks.units import Escalation, build_units, flag, one_step
 from divergence.comparison.results import PromptRatio, SiteResult
 from divergence.facts import sentence
 from divergence.numerics.floor import spread

@@ -8,8 +8,7 @@ import pytest
 
 from divergence.analyses.blocks import onset
 from divergence.analyses.blocks.onset import checks_of
-from divergence.analyses.blocks.suspects import Family
-from divergence.analyses.blocks.units import Unit
+from divergence.analyses.blocks.units import Family, Unit
 from divergence.comparison.decide import RANK, check, confidence_of
 from divergence.comparison.results import Check
 from divergence.facts import sentence

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from divergence.analyses.blocks.rows import prompt_usage
+from divergence.analyses.blocks.sections import prompt_usage
 from divergence.comparison.api import compare
 from divergence.comparison.experts import Flips, explained_choices, free_routes_differ
 from divergence.recording.api import capture

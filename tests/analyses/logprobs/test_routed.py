@@ -6,7 +6,7 @@ import pytest
 
 from divergence import capture
 from divergence.analyses.logprobs import compare as compare_module
-from divergence.analyses.logprobs.measure import has_experts
+from divergence.analyses.logprobs.compare import has_experts
 
 
 def rerouted(share):

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from divergence.analyses.operators import operands
 from divergence.analyses.operators.find import finding_of
-from divergence.analyses.operators.limits import measure_operators
-from divergence.analyses.operators.measure import judge_operators
+from divergence.analyses.operators.measure import judge_operators, measure_operators
 from divergence.comparison.decide import decide
 from divergence.comparison.results import Finding, OtherOperand
 from divergence.facts import plain, sentence, worded

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from divergence.analyses.operators.limits import measure_operators
-from divergence.analyses.operators.measure import judge_operators
+from divergence.analyses.operators.measure import judge_operators, measure_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")

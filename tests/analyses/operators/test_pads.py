@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.analyses.operators.limits import measure_operators
-from divergence.analyses.operators.measure import judge_operators
-from divergence.analyses.operators.regions import Pads
+from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.operands import Pads
 from divergence.comparison.api import compare
 from divergence.facts import worded
 from divergence.recording.api import capture

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.limits import measure_operators
-from divergence.analyses.operators.measure import judge_operators
+from divergence.analyses.operators.measure import judge_operators, measure_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.limits import distance_of
+from divergence.analyses.operators.measure import distance_of
 from divergence.comparison.calls import forwards_of, match_calls
 
 Q, K, V = (torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))

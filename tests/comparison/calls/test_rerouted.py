@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.analyses.operators.limits import measure_operators
-from divergence.analyses.operators.measure import judge_operators
+from divergence.analyses.operators.measure import judge_operators, measure_operators
 from divergence.comparison.calls import Rerouted
 
 T, D, E, CHOSEN = 24, 16, 4, 2

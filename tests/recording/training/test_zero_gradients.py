@@ -9,7 +9,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 import divergence
-from divergence.analyses.blocks.rows import prompt_usage
+from divergence.analyses.blocks.sections import prompt_usage
 from divergence.recording import optimizer
 from divergence.report.summary import verdict_lines
 

@@ -214,7 +214,11 @@ _WIDTH = 80
 
 
 def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
-    differ = [line for line in preflight if line.status in ("differs", "blocking")]
+    """What differs; planted faults stand beside their run."""
+    differ = [
+        line for line in preflight
+        if line.status in ("differs", "blocking") and line.check != "planted faults"
+    ]  # fmt: skip
     unknown = [line.check for line in preflight if line.status == "unknown"]
     shown = [_setting(line) for line in differ[:_MOST_NAMED]]
     if len(differ) > len(shown):

@@ -230,7 +230,7 @@ class Stepping:
         for name in ("accumulate_dtype", "moments_dtype", "reduce_dtype", "buffer_dtype"):
             if getattr(training, name) not in (None, *_DTYPES_OPTIMIZER):
                 option = f"--{name.replace('_', '-')} {getattr(training, name)}"
-                raise UsageError(f"{option}: one of {', '.join(_DTYPES)}")
+                raise UsageError(f"{option}: one of {', '.join(_DTYPES_OPTIMIZER)}")
         if training.optimizer is None and training.precision_policy is None:
             for name in ("main_weights", "moments_dtype"):
                 if getattr(training, name):

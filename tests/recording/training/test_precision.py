@@ -153,7 +153,7 @@ def test_two_runs_alike_are_named_together(step):
     ("options", "words"),
     [
         ({"main_weights": True}, "--main-weights needs --optimizer-step"),
-        ({"accumulate_dtype": "float8_e4m3fn"}, "--accumulate-dtype float8_e4m3fn: one of float32, bfloat16, float16"),
+        ({"accumulate_dtype": "float8_e4m3fn"}, "float8_e4m3fn: one of float32, bfloat16, float16"),
         ({"train": None, "precision_policy": "x"}, "--precision-policy needs --train"),
     ],
 )

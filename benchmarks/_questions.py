@@ -140,6 +140,8 @@ INPUTS: dict[str, tuple[str, str]] = {
     "imported": ("a", "import dump-sglang --like modules-a"),
     "rollout": ("a", "import files/rollouts.jsonl"),
     "trainer": ("a", "import files/rollouts.jsonl --format trainer"),
+    "rollout-shifted": ("a", "import files/shifted.jsonl"),
+    "trainer-shifted": ("a", "import files/shifted.jsonl --format trainer"),
     "packed.tar": ("a", "pack a-llama-float32 -o packed.tar"),
     "packed.zip": ("a", "pack planted-llama-float32 -o packed.zip"),
     "damaged": ("make", "damaged('a-llama-float32', 'damaged')"),
@@ -266,6 +268,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("compare served-a scored", "json text"),
     ("compare served-a served-other --layers scored", "json text"),
     ("compare rollout trainer", "json page"),
+    ("compare rollout-shifted trainer-shifted", "json text"),
     # what was imported, quantised, run by another engine
     ("compare modules-a imported", "json text"),
     ("compare a-llama-float32 quantized", "json page"),
@@ -559,19 +562,24 @@ def files() -> None:
     for name, curve in {"losses-drifting": drifting, "losses-jumping": jumping}.items():
         rows = [f"{n},{loss}" for n, loss in enumerate(curve)]
         (folder / f"{name}.csv").write_text("\n".join(["step,loss", *rows]) + "\n")
-    rollouts = []
-    for number in range(6):
-        said = [-abs(draw.gauss(0, 1)) - 0.01 for _ in range(12)]
-        rollouts.append(
-            {
-                "prompt_ids": [3, 5, 7 + number],
-                "response_ids": [draw.randrange(40) for _ in said],
-                "rollout_log_probs": said,
-                "old_log_probs": [min(-1e-4, value + 0.02 * draw.gauss(0, 1)) for value in said],
-                "response_mask": [1] * len(said),
-            }
-        )
-    (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)) + "\n")
+    for name, way in (("rollouts", 0.0), ("shifted", -0.03)):  # all one way, within a limit
+        answers = []
+        for number in range(6):
+            said = [-abs(draw.gauss(0, 1)) - 0.01 for _ in range(12)]
+            trained = [
+                min(-1e-4, value + (way * (1 + draw.random()) if way else 0.02 * draw.gauss(0, 1)))
+                for value in said
+            ]
+            answers.append(
+                {
+                    "prompt_ids": [3, 5, 7 + number],
+                    "response_ids": [draw.randrange(40) for _ in said],
+                    "rollout_log_probs": said,
+                    "old_log_probs": trained,
+                    "response_mask": [1] * len(said),
+                }
+            )
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, answers)) + "\n")
 
 
 def ranks(like: str, folder: str) -> None:

@@ -36,13 +36,14 @@ from divergence.comparison.results import Finding, SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
+from divergence.run.reader import Overlay
 from divergence.run.site import module_of
 
 if TYPE_CHECKING:
     import torch
 
     from divergence.comparison.analysis import Measured
-    from divergence.run.reader import Overlay, Run
+    from divergence.run.reader import Run
     from divergence.run.record import Coordinates, Record
 
 EXPLAINS = 0.9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import math
 import zlib
@@ -160,11 +159,6 @@ Implementation = Callable[..., Any]
 
 class Unavailable(Exception):
     """This build or device has no such implementation; the message says why."""
-
-
-def of_package(name: str, call: Callable[..., Any]) -> Callable[[], Implementation]:
-    """``call`` with that package first, which is imported where the implementation is chosen."""
-    return lambda: partial(call, importlib.import_module(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

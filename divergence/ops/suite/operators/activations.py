@@ -14,11 +14,14 @@ from divergence.ops.suite.definition import (
     Operator,
     TensorSource,
     cases_of,
-    of_package,
     stored,
 )
 
 Shape = tuple[int, ...]
+
+
+def _run_gelu(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x)
 
 
 def _truth_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -38,8 +41,23 @@ def _truth_silu(x: torch.Tensor) -> torch.Tensor:
     return x / (1.0 + torch.exp(-x))
 
 
+def _truth_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(g) · u (Shazeer, "GLU Variants Improve Transformer", 2020); silu(g) may be stored."""
+    return stored(_truth_silu(gate)) * up
+
+
 def _one(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape)}
+
+
+def _two(source: TensorSource, shape: Shape) -> Arguments:
+    return {"gate": source.main("x", shape), "up": source.plain("up", shape)}
+
+
+def _npu_swiglu() -> Implementation:
+    import torch_npu
+
+    return lambda gate, up: torch_npu.npu_swiglu(torch.cat([gate, up], -1), dim=-1)
 
 
 def _vllm_swiglu() -> Implementation:
@@ -61,7 +79,7 @@ def _liger_swiglu() -> Implementation:
 
 OPERATORS = (
     Operator(
-        name="gelu", run=lambda x: functional.gelu(x), truth=_truth_gelu, cases=cases_of(_one),
+        name="gelu", run=_run_gelu, truth=_truth_gelu, cases=cases_of(_one),
     ),
     Operator(
         name="gelu_tanh", run=lambda x: functional.gelu(x, approximate="tanh"),
@@ -71,17 +89,10 @@ OPERATORS = (
         name="silu", run=lambda x: functional.silu(x), truth=_truth_silu, cases=cases_of(_one),
     ),
     Operator(
-        # Shazeer, "GLU Variants Improve Transformer", 2020; silu(g) may be stored
-        name="swiglu", run=lambda gate, up: functional.silu(gate) * up,
-        truth=lambda gate, up: stored(_truth_silu(gate)) * up,
-        cases=cases_of(
-            lambda source, shape: {"gate": source.main("x", shape), "up": source.plain("up", shape)}
-        ),
+        name="swiglu", run=lambda gate, up: functional.silu(gate) * up, truth=_truth_swiglu,
+        cases=cases_of(_two),
         implementations={
-            "torch_npu": of_package("torch_npu", lambda package, gate, up: package.npu_swiglu(
-                torch.cat([gate, up], -1), dim=-1
-            )),
-            "vllm": _vllm_swiglu, "triton": _liger_swiglu,
+            "torch_npu": _npu_swiglu, "vllm": _vllm_swiglu, "triton": _liger_swiglu,
         },
     ),
 )  # fmt: skip

@@ -16,15 +16,39 @@ _SHAPES = {
 _PLAN: Plan = (*PLAN, ("large_k", "normal"), ("large_k", "cancelling"))
 
 
-def _matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
+def _run_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def _run_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, y)
+
+
+def _truth_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y = x Wᵀ, weight (N, K) as torch.nn.Linear keeps it."""
+    return x @ weight.T
+
+
+def _truth_linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """y = x Wᵀ + b."""
+    return x @ weight.T + bias
+
+
+def _truth_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
+    return x @ y
 
 
 def _linear(source: TensorSource, shape: Shape) -> Arguments:
     m, k, n = shape
     weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))
     return {"x": source.main("x", (m, k)), "weight": weight}
+
+
+def _linear_bias(source: TensorSource, shape: Shape) -> Arguments:
+    return {**_linear(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125)}
 
 
 def _transposed(source: TensorSource, shape: Shape) -> Arguments:
@@ -46,36 +70,33 @@ def _vector(source: TensorSource, shape: Shape) -> Arguments:
     return {"matrix": weight, "vector": x}
 
 
+def _truth_gemv(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """y_i = Σ_k A_ik x_k."""
+    return matrix @ vector
+
+
 OPERATORS = (
     Operator(
-        name="linear", run=lambda x, weight: functional.linear(x, weight),
-        truth=lambda x, weight: x @ weight.T,  # (N, K), as torch.nn.Linear keeps it
+        name="linear", run=_run_linear, truth=_truth_linear,
         cases=cases_of(_linear, shapes=_SHAPES, plan=_PLAN),
     ),
     Operator(
-        name="linear_bias", run=lambda x, weight, bias: functional.linear(x, weight, bias),
-        truth=lambda x, weight, bias: x @ weight.T + bias,
-        cases=cases_of(
-            lambda source, shape: {
-                **_linear(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125)
-            },
-            shapes=_SHAPES,
-        ),
+        name="linear_bias", run=_run_linear,
+        truth=_truth_linear_bias, cases=cases_of(_linear_bias, shapes=_SHAPES),
     ),
     Operator(
-        name="matmul", run=_matmul, truth=_matmul,
+        name="matmul", run=_run_matmul, truth=_truth_matmul,
         cases=cases_of(_transposed, shapes=_SHAPES, plan=_PLAN),
     ),
     Operator(
-        name="batched_matmul", run=_matmul, truth=_matmul,
+        name="batched_matmul", run=_run_matmul, truth=_truth_matmul,
         cases=cases_of(
             _batched,
             shapes={"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
         ),
     ),
     Operator(
-        name="gemv", run=lambda matrix, vector: torch.mv(matrix, vector),
-        truth=lambda matrix, vector: matrix @ vector,
+        name="gemv", run=lambda matrix, vector: torch.mv(matrix, vector), truth=_truth_gemv,
         cases=cases_of(
             _vector,
             shapes={"odd": (65, 129), "large_k": (32, 16384)},

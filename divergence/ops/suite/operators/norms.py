@@ -17,7 +17,6 @@ from divergence.ops.suite.definition import (
     Operator,
     TensorSource,
     cases_of,
-    of_package,
     stored,
 )
 
@@ -43,6 +42,12 @@ def _add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _truth_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -74,6 +79,33 @@ def _truth_layer_norm(
 def _norm(source: TensorSource, shape: Shape) -> Arguments:
     weight = source.plain("norm", shape[-1:], scale=0.125, mean=1.0)
     return {"x": source.main("x", shape), "weight": weight, "eps": _EPS}
+
+
+def _add_norm(source: TensorSource, shape: Shape) -> Arguments:
+    residual = source.main("residual", shape, scale=2.0)
+    return {"residual": residual, **_norm(source, shape)}
+
+
+def _layer(source: TensorSource, shape: Shape) -> Arguments:
+    return {
+        **_norm(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125), "eps": 1e-5,
+    }  # fmt: skip
+
+
+def _npu_rms_norm() -> Implementation:
+    import torch_npu
+
+    return lambda x, weight, eps: torch_npu.npu_rms_norm(x, weight, eps)[0]
+
+
+def _npu_add_rms_norm() -> Implementation:
+    import torch_npu
+
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    return call
 
 
 def _vllm_rms_norm() -> Implementation:
@@ -109,34 +141,17 @@ OPERATORS = (
         name="rms_norm", run=rms_norm, truth=_truth_rms_norm,
         cases=cases_of(_norm),
         implementations={
-            "llama": lambda: rms_norm_llama,
-            "torch_npu": of_package("torch_npu", lambda package, x, weight, eps: (
-                package.npu_rms_norm(x, weight, eps)[0]
-            )),
-            "vllm": _vllm_rms_norm, "triton": _liger_rms_norm,
+            "llama": lambda: rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
+            "triton": _liger_rms_norm,
         },
     ),
     Operator(
         name="add_rms_norm", run=_add_rms_norm,
-        truth=_truth_add_rms_norm,
-        cases=cases_of(lambda source, shape: {
-            "residual": source.main("residual", shape, scale=2.0), **_norm(source, shape)
-        }),
-        implementations={
-            "torch_npu": of_package("torch_npu", lambda package, x, residual, weight, eps: (
-                package.npu_add_rms_norm(x, residual, weight, eps)[::2]  # without the root
-            )),
-            "vllm": _vllm_add_rms_norm,
-        },
+        truth=_truth_add_rms_norm, cases=cases_of(_add_norm),
+        implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
     ),
     Operator(
-        name="layer_norm", truth=_truth_layer_norm,
-        run=lambda x, weight, bias, eps: functional.layer_norm(
-            x, x.shape[-1:], weight, bias, eps
-        ),
-        cases=cases_of(lambda source, shape: {
-            **_norm(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125),
-            "eps": 1e-5,
-        }),
+        name="layer_norm", run=_layer_norm,
+        truth=_truth_layer_norm, cases=cases_of(_layer),
     ),
 )  # fmt: skip

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from divergence.ops.suite.definition import (
     Arguments,
+    Implementation,
     Operator,
     Plan,
     TensorSource,
     cases_of,
-    of_package,
 )
 from divergence.ops.suite.operators.attention import _truth_softmax
 
@@ -54,13 +54,26 @@ def _truth_argmax(x: torch.Tensor) -> torch.Tensor:
     return torch.where(largest, places, x.shape[-1]).amin(-1)
 
 
+def _choose(source: TensorSource, shape: Shape) -> Arguments:
+    return {"x": source.main("x", shape), "k": _K}
+
+
+def _route(source: TensorSource, shape: Shape) -> Arguments:
+    return {"logits": source.main("x", shape), "k": _K}
+
+
 def _one(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape)}
 
 
-def _npu_moe_gating(package: Any, logits: torch.Tensor, k: int) -> Any:
-    weights, experts, _ = package.npu_moe_gating_top_k_softmax(logits, None, k)
-    return weights / weights.sum(-1, keepdim=True), experts.long()
+def _npu_moe_gating() -> Implementation:
+    import torch_npu
+
+    def call(logits: torch.Tensor, k: int) -> Any:
+        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
+        return weights / weights.sum(-1, keepdim=True), experts.long()
+
+    return call
 
 
 _PLAN: Plan = (
@@ -71,11 +84,31 @@ _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
 
+def _truth_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y_t = W[id_t]."""
+    return weight[ids]
+
+
 def _rows(source: TensorSource, shape: tuple[int, ...]) -> Arguments:
     tokens, rows, width = shape
     return {
         "ids": source.indices("ids", (tokens,), rows), "weight": source.main("x", (rows, width)),
     }  # fmt: skip
+
+
+def _truth_sum(x: torch.Tensor) -> torch.Tensor:
+    """Σ_i x_i."""
+    return x.sum(-1)
+
+
+def _truth_mean(x: torch.Tensor) -> torch.Tensor:
+    """Σ_i x_i / n."""
+    return x.sum(-1) / x.shape[-1]
+
+
+def _truth_cumsum(x: torch.Tensor) -> torch.Tensor:
+    """y_j = Σ_(i <= j) x_i."""
+    return x.cumsum(-1)
 
 
 _SUM_SHAPES = {"odd": (7, 129), "prefill": (64, 512), "long": (4, 32768)}
@@ -88,19 +121,13 @@ _SUM_PLAN: Plan = (
 OPERATORS = (
     Operator(
         name="topk", run=lambda x, k: torch.topk(x, k, dim=-1), truth=_truth_topk,
-        cases=cases_of(
-            lambda source, shape: {**_one(source, shape), "k": _K}, shapes=_VOCABULARY, plan=_PLAN
-        ),
-        scores=lambda x, k: x,
+        cases=cases_of(_choose, shapes=_VOCABULARY, plan=_PLAN), scores=lambda x, k: x,
     ),
     Operator(
         name="moe_gating", run=_run_moe_gating, truth=_truth_moe_gating,
-        cases=cases_of(
-            lambda source, shape: {"logits": source.main("x", shape), "k": _K},
-            shapes=_EXPERTS, plan=_PLAN,
-        ),
+        cases=cases_of(_route, shapes=_EXPERTS, plan=_PLAN),
         scores=lambda logits, k: _truth_softmax(logits),
-        implementations={"torch_npu": of_package("torch_npu", _npu_moe_gating)},
+        implementations={"torch_npu": _npu_moe_gating},
     ),
     Operator(
         name="argmax", run=lambda x: torch.argmax(x, -1), truth=_truth_argmax,
@@ -108,7 +135,7 @@ OPERATORS = (
     ),
     Operator(
         name="embedding", run=lambda ids, weight: functional.embedding(ids, weight),
-        truth=lambda ids, weight: weight[ids],
+        truth=_truth_embedding,
         cases=cases_of(
             _rows,
             shapes={"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
@@ -124,9 +151,9 @@ OPERATORS = (
             cases=cases_of(_one, shapes=_SUM_SHAPES, plan=_SUM_PLAN),
         )
         for name, run, truth in (
-            ("sum", lambda x: x.sum(-1), lambda x: x.sum(-1)),
-            ("mean", lambda x: x.mean(-1), lambda x: x.sum(-1) / x.shape[-1]),
-            ("cumsum", lambda x: x.cumsum(-1), lambda x: x.cumsum(-1)),
+            ("sum", lambda x: x.sum(-1), _truth_sum),
+            ("mean", lambda x: x.mean(-1), _truth_mean),
+            ("cumsum", lambda x: x.cumsum(-1), _truth_cumsum),
         )
     ),
 )  # fmt: skip

@@ -448,7 +448,6 @@ class _Matcher:
                         self._add(a, b, "value")
                         added, end = True, index
                         break
-                        break
         return added
 
     def _bounds(self, node: CallNode) -> tuple[int, int]:

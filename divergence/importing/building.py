@@ -135,9 +135,8 @@ class Rules:
                 hint="a site is MODULE_PATH:PORT, as model.layers.{layer}:out; its groups are "
                 f"those of the pattern: {', '.join(groups) or 'none'}",
             ) from error  # fmt: skip
-        numbers = {key: int(text) for key, text in groups.items() if text.isdecimal()}
         step, sample, rank = (
-            numbers.get(key) if given is None else given
+            int(text) if given is None and (text := groups.get(key) or "").isdecimal() else given
             for key, given in (("step", rule.step), ("sample", rule.sample), ("rank", rule.rank))
         )
         return Found(site, step, sample, rank)

@@ -152,6 +152,7 @@ def text_type(type_: Any) -> Any:
     return first
 
 
+@functools.cache
 def fields_of(kind: type[Options]) -> tuple[Field, ...]:
     """The options of a command, in the order of its help."""
     hints = typing.get_type_hints(kind)

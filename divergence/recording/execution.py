@@ -294,15 +294,16 @@ class Execution:
                 self._note(note)
             if remembering is not None:
                 writer.drain()
-                manifest.repeatability = Repeatability(num_runs=request.repeat)
+                repeatability = Repeatability(num_runs=request.repeat)
                 for number in range(1, request.repeat):
                     self.on_progress("repeat", number, request.repeat - 1, "")
-                    sink = RepeatSink(remembering.items, manifest.repeatability)
+                    sink = RepeatSink(remembering.items, repeatability)
                     run_pass(
                         self.session, self._recorder(sink, Pass("free")), self.samples,
                         self.own_groups, max_new_tokens=request.max_new_tokens,
                         forced=self.forced or [sample.generated_ids for sample in self.samples],
                     )  # fmt: skip
+                manifest.repeatability = repeatability
             if own_truth and lacking is None:
                 self._make_truth(writer, manifest)
             if self.division is not None:

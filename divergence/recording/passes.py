@@ -225,12 +225,11 @@ def widened(pass_: Pass, loaded: LoadedModel, training: Training) -> Iterator[Wi
     a training step are wide for its length, since their gradients are as wide as they are."""
     with contextlib.ExitStack() as stack:
         model: Any = loaded.module
-        attention = getattr(model.config, "_attn_implementation", None)
-        fused = attention not in (None, "eager", "sdpa")
-        # fused attention kernels have no float64
-        if pass_.is_own_truth and fused and hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation("eager")
-            stack.callback(model.set_attn_implementation, attention)
+        if pass_.is_own_truth and hasattr(model, "set_attn_implementation"):
+            attention = getattr(model.config, "_attn_implementation", None)
+            if attention not in (None, "eager", "sdpa"):  # fused kernels have no float64
+                model.set_attn_implementation("eager")
+                stack.callback(model.set_attn_implementation, attention)
         if training.train:
             stack.enter_context(leaves(loaded.module, pass_.compute_dtype, training))
         if pass_.compute_dtype is None:

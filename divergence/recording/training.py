@@ -718,10 +718,6 @@ class TrainingSession:
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no other
                     module.set_gradient_divide_factor(1.0)
-        low: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self._training.autocast is not None:
-            dtype = getattr(torch, self._training.autocast)
-            low = torch.autocast(ids.device.type, dtype=dtype)
         dropout, again = self._training.dropout, self._training.gradient_checkpointing
         with (
             failures(loaded, samples, 0),
@@ -732,6 +728,10 @@ class TrainingSession:
             positions = mask.cumsum(-1).sub(1).clamp(min=0)  # pads in front move no token
             beside = {"use_cache": False, "position_ids": positions}
             beside = {name: value for name, value in beside.items() if name in known}
+            low: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if self._training.autocast is not None:
+                dtype = getattr(torch, self._training.autocast)
+                low = torch.autocast(ids.device.type, dtype=dtype)
             with low:
                 output = model(input_ids=ids, attention_mask=mask, **beside)
                 loss = self._loss(output.logits, labels, self._num_labels)

@@ -22,8 +22,6 @@ from divergence.comparison.results import Background
 from divergence.document import Document, Headline, Section
 from divergence.errors import UsageError
 from divergence.evaluations.result import Candidate, ScoresReport
-from divergence.evaluations.show import facts_of, name_of, score_table
-from divergence.evaluations.show import headline as scores_headline
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix
 from divergence.html import parts
@@ -307,6 +305,8 @@ def _localization(result: Localization, background: Background) -> str:
 
 
 def _scores(report: ScoresReport) -> str:
+    from divergence.evaluations.show import headline as scores_headline  # it loads torch
+
     openings = [
         opening(Document(headline=scores_headline(candidate), next=() if number else report.next),
                 facts([("A", report.reference.path), ("B", candidate.side.path)]),
@@ -323,6 +323,8 @@ def _scores(report: ScoresReport) -> str:
 
 
 def _task_section(number: int, candidate: Candidate) -> Section:
+    from divergence.evaluations.show import facts_of, name_of, score_table
+
     told = [
         el("div", el("h3", name_of(task)), facts(list(facts_of(task, verbose=True))))
         for task in candidate.tasks

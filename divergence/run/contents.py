@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from divergence.run.record import (
     MAX_RANKS,
     SHARD_DTYPES,
     Coordinates,
+    Operand,
     PassName,
     Place,
     Record,
@@ -36,7 +38,7 @@ from divergence.run.record import (
     UnsoundError,
     records_name,
 )
-from divergence.run.site import is_operator_site, module_of
+from divergence.run.site import escape_path, is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
     from divergence.run.shards import Entry, Shard
@@ -395,6 +397,11 @@ def read_manifest(store: Store) -> Manifest:
         ) from error
     if manifest.digest is not None and not manifest.is_closed_by(data):
         raise _changed(MANIFEST, where)
+    modules = manifest.plan.modules  # by today's paths
+    if any(map(_RAW.search, modules)):
+        manifest.plan.modules = {
+            escape_path(path) if _RAW.search(path) else path: note for path, note in modules.items()
+        }
     return manifest
 
 
@@ -475,7 +482,7 @@ LARGE_BYTES = 8 << 20
 def is_large(store: Store, manifest: Manifest) -> bool:
     """Is it a run that is better read by columns: of many lines, in files that can be read again in
     parts?"""
-    if store.far:
+    if store.far or _Renaming(manifest):
         return False
     names = filter(store.has, map(records_name, range(manifest.num_ranks)))
     try:
@@ -515,11 +522,13 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     name = records_name(rank)
     if not manifest.complete and not store.has(name):
         return [], False
-    hasher = xxhash.xxh3_128()
-    sound = _sound_records(store, name, manifest, rank, hasher)
-    if sound is not None:
-        check_digest(store, manifest, name, hasher.hexdigest())
-        return sound, False
+    renaming = _Renaming(manifest)
+    if not renaming:
+        hasher = xxhash.xxh3_128()
+        sound = _sound_records(store, name, manifest, rank, hasher)
+        if sound is not None:
+            check_digest(store, manifest, name, hasher.hexdigest())
+            return sound, False
     check = record_check(manifest)
     check.rank = rank
     decoder, strict = msgspec.json.Decoder(Record), msgspec.json.Decoder(StrictRecord)
@@ -540,6 +549,8 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
                 where=where,
                 hint=f"copy {name} again; docs/dump-format.md describes every key",
             ) from error
+        if renaming:
+            record = renaming(record)
         problem = check.broken(record) or check.misplaced(record)
         if problem is not None:
             raise RunFormatError(f"broken record: {problem}", where=where)
@@ -631,3 +642,55 @@ def check_parts(records: Sequence[Record], shard_of: Callable[[Record, str], Sha
                 continue  # as nearly all are
         for part in parts_of(record):
             check_part(shard_of(record, part.place.shard), part, where=name_of(record))
+
+
+_RAW = re.compile(r"[/:#\s\x00-\x1f\x7f-\x9f]")
+
+
+class _Renaming:
+    """A record's sites in today's form. False where no module of the run has such a name.
+
+    In runs of earlier versions the name of a module stands in a site as torch has it. A ``/`` or
+    ``#`` in it then reads like an operator or a repeated call; the manifest's modules tell which
+    sites are meant.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        names = {unescape_path(path): path for path in manifest.plan.modules if "%" in path}
+        self._paths = {name: path for name, path in names.items() if name != path}
+
+    def __bool__(self) -> bool:
+        return bool(self._paths)
+
+    def __call__(self, record: Record) -> Record:
+        call = record.call
+        if call is not None:
+            operands = tuple(map(self._operand, call.operands))
+            if operands != call.operands:
+                call = msgspec.structs.replace(call, operands=operands)
+        return msgspec.structs.replace(record, site=self._site(record.site), call=call)
+
+    def _operand(self, operand: Operand) -> Operand:
+        site, origin = (place and self._site(place) for place in (operand.site, operand.origin))
+        return msgspec.structs.replace(operand, site=site, origin=origin)
+
+    def _site(self, site: str) -> str:
+        path, colon, port = site.rpartition(":")
+        renamed = self._module(path)
+        if renamed is None:  # an operator has no slash in its own name
+            owner, slash, operator = path.rpartition("/")
+            module = self._module(owner) if slash else None
+            renamed = None if module is None else f"{module}/{operator}"
+        return site if renamed is None else f"{renamed}{colon}{port}"
+
+    def _module(self, path: str) -> str | None:
+        """The path with its call (``#2``, ``#word``, ``#word#2``), or None for another module."""
+        call = ""
+        for _ in range(3):
+            if path in self._paths:
+                return self._paths[path] + call
+            path, mark, last = path.rpartition("#")
+            if not mark:
+                return None
+            call = f"#{last}{call}"
+        return None

@@ -2,8 +2,7 @@
 
 The patterns of a run's sites come with the run, and Python's own ``re`` tries every way in which
 ``(a+)+`` may divide a text: some thirty characters keep it busy for a day. Here the parsed pattern
-becomes the states of an automaton, and each pair of state and place in the text is visited once,
-from the text's end backwards.
+becomes the states of an automaton, and each pair of state and place in the text is visited once.
 Syntax and meaning are those of ``re`` (its own parser is used) for what says whether a whole text
 matches. References to groups, conditions, atomic groups and possessive repeats are refused: no
 automaton has them. Flags count for a whole pattern, as in ``(?i)norm.*``.
@@ -12,7 +11,6 @@ automaton has them. Flags count for a whole pattern, as in ``(?i)norm.*``.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable
 from re import _constants as code  # type: ignore[attr-defined]  # re's parser has no types: names
 from re import _parser  # type: ignore[attr-defined]  # the same
@@ -37,11 +35,11 @@ def fullmatcher(pattern: str) -> Callable[[str], bool]:
         if parsed.state.flags & (re.MULTILINE | re.LOCALE):
             raise re.error("the flags m and L mean nothing in a site")
         program = _Program(parsed.state.flags)
-        end = program.add("end")
-        start = program.sequence(list(parsed), end)
+        accept = program.add("accept")
+        start = program.sequence(list(parsed), accept)
     except (OverflowError, RecursionError) as error:
         raise re.error("it repeats or nests too deeply") from error
-    return lambda text: _Match(program.states, text).reaches(start, end, 0, len(text))[0]
+    return lambda text: _Match(program.states, text).reaches(start, 0)
 
 
 class _Program:
@@ -79,10 +77,9 @@ class _Program:
             return self._repeat(low, high, list(items), then)
         if operation in (code.ASSERT, code.ASSERT_NOT):
             direction, items = argument
-            end = self.add("end")
-            inner = self.sequence(list(items), end)
+            inner = self.sequence(list(items), self.add("here"))
             width = None if direction > 0 else items.getwidth()[0]
-            return self.add("look", (inner, end, width, operation is code.ASSERT), then)
+            return self.add("look", (inner, width, operation is code.ASSERT), then)
         if operation is code.AT:
             return self.add("at", argument, then)
         raise re.error("it refers to a group, or holds an atomic group or a possessive repeat")
@@ -150,48 +147,89 @@ def _word(text: str, at: int) -> bool:
 
 
 class _Match:
-    """One text, and which of its places lead to the end of the pattern or of a part of it."""
+    """One text. ``accept`` is reached at its end, ``here`` (the end of what is looked at) anywhere
+    ahead, or behind at the place that looks."""
 
     def __init__(self, states: list[_State], text: str) -> None:
         self._states, self._text = states, text
-        self._before: dict[int, list[int]] = defaultdict(list)
-        """By state, those that lead to it."""
-        for number, (_, _, following) in enumerate(states):
-            for other in following:
-                self._before[other].append(number)
         self._ahead: dict[int, list[bool]] = {}
 
-    def reaches(
-        self, start: int, end: int, low: int, high: int, *, anywhere: bool = False
-    ) -> list[bool]:
-        """By place from ``low`` to ``high``: does ``start`` there lead to ``end`` at ``high``, or
-        ``anywhere`` up to it? From the last place backwards, so that all of them cost no more than
-        one."""
-        text, states, leads = self._text, self._states, []
-        now: set[int] = set()
-        for at in range(high, low - 1, -1):
-            later, now = now, {end} if anywhere or at == high else set()
-            if at < high:
-                before = (state for other in later for state in self._before[other])
-                now |= {n for n in before if states[n][0] == "char" and states[n][1](text[at])}
-            waiting = list(now)
-            while waiting:
-                for state in self._before[waiting.pop()]:
-                    kind, argument, _ = states[state]
-                    if state not in now and kind != "char" and self._passes(kind, argument, at):
-                        now.add(state)
-                        waiting.append(state)
-            leads.append(start in now)
-        return leads[::-1]
+    def reaches(self, start: int, begin: int, end: int | None = None) -> bool:
+        """Forward from one place; ``end``: where ``here`` counts."""
+        text, states = self._text, self._states
+        waiting, seen = [(start, begin)], {(start, begin)}
+        while waiting:
+            state, at = waiting.pop()
+            kind, argument, following = states[state]
+            if kind == "char":
+                if at == len(text) or not argument(text[at]):
+                    continue
+                at += 1
+            elif kind == "accept" or kind == "here":
+                if at == (len(text) if kind == "accept" else end):
+                    return True
+                continue
+            elif not self._passes(kind, argument, at):
+                continue
+            for other in following:
+                if (other, at) not in seen:
+                    seen.add((other, at))
+                    waiting.append((other, at))
+        return False
 
     def _passes(self, kind: str, argument: Any, at: int) -> bool:
         if kind == "split":
             return True
         if kind == "at":
             return _PLACES[argument](self._text, at)
-        inner, end, width, wanted = argument
+        inner: int
+        width: int | None
+        wanted: bool
+        inner, width, wanted = argument
         if width is None:
-            if inner not in self._ahead:
-                self._ahead[inner] = self.reaches(inner, end, 0, len(self._text), anywhere=True)
-            return bool(self._ahead[inner][at] == wanted)
-        return bool((at >= width and self.reaches(inner, end, at - width, at)[0]) == wanted)
+            return self._looks_ahead(inner)[at] == wanted
+        return (at >= width and self.reaches(inner, at - width, at)) == wanted
+
+    def _looks_ahead(self, inner: int) -> list[bool]:
+        """By place, whether ``here`` can be reached from it: from the text's end backwards, so that
+        all places together cost no more than one."""
+        if inner not in self._ahead:
+            text, states = self._text, self._states
+            parts = _reachable(states, inner)
+            wanted = [False] * (len(text) + 1)
+            later: set[int] = set()
+            for at in range(len(text), -1, -1):
+                now = {part for part in parts if states[part][0] == "here"}
+                if at < len(text):
+                    now |= {
+                        part
+                        for part in parts
+                        if states[part][0] == "char"
+                        and states[part][2][0] in later
+                        and states[part][1](text[at])
+                    }
+                waiting = list(now)
+                while waiting:
+                    for part in parts[waiting.pop()]:
+                        kind, argument, _ = states[part]
+                        if part in now or kind == "char" or not self._passes(kind, argument, at):
+                            continue
+                        now.add(part)
+                        waiting.append(part)
+                later, wanted[at] = now, inner in now
+            self._ahead[inner] = wanted
+        return self._ahead[inner]
+
+
+def _reachable(states: list[_State], start: int) -> dict[int, list[int]]:
+    """The states after ``start``, each with those that lead to it."""
+    parts: dict[int, list[int]] = {start: []}
+    waiting = [start]
+    while waiting:
+        state = waiting.pop()
+        for other in states[state][2]:
+            if other not in parts:
+                parts[other] = []
+                waiting.append(other)
+            parts[other].append(state)
+    return parts

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from divergence.comparison.api import compare
 from divergence.gate.check import check
 from divergence.recording.api import capture
+from divergence.run.reader import Run
 from divergence.run.site import escape_path, is_operator_site, module_of, split_site, unescape_path
+from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 NAMES = ["lay/ers", "lay:ers", "lay#2", "lay ers", "100%", "a%2Fb", "line\nbreak", "ünïcode", "层"]
@@ -72,3 +76,35 @@ def test_operators_in_such_modules_are_operators(llama, tmp_path):
     assert rows["tensors"].num_elsewhere > 0  # the weights
     assert {row.share for row in report.coverage.passes} == {1.0}
     assert any("%2Fers.1.mlp.down_proj/aten.mm" in r.site for r in report.operators.results)
+
+
+def as_earlier_versions_wrote(run: Run, name: str) -> Run:
+    """The run with its modules' names as they are, on disk."""
+    escaped = escape_path(name)
+    without_digests(run.path)
+    for file in ("manifest.json", "records.jsonl"):
+        path = run.path / file
+        text = path.read_text()
+        assert escaped in text
+        path.write_text(text.replace(escaped, json.dumps(name)[1:-1]))
+    return Run.open(run.path)
+
+
+@pytest.mark.parametrize("name", ["lay/ers", "lay/ers.x", "lay#2", "lay ers"])
+def test_earlier_runs_with_such_names_are_read(llama, tmp_path, name):
+    """Runs that have the names as they are stay readable, and nothing of them vanishes."""
+    if "." in name:
+        name = name.replace(".x", "/aten")  # torch allows no dot in a name
+    prepare, escaped = renamed(name), escape_path(name)
+    sites = ["modules", f"ops@model.{escaped}.1"]
+    options = {"prompts": PROMPTS, "max_new_tokens": 1, "sites": sites, "prepare": prepare}
+    golden = capture(str(llama), out=tmp_path / "a", **options)
+    new = capture(like=golden, out=tmp_path / "b", prepare=prepare)
+    before = compare(golden, new)
+    old = as_earlier_versions_wrote(golden, name)
+    assert [r.site for r in old.records] == [r.site for r in golden.records]
+    assert old.manifest.plan.modules == golden.manifest.plan.modules
+    report = compare(old, new)
+    assert report.coverage == before.coverage
+    assert report.operators.num_matched == before.operators.num_matched
+    assert (report.verdict.kind, report.verdict.confidence) == ("identical", "high")

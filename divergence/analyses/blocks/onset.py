@@ -1,7 +1,7 @@
 """Onset: the claim that an error is made somewhere, with what it rests on.
 
 The first flagged unit in execution order is the onset, and its evidence says by how much it is
-beyond which limit. Where most of its kind are, the claim is about a family (blocks.suspects).
+beyond which limit. Where most of its kind are, the claim is about a family (blocks.units).
 """
 
 from __future__ import annotations

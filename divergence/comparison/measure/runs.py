@@ -92,7 +92,8 @@ class SharedRounding:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._rounding, norms = 0.0, []
-        for run in runs:
+        stepped = [run for run in runs if run.manifest.training.optimizer is not None]
+        for run in runs if stepped else ():  # of most runs there is nothing to look through
             summaries = {}
             for record in run.records:
                 if f"{OPTIMIZER}:in." in record.site:
@@ -111,7 +112,7 @@ class SharedRounding:
         self._rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
         self._sizes = {
             record.site: record.summary.rms
-            for record in runs[0].records
+            for record in (runs[0].records if stepped else ())
             if f"{OPTIMIZER}:out." in record.site and record.summary is not None
         }
 

@@ -152,9 +152,13 @@ def text_type(type_: Any) -> Any:
     return first
 
 
-@functools.cache
+_FIELDS: dict[type[Options], tuple[Field, ...]] = {}
+
+
 def fields_of(kind: type[Options]) -> tuple[Field, ...]:
     """The options of a command, in the order of its help."""
+    if kind in _FIELDS:
+        return _FIELDS[kind]
     hints = typing.get_type_hints(kind)
     fields = []
     for field in dataclasses.fields(kind):
@@ -165,7 +169,8 @@ def fields_of(kind: type[Options]) -> tuple[Field, ...]:
             name=field.name, type=hints[field.name], default=field.default,
             options=(first, *others),
         ))  # fmt: skip
-    return tuple(fields)
+    _FIELDS[kind] = tuple(fields)
+    return _FIELDS[kind]
 
 
 def given_fields(options: Options) -> Iterator[Field]:

@@ -1145,9 +1145,9 @@ def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
 
 # Runs of collectives: one judged by itself, or two held against each other.
 #
-# Each side is judged by the definitions alone, so a side that is wrong is named without trusting the
-# other. Where both are right, results may still differ: two libraries add in two orders. Cases are
-# paired by name; only those with the same inputs on every rank are compared.
+# Each side is judged by the definitions alone, so a side that is wrong is named without trusting
+# the other. Where both are right, results may still differ: two libraries add in two orders. Cases
+# are paired by name; only those with the same inputs on every rank are compared.
 
 
 def report_alone(run: Run, *, progress: Progress | None = None) -> Report:

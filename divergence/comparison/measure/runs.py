@@ -92,8 +92,7 @@ class SharedRounding:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._rounding, norms = 0.0, []
-        stepped = [run for run in runs if run.manifest.training.optimizer is not None]
-        for run in runs if stepped else ():  # of most runs there is nothing to look through
+        for run in runs:
             summaries = {}
             for record in run.records:
                 if f"{OPTIMIZER}:in." in record.site:
@@ -112,7 +111,7 @@ class SharedRounding:
         self._rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
         self._sizes = {
             record.site: record.summary.rms
-            for record in (runs[0].records if stepped else ())
+            for record in runs[0].records
             if f"{OPTIMIZER}:out." in record.site and record.summary is not None
         }
 
@@ -518,10 +517,12 @@ class Measurer:
         self.kernel: Kernel = "numpy"
         self.device: torch.device | None = None  # measure there, not by the kernel
         self._routing = Routing(reference, candidate)
+        runs = [reference, candidate, *([] if truth is None else [truth.run])]
+        stepped = any(run.manifest.training.optimizer is not None for run in runs)
         self.judge = Judge(
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
-            SharedRounding([reference, candidate, *([] if truth is None else [truth.run])]),
+            SharedRounding(runs) if stepped else lambda site: 0.0,
             None if own_floor is None else floor_of(own_floor),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
@@ -725,7 +726,7 @@ class Measurer:
         distance = None
         if logits and a.ndim >= 1 and a.numel():
             values = measure_logits(a, b, row_mask=mask)
-            if values.num_rows > values.num_skipped:  # else no row was finite enough to measure
+            if values.num_rows:  # else no row was finite enough to measure
                 distance = LogitsDiff(
                     **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
                 )

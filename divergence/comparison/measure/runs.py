@@ -80,6 +80,10 @@ if TYPE_CHECKING:
 # One pair of records measured, from bytes or from what is kept of them.
 
 
+def _nothing_shared(site: str) -> float:
+    return 0.0  # a function with a name: a measurer is sent to other processes
+
+
 class SharedRounding:
     """By site, the error that all of an optimizer's input and moments have in common.
 
@@ -522,7 +526,7 @@ class Measurer:
         self.judge = Judge(
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
-            SharedRounding(runs) if stepped else lambda site: 0.0,
+            SharedRounding(runs) if stepped else _nothing_shared,
             None if own_floor is None else floor_of(own_floor),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules

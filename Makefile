@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
 .PHONY: bench bench-architectures bench-localization bench-observations bench-operators \
-	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-slow \
+	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-core test-slow \
 	test-vllm
 
 PYTHON ?= python3
@@ -29,6 +29,16 @@ demo-trained: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
 
+# The core alone: a copy without divergence/domains, whose tests need none of it.
+CORE := build/core
+
+test-core: $(STAMP)
+	rm -rf $(CORE) && mkdir -p $(CORE)
+	cp -R .ci Makefile README.md README.zh.md CHANGELOG.md CONTRIBUTING.md LICENSE benchmarks \
+		configs constraints.txt divergence docs mkdocs.yml pyproject.toml tests $(CORE)
+	rm -rf $(CORE)/divergence/domains $(CORE)/tests/domains
+	cd $(CORE) && PYTHONPATH=. $(CURDIR)/$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
+
 # torchao lies apart: where it is installed, every process that imports transformers loads it.
 TORCHAO := build/torchao
 
@@ -44,7 +54,7 @@ test-slow: $(STAMP) $(TORCHAO)/torchao/__init__.py
 
 # vLLM wants other versions than everything else here: an environment of its own, 2 GB.
 VLLM := .venv-vllm
-VLLM_LIST := tests/recording/engines/vllm/requirements.txt
+VLLM_LIST := tests/domains/vllm/requirements.txt
 
 $(VLLM)/.installed: $(VLLM_LIST)
 	$(PYTHON) -m venv $(VLLM)
@@ -52,7 +62,7 @@ $(VLLM)/.installed: $(VLLM_LIST)
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/recording/engines/vllm
+	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/domains/vllm
 
 lint: $(STAMP) docs
 	$(BIN)/ruff check .

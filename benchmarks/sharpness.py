@@ -59,7 +59,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         'p95 {decimal(tokens.kl_p99)} nats"',
         "^compare a-gpt2",
     ),
-    ("checklist/show.py", 'return "no rung fails"', 'return "all rungs hold"', "^doctor"),
+    ("domains/doctor/show.py", 'return "no rung fails"', 'return "all rungs hold"', "^doctor"),
     ("run/target.py", "is not the name of an archive", "is no archive", "^pack"),
     ("importing/api.py", "{out} lies in the dump itself", "{out} is in the dump itself", "^import"),
     # a column or a line dropped
@@ -124,7 +124,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "    files: dict[str, str] = {}",
         "^bundle",
     ),
-    ("view/app.py", "report_lines(report, verbose=True)", "report_lines(report)", "^view"),
+    ("domains/view/app.py", "report_lines(report, verbose=True)", "report_lines(report)", "^view"),
     ("analyses/blocks/sections.py", "_WORST = 5", "_WORST = 4", "^compare .* page"),
     (
         "ops/reproducer.py",

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from divergence._version import __version__
     from divergence.arithmetic.api import probe
-    from divergence.checklist.doctor import doctor
-    from divergence.checklist.result import Checkup
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
+    from divergence.domains import public
+    from divergence.domains.public import *  # noqa: F403 - what the domains add
     from divergence.evaluations.api import scores
     from divergence.evaluations.result import ScoresReport
     from divergence.experiments.diff import DiffResult, diff
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from divergence.training.curves.judging import compare_losses
     from divergence.training.curves.result import LossReport
 
-__all__ = [
-    "Checkup", "DiffResult", "LossReport", "Matrix", "Quantization", "Report", "Run",
-    "ScoresReport", "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare",
-    "compare_losses", "compare_many", "diff", "doctor", "import_dump", "localize", "pack", "probe",
-    "quantize", "record", "replay", "repro", "scores", "selfcheck", "selftest", "sensitivity",
-    "truth", "unpack",
-]  # fmt: skip
+    __all__ = [
+        "DiffResult", "LossReport", "Matrix", "Quantization", "Report", "Run", "ScoresReport",
+        "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare",
+        "compare_losses", "compare_many", "diff", "import_dump", "localize", "pack", "probe",
+        "quantize", "record", "replay", "repro", "scores", "selfcheck", "selftest",
+        "sensitivity", "truth", "unpack",
+    ]  # fmt: skip
+    __all__ += public.__all__
 
 _HOMES = {
-    "Checkup": "divergence.checklist.result",
     "DiffResult": "divergence.experiments.diff",
     "LossReport": "divergence.training.curves.result",
     "Matrix": "divergence.fleet.result",
@@ -72,7 +72,6 @@ _HOMES = {
     "compare_losses": "divergence.training.curves.judging",
     "compare_many": "divergence.fleet.many",
     "diff": "divergence.experiments.diff",
-    "doctor": "divergence.checklist.doctor",
     "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.target",
@@ -88,13 +87,23 @@ _HOMES = {
     "truth": "divergence.recording.api",
     "unpack": "divergence.run.target",
 }
+"""By name: the module. Those of domains stand in each domain's ``public``."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from divergence.domain import domains
+
+    homes = {**_HOMES, **{key: at for domain in domains() for key, at in domain.public.items()}}
+    if name == "__all__":
+        return sorted(homes)
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(homes[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})

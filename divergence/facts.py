@@ -27,6 +27,7 @@ from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, cast
 
 import msgspec
 
+from divergence.domain import domains
 from divergence.layout import count, decimal, fixed, relative, shape_text, share, size, times
 from divergence.words import figure, letter, list_names
 
@@ -176,12 +177,15 @@ def template_of(code: str) -> str:
 def table_of(domain: str) -> Mapping[str, str]:
     """The table of a domain, by its name; that of the comparison has no name."""
     rooms = ("divergence", "divergence.analyses", "divergence.comparison")
-    places = [f"{room}.{domain}" for room in rooms]
-    for place in places if domain else ["divergence.comparison"]:
+    places = [f"{room}.{domain}.sentences" for room in rooms]
+    for place in places if domain else ["divergence.comparison.sentences"]:
         try:
-            return cast(Mapping[str, str], import_module(f"{place}.sentences").SENTENCES)
+            return cast(Mapping[str, str], import_module(place).SENTENCES)
         except ModuleNotFoundError:
             continue
+    for each in domains():
+        if domain in each.sentences:
+            return cast(Mapping[str, str], import_module(each.sentences[domain]).SENTENCES)
     raise KeyError(f"no table of sentences for {domain!r}")
 
 

@@ -48,10 +48,13 @@ a fact, or a list of facts, itself.
 
 def tables() -> Iterator[tuple[str, Mapping[str, str]]]:
     """(prefix, table) of each package that makes facts; the comparison's own has no prefix."""
+    from divergence.domain import own_domains
+
+    prefixes = {at: name for domain in own_domains() for name, at in domain.sentences.items()}
     for path in sorted((ROOT / "divergence").rglob("sentences.py")):
-        name = path.parent.name
-        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        yield "" if name == "comparison" else f"{name}.", module.SENTENCES
+        place = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        name = prefixes.get(place, path.parent.name)
+        yield "" if name == "comparison" else f"{name}.", importlib.import_module(place).SENTENCES
 
 
 def cell(text: str) -> str:

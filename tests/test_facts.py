@@ -79,12 +79,12 @@ def test_facts_are_equal_by_what_they_tell():
 
 
 DECIDES = (
-    "analyses", "comparison", "collectives", "evaluations", "training", "checklist", "experiments",
-    "gate", "fleet",
+    "analyses", "comparison", "collectives", "evaluations", "training", "experiments", "gate",
+    "fleet", "domains/doctor",
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
-    r"(?:show|sections|figures|sentences|rows|capturing|api|reading|formats/.*|advice)\.py$"
+    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|formats/.*|advice)\.py$"
 )
 """Modules that show, read files of people, or print commands."""
 PROSE = re.compile(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}")

@@ -1,7 +1,7 @@
 """Who may import whom: the drawing in the architecture, enforced.
 
     errors <- numerics <- {run, options} <- {recording, ops, arithmetic, comparison} <- analyses
-    <- {experiments, gate, fleet, checklist} <- report <- cli
+    <- {experiments, gate, fleet} <- report <- cli <- domains
 
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
 """
@@ -33,6 +33,7 @@ LEVELS = {
     "html": 1,  # elements of pages
     "document": 1,  # what an analysis shows, as values
     "words": 0,
+    "domain": 0,  # what a domain is, and which are installed
     "outside": 1,
     "output": 1,
     "numerics": 1,
@@ -50,14 +51,13 @@ LEVELS = {
     "analyses": 4,  # what comparison looks up by name
     "evaluations": 5,  # benchmark scores; it may record the prompts that flipped
     "experiments": 5,  # made of captures and comparisons
-    "checklist": 5,
     "gate": 5,
     "fleet": 5,
     "importing": 5,  # dumps of other tools, made runs
     "report": 6,
-    "view": 6,  # the terminal browser: loaded by its command alone
     "sending": 7,  # a report and what lies beside it, in one file
     "cli": 8,
+    "domains": 9,  # nothing names one: divergence.domain finds them
     "pytest_plugin": 9,  # of pytest's command line, as cli is of ours
     "__main__": 9,
     "__init__": 9,
@@ -101,17 +101,17 @@ REPORT_READS = (
 records. It never opens a run."""
 
 OWNERS = {
-    "transformers": ("recording/engines/",),
-    "vllm": ("recording/engines/", "ops/suite/"),  # its kernels, where a suite is asked for them
-    "onnx": ("recording/engines/onnx_runtime.py",),
-    "onnxruntime": ("recording/engines/onnx_runtime.py",),
+    "transformers": ("recording/engines/", "domains/onnx/", "domains/vllm/"),
+    "vllm": ("domains/vllm/", "ops/suite/"),  # its kernels, where a suite is asked for them
+    "onnx": ("domains/onnx/",),
+    "onnxruntime": ("domains/onnx/",),
     "numba": ("numerics/compiled.py",),
     "scipy": ("evaluations/statistics.py",),
     "zstandard": ("evaluations/formats/",),
     "llvmlite": ("numerics/compiled.py",),
     "resvg_py": ("html/picture.py",),
     "tensorboard": ("training/curves/",),
-    "textual": ("view/",),
+    "textual": ("domains/view/",),
     "typer": ("cli/",),
     "rich": ("cli/", "layout.py"),
 }
@@ -161,6 +161,8 @@ def violation(path: str, target: str) -> str | None:
         return f"{room} stands below {other}"
     if (room, other) in APART:
         return f"{room} and {other} never import each other"
+    if room == other == "domains" and path.split("/")[1] != rest.split(".")[1] != "public":
+        return None if path == "domains/public.py" else "a domain does not know another"
     if room == other == "analyses" and path.split("/")[1] != rest.split(".")[1]:
         return "an analysis does not know another"
     if (
@@ -312,8 +314,11 @@ def test_the_list_of_commands_imports_none_of_them():
     )
     loaded = set(done.stderr.split())
     ours = {name.removeprefix("divergence.") for name in loaded if name.startswith("divergence.")}
-    needed = ("cli.answers", "cli.main", "cli.streams", "errors", "words")
-    assert ours == {"cli", *needed}
+    needed = ("cli.answers", "cli.main", "cli.streams", "domain", "errors", "words")
+    shown = {
+        name for name in ours if re.fullmatch(r"domains(\.\w+)?", name)
+    }  # they say what they add
+    assert ours - shown == {"cli", *needed}
     assert "msgspec" not in loaded
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.checklist.result import Checkup
 from divergence.comparison.result import Report
+from divergence.domains.doctor.result import Checkup
 from divergence.evaluations.result import ScoresReport
 from divergence.fleet.result import Matrix
 from divergence.run.manifest import Manifest

@@ -1,4 +1,4 @@
-"""The commands diff, doctor, localize, sensitivity, quantize, selfcheck and selftest."""
+"""The commands diff, localize, sensitivity, quantize, selfcheck and selftest."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import typer
 
 from divergence.cli.answers import exit_with, progress_bars, show, show_answer
 from divergence.cli.compare import HTML, exit_as, show_report
-from divergence.cli.signature import settings
 from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import (
     FORCE,
     LIMITS,
-    OUTPUT,
     TRUST,
-    DoctorOptions,
     LocalizeOptions,
     Output,
     QuantizationOptions,
@@ -147,52 +144,6 @@ def _numbers(flag: str, values: Sequence[str]) -> list[int]:
 def _plain(value: object) -> str:
     text = "".join(c if c.isalnum() or c in "._=" else "-" for c in str(value)).strip("-")
     return text.rpartition("-")[2] or "x"
-
-
-# `divergence doctor`: the checklist and the ladder of causes of two runs.
-
-
-def doctor(
-    *,
-    reference: str = option("A", "Run A.", default=...),
-    candidate: str = option("B", "Run B.", default=...),
-    options: Annotated[dict[str, Any], DoctorOptions],
-    exit_code: bool = option("--exit-code", "Exit as compare --exit-code does.", default=False),
-    markdown: bool = option(
-        "--markdown", "Print tables to paste into an issue.", OUTPUT, default=False
-    ),
-    output: Output,
-) -> None:
-    """Eight points make a comparison fair; seven rungs are the causes, from the tokens to
-    the ranks. Each passes, fails or is not known. The ladder stops at the first rung that
-    explains the rest. Nothing is measured that compare does not measure, and the verdict
-    is compare's.
-
-    Examples:
-    divergence doctor a b
-    divergence doctor a b --truth truth         # also which side is wrong
-    divergence doctor a b --markdown > issue.md
-    divergence doctor a b --json > checkup.json
-    divergence doctor a b --quiet --exit-code || echo "not the same"
-
-    Exit codes: 0 done, whatever was found; 2 a run cannot be read. With --exit-code those
-    of compare --exit-code: 1 where the runs diverge, 2 where none can tell.
-    """
-    if output.json and markdown:
-        raise UsageError("--json and --markdown both want stdout", hint="leave one out")
-    from divergence.checklist.doctor import doctor as examine
-    from divergence.checklist.show import checkup_lines, checkup_markdown
-    from divergence.cli.compare import EXIT_CODES
-
-    options = {**settings("compare"), **options}
-    with progress_bars(quiet=output.silent or markdown) as progress:
-        checkup = examine(reference, candidate, progress=progress, **options)
-    if markdown:
-        show(checkup_markdown(checkup))
-    else:
-        show_answer(checkup, checkup_lines, partial(checkup_lines, brief=True), output)
-    if exit_code:
-        exit_with(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])
 
 
 # Commands that make runs and compare them: `localize`, `sensitivity`, `quantize`, ...

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import keyword
 import os
 import shutil
@@ -32,6 +31,7 @@ from divergence.cli.streams import (
     rank0_output,
     stop_code,
 )
+from divergence.domain import Subcommand, domains, placed
 from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 
@@ -72,10 +72,6 @@ COMMANDS = {
         "compare",
         "Compare two runs: the verdict, the first site where they part, and why.",
     ),
-    "view": (
-        "compare",
-        "Look through a comparison in this terminal: blocks, modules, prompts, steps.",
-    ),
     "check": ("check", "Check a run against a golden under a policy."),
     "scores": (
         "scores",
@@ -87,10 +83,6 @@ COMMANDS = {
     ),
     "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
     "replay": ("runs", "Run each recorded operator again, alone, on its recorded inputs."),
-    "doctor": (
-        "experiments",
-        "Go through the checklist with two runs: what to settle first, and which cause it is.",
-    ),
     "sensitivity": (
         "experiments",
         "How small a fault would be seen: by dtype, prompts, passes and limits as they are.",
@@ -141,25 +133,41 @@ COMMANDS = {
         "Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault.",
     ),
 }
-"""Each command in the order of ``--help``: the module of divergence.cli that has the function of
-its name, and the first line of its help, so that ``--help`` imports none of them."""
+"""Each command of the core in the order of ``--help``: the module of divergence.cli that has the
+function of its name, and the first line of its help, so that ``--help`` imports none of them."""
 
 DAILY = ("diff", "capture", "compare", "check", "localize")
 """The commands that most users need; ``--help`` shows them first."""
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
+def commands() -> dict[str, Subcommand]:
+    """Those of the core and of the domains that are installed, in the order of ``--help``."""
+    listed = [
+        Subcommand(name, f"divergence.cli.{module}:{name}{'_' * keyword.iskeyword(name)}", line)
+        for name, (module, line) in COMMANDS.items()
+    ]
+    for command in (command for domain in domains() for command in domain.commands):
+        names = [other.name for other in listed]
+        place = names.index(command.after) + 1 if command.after in names else len(names)
+        listed.insert(place, command)
+    return {command.name: command for command in listed}
+
+
 class _Command(TyperCommand):
     """A command whose module is imported when it is run."""
+
+    def __init__(self, declared: Subcommand) -> None:
+        panel = "Daily" if declared.name in DAILY else "Expert"
+        super().__init__(declared.name, help=declared.line, rich_help_panel=panel)
+        self.declared = declared
 
     def load(self) -> Any:
         """The command with its options."""
         from divergence.cli.signature import help_of, typer_command
 
-        name = self.name or ""
-        module = importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}")
-        function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
-        text, epilog = help_of(COMMANDS[name][1], function)
+        name, function = self.declared.name, placed(self.declared.function)
+        text, epilog = help_of(self.declared.line, function)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
         )
@@ -177,10 +185,7 @@ class _Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {
-            name: _Command(name, help=line, rich_help_panel="Daily" if name in DAILY else "Expert")
-            for name, (_, line) in COMMANDS.items()
-        }
+        self.commands = {name: _Command(declared) for name, declared in commands().items()}
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         given = list(args)

@@ -410,7 +410,9 @@ class CheckOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(Options):
+class EvidenceOptions(Options):
+    """What two runs are held against, beside each other."""
+
     truth: str | None = TRUTH
     floor: Sequence[str] = FLOOR_RUNS
     name_map: Path | None = NAME_MAP
@@ -536,8 +538,8 @@ class CaptureOptions(TrainOptions):
     )
     engine: str | None = option(
         "--engine NAME",
-        "What runs the model: transformers, compile (torch.compile, block by block), onnx "
-        "(ONNX Runtime), or an installed one. Default: transformers, or the recorded one.",
+        "What runs the model: transformers, compile (torch.compile, block by block), or another "
+        "that is installed (a wrong name lists them). Default: transformers, or the recorded one.",
         MODEL,
         setting=True,
         recorded="engine.name",

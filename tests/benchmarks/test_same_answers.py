@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import _questions
 import same_answers
 
-from divergence.cli.main import COMMANDS
+from divergence.cli.main import commands
 
 
 def answer(stdout="", *, code=0, stderr="", **files):
@@ -84,7 +84,7 @@ def test_added_keys(monkeypatch):
 def test_the_table():
     """Every command is asked, by faces that there are, of inputs that can be made in an order."""
     words = {question.split()[0] for question, _ in _questions.QUESTIONS}
-    assert set(COMMANDS) <= words
+    assert set(commands()) <= words
     assert {face for _, faces in _questions.QUESTIONS for face in faces.split()} == set(
         _questions.FACES
     )

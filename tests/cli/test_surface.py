@@ -51,10 +51,10 @@ def test_every_answer_has_json_quiet_and_verbose(name):
 
 def test_the_list_of_commands_says_what_each_says_of_itself():
     """`--help` imports no command, so the first lines are written down a second time."""
-    from divergence.cli.main import COMMANDS
+    from divergence.cli.main import commands
 
-    for name, (_, line) in COMMANDS.items():
-        assert surface.commands()[name].help.splitlines()[0] == line
+    for name, command in commands().items():
+        assert surface.commands()[name].help.splitlines()[0] == command.line
 
 
 def test_no_help_text_loses_its_brackets(invoke):

@@ -1,5 +1,5 @@
 """A real server on loopback: vLLM's CPU build. Run where it is installed, as the engine's tests are
-(tests/recording/engines/vllm/requirements.txt)."""
+(tests/domains/vllm/requirements.txt)."""
 
 from __future__ import annotations
 

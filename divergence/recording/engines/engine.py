@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 import torch
 
+from divergence.domain import own_domains, placed
 from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.load import LoadedModel, Loading
 from divergence.recording.hooks import patched
@@ -341,20 +342,18 @@ def can_generate(model: Any) -> bool:
 # ``load``      makes a session of a model.
 #
 # ``sessions.TorchSession`` is the session of any engine whose modules lie in this process and can
-# be hooked; an engine that differs in one thing overrides one method. Built-in engines stand in
-# ``BUILT_IN``; an installed package adds one by an entry point of the group
-# ``divergence.engines``:
+# be hooked; an engine that differs in one thing overrides one method. Engines of the core stand in
+# ``CORE``, others in the ``engines`` of a domain (divergence.domain); an installed package may add
+# one alone, by an entry point of the group ``divergence.engines``:
 #
 #     [project.entry-points."divergence.engines"]
 #     mine = "my_package.engine:MyEngine"
 
 DEFAULT, QUANTIZE = "transformers", "quantize"
-BUILT_IN = {
+CORE = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
     "compile": "divergence.recording.engines.sessions:CompileEngine",
     "quantize": "divergence.recording.engines.quantize:QuantizeEngine",
-    "onnx": "divergence.recording.engines.onnx_runtime:OnnxEngine",
-    "vllm": "divergence.recording.engines.vllm.engine:VllmEngine",
 }
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"
@@ -437,13 +436,18 @@ class Engine(Protocol):
         UsageError for what it cannot do; both for a package that is not installed."""
 
 
+def built_in() -> dict[str, str]:
+    """The engines that come with divergence, by name: where the class is."""
+    own = [domain.engines for domain in own_domains()]
+    return CORE | {name: place for engines in own for name, place in engines.items()}
+
+
 def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
     """The engine. Raises UsageError for a name that there is none of, with near ones.
     ``built_in_alone``: what a run names is no reason to import somebody's package."""
-    place = BUILT_IN.get(name)
+    place = built_in().get(name)
     if place is not None:
-        module, _, attribute = place.partition(":")
-        engine: Engine = getattr(importlib.import_module(module), attribute)()
+        engine: Engine = placed(place)()
         return engine
     points = {point.name: point for point in importlib.metadata.entry_points(group=_GROUP)}
     if name in points and not built_in_alone:
@@ -455,7 +459,7 @@ def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
                 hint="importing it by itself shows why",
             ) from error
         return engine
-    known = [*BUILT_IN, *points]
+    known = [*built_in(), *points]
     raise UsageError(
         f"--engine {name}: there is no such engine"
         + (" that comes with divergence" if name in points else ""),
@@ -467,7 +471,7 @@ def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
 def recorded_options(note: EngineNote, given: Collection[str]) -> dict[str, EngineValue]:
     """Options that a run names, but for those ``given`` here. Raises RunFormatError."""
     kept = {key: value for key, value in note.options.items() if key not in given}
-    if note.name in BUILT_IN and not engine_named(note.name).Options.opens_files:
+    if note.name in built_in() and not engine_named(note.name).Options.opens_files:
         return kept
     return recorded_engine_options(kept)
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import divergence
-from divergence.checklist.show import checkup_lines, checkup_markdown
+from divergence.domains.doctor.show import checkup_lines, checkup_markdown
 
 NASTY = "x|y `rm` <b>@all</b> #1 [a](javascript:1) ![i](http://e.com) **b** _c_ \\| $m$ :tada:"
 

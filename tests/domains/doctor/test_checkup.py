@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.checklist.result import Checkup
+from divergence.domains.doctor.result import Checkup
 from divergence.errors import IncomparableError, RunFormatError, UsageError
 
 LETTERS = {"pass": "p", "fail": "F", "unknown": "?", "not_reached": "-"}

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from divergence.config import config_names, decode, find_config, load_toml
+from divergence.domains.vllm.worker import EXTENSION, FORMAT, register_loader
 from divergence.errors import DivergenceError, ModelError, PlantError, UsageError, first_line
 from divergence.recording.dispatch import argument_names
 from divergence.recording.engines.engine import (
@@ -32,7 +33,6 @@ from divergence.recording.engines.engine import (
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.engines.vllm.worker import EXTENSION, FORMAT, register_loader
 from divergence.recording.hooks import patched
 from divergence.recording.keeper import CopyKeeper
 from divergence.recording.modules import Recorder

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from divergence.comparison.result import Report
+from divergence.domains.view.app import HOMES, Page
 from divergence.errors import UsageError
-from divergence.view.app import HOMES, Page
 
 HOSTILE = "[bold red]x[/] \x1b[2J\x1b]0;owned\x07 ‮ [link=https://x]"
 
@@ -114,7 +114,7 @@ def test_what_is_no_report_is_said(text, said, tmp_path):
 def shown(report, *keys: str, check: Callable, size: tuple[int, int] = (80, 24)) -> None:
     """Runs the browser without a terminal, presses keys and calls ``check(app)``."""
     pytest.importorskip("textual", reason="the extra `tui` is not installed")
-    from divergence.view.app import Browser
+    from divergence.domains.view.app import Browser
 
     async def session() -> None:
         app = Browser(report)
@@ -237,7 +237,7 @@ def test_a_missing_extra_and_a_pipe_are_said(monkeypatch, capsys):
         assert caught.value.code == 2
         return capsys.readouterr().err
 
-    for name in [name for name in sys.modules if name.startswith("divergence.view.app")]:
+    for name in [name for name in sys.modules if name.startswith("divergence.domains.view.app")]:
         monkeypatch.delitem(sys.modules, name)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "textual", None)

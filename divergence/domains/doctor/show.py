@@ -7,8 +7,8 @@ could read is written as a number.
 
 from __future__ import annotations
 
-from divergence.checklist.result import Checkup
 from divergence.document import Column, Table
+from divergence.domains.doctor.result import Checkup
 from divergence.layout import BLANK, Line, Span, heading, next_lines, prose
 from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter, markdown_code, printable

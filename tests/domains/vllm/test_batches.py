@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from divergence.domains.vllm.engine import Gathered, PromptTokens, alone, forward_of
 from divergence.errors import ModelError
-from divergence.recording.engines.vllm.engine import Gathered, PromptTokens, alone, forward_of
 from divergence.recording.hooks import Sink
 from divergence.recording.prompts import group_samples
 from divergence.run.captured import CapturedTensor

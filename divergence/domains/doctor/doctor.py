@@ -20,15 +20,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.checklist.result import (
-    Checkup,
-    Point,
-    PointName,
-    PointState,
-    Rung,
-    RungName,
-    RungState,
-)
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.pairs import load_name_map
 from divergence.comparison.api import compare
@@ -38,6 +29,15 @@ from divergence.comparison.preflight.code import CodeDifference, code_difference
 from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Claim, Finding, PreflightLine, SiteResult, Verdict
+from divergence.domains.doctor.result import (
+    Checkup,
+    Point,
+    PointName,
+    PointState,
+    Rung,
+    RungName,
+    RungState,
+)
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, apart, fact, has, plain, sentence, worded
 from divergence.run.command import command_line

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from divergence.config import config_names
+from divergence.domains.vllm.engine import ModuleMap, map_for, parameters_of, places_of
 from divergence.errors import ConfigError, UsageError
 from divergence.recording.engines.load import Loading, empty_model
-from divergence.recording.engines.vllm.engine import ModuleMap, map_for, parameters_of, places_of
 from tests.models.families import build
 
 FAMILIES = {

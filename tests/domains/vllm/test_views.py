@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from divergence.domains.vllm.engine import head_hooked, table_viewed, viewed
 from divergence.errors import PlantError
-from divergence.recording.engines.vllm.engine import head_hooked, table_viewed, viewed
 
 
 class FusedNorm(nn.Module):

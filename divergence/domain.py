@@ -1,0 +1,89 @@
+"""Domains: what stands beside the core, each in a folder of its own that nothing else names.
+
+A domain is a package with a ``DOMAIN`` in its ``__init__``, which imports
+nothing but this module: what it adds is named as text, and imported when it is used. Those that
+come with divergence are the folders of ``divergence/domains``; an installed package announces its
+own by an entry point:
+
+    [project.entry-points."divergence.domains"]
+    mine = "my_package.mine"
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FOLDER = "divergence.domains"
+"""The folder, and the group of entry points."""
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A command of the command line."""
+
+    name: str
+    function: str
+    """Where its function is: ``package.module:function`` (cli.signature reads its parameters)."""
+    line: str
+    """The first line of its help."""
+    after: str | None = None
+    """The command behind which ``--help`` lists it; the last ones where there is none of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """What a domain adds. Places are texts: ``package.module``, or ``package.module:attribute``."""
+
+    name: str
+    commands: tuple[Subcommand, ...] = ()
+    public: Mapping[str, str] = field(default_factory=dict)
+    """Names that it adds to the package ``divergence``, each with the module that has it. What
+    type checkers are to know of them stands in ``divergence/domains/public.py``."""
+    sentences: Mapping[str, str] = field(default_factory=dict)
+    """By the prefix of its facts' codes: the module with the table ``SENTENCES``."""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """Engines that it adds, by name: the class."""
+
+
+@functools.cache
+def own_domains() -> tuple[Domain, ...]:
+    """Those that come with divergence, in the order of their names."""
+    folder = importlib.util.find_spec(FOLDER)
+    if folder is None:
+        return ()
+    names = sorted(
+        entry.name
+        for entry in pkgutil.iter_modules(folder.submodule_search_locations)
+        if entry.ispkg
+    )
+    return tuple(importlib.import_module(f"{FOLDER}.{name}").DOMAIN for name in names)
+
+
+@functools.cache
+def domains() -> tuple[Domain, ...]:
+    """All that are installed, those of divergence first. What cannot be imported is left out, with
+    a warning: one package must not take all commands away."""
+    installed = list(own_domains())
+    for point in importlib.metadata.entry_points(group=FOLDER):
+        try:
+            installed.append(importlib.import_module(point.value).DOMAIN)
+        except Exception as error:  # somebody's package: anything
+            warnings.warn(
+                f"the domain {point.name} is left out: {point.value} cannot be imported: {error}",
+                stacklevel=2,
+            )
+    return tuple(installed)
+
+
+def placed(place: str) -> Any:
+    """What stands at ``package.module:attribute``."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,1 @@
+"""Folders, each a domain: see ``divergence.domain``. Nothing outside names one."""

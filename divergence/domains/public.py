@@ -1,0 +1,9 @@
+"""Names that domains add to the package ``divergence``, for type checkers and editors.
+
+At runtime each domain names its own (``Domain.public``), and nothing imports this file.
+"""
+
+from divergence.domains.doctor.doctor import doctor
+from divergence.domains.doctor.result import Checkup
+
+__all__ = ["Checkup", "doctor"]

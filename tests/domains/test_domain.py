@@ -1,0 +1,88 @@
+"""Domains are found, not listed: those of the folder, and those that packages announce."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import warnings
+
+import pytest
+
+import divergence
+from divergence import domain
+from divergence.cli.main import commands
+from divergence.domains import public
+
+MINE = """
+from divergence.domain import Domain, Subcommand
+
+DOMAIN = Domain(
+    name="mine",
+    commands=(Subcommand("norms", "{module}:norms", "Norms by type of token.", after="compare"),),
+    public={{"norms": "{module}"}},
+    sentences={{"mine": "{module}"}},
+)
+SENTENCES = {{"norm": "a norm of {{value:.1f}}"}}
+
+
+def norms():
+    return 1
+"""
+
+
+@pytest.fixture
+def announced(tmp_path, monkeypatch):
+    """``announced(name, text)``: installs a package whose entry point names it a domain."""
+    points = []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points",
+        lambda group: [point for point in points if group == domain.FOLDER],
+    )  # fmt: skip
+
+    def install(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        points.append(importlib.metadata.EntryPoint(name, name, domain.FOLDER))
+        domain.domains.cache_clear()
+
+    yield install
+    domain.domains.cache_clear()
+
+
+def test_a_package_adds_a_command_a_name_and_sentences(announced):
+    """Nothing of divergence names it."""
+    from divergence.facts import fact, sentence
+
+    announced("mine_of_a_package", MINE.format(module="mine_of_a_package"))
+    listed = list(commands())
+    assert listed.index("norms") == listed.index("compare") + 1
+    assert divergence.norms() == 1
+    assert "norms" in divergence.__all__
+    assert sentence(fact("mine.norm", value=2.0)) == "a norm of 2.0"
+
+
+def test_a_broken_package_takes_nothing_away(announced):
+    """It is left out, and said."""
+    announced("broken_package", "raise RuntimeError('no such kernel')")
+    with pytest.warns(UserWarning, match="broken_package cannot be imported: no such kernel"):
+        names = commands()
+    assert "compare" in names
+
+
+def test_what_type_checkers_know_is_what_is_there():
+    """divergence/domains/public.py has the public names of every domain."""
+    added = {name: at for each in domain.own_domains() for name, at in each.public.items()}
+    assert sorted(added) == sorted(public.__all__)
+    for name, module in added.items():
+        assert getattr(public, name) is getattr(importlib.import_module(module), name)
+
+
+def test_a_domain_says_what_it_adds_and_imports_nothing():
+    """All that it names is there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in domain.own_domains():
+            places = [command.function for command in each.commands]
+            assert all(callable(domain.placed(place)) for place in places)
+            for module in each.sentences.values():
+                assert importlib.import_module(module).SENTENCES

@@ -1,8 +1,8 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
 .PHONY: bench bench-architectures bench-localization bench-observations bench-operators \
-	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-core test-slow \
-	test-vllm
+	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-core \
+	test-slow test-vllm
 
 PYTHON ?= python3
 VENV := .venv

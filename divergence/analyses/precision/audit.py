@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from divergence.comparison.calls import CallNode, forwards_of, operator_passes, reached
+from divergence.comparison.calls import CallNode, forwards_of, operator_passes
 from divergence.comparison.results import (
     INSIDE,
     PARTS,
@@ -22,7 +21,7 @@ from divergence.comparison.results import (
     AuditRow,
     Part,
 )
-from divergence.facts import Fact, fact, plain, with_sentences
+from divergence.facts import Fact, fact, with_sentences
 from divergence.numerics.formats import FORMATS, format_named
 from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest, StepPrecision
@@ -37,120 +36,36 @@ if TYPE_CHECKING:
 
 # In which dtype each part of a model is expected to run, and who says so.
 #
-# First the model's own code, read from transformers 5 and held against the installed one by a test:
-# which class casts to float32 before it takes a mean, a softmax or a router's scores, and which
-# does not (GPT-2, BERT and T5 take the softmax in the model's dtype: a float32 one there would be
-# the oddity). Where the family is not in the table, common practice for inference: norm statistics
-# and softmax in float32, the router in float32 or bfloat16, everything else in the model's dtype, a
-# cache possibly narrower. Practice alone accuses nobody: see ``own``.
-#
-# ``nn.LayerNorm`` is one kernel; that its statistics are float32 inside is PyTorch's word (CPU and
-# CUDA), so only a layer norm written out in narrower operators is below it.
+# The run's own dtype and settings promise that of products, activations and the stream: a side
+# below it is named. Common practice for inference asks for norm statistics and softmax in float32,
+# the router in float32 or bfloat16 and a cache as narrow as 8 bits; models are meant otherwise, so
+# practice accuses nobody: see ``own``. ``nn.LayerNorm`` is one kernel, and judged by nobody.
 
-MODEL = "model"
-"""The model's own dtype."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
-    """``dtypes``: any of them is enough. ``own``: the model's own code says so."""
-
-    dtypes: tuple[str, ...]
-    by: Fact
-    own: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorFamily:
-    """One modeling file of transformers. ``norm``: the class that casts to float32 before it takes
-    a norm's statistics, None for ``nn.LayerNorm``. ``weight``: dtype of the product with the
-    norm's weight; ``softmax``: of attention; None where it has none. ``router``: the class, the
-    dtype of its scores and of its matrix product. ``residual_in_fp32``: the configuration's
-    switch for the residual stream, on unless it says otherwise."""
-
-    file: str
-    norm: str | None
-    weight: str = MODEL
-    softmax: str | None = "float32"
-    router: tuple[str, str, str] | None = None
-    residual_in_fp32: bool = False
-
-
-def _family(
-    name: str, *, norm: str | None = "RMSNorm", router: tuple[str, str, str] | None = None,
-    **dtypes: Any,
-) -> OperatorFamily:  # fmt: skip
-    """Classes and files are named after the model: ``Qwen2MoeRMSNorm`` in modeling_qwen2_moe.py."""
-    file = re.sub(r"(V\d|Moe|Oss|NeoX)$", r"_\1", name).lower()
-    return OperatorFamily(
-        file, norm and name + norm, router=router and (name + router[0], *router[1:]), **dtypes
-    )
-
-
-FAMILIES: dict[str, OperatorFamily] = {
-    name: _family(name, **values)
-    for names, values in (
-        ("GPTNeoX OPT Phi StableLm Starcoder2", {"norm": None}),
-        ("Bart Bert Electra GPT2 Roberta", {"norm": None, "softmax": MODEL}),
-        ("T5", {"norm": "LayerNorm", "softmax": MODEL}),
-        ("Cohere", {"norm": "LayerNorm", "weight": "float32"}),
-        ("Gemma Gemma2 Gemma3 Olmo2", {"weight": "float32"}),
-        ("Glm4 Granite Llama Mistral Phi3 Qwen2 Qwen3 SmolLM3", {}),
-        ("Mamba Mamba2", {"softmax": None, "residual_in_fp32": True}),
-        ("DeepseekV2 DeepseekV3 Glm4Moe", {"router": ("TopkRouter", "float32", "float32")}),
-        ("Mixtral Olmoe Qwen2Moe Qwen3Moe", {"router": ("TopKRouter", "float32", MODEL)}),
-        ("GptOss", {"weight": "float32", "softmax": MODEL, "router": ("TopKRouter", MODEL, MODEL)}),
-    )
-    for name in names.split()
-}
-"""By the beginning of the model's class name: ``Qwen3MoeForCausalLM``."""
-
-_REST = re.compile(r"(?:For|Model|LMHead|Encoder|Decoder|PreTrained|DoubleHeads|Text)\w*")
+_PRACTICE: dict[Part, tuple[str, ...]] = {
+    "norm statistics": ("float32",), "softmax": ("float32",), "rotary table": ("float32",),
+    "router": ("float32", "bfloat16"),
+}  # fmt: skip
 _CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def family_of(model_class: str) -> OperatorFamily | None:
-    """``"LlamaForCausalLM"`` → Llama's; None where the class is none of the table's."""
-    for name, family in FAMILIES.items():
-        if model_class.startswith(name) and _REST.fullmatch(model_class[len(name) :]):
-            return family
-    return None
-
-
-def expectation(part: Part, family: OperatorFamily | None, dtype: str) -> Expectation | None:
-    """What is expected of ``part`` in a model of ``dtype``; None where nothing is."""
-    if format_named(dtype).kind != "float":
-        return None  # a quantised model: its parts' dtypes are its own affair
-    if family is not None:
-        own = _own(part, family)
-        if own is not None:
-            word, by = own
-            return Expectation(dtypes=(dtype if word == MODEL else word,), by=by, own=True)
-    if part == "residual add" and family is not None and family.residual_in_fp32:
-        by = fact("precision.residual_switch")
-        return Expectation(dtypes=("float32",), by=by, own=False)
-    practice = {
-        "norm statistics": ("float32",), "softmax": ("float32",), "rotary table": ("float32",),
-        "router": ("float32", "bfloat16"), "kv cache": (dtype, *_CACHES),
-    }  # fmt: skip
-    if part in practice:
-        by = fact("precision.common_practice")
-        return Expectation(dtypes=practice[part], by=by, own=False)
-    return Expectation(dtypes=(dtype,), by=fact("precision.model_dtype"), own=family is not None)
-
-
-def _own(part: Part, family: OperatorFamily) -> tuple[str, Fact] | None:
-    """(dtype, whose code) where the family's code decides it."""
-    if part == "norm statistics":
-        return "float32", plain(family.norm) if family.norm else fact("precision.in_kernel")
-    if part == "norm weight" and family.norm is not None:
-        return family.weight, plain(family.norm)
-    if part == "softmax" and family.softmax is not None:
-        return family.softmax, fact("precision.attention_of", file=f"modeling_{family.file}.py")
-    if part in ("router", "router product") and family.router is not None:
-        name, scores, product = family.router
-        return scores if part == "router" else product, plain(name)
-    return None
+def expectation(part: Part, manifest: Manifest) -> dict[str, Any]:
+    """Of AuditedPlace: what is expected of ``part`` in a run, by whom, and whether the run's dtype
+    and settings themselves say so; empty where nothing is."""
+    coded = manifest.model.quantization is not None
+    if format_named(manifest.model.dtype).kind != "float" or (
+        coded and part in ("matrix product", "logits", "kv cache")
+    ):
+        return {}  # a quantised model: its parts' dtypes are its own affair
+    autocast = manifest.training.autocast
+    dtype, by = autocast or manifest.model.dtype, "autocast" if autocast else "model_dtype"
+    practice = {**_PRACTICE, "kv cache": (dtype, *_CACHES)}.get(part)
+    if practice is not None:
+        by = "common_practice"
+    return {
+        "expected": [*(practice or (dtype,))],
+        "expected_from": fact(f"precision.{by}"),
+        "own": practice is None,
+    }
 
 
 def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:
@@ -269,13 +184,16 @@ class Calls:
 
     def leads_from_product(self, node: CallNode | None) -> bool:
         """Did a matrix product lead to it?"""
-
-        def makes(call: CallNode) -> bool:
-            return is_product(call) or is_attention(call)
-
-        start = [] if node is None else [node]
-        before = reached(start, lambda call: () if makes(call) else self.feeders(call))
-        return any(makes(call) for call in (*start, *before))
+        waiting = [] if node is None else [node]
+        seen: set[str] = set()
+        while waiting:
+            call = waiting.pop()
+            if is_product(call) or is_attention(call):
+                return True
+            if call.path not in seen:
+                seen.add(call.path)
+                waiting += self.feeders(call)
+        return False
 
 
 # The parts of a model, recognised in one forward's operators by what they compute.
@@ -688,10 +606,9 @@ def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bo
 # and gave, and what it adds up in is for the probe to tell.
 #
 # A part is below what is expected where that narrowest dtype has fewer bits or less range than
-# every dtype that would do (precision.expectations). A run computed in float64 is not audited. A
-# finding is made where the sides computed the same module's part in different dtypes, or where a
-# side is below what the model's own code asks for; below common practice alone is shown in the
-# table and accuses nobody.
+# every dtype that would do. A run computed in float64 is not audited. A finding is made where the
+# sides computed the same module's part in different dtypes, or where a side is below its own dtype
+# and settings; below common practice alone is shown in the table and accuses nobody.
 
 MAX_OPERATORS = 64
 """Named at one place; a scan calls the same line once for every token."""
@@ -723,9 +640,6 @@ def audit_runs(
     for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
         if run is not None and places is not None:
             side = None if candidate is None else name
-            model = run.manifest.model.model_class
-            if family_of(model) is None:
-                remarks.append(fact("precision.model_not_known", model=model, side=side))
             stored = {place.computed for place in places if place.accumulates}
             by_probe: dict[tuple[str, str], list[str]] = {}
             for item in run.manifest.arithmetic:
@@ -775,7 +689,6 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     chosen = next((name for name in _PASSES if name in passes), None)
     if chosen is None or manifest.settings.compute_dtype or manifest.model.task == "operators":
         return None
-    family = family_of(manifest.model.model_class)
     blocks = {path for path, note in manifest.plan.modules.items() if note.role == "block"}
     logits = manifest.plan.logits_site
     head = None if logits is None else module_of(logits)
@@ -784,24 +697,17 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
         forward = [node for node in nodes if BACKWARD not in node.module]
         for part in find_parts(forward, blocks, head):
             root = part.root
-            dtypes = [node.results[0].dtype for node in part.nodes]
-            results = [(n, _COMPONENT.get(d, d)) for n, d in zip(part.nodes, dtypes, strict=True)]
-            narrow, narrowest = min(results, key=lambda item: _width(item[1]))
-            same = {dtype for _, dtype in results} == {narrowest}
-            computed = narrowest
-            taken = [
-                _COMPONENT.get(operand.dtype, operand.dtype)
-                for operand in part.nodes[0].call.operands
-            ]
+            results = [(node, _part_dtype(node.results[0].dtype)) for node in part.nodes]
+            narrow, computed = min(results, key=lambda item: _width(item[1]))
+            same = {dtype for _, dtype in results} == {computed}
+            adds_up = all(accumulates(node) for node, dtype in results if dtype == computed)
+            taken = [_part_dtype(operand.dtype) for operand in part.nodes[0].call.operands]
             if part.part in ("matrix product", "router product", "logits"):
                 # what is multiplied is rounded to the operands' dtype before anything is added up
                 factors = [t for t in taken if format_named(t).kind == "float" or t in _CODE_DTYPES]
                 computed = min([computed, *factors], key=_width)
             shown = root if same else narrow
-            wanted = expectation(part.part, family, manifest.model.dtype)
-            if manifest.model.quantization is not None and part.part != "norm statistics":
-                wanted = None if part.part in ("matrix product", "logits", "kv cache") else wanted
-            expected = () if wanted is None else wanted.dtypes
+            expected = expectation(part.part, manifest)
             note = manifest.plan.modules.get(root.module.partition("#")[0])
             place = AuditedPlace(
                 part=part.part,
@@ -815,57 +721,45 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
                 result=part.nodes[-1].results[0].dtype,
                 computed=None if part.kernel else computed,
                 kernel=root.name if part.kernel else None,
-                accumulates=not part.kernel
-                and all(accumulates(node) for node, dtype in results if dtype == narrowest),
-                expected=list(expected),
-                expected_from=None if wanted is None else wanted.by,
-                own=wanted is not None and wanted.own,
-                below=not part.kernel and is_below(computed, expected),
+                accumulates=not part.kernel and adds_up,
+                below=not part.kernel and is_below(computed, expected.get("expected", ())),
+                **expected,
             )
             key = (place.part, place.module, place.source, place.computed, place.kernel,
                    place.result, *place.operands)  # fmt: skip
-            seen = places.get(key)
-            places[key] = place if seen is None else _again(seen, place)
+            if key in places:  # in another forward, or for another tensor there
+                seen = places[key]
+                operators, near = (
+                    list(dict.fromkeys([*old, *new]))[:MAX_OPERATORS]
+                    for old, new in ((seen.operators, place.operators), (seen.near, place.near))
+                )
+                place = msgspec.structs.replace(
+                    seen, operators=operators, near=near, num_calls=seen.num_calls + 1
+                )
+            places[key] = place
     kept = list(places.values())
-    if logits is not None and not any(place.part == "logits" for place in kept):
-        kept += _recorded_logits(run, logits, family)
+    if logits is None or is_operator_site(logits) or any(p.part == "logits" for p in kept):
+        return kept
+    # the logits as the model gave them, where the operators of the head were not recorded
+    records = records_at(run.records, [logits])
+    for record in records[:1]:
+        expected = expectation("logits", manifest)
+        place = AuditedPlace(
+            part="logits", module=module_of(logits), site=logits, operators=[], operands=[],
+            result=record.dtype, computed=record.dtype, num_calls=len(records),
+            below=is_below(record.dtype, expected.get("expected", ())), **expected,
+        )  # fmt: skip
+        kept.append(place)
     return kept
-
-
-def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
-    """The place once more: in another forward, or for another tensor there."""
-    operators, near = (
-        list(dict.fromkeys([*old, *new]))[:MAX_OPERATORS]
-        for old, new in ((seen.operators, place.operators), (seen.near, place.near))
-    )
-    return msgspec.structs.replace(
-        seen, operators=operators, near=near, num_calls=seen.num_calls + 1
-    )
-
-
-def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iterable[AuditedPlace]:
-    """The logits as the model gave them, where the operators of the head were not recorded."""
-    records = [] if is_operator_site(site) else records_at(run.records, [site])
-    if not records:
-        return []
-    manifest = run.manifest
-    wanted = expectation("logits", family, manifest.model.dtype)
-    expected = () if wanted is None else wanted.dtypes
-    dtype = records[0].dtype
-    return [
-        AuditedPlace(
-            part="logits", module=module_of(site), site=site, operators=[], operands=[],
-            result=dtype, computed=dtype, expected=list(expected),
-            expected_from=None if wanted is None else wanted.by,
-            own=wanted is not None and wanted.own, below=is_below(dtype, expected),
-            num_calls=len(records),
-        )
-    ]  # fmt: skip
 
 
 _COMPONENT = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 """The dtype of a complex number's parts."""
 _CODE_DTYPES = ("int8", "uint8")
+
+
+def _part_dtype(dtype: str) -> str:
+    return _COMPONENT.get(dtype, dtype)
 
 
 def _width(dtype: str) -> tuple[int, float]:

@@ -50,18 +50,12 @@ SENTENCES: Mapping[str, str] = {
     # who expects it
     "common_practice": "common practice",
     "model_dtype": "the model's dtype",
-    "residual_switch": "residual_in_fp32, by default",
-    "in_kernel": "nn.LayerNorm, inside its kernel",
-    "attention_of": "attention of {file}",
+    "autocast": "autocast",
     "megatron": "Megatron-LM's default",
     "mixed_precision": "Micikevicius et al. 2018",
     # below the table
     "other_dtypes": (
         "the runs have different dtypes: each is held to what is expected, not to the other"
-    ),
-    "model_not_known": (
-        "what {model} itself expects is not known: {side:none=the run|*={side:letter}} is held to "
-        "common practice"
     ),
     "probed": (
         "{sides:list  and }: {dtype} is accumulated in {accumulator} (probed: {operators:list})"

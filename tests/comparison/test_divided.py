@@ -271,6 +271,16 @@ def test_copies_that_round_otherwise_are_no_fault(run_of):
     assert any("adding in another order" in one.text for one in verdict.evidence)
 
 
+def test_copies_that_round_otherwise_beside_a_nan_are_no_fault(run_of):
+    """The other run has no number there to tell the floor by: the rounding model does."""
+    nan = torch.full_like(WHOLE, torch.nan)
+    two = run_of({"dp": 2}, [("a:out", COPIES, (WHOLE, TINY))])
+    report = compare(run_of({}, [("a:out", ALONE, (nan,))]), two)
+    assert report.verdict.kind == "nonfinite"
+    (replicas,) = [each for each in report.findings if each.claim == "replicas_disagree"]
+    assert "adding in another order" in replicas.evidence[0].text
+
+
 def test_the_share_is_that_of_the_onset_s_own_sample(run_of):
     """Another sample, of which rounding alone differs, in the other rank's share, is not asked."""
     rounded = LEFT * (1 + 2.0**-22)

@@ -11,52 +11,44 @@ them.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.preflight.code import without_pads
+from divergence.comparison.judge import limit_of, observed, outliers
+from divergence.comparison.preflight.code import floor_of, without_pads
 from divergence.comparison.result import ReplicaCheck, ReplicaDiff, ToldBy
-from divergence.comparison.results import Finding, Onset, Verdict, order_of
+from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, order_of
 from divergence.facts import Fact, fact
-from divergence.numerics.formats import format_named
+from divergence.numerics.floor import Thresholds
 from divergence.run.ranks import RankDisagreement, UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.record import Coordinates
-from divergence.words import SIDES, Side
+from divergence.run.record import Record
+from divergence.words import SIDES, Side, other_side
 
 if TYPE_CHECKING:
     import torch
-
-_FAR = 8.0
-"""A version this many times farther from the other run than the other version is the wrong one."""
-_ROUNDING = 64.0
-"""Unit roundoffs by which replicas may differ where no floor is known: a sum over ranks in another
-order moves each element by a few."""
-_LIMIT = 6.0
-"""Floors beyond which a disagreement is a fault: the judge's own limit for a site with siblings."""
-
-Where = dict[tuple[Side, Coordinates], Pair]
 
 
 def find(measured: Measured) -> AnalysisResult:
     """One check for each side that several ranks made, and one finding for each whose ranks
     disagree, of the first place where they do."""
     a, b = measured.reference, measured.candidate
-    where: Where = {}
-    for pair in measured.alignment.pairs:
-        where["reference", pair.reference.record.coordinates] = pair
-        where["candidate", pair.candidate.record.coordinates] = pair
     checks, findings = [], []
     for side, run, other in zip(SIDES, (a, b), (b, a), strict=True):
         if not isinstance(run, UnshardedRun):
             continue
+        pairs = {getattr(p, side).record.coordinates: p for p in measured.alignment.pairs}
         copied = {r.coordinates for r in run.run.records if "replicate" in (r.placement or ())}
         first: dict[str, ReplicaDiff] = {}
         for each in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
             if each.pass_ not in first:
-                first[each.pass_] = _measured(side, run, other, each, where)
+                pair = pairs.get(each.coordinates)
+                first[each.pass_] = _measured(side, run, other, each, pair, measured.thresholds)
         checks.append(ReplicaCheck(
             side=side, mesh=run.manifest.processes, num_tensors=len(copied),
             num_different=len({each.coordinates for each in run.disagreements}),
@@ -65,65 +57,54 @@ def find(measured: Measured) -> AnalysisResult:
         # a verdict may rest on that where inputs were anchored, if there is one
         diff = first.get("anchored") or first.get("free")
         if diff is not None:
-            findings.append(_finding(measured, checks[-1], diff))
+            pair = pairs.get((diff.pass_, diff.sample, diff.step, diff.site))
+            findings.append(_finding(measured, run, checks[-1], diff, pair))
     return AnalysisResult(findings=findings, parts={"replicas": checks})
 
 
 def _measured(
-    side: Side, run: UnshardedRun, other: Run, disagreement: RankDisagreement, where: Where
-) -> ReplicaDiff:
+    side: Side, run: UnshardedRun, other: Run, disagreement: RankDisagreement, pair: Pair | None,
+    thresholds: Thresholds,
+) -> ReplicaDiff:  # fmt: skip
     """How far apart the versions are, and which is wrong."""
     ranks, peers = disagreement.ranks, disagreement.peers
-    told_by: ToldBy = "majority"
+    told_by: ToldBy = "majority" if len(ranks) < len(peers) else "nobody"
     size: float | None = None
-    records = list(disagreement.records)
+    records = disagreement.records
     if all(run.has_bytes(record) for record in records):
-        if len(ranks) >= len(peers):
-            told_by = "nobody"
-            nearer = _nearer(side, run, other, disagreement, where)
-            if nearer is not None:
+        versions = [run.run.read(record) for record in records]
+        theirs = getattr(pair, other_side(side)).record if pair is not None else None
+        comparable = theirs is not None and theirs.shape == records[0].shape
+        if told_by == "nobody" and theirs is not None and comparable and other.has_bytes(theirs):
+            # the other run agrees with the right one, as far as rounding lets two results agree
+            whole, limit = other.read(theirs), thresholds.typical * floor_of(run.manifest, theirs)
+            off = [not _rel_l2(whole, version) <= limit for version in versions]
+            if off == [False, True]:
                 told_by = "other run"
-                if nearer == 1:
-                    ranks, peers = peers, ranks
-                    records.reverse()
-        first, *others = map(run.run.read, records)
-        size = max(_rel_l2(first, odd) for odd in others)
-    elif len(ranks) >= len(peers):
-        told_by = "nobody"
+            elif off == [True, False]:
+                told_by, ranks, peers, versions = "other run", peers, ranks, versions[::-1]
+        size = max(_rel_l2(versions[0], odd) for odd in versions[1:])
     return ReplicaDiff(
         side=side, pass_=disagreement.pass_, sample=disagreement.sample, step=disagreement.step,
         site=disagreement.site, ranks=ranks, peers=peers, told_by=told_by, rel_l2=size,
     )  # fmt: skip
 
 
-def _nearer(
-    side: Side, run: UnshardedRun, other: Run, disagreement: RankDisagreement, where: Where
-) -> int | None:
-    """Which of two versions (0 or 1) is clearly nearer to the other run's tensor, if one is."""
-    pair = where.get((side, disagreement.coordinates))
-    if pair is None or len(disagreement.records) != 2:
-        return None
-    theirs = (pair.candidate if side == "reference" else pair.reference).record
-    if not other.has_bytes(theirs) or theirs.shape != disagreement.records[0].shape:
-        return None
-    whole = other.read(theirs)
-    far = [_rel_l2(whole, run.run.read(version)) for version in disagreement.records]
-    if far[0] * _FAR < far[1]:
-        return 0
-    return 1 if far[1] * _FAR < far[0] else None
-
-
 def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖a - b‖ / ‖a‖; nan and inf count as infinitely far."""
-    import torch
+    """‖a - b‖ / ‖a‖; nan and inf count as infinitely far, and 0 / 0 as none."""
+    return math.sqrt(_error(a, b, 1.0)[0])
 
-    x, y = a.to(torch.float64), b.to(torch.float64)
-    apart, norm = float(torch.linalg.vector_norm(x - y)), float(torch.linalg.vector_norm(x))
-    if apart != apart:
-        return float("inf")
-    if norm == 0.0:
-        return 0.0 if apart == 0.0 else float("inf")
-    return apart / norm
+
+def _error(a: torch.Tensor, b: torch.Tensor, floor: float) -> tuple[float, float]:
+    """(‖a - b‖² / ‖a‖² in floors², of how many numbers the difference is made)."""
+    x, y = a.double(), b.double()
+    squares = (x - y).square()
+    apart, norm = float(squares.sum()), float(x.square().sum())
+    if apart == 0.0:
+        return 0.0, 1.0
+    if not (math.isfinite(apart) and norm):
+        return math.inf, 1.0
+    return apart / norm / (floor**2 or 1.0), apart**2 / float(squares.square().sum() or math.inf)
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -177,13 +158,16 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
     return [Finding(claim="explanation", role="explains", addition=[ran], evidence=evidence)]
 
 
-def _finding(measured: Measured, checked: ReplicaCheck, diff: ReplicaDiff) -> Finding:
-    place = (diff.pass_, diff.sample, diff.step, diff.site)
-    of_side = ((pair, getattr(pair, diff.side).record) for pair in measured.alignment.pairs)
-    pair, record = next((at for at in of_side if at[1].coordinates == place), (None, None))
-    key = None if pair is None else _key(pair)
-    here = (s for s in measured.sites if (s.pass_, s.sample, s.step, s.site) == key)
-    result = next(here, None)
+def _finding(
+    measured: Measured, run: UnshardedRun, checked: ReplicaCheck, diff: ReplicaDiff,
+    pair: Pair | None,
+) -> Finding:  # fmt: skip
+    result = None
+    if pair is not None:
+        key = _key(pair)
+        result = next(
+            (s for s in measured.sites if (s.pass_, s.sample, s.step, s.site) == key), None
+        )
     code = "ranks.disagree_untold" if diff.told_by == "nobody" else "ranks.disagree"
     alone = len(diff.ranks) == 1
     who = fact(code, ranks=diff.ranks, peers=diff.peers, side=diff.side, alone=alone)
@@ -192,13 +176,8 @@ def _finding(measured: Measured, checked: ReplicaCheck, diff: ReplicaDiff) -> Fi
         step=diff.step, num_more=checked.num_different - 1, num_tensors=checked.num_tensors,
         rel_l2=diff.rel_l2, told_by=diff.told_by,
     )  # fmt: skip
-    # is it more than adding in another order on each rank would do?
-    limit = -1.0
-    form = None if record is None else format_named(record.dtype)
-    if result is not None and result.floor:
-        limit = _LIMIT * result.floor
-    elif form is not None and form.kind == "float":
-        limit = _ROUNDING * form.unit_roundoff
+    record = None if pair is None else getattr(pair, diff.side).record
+    limit = measured.thresholds.typical * _floor(run, record, result)
     if diff.rel_l2 is not None and diff.rel_l2 <= limit:
         note = fact("ranks.other_order", disagreement=disagreement)
         return Finding(claim="replicas_disagree", role="hints", evidence=[note])
@@ -222,6 +201,14 @@ def _finding(measured: Measured, checked: ReplicaCheck, diff: ReplicaDiff) -> Fi
         addition=[who],
         flags=[] if result is None else [result.key],
     )
+
+
+def _floor(run: Run, record: Record | None, result: SiteResult | None) -> float:
+    """What adding in another order on each rank makes: the site's floor, where there is one."""
+    floor = None if result is None else result.floor
+    if floor and math.isfinite(floor):
+        return floor
+    return -math.inf if record is None else floor_of(run.manifest, record)
 
 
 def _key(pair: Pair) -> tuple[str, int, int, str]:
@@ -251,12 +238,20 @@ def _share(onset: Onset, measured: Measured) -> Fact | None:
             y = without_pads(b.manifest, theirs, b.read(theirs))
             if x is None or y is None:
                 continue
-            errors = [_rel_l2(x[part.index], y[part.index]) for part in parts]
-            worst = max(range(len(parts)), key=errors.__getitem__)
-            rest = max(error for n, error in enumerate(errors) if n != worst)
-            if errors[worst] > _FAR * rest:
+            # the parts' errors among themselves: does one stand out?
+            floor = floor_of(run.manifest, own)
+            errors = [_error(x[part.index], y[part.index], floor) for part in parts]
+            energy, numbers = np.minimum(np.array(errors), 1e200).T
+            sides = np.stack([np.ones_like(energy), energy])
+            logs, variance = observed(sides, np.stack([np.full_like(numbers, 1e12), numbers]), 1.0)
+            thresholds, worst = measured.thresholds, int(energy.argmax())
+            table = outliers(
+                logs[:, None], variance[:, None], thresholds.ratio_spread, limit_of(len(parts))
+            )
+            if table.x[worst, 0] - table.control[worst, 0] > table.reach[worst, 0]:
+                sizes = [_rel_l2(x[part.index], y[part.index]) for part in parts]
                 return fact(
                     "ranks.share_off", site=onset.site, side=side, rank=parts[worst].rank,
-                    rel_l2=errors[worst], rest_rel_l2=rest,
+                    rel_l2=sizes.pop(worst), rest_rel_l2=max(sizes),
                 )  # fmt: skip
     return None

@@ -102,7 +102,7 @@ def _distance(a: Run, record: Record, b: Run, other: Record) -> tuple[float, flo
     if record.xxh3 is not None and record.xxh3 == other.xxh3:
         return None
     form = format_named(record.dtype)
-    limit = limit_of(a.manifest, record)
+    limit = SHARP * floor_of(a.manifest, record, dtype="float64")
     if record.shape != other.shape or record.dtype != other.dtype:
         return math.inf, limit
     if not (a.has_bytes(record) and b.has_bytes(other)):
@@ -135,13 +135,14 @@ def without_pads(manifest: Manifest, record: Record, tensor: torch.Tensor) -> to
     return tensor.masked_fill(pads.reshape(*pads.shape, *[1] * (tensor.ndim - 2)), 0)
 
 
-def limit_of(manifest: Manifest, record: Record) -> float:
-    """How far two float64 runs of one code may be apart at a site (relative L2)."""
+def floor_of(manifest: Manifest, record: Record, *, dtype: str | None = None) -> float:
+    """How far two correct results of one code are typically apart at a site, by the rounding model
+    of its format, or of ``dtype`` (relative L2); 0 for what does not round."""
     note = manifest.plan.modules.get(record.site.rpartition(":")[0])
     role = "block" if note is None else note.role
     features = record.shape[-1] if record.shape else 1
-    stores, update = floor_weights(format_named("float64"), num_features=features, role=role)
-    return SHARP * math.hypot(stores, update)
+    form = format_named(dtype or record.dtype)
+    return math.hypot(*floor_weights(form, num_features=features, role=role))
 
 
 # Did both runs run the same code? Class by class of module, from what their manifests say.

@@ -361,6 +361,11 @@ def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
     return "high" if all(check.state == "met" for check in checks) else "medium"
 
 
+def in_most(num: int, total: int) -> bool:
+    """Is so much of a kind off that the kind is, and not one of it?"""
+    return num >= 3 and 2 * num > total
+
+
 def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool = True) -> Check:
     """``lacking``: what to say where it is not met. ``made``: could it be made at all?"""
     if met:

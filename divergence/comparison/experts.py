@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, Piece, piece_like
+from divergence.comparison.judge import RATE
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
@@ -36,12 +37,10 @@ if TYPE_CHECKING:
 _TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
 roundings of the dtype they are recorded in, where that is more: they may have decided before."""
-_WITNESSES = 10
+WITNESSES = 10
 """That logits decide is known from tokens chosen for alike, and from a side that follows its own on
 every token. Something else that decides, a bias say, and overrules a lead of this size would have
 overruled half of the smaller leads: not one of ten is a chance of 1 in 1,000."""
-_CHANCE = 1e-8
-"""That rounding made as many flips: for each router of some hundred blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,13 @@ class Flips:
             sum(flips.expected for flips in known),
         )
 
-    @property
-    def beyond_chance(self) -> bool:
-        """Are there more than rounding makes? By Chernoff's bound on a Poisson number."""
+    def beyond_chance(self, num_routers: int) -> bool:
+        """Are there more than rounding makes, in any of so many? By Chernoff's bound on a Poisson
+        number; all routers share the judge's chance of a false alarm."""
         count, expected = len(self.places), max(self.expected, 1e-30)
         return count > expected and (
-            count - expected - count * math.log(count / expected) < math.log(_CHANCE)
+            count - expected - count * math.log(count / expected)
+            < math.log(RATE / max(1, num_routers))
         )
 
 
@@ -126,11 +126,12 @@ def explained_choices(
     rows: Sequence[torch.Tensor],
     logits: Sequence[torch.Tensor | None],
     usual: Callable[[], Sequence[torch.Tensor | None]] = tuple,
-    flips: Callable[[], Flips] = lambda: Flips.together([]),
+    beyond_chance: Callable[[], bool] = bool,
 ) -> tuple[torch.Tensor, float | None]:
     """(T,) whether rounding explains a choice that differs, and the widest gap that it decided.
     ``usual()``: each side's leads in all forwards, which are read where this one leaves a doubt;
-    ``flips()``: the router's, where the logits alone do not decide."""
+    ``beyond_chance()``: did this router send more tokens elsewhere than rounding does? Asked where
+    the logits alone do not decide."""
     import torch
 
     explained = torch.ones_like(alike)
@@ -155,10 +156,10 @@ def explained_choices(
         witnesses += [lead for lead in usual() if lead is not None]
     for lead in witnesses:
         closer = torch.searchsorted(lead.sort().values, behind)
-        explained &= alike | (behind <= -behind_at_most) | (closer < _WITNESSES)
+        explained &= alike | (behind <= -behind_at_most) | (closer < WITNESSES)
     # what is left: not the logits alone decide (a bias, groups), or there are too few to know
     untold = ~same_experts(rows) & explained & (behind > -behind_at_most)
-    if bool(untold.any()) and flips().beyond_chance:
+    if bool(untold.any()) and beyond_chance():
         explained &= ~untold
     if not witnesses:
         return explained, None
@@ -268,7 +269,7 @@ class Routing:
         self._choices: dict[int, dict[_Choice, list[Record]]] = {}
         self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
         self._usual: dict[tuple[int, str, str], torch.Tensor | None] = {}
-        self._flips: dict[tuple[str, str], Flips] = {}
+        self._flips: dict[tuple[str, str], bool] = {}
 
     def of(
         self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None = None
@@ -309,8 +310,8 @@ class Routing:
                       zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
             made = [(run, record) for (run, _), record in zip(sides[:2], choice[:2], strict=True)]
             usual = partial(self._usual_leads, made)
-            flips = partial(self._flips_of, made, rows[:2], logits)
-            explained, gap = explained_choices(alike, rows[:2], logits, usual, flips)
+            beyond_chance = partial(self._beyond_chance, made, rows[:2], logits)
+            explained, gap = explained_choices(alike, rows[:2], logits, usual, beyond_chance)
             tokens = (~explained & ~same_experts(rows[:2])).nonzero().flatten().tolist()
             if tokens and unexplained is None:
                 router = self._router_of(self._reference, choice[0])
@@ -412,11 +413,11 @@ class Routing:
             if (record.pass_, record.site) == (choice.pass_, choice.site)
         ]
 
-    def _flips_of(
+    def _beyond_chance(
         self, made: Sequence[tuple[Run, Record]], rows: Sequence[torch.Tensor],
         logits: Sequence[torch.Tensor | None],
-    ) -> Flips:  # fmt: skip
-        """What this router sent elsewhere in all forwards of the pass that both sides batched
+    ) -> bool:  # fmt: skip
+        """Of what this router sent elsewhere in all forwards of the pass that both sides batched
         alike; where that is none, in the one of these ``rows``."""
         (a, choice_a), (b, choice_b) = made
         key = choice_a.pass_, choice_a.site
@@ -425,14 +426,17 @@ class Routing:
             forwards = []
             for record in self._of_router(a, choice_a):
                 other = theirs.get((record.sample, record.step))
-                if other is not None:
-                    pieces = [(run, own, Piece(own, own.sample))
-                              for run, own in ((a, record), (b, other))]  # fmt: skip
-                    chosen = [rows for rows in (self._rows(*side) for side in pieces)
-                              if rows is not None]  # fmt: skip
-                    if len(chosen) == 2 and chosen[0].shape == chosen[1].shape:
-                        forwards.append(Flips.of(chosen, [self._logits(*side) for side in pieces]))
-            self._flips[key] = Flips.together(forwards or [Flips.of(rows, logits)])
+                if other is None:
+                    continue
+                pieces = [
+                    (run, own, Piece(own, own.sample)) for run, own in ((a, record), (b, other))
+                ]
+                chosen = [rows for rows in (self._rows(*side) for side in pieces)
+                          if rows is not None]  # fmt: skip
+                if len(chosen) == 2 and chosen[0].shape == chosen[1].shape:
+                    forwards.append(Flips.of(chosen, [self._logits(*side) for side in pieces]))
+            flips = Flips.together(forwards or [Flips.of(rows, logits)])
+            self._flips[key] = flips.beyond_chance(len(self._blocks))
         return self._flips[key]
 
     def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[torch.Tensor | None]:

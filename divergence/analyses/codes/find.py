@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.align.pairs import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.decide import check
+from divergence.comparison.decide import check, in_most
 from divergence.comparison.measure.judge import work_format
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
@@ -93,7 +93,7 @@ def find(measured: Measured) -> AnalysisResult:
     first, faults = off[0]
     side = common_side(side for _, mine in off for side in mine) if by_truth else None
     _, at = next(iter(faults.values()))
-    family = len(off) >= 3 and len(off) > len(sites) / 2
+    family = in_most(len(off), len(sites))
     headline = fact("codes_wrong_everywhere", module=module_of(at.site))
     if not family:
         by = side if side in SIDES else None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.align.pairs import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.decide import check
+from divergence.comparison.decide import check, in_most
 from divergence.comparison.results import Finding, Onset, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
@@ -99,7 +99,7 @@ def find(measured: Measured) -> AnalysisResult:
         places = list(by_place.values())
         entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
         blocks = [seam for seam in places if seam.site in entered]
-        many = len(blocks) >= 3 and 2 * len(blocks) > len(entered)
+        many = in_most(len(blocks), len(entered))
         wrong = None if len({seam.side for seam in broken}) > 1 else first.side
         runs = (measured.candidate.manifest, measured.reference.manifest)
         modules = runs[0].plan.modules | runs[1].plan.modules

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.decide import check
+from divergence.comparison.decide import check, in_most
 from divergence.comparison.experts import (
+    WITNESSES,
     Routes,
     Unexplained,
     choices_in,
@@ -32,9 +33,6 @@ from divergence.numerics.formats import Format, format_named
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 from divergence.words import Side
-
-_FEW = 10
-"""Tokens: that a side follows its logits is known from no fewer."""
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -60,7 +58,7 @@ def find(measured: Measured) -> AnalysisResult:
     side = _side(measured, behind, first)
     blocks = {result.block for result, _ in choices}
     num_routed = len(routed_blocks(measured.reference.manifest))
-    many = len(blocks) >= 3 and 2 * len(blocks) > num_routed
+    many = in_most(len(blocks), num_routed)
     name: Fact | str = fact("experts.router_of", module=behind.block)
     if first.router:
         name = module_of(first.router)
@@ -128,7 +126,7 @@ def _coarse_routers(measured: Measured) -> list[Finding]:
     first, forms = coarse[0]
     narrow = int(forms[1].mantissa_bits < forms[0].mantissa_bits)
     side, other = SIDES[narrow], SIDES[1 - narrow]
-    many = len(coarse) >= 3 and 2 * len(coarse) > len(routers)
+    many = in_most(len(coarse), len(routers))
     headline = fact(
         "experts.router_coarse", router=module_of(first.site), num=len(coarse) if many else None,
         num_routed=len(routers), side=side, dtype=forms[narrow].name, other=other,
@@ -171,7 +169,7 @@ def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side |
     decide = choice.router and logits_decide(
         measured.reference.manifest, module_of(choice.router)
     )  # else a side without its bias follows them
-    if decide and len(set(choice.follows)) == 2 and choice.num_tokens >= _FEW:
+    if decide and len(set(choice.follows)) == 2 and choice.num_tokens >= WITNESSES:
         return "candidate" if choice.follows[0] else "reference"
     if measured.truth is None:
         return None

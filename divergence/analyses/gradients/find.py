@@ -9,9 +9,10 @@ Such an error may come and go: a bucket that is sent before it is full depends o
 anchored pass is right and the free pass is not. There a gradient is off by what its own rounding
 makes (which the anchored pass shows) and by what enters it, so by no more than
 
-    100 × max(rounding, floor) × max(1, largest difference of any activation or gradient / floor)
+    typical · free_gain × max(rounding, floor) × max(1, largest activation difference / floor)
 
-where differences are ‖a - b‖ / ‖a‖. The factor of 100 is ample: healthy pairs stay below 10.
+where differences are ‖a - b‖ / ‖a‖ and the factors the thresholds of that name: 24, where healthy
+pairs stay below 10.
 """
 
 from __future__ import annotations
@@ -22,19 +23,11 @@ from typing import Any
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
+from divergence.comparison.invariances import EXPLAINS
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import fact
 from divergence.run.site import OPTIMIZER, of_parameter
-
-_AMPLE = 100.0
-
-_STRAIGHT = 1e-6
-"""1 - cosine of two gradients that are one multiple of each other, in float32; in 16 bits their
-rounding allows more."""
-_MULTIPLE = 1e-2
-"""A factor is one where those of nearly all gradients lie as near to their median."""
-_APART = 0.02
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -47,12 +40,13 @@ def find(measured: Measured) -> AnalysisResult:
     ):
         return AnalysisResult()  # told of the anchored pass
     spread = max((site.rel_l2 or 0.0 for site in free if not of_parameter(site.site)), default=0.0)
+    ample = measured.thresholds.typical * measured.thresholds.free_gain
     beyond = []
     for site in own:
         same, floor = again.get(site.site), site.floor
         if same is None or same.rel_l2 is None or site.rel_l2 is None or not floor:
             continue
-        bound = _AMPLE * max(same.rel_l2, floor) * max(1.0, spread / floor)
+        bound = ample * max(same.rel_l2, floor) * max(1.0, spread / floor)
         if site.rel_l2 > bound:
             beyond.append((site, same.rel_l2, bound))
     if not beyond:
@@ -100,7 +94,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     cause = fact("gradients.cause_clipping") if entering else shared.cause
     evidence = [fact("gradients.off", **off, optimizer=onset.phase == "optimizer", cause=cause)]
     factor = _factor(shared.beyond) if onset.phase == "backward" or entering else None
-    if factor is not None and num > 0.9 * shared.total:
+    if factor is not None:
         evidence.append(fact("gradients.factor", factor=factor, clipped=entering))
     addition = [fact("gradients.as_in_others", **off | {"num": num - 1})]
     if verdict.kind == "systematic":  # which says how many are off itself
@@ -109,18 +103,13 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:
-    """B over A, where it is the same in nearly all."""
-    factors = []
-    for site in sites:
-        if site.gain is None or site.one_minus_cosine is None:
+    """B over A, where one factor explains the difference of all of them."""
+    if any(None in (site.gain, site.one_minus_cosine, site.rel_l2) for site in sites):
+        return None
+    factor = statistics.median(1 + (site.gain or 0.0) for site in sites)
+    for site in sites:  # ‖b - factor · a‖² / ‖a‖², from ‖b‖ / ‖a‖ and the cosine of both
+        size, apart = 1 + (site.gain or 0.0), site.one_minus_cosine or 0.0
+        rest = (size - factor) ** 2 + 2 * size * factor * apart
+        if not rest <= (1 - EXPLAINS) * (site.rel_l2 or 0.0) ** 2:
             return None
-        coarse = 1e-4 if site.reference_dtype != "float32" else _STRAIGHT
-        if site.one_minus_cosine < coarse:
-            factors.append(1 + site.gain)
-    if len(factors) < 0.9 * len(sites):
-        return None
-    middle = statistics.median(factors)
-    near = [factor for factor in factors if abs(factor - middle) <= _MULTIPLE * abs(middle)]
-    if len(near) < 0.9 * len(factors) or abs(middle - 1) < _APART:
-        return None
-    return middle
+    return factor

@@ -58,9 +58,6 @@ if TYPE_CHECKING:
 
 TIE = 3.0
 """Standard deviations up to which rounding of the floor's own size flips a token."""
-_COARSEST = 2.2
-"""The largest W that is taken as healthy (docs/verdicts.md): here, over the rounding model."""
-
 _TOP = 5
 """Choices that are named of the first flip."""
 
@@ -108,7 +105,8 @@ def difference_at(
         gap = max(float(row_a[ids[0]] - row_a[ids[1]]), float(row_b[ids[1]] - row_b[ids[0]]))
         if not spread_of_row or not math.isfinite(gap):
             return unjudged
-        z = gap / (math.sqrt(2) * _COARSEST * allowed * spread_of_row)
+        # the coarsest side that is healthy makes TIE of the limit of a fault
+        z = TIE * gap / (math.sqrt(2) * thresholds.flip * allowed * spread_of_row)
         return replace(difference, z=z, z_of="model", judgement="tie" if z <= TIE else None)
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
     choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
@@ -210,8 +208,6 @@ def compare_tokens(
     routed = any(note.routed for note in reference.manifest.plan.modules.values())
     routed = routed or reference.manifest.quantizes_activations
     kl = _kl_fields(reference, candidate, truth, places, thresholds, routed=routed)
-    if routed:  # a tie is a tie; nothing beyond it is a fault for that
-        thresholds = replace(thresholds, flip=math.inf)
     differences = [
         difference_at(
             reference, candidate, truth, flip, thresholds, floor_side=kl.get("floor_side"),
@@ -219,6 +215,11 @@ def compare_tokens(
         )
         for number, flip in enumerate(flips)
     ]  # fmt: skip
+    if routed:  # a tie is a tie; nothing beyond it is a fault for that
+        differences = [
+            replace(flip, judgement=None) if flip.judgement == "fault" else flip
+            for flip in differences
+        ]
     forced = a.forced_by is not None or b.forced_by is not None
     # where a sample's text parted, the candidate's may well be shorter
     parted = set() if forced else {sample for sample, _ in flips}

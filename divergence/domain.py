@@ -49,6 +49,9 @@ class Domain:
     type checkers are to know of them stands in ``divergence/domains/public.py``."""
     sentences: Mapping[str, str] = field(default_factory=dict)
     """By the prefix of its facts' codes: the module with the table ``SENTENCES``."""
+    analyses: Mapping[str, str] = field(default_factory=dict)
+    """Questions that it asks of two runs which are compared site by site, by name: the package
+    (divergence.comparison.analysis says what is in it)."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
 

@@ -2,67 +2,107 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-import divergence.analyses
-from divergence.comparison import analysis
+from divergence import domain
 from divergence.comparison.api import compare
 from divergence.layout import Line
+from divergence.recording import plant
 from divergence.recording.api import capture
 from divergence.report.summary import report_lines
 
 DOCS = Path(__file__).parents[1] / "docs"
+SAID = "repeated tokens' norms change most, by "
 
 
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
-    """A reference, a faulty candidate, and a healthy one."""
+    """A reference, a candidate that is off at one repeated token, and a healthy one."""
     folder = tmp_path_factory.mktemp("runs")
-    a = capture(llama, out=folder / "a", prompts=["Snow fell"], max_new_tokens=1, probe=False)
-    b = capture(like=a, out=folder / "b", plants=["model.layers.1:out=noise:0.5"], probe=False)
+    how = {"prompts": ["Snow fell, snow fell"], "max_new_tokens": 1, "probe": False}
+    a = capture(llama, out=folder / "a", **how)
+    ids = a.manifest.tokens.samples[0].prompt_ids
+    last = max(place for place, token in enumerate(ids) if token in ids[:place])
+
+    def smaller(tensor, forward):
+        return torch.cat(
+            [tensor[:, :last], 0.9 * tensor[:, last : last + 1], tensor[:, last + 1 :]], 1
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(plant._MAKERS, "token", lambda: smaller)
+        b = capture(like=a, out=folder / "b", plants=["model.layers.1:out=token"], probe=False)
     return a, b, capture(like=a, out=folder / "c", probe=False)
 
 
 @pytest.fixture
-def cosine(tmp_path, monkeypatch):
-    """The analysis of the page, in a folder beside the package's own."""
+def example(tmp_path, monkeypatch):
+    """The package of the page, installed."""
     text = (DOCS / "extending.md").read_text(encoding="utf-8")
-    files = re.findall(r"^`divergence/analyses/(\S+)`:\n\n```python\n(.*?)^```", text, re.M | re.S)
+    files = re.findall(r"^`(token_norms/\S+)`:\n\n```python\n(.*?)^```", text, re.M | re.S)
     for name, code in files:
-        path = tmp_path / "analyses" / name
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code, encoding="utf-8")
-    taken = "the page's example exists now: give the one in docs/extending.md another name"
-    assert "cosine" not in analysis.ANALYSES, taken
-    paths = [str(tmp_path / "analyses"), *divergence.analyses.__path__]
-    monkeypatch.setattr(divergence.analyses, "__path__", paths)
-    monkeypatch.setattr(analysis, "ANALYSES", (*analysis.ANALYSES, "cosine"))
-    yield [name for name, _ in files]
-    for name in [name for name in sys.modules if name.startswith("divergence.analyses.cosine")]:
+    group, point = re.findall(
+        r'^\[project.entry-points."(.+)"\]\ntoken_norms = "(.+)"$', text, re.M
+    )[0]
+    points = [importlib.metadata.EntryPoint("token_norms", point, group)]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points",
+        lambda group: [point for point in points if point.group == group],
+    )  # fmt: skip
+    domain.domains.cache_clear()
+    yield dict(files)
+    domain.domains.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "token_norms"]:
         del sys.modules[name]
 
 
-def test_the_example_of_the_page_is_an_analysis(cosine, runs):
-    """Three files and its name: evidence and JSON have what it found, healthy runs nothing."""
-    assert cosine == ["cosine/__init__.py", "cosine/find.py", "cosine/sentences.py"]
+def test_the_example_of_the_page_asks_its_question(example, runs):
+    """Four files: evidence and JSON have what it found, healthy runs nothing."""
+    assert list(example) == [
+        f"token_norms/{name}.py" for name in ("__init__", "find", "sentences", "command")
+    ]
     a, b, same = runs
     report = compare(a, b)
-    (said,) = [f.text for f in report.verdict.evidence if f.text.startswith("cosine below 0.99")]
+    (said,) = [item.text for item in report.verdict.evidence if item.text.startswith(SAID)]
     assert any(f.claim == "stands_out" and f.evidence[0].text == said for f in report.findings)
     assert said in "\n".join(line.text for line in report_lines(report) if isinstance(line, Line))
     healthy = compare(a, same)
-    assert not any("cosine" in fact.text for fact in healthy.verdict.evidence)
+    assert not any("norms" in item.text for item in healthy.verdict.evidence)
 
 
-def test_a_hint_does_not_change_the_verdict(cosine, runs, monkeypatch):
-    """With and without the analysis kind, onset and confidence are the same."""
+def test_a_hint_does_not_change_the_verdict(example, runs, monkeypatch):
+    """With and without the domain kind, onset and confidence are the same."""
     a, b, _ = runs
     with_it = compare(a, b).verdict
-    monkeypatch.setattr(analysis, "ANALYSES", analysis.ANALYSES[:-1])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    domain.domains.cache_clear()
     without = compare(a, b).verdict
     for name in ("kind", "summary", "onset", "confidence", "side", "checks"):
         assert getattr(with_it, name) == getattr(without, name)
+
+
+def test_its_command_is_one_of_the_others(example, runs, capsys):
+    """Listed where it wants to stand, and run."""
+    from divergence.cli.main import app
+
+    def output(*words: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            app([str(word) for word in words], prog_name="divergence")
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    a, b, same = runs
+    listed = output("--help")
+    assert listed.index("inspect ") < listed.index("token-norms ") < listed.index("pack ")
+    assert output("token-norms", a.path, b.path).startswith(SAID)
+    assert output("token-norms", a.path, same.path) == "no type of token stands out\n"

@@ -1,9 +1,9 @@
 """What an analysis is to the comparison: three functions, looked up by the name of its folder.
 
-An analysis is a folder of ``divergence.analyses``. Its ``__init__`` says whether it applies, so
-that only what applies is imported; its ``find`` module claims, and explains. All of them are given
-what was measured, and give an answer each. An analysis knows neither the others nor the verdict of
-which they become a part.
+An analysis is a package: a folder of ``divergence.analyses``, or one that a domain names. Its
+``__init__`` says whether it applies, so that only what applies is imported; its ``find`` module
+claims, and explains. All of them are given what was measured, and give an answer each. An analysis
+knows neither the others nor the verdict of which they become a part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from divergence._version import __version__
 from divergence.comparison.decide import decide, nothing_explains
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Finding, PreflightLine, Verdict, Visible
+from divergence.domain import domains
 from divergence.facts import Fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.contents import call_passes
@@ -148,7 +149,7 @@ def applying(measured: Measured, names: Sequence[str] | None = None) -> list[Ana
     """The analyses that have something to look at in these runs, imported; of ``names`` alone,
     where they are given."""
     analyses = []
-    for name in ANALYSES if names is None else names:
+    for name in places() if names is None else names:
         if not _module_of(name).applies(measured):
             continue
         module = _module_of(name, "find")
@@ -159,6 +160,12 @@ def applying(measured: Measured, names: Sequence[str] | None = None) -> list[Ana
             )
         )  # fmt: skip
     return analyses
+
+
+def places() -> dict[str, str]:
+    """The package of each analysis, by its name: those of divergence, then those of domains."""
+    own = {name: f"divergence.analyses.{name}" for name in ANALYSES}
+    return own | {name: at for domain in domains() for name, at in domain.analyses.items()}
 
 
 def numbers_of(name: str, measured: Measured) -> Any:
@@ -210,9 +217,10 @@ def report_of(
     )  # fmt: skip
 
 
-def _module_of(*names: str) -> ModuleType:
+def _module_of(name: str, *module: str) -> ModuleType:
     """A module of an analysis, by name: the comparison imports none that does not apply."""
-    return import_module(".".join(("divergence.analyses", *names)))
+    package = places().get(name, f"divergence.analyses.{name}")
+    return import_module(".".join((package, *module)))
 
 
 def is_probe(manifest: Manifest) -> bool:

@@ -459,8 +459,9 @@ def analysis_sections(
     """What each analysis shows, those behind _ORDER last. ``background``: what the report does not
     hold, given for a page."""
     sections = {}
-    for name in dict.fromkeys((*_ORDER, *analysis.ANALYSES)):
-        path = f"divergence.analyses.{name}.sections"
+    places = analysis.places()
+    for name in dict.fromkeys((*_ORDER, *places)):
+        path = f"{places.get(name, f'divergence.analyses.{name}')}.sections"
         if find_spec(path) is not None:
             sections[name] = import_module(path).sections(
                 report, every=every, background=background

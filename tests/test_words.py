@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import divergence
 from divergence.comparison.result import Report
-from divergence.domains.doctor.result import Checkup
-from divergence.evaluations.result import ScoresReport
+from divergence.domain import own_domains
 from divergence.fleet.result import Matrix
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record
@@ -65,11 +65,15 @@ GONE = (
 
 def keys() -> Iterator[tuple[str, str]]:
     """(name, where) of all keys of the JSON of reports and runs, and of all options."""
-    for kind in (Report, Matrix, Checkup, ScoresReport, Manifest, Record):
+    added = [getattr(divergence, name) for domain in own_domains() for name in domain.public]
+    answers = [each for each in added if isinstance(each, type)]
+    for kind in (Report, Matrix, *answers, Manifest, Record):
         for name, record in msgspec.json.schema(kind)["$defs"].items():
             for key in record.get("properties", {}):
                 yield key, f"{kind.__name__}: {name}.{key}"
-    surface = json.loads((ROOT / "tests/cli/surface.json").read_text(encoding="utf-8"))
+    surface = {}
+    for path in (ROOT / "tests/cli/surface.json", *(ROOT / "tests/domains").glob("*/surface.json")):
+        surface |= json.loads(path.read_text(encoding="utf-8"))
     for command, options in surface.items():
         for option in options:
             for name in option["names"]:

@@ -1,6 +1,6 @@
 """The surface of the command line as data: every command, option, default and panel.
 
-    python tests/cli/surface.py       rewrites tests/cli/surface.json and docs/commands.md
+    python tests/cli/surface.py       rewrites the surface.json of all, and docs/commands.md
 
 The JSON freezes the surface: a change of it is a change that users meet, so it is
 made on purpose, together with a line in the changelog.
@@ -59,8 +59,25 @@ def surface() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def surface_text() -> str:
-    return json.dumps(surface(), indent=1, sort_keys=True) + "\n"
+def homes() -> dict[Path, set[str]]:
+    """By file: whose surface it freezes, the core's and each domain's."""
+    from divergence.cli.main import COMMANDS
+    from divergence.domain import own_domains
+
+    of_domains = {
+        ROOT / "tests" / "domains" / domain.name / "surface.json": {
+            command.name for command in domain.commands
+        }
+        for domain in own_domains()
+        if domain.commands
+    }
+    return {SURFACE: {"", *COMMANDS}, **of_domains}
+
+
+def frozen() -> dict[Path, dict[str, list[dict[str, Any]]]]:
+    """What each file holds."""
+    now = surface()
+    return {path: {name: now[name] for name in sorted(names)} for path, names in homes().items()}
 
 
 def docs_text() -> str:
@@ -156,6 +173,9 @@ def _examples(epilog: str) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    SURFACE.write_text(surface_text(), encoding="utf-8")
+    for path, commands_there in frozen().items():
+        text = json.dumps(commands_there, indent=1, sort_keys=True) + "\n"
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
     DOCS.write_text(docs_text(), encoding="utf-8")
-    print(f"wrote {SURFACE.relative_to(ROOT)} and {DOCS.relative_to(ROOT)}")
+    print(f"wrote {DOCS.relative_to(ROOT)}")

@@ -17,7 +17,6 @@ from divergence.arithmetic.api import probe
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
-from divergence.domains.doctor.doctor import doctor
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.quantization.quantize import quantize
 from divergence.experiments.selfcheck import selfcheck
@@ -32,7 +31,6 @@ from divergence.options.commands import (
     CaptureOptions,
     CheckOptions,
     CompareOptions,
-    EvidenceOptions,
     LocalizeOptions,
     ProbeOptions,
     QuantizationOptions,
@@ -135,7 +133,6 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
             "reference candidates thresholds reports keep_reports progress",
         ),
         (check, CheckOptions, "golden new progress"),
-        (doctor, EvidenceOptions, "reference candidate progress"),
         (
             localize,
             LocalizeOptions,

@@ -248,7 +248,8 @@ def _share(onset: Onset, measured: Measured) -> Fact | None:
             table = outliers(
                 logs[:, None], variance[:, None], thresholds.ratio_spread, limit_of(len(parts))
             )
-            if table.x[worst, 0] - table.control[worst, 0] > table.reach[worst, 0]:
+            alone = not np.delete(energy, worst).any()  # the others are equal bit for bit
+            if alone or table.x[worst, 0] - table.control[worst, 0] > table.reach[worst, 0]:
                 sizes = [_rel_l2(x[part.index], y[part.index]) for part in parts]
                 return fact(
                     "ranks.share_off", site=onset.site, side=side, rank=parts[worst].rank,

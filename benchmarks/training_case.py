@@ -33,7 +33,8 @@ from transformers import (  # noqa: E402
 import divergence  # noqa: E402
 from divergence.layout import print_lines  # noqa: E402
 from divergence.recording.engines import tiny  # noqa: E402
-from divergence.report.localization import localization_lines  # noqa: E402
+from divergence.report.localization import localization_document  # noqa: E402
+from divergence.report.text import document_lines  # noqa: E402
 
 STEPS, EVERY = 400, 100
 PROMPTS = ["the model of a machine", "one step of training", "every gradient has a place"]
@@ -131,7 +132,7 @@ def main() -> None:
             work / "a", work / "b", truth=work / "truth", out=work / "down",
             prepare_candidate=on_vendor,
         )  # fmt: skip
-        print_lines(localization_lines(found))
+        print_lines(document_lines(localization_document(found)))
         narrow = ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16", "--learning-rate", "1e-4"]
         words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         show(work, "capture", f"gpu-{EVERY}", "-o", "narrow", "--train", "--optimizer-step",

@@ -96,6 +96,8 @@ class Table:
     """The first column holds names of the model's parts."""
     most: int | None = None
     """Rows that are shown; of the others the number is told."""
+    more: str = "--all lists them"
+    """How a terminal shows the others."""
     below: Mapping[int, Sequence[Sentence]] = field(default_factory=dict)
     """What is said of a row, by its number."""
     folded: str = ""

@@ -14,6 +14,7 @@ import typer
 from divergence.words import Progress, printable, printable_lines, shortened
 
 if TYPE_CHECKING:
+    from divergence.document import Document
     from divergence.options.commands import Output
 
 ARGUMENTS = "divergence.arguments"
@@ -42,22 +43,30 @@ def show(text: str) -> None:
     write_text(printable_lines(text.removesuffix("\n")) + "\n")
 
 
-def show_answer(
-    answer: Any, lines: Callable[..., list[Any]], brief: Callable[[Any], list[Any]],
-    output: Output, *, html: Path | None = None,
-) -> None:  # fmt: skip
-    """An answer as JSON, or as lines; ``brief``: those of ``--quiet``. ``html``: where it is
-    written as a page, too."""
+def show_document(
+    document: Document, output: Output, *, json: Callable[[], str], quiet: str | None = None
+) -> None:
+    """An answer as JSON, as its headline with ``--quiet`` (or what ``quiet`` is), or whole."""
     from divergence.layout import print_lines
+    from divergence.report.text import document_lines, headline_lines
 
-    if html is not None:
-        answer.to_html(html)
     if output.json:
-        show(answer.to_json(indent=2))
+        show(json())
+    elif output.quiet and quiet is not None:
+        show(quiet)
     elif output.quiet:
-        print_lines(brief(answer), whole=True)
+        print_lines(headline_lines(document.headline), whole=True)
     else:
-        print_lines(lines(answer, verbose=output.verbose))
+        print_lines(document_lines(document))
+
+
+def answer_json(**parts: Any) -> str:
+    """The JSON of what has no class of its own."""
+    import msgspec
+
+    from divergence.comparison.result import strict_json
+
+    return strict_json({"schema_version": 1, **msgspec.to_builtins(parts, enc_hook=str)})
 
 
 def write_text(text: str, path: Path, *, what: str) -> None:
@@ -70,52 +79,29 @@ def write_text(text: str, path: Path, *, what: str) -> None:
         write_output(text, path, what=what)
 
 
-def show_plan(plan: Any, *, json: bool) -> None:
-    """What a capture would record."""
-    import msgspec
-
-    from divergence.comparison.result import strict_json
-    from divergence.layout import print_lines
-    from divergence.report.capturing import plan_lines
-
-    built = msgspec.to_builtins(plan)
-    if json:
-        show(strict_json({"schema_version": 1, "dry_run": built}))
-    else:
-        print_lines(plan_lines(built))
-
-
-def show_run(run: Any, output: Output, *, like: str | None) -> None:
-    """A run that was made. ``like``: the run that it repeats."""
+def show_made(run: Any, output: Output, document: Document) -> None:
+    """A run that was made: its path with ``--quiet``, path and manifest as JSON."""
     if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
         return  # the first rank speaks for all
-    from divergence.report.capturing import captured_lines
+    path = str(run.path)
+    show_document(
+        document, output, json=lambda: answer_json(path=path, manifest=run.manifest), quiet=path
+    )
 
-    show_made(run, output, lambda *of_run: captured_lines(*of_run, like=like))
+
+def show_captured(run: Any, output: Output, *, like: str | None) -> None:
+    """A run that was captured. ``like``: the run that it repeats."""
+    from divergence.report.capturing import captured_document
+
+    show_made(run, output, captured_document(str(run.path), run.manifest, run.records, like=like))
 
 
 def show_copy(what: str, run: Any, output: Output) -> None:
     """A run that was ``what``: packed, unpacked."""
-    from divergence.report.capturing import copied_lines
+    from divergence.report.capturing import copied_document
 
-    show_made(run, output, lambda *of_run: copied_lines(what, *of_run))
-
-
-def show_made(run: Any, output: Output, lines: Callable[..., list[Any]]) -> None:
-    """A run: its path with ``--quiet``, path and manifest as JSON, else the lines of path, manifest
-    and records."""
-    import msgspec
-
-    from divergence.comparison.result import strict_json
-    from divergence.layout import print_lines
-
-    if output.json:
-        manifest = msgspec.to_builtins(run.manifest)
-        show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))
-    elif output.quiet:
-        show(str(run.path))
-    else:
-        print_lines(lines(str(run.path), run.manifest, run.records))
+    path, num = str(run.path), len(run.records)
+    show_made(run, output, copied_document(what, path, run.manifest, num))
 
 
 @contextlib.contextmanager

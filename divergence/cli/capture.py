@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.answers import progress_bars, show_plan, show_run
+from divergence.cli.answers import answer_json, progress_bars, show_captured, show_document
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import (
@@ -119,10 +119,15 @@ def capture(
             plan = plan_capture(source, progress=progress, **values, **plan_options)
         else:
             run = capture(source, progress=progress, **values)
-    if dry_run:
-        show_plan(plan, json=output.json)
-    else:
-        show_run(run, output, like=like)
+    if not dry_run:
+        show_captured(run, output, like=like)
+        return
+    import msgspec
+
+    from divergence.report.capturing import plan_document
+
+    built = msgspec.to_builtins(plan)
+    show_document(plan_document(built), output, json=lambda: answer_json(dry_run=built))
 
 
 def truth(
@@ -152,4 +157,4 @@ def truth(
 
     with progress_bars(quiet=output.silent) as progress:
         result = call(run, out=out, force=force, command=command, progress=progress, **options)
-    show_run(result, output, like=run)
+    show_captured(result, output, like=run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from divergence.cli.answers import exit_with, progress_bars, show
+from divergence.cli.answers import exit_with, progress_bars, show, show_document
 from divergence.cli.compare import HTML, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
@@ -104,7 +104,12 @@ def check(
         return
 
     from divergence.gate.check import check
-    from divergence.report.checking import check_headline, check_lines, checked_page, stopped_page
+    from divergence.report.checking import (
+        check_document,
+        check_lines,
+        checked_page,
+        stopped_page,
+    )
     from divergence.report.environment import check_json
 
     try:
@@ -125,19 +130,18 @@ def check(
         raise typer.Exit(error.exit_code) from error
     if html is not None:
         from divergence.comparison.background import background_of
-        from divergence.report.page import page, policy
+        from divergence.report.page import opening, page
 
-        openings = [policy(check_headline(result), check_lines(result, brief=True)[1:])]
+        openings = [opening(check_document(result), id="policy", label="Policy")]
         background = background_of(result.report)
         text = page(result.report, background, openings=openings, command_name="check")
         write_output(text, html, what="page")
     with sinks.fence():
-        if output.json:
-            show(check_json(result))
+        if output.json or output.quiet:
+            brief = check_document(result, brief=True)
+            show_document(brief, output, json=lambda: check_json(result))
         else:
-            print_lines(
-                check_lines(result, verbose=output.verbose, brief=output.quiet), whole=output.quiet
-            )
+            print_lines(check_lines(result, verbose=output.verbose))
     sinks.write(checked_page(result))
     if not result.passed:
         exit_with(1)

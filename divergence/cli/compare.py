@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from divergence.cli.answers import exit_with, progress_bars, show, write_text
+from divergence.cli.answers import exit_with, progress_bars, show, show_document, write_text
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import (
@@ -247,20 +248,14 @@ def _compare_losses(
     reference: str, candidates: list[str] | None, warmup_steps: int | None, exit_code: bool,
     output: Output,
 ) -> None:  # fmt: skip
-    from divergence.layout import print_lines
     from divergence.training.curves.judging import compare_losses
     from divergence.training.curves.show import EXIT_CODES as LOSS_EXIT_CODES
-    from divergence.training.curves.show import loss_lines, verdict_line
+    from divergence.training.curves.show import losses_document
 
     report = compare_losses(
         reference, candidates[0] if candidates else None, warmup_steps=warmup_steps
     )
-    if output.json:
-        show(report.to_json(indent=2))
-    elif output.quiet:
-        print_lines([verdict_line(report)], whole=True)
-    else:
-        print_lines(loss_lines(report))
+    show_document(losses_document(report), output, json=partial(report.to_json, indent=2))
     if exit_code:
         exit_with(LOSS_EXIT_CODES[report.verdict.kind])
     if not report.metrics[0].num_steps and report.verdict.kind == "undetermined":
@@ -269,17 +264,12 @@ def _compare_losses(
 
 def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:
     from divergence.layout import BLANK, heading, print_lines
-    from divergence.report.matrix import matrix_headline, matrix_lines
+    from divergence.report.matrix import matrix_document
     from divergence.report.summary import report_lines
 
-    if output.json:
-        show(matrix.to_json(indent=2))
-        return
-    if output.quiet:
-        print_lines(matrix_headline(matrix), whole=True)
-        return
-    print_lines(matrix_lines(matrix, all_runs=every))
-    for row in matrix.rows if output.verbose else ():
+    document = matrix_document(matrix, all_runs=every, brief=output.quiet)
+    show_document(document, output, json=partial(matrix.to_json, indent=2))
+    for row in matrix.rows if output.verbose and not output.json else ():
         if row.report is not None:
             print_lines([BLANK, heading(f"== {row.path}"), BLANK])
             print_lines(report_lines(row.report, all_sites=every, verbose=True))

@@ -196,14 +196,15 @@ def _compare(a: Path, b: Path, title: str, *, quiet: bool) -> Any:
 
 
 def _localize(plan: _Plan, a: Path, b: Path, out: Path, title: str, *, quiet: bool) -> Any:
+    from divergence.cli.answers import show_document
     from divergence.experiments.localization.localize import localize
-    from divergence.layout import print_lines
-    from divergence.report.localization import localization_lines
+    from divergence.report.localization import localization_document
 
     words = ["divergence", "localize", str(a), str(b), "-o", str(out), *plan.code, "--force"]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     result = localize(a, b, out=out, device="cpu", force=True, trust_remote_code=bool(plan.code))
-    print_lines(localization_lines(result, answer_only=quiet), whole=quiet)
+    output = Output(json=False, quiet=quiet, verbose=False)
+    show_document(localization_document(result), output, json=result.to_json)
     return result
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divergence.cli.answers import exit_with, progress_bars, show, show_answer
+from divergence.cli.answers import exit_with, progress_bars, show, show_document
 from divergence.cli.compare import HTML, exit_as, show_report
 from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import (
@@ -27,6 +27,9 @@ from divergence.options.commands import (
 )
 from divergence.output import check_output, write_output
 from divergence.words import printable
+
+if TYPE_CHECKING:
+    from divergence.document import Document
 
 # `divergence diff`: two settings of one machine, from the captures to the verdict.
 
@@ -149,6 +152,16 @@ def _plain(value: object) -> str:
 # Commands that make runs and compare them: `localize`, `sensitivity`, `quantize`, ...
 
 
+def _show(
+    answer: Any, document: Callable[..., Document], output: Output, html: Path | None = None
+) -> None:
+    """``html``: where the answer is written as a page, too."""
+    if html is not None:
+        answer.to_html(html)
+    whole = document(answer, verbose=output.verbose)
+    show_document(whole, output, json=partial(answer.to_json, indent=2))
+
+
 def localize(
     *,
     reference: str = option("A", "Run A.", default=...),
@@ -176,12 +189,11 @@ def localize(
         raise UsageError("there is no directory to write to", hint="-o DIR")
     check_output(html, what="page")
     from divergence.experiments.localization.localize import localize
-    from divergence.report.localization import localization_lines
+    from divergence.report.localization import localization_document
 
     with progress_bars(quiet=output.silent) as progress:
         result = localize(reference, candidate, out=out, progress=progress, **options)
-    brief = partial(localization_lines, answer_only=True)
-    show_answer(result, localization_lines, brief, output, html=html)
+    _show(result, localization_document, output, html)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
         exit_with(2)
@@ -211,12 +223,12 @@ def sensitivity(
     check_output(html, what="page")
     from divergence.experiments.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
-    from divergence.report.experiments import answer_lines, sensitivity_lines
+    from divergence.report.experiments import sensitivity_document
 
     with progress_bars(quiet=output.silent) as progress:
         thresholds = load_policy(policy).thresholds
         result = sensitivity(run, thresholds=thresholds, progress=progress, **options)
-    show_answer(result, sensitivity_lines, answer_lines, output, html=html)
+    _show(result, sensitivity_document, output, html)
 
 
 def quantize(
@@ -248,11 +260,11 @@ def quantize(
         raise UsageError("--policy writes what --target finds", hint="--target 0.01")
     check_output(policy and policy / "list", what="policy", make_folder=True)
     from divergence.experiments.quantization.quantize import quantize, write_forms
-    from divergence.report.experiments import answer_line, quantization_lines
+    from divergence.report.experiments import quantization_document
 
     with progress_bars(quiet=output.silent) as progress:
         result = quantize(run, out=out, force=force, progress=progress, **options)
-    show_answer(result, quantization_lines, lambda answer: [answer_line(answer)], output)
+    _show(result, quantization_document, output)
     if policy is not None:  # last: what was found is not lost where it cannot be written
         write_forms(result, policy)
 
@@ -280,11 +292,11 @@ def selfcheck(
     """
     check_output(html, what="page")
     from divergence.experiments.selfcheck import selfcheck
-    from divergence.report.experiments import selfcheck_answer, selfcheck_lines
+    from divergence.report.experiments import selfcheck_document
 
     with progress_bars(quiet=output.silent) as progress:
         result = selfcheck(model, progress=progress, **options)
-    show_answer(result, selfcheck_lines, selfcheck_answer, output, html=html)
+    _show(result, selfcheck_document, output, html)
     if exit_code and result.diverged:
         exit_with(1)
     if exit_code and (
@@ -314,7 +326,7 @@ def selftest(
     """
     from divergence.experiments.selftest import selftest
     from divergence.recording.machine import resolve_device
-    from divergence.report.environment import selftest_answer, selftest_lines
+    from divergence.report.environment import selftest_document
 
     name = resolve_device(options.pop("device", "auto"))
     file = out or Path(f"selftest-{name.replace(':', '-')}.json")
@@ -329,7 +341,7 @@ def selftest(
             write_output(interrupt.args[0].to_json(indent=2) + "\n", file, what="answer")
         raise
     write_output(result.to_json(indent=2) + "\n", file, what="answer")
-    show_answer(result, selftest_lines, selftest_answer, output)
+    _show(result, selftest_document, output)
     if not output.silent:
         show(f"written to {file}")
     if exit_code and result.failed:

@@ -6,7 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from divergence.cli.answers import progress_bars, show, show_copy, show_made, show_run
+from divergence.cli.answers import (
+    answer_json,
+    progress_bars,
+    show,
+    show_captured,
+    show_copy,
+    show_document,
+    show_made,
+)
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
 from divergence.options.commands import (
@@ -54,7 +62,7 @@ def replay(
 
     with progress_bars(quiet=output.silent) as progress:
         result = call(run, out=out, force=force, command=command, progress=progress, **options)
-    show_run(result, output, like=run)
+    show_captured(result, output, like=run)
 
 
 def repro(
@@ -84,24 +92,19 @@ def repro(
             hint=f"--site SITE; `{command_line('inspect', run, v=True)}` lists the sites",
         )
 
-    import msgspec
+    import dataclasses
 
-    from divergence.comparison.result import strict_json
-    from divergence.layout import print_lines
     from divergence.ops.reproducer import repro as call
-    from divergence.report.localization import reproducer_lines
+    from divergence.report.localization import reproducer_document
 
     with progress_bars(quiet=output.silent) as progress:
         made = call(run, site=site, out=out, progress=progress, **options)
         for note in made.notes:
             progress("note", 0, None, note)
-    if output.json:
-        built = msgspec.to_builtins(made, enc_hook=str)  # paths as text
-        show(strict_json({"schema_version": 1, **built}))
-    elif output.quiet:
-        show(str(made.path))
-    else:
-        print_lines(reproducer_lines(str(made.path), made.title, made.files))
+    show_document(
+        reproducer_document(str(made.path), made.title, made.files), output,
+        json=lambda: answer_json(**dataclasses.asdict(made)), quiet=str(made.path),
+    )  # fmt: skip
 
 
 # `divergence inspect`, `pack`, `unpack`, `import`, `bundle`: runs as they are stored and sent.
@@ -129,54 +132,37 @@ def inspect(
     divergence inspect a --site model.layers.3.mlp:out
     divergence inspect a --verify
     """
-    import msgspec
-
     from divergence.analyses.precision.audit import audit_runs
-    from divergence.comparison.result import strict_json
-    from divergence.layout import print_lines
-    from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
+    from divergence.report.inspection import (
+        run_document,
+        select_records,
+        site_document,
+        verified_text,
+    )
     from divergence.run.contents import num_kept, why_no_bytes
     from divergence.run.reader import Run
 
     opened = Run.open(run)
-    records = opened.records if site is None else select_records(opened.records, site)
-    audit = None if site is not None else audit_runs(opened)
-    problems: list[str] | None = None
-    kept = num_kept(opened.records) if verify else 0
+    path, manifest, records = str(opened.path), opened.manifest, opened.records
+    audit = problems = None
+    if site is None:
+        audit = audit_runs(opened)
+        document = run_document(path, manifest, records, audit=audit, verbose=output.verbose)
+    else:
+        records = select_records(records, site)
+        document = site_document(path, records)
+    parts: dict[str, Any] = {"path": path, "manifest": manifest, "records": list(records)}
+    parts |= {} if audit is None else {"audit": audit}
     if verify:
         with progress_bars(quiet=output.silent) as progress:
             problems = opened.verify(progress=progress)
-    if output.json:
-        answer = {
-            "schema_version": 1,
-            "path": str(opened.path),
-            "manifest": msgspec.to_builtins(opened.manifest),
-            "records": msgspec.to_builtins(list(records)),
-        }
-        if audit is not None:
-            answer["audit"] = msgspec.to_builtins(audit)
-        if problems is not None:
-            answer["problems"] = problems
-            answer["num_stored"] = kept
-        show(strict_json(answer))
-    else:
-        if site is not None:
-            print_lines(site_lines(records))
-        elif not output.quiet:
-            print_lines(
-                run_lines(
-                    str(opened.path), opened.manifest, records, audit=audit, verbose=output.verbose
-                )
-            )
-        else:
-            print_lines(run_lines(str(opened.path), opened.manifest, records)[:1])
-        if problems is not None:
-            # after the answer, since it is what --verify was asked for
-            show(
-                "\n".join(["verified: DAMAGED", *(f"  {text}" for text in problems)])
-                if problems
-                else verified_text(kept, len(opened.records), why_no_bytes(opened.manifest))
-            )
+        kept = num_kept(opened.records)
+        parts |= {"problems": problems, "num_stored": kept}
+    show_document(document, output, json=lambda: answer_json(**parts))
+    if problems is not None and not output.json:  # behind the answer: it is what was asked for
+        told = verified_text(kept, len(opened.records), why_no_bytes(manifest))
+        damage = "\n".join(["verified: DAMAGED", *(f"  {text}" for text in problems)])
+        show(damage if problems else told)
     if problems:
         raise RunFormatError(
             f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the run",
@@ -291,9 +277,11 @@ def bundle(
     divergence bundle a b -o bug.zip
     divergence bundle a b -o bug.zip --truth truth
     """
-    from divergence.comparison.result import strict_json
-    from divergence.layout import print_lines, prose, size
-    from divergence.report.summary import verdict_lines
+    import dataclasses
+
+    from divergence.document import Document, named
+    from divergence.layout import size
+    from divergence.report.summary import verdict_headline
     from divergence.sending import bundle
 
     if out is None:
@@ -301,14 +289,12 @@ def bundle(
     given = {**settings("compare"), **options}
     with progress_bars(quiet=output.silent) as progress:
         made = bundle(reference, candidate, out=out, force=force, progress=progress, **given)
-    if output.json:
-        show(strict_json({"schema_version": 1, "path": out, "files": sorted(made.files)}))
-    elif output.quiet:
-        show(out)
-    else:
-        print_lines(verdict_lines(made.report))
-        told = f"{out}: {', '.join(made.files)}; {size(made.num_bytes)}"
-        print_lines([prose("bundled", told)])
+    top = verdict_headline(made.report)
+    files = named("bundled", f"{out}: {', '.join(made.files)}; {size(made.num_bytes)}")
+    show_document(
+        Document(headline=dataclasses.replace(top, facts=[*top.facts, files])), output,
+        json=lambda: answer_json(path=out, files=sorted(made.files)), quiet=out,
+    )  # fmt: skip
 
 
 # `divergence probe` and `env`: this machine, and what its arithmetic does.
@@ -337,13 +323,11 @@ def probe(
         raise UsageError("there is no directory to write to", hint="-o RUN")
 
     from divergence.arithmetic.api import probe as call
-    from divergence.report.environment import probed_lines
+    from divergence.report.environment import probed_document
 
     with progress_bars(quiet=output.silent) as progress:
         run = call(out=out, force=force, command=command, progress=progress, **options)
-    show_made(
-        run, output, lambda path, manifest, _: probed_lines(path, manifest, verbose=output.verbose)
-    )
+    show_made(run, output, probed_document(str(run.path), run.manifest, verbose=output.verbose))
 
 
 def env(*, device: str = DEVICE, output: Output) -> None:
@@ -353,16 +337,9 @@ def env(*, device: str = DEVICE, output: Output) -> None:
     divergence env
     divergence env --json > machine.json
     """
-    import msgspec
-
-    from divergence.comparison.result import strict_json
-    from divergence.layout import print_lines
     from divergence.recording.machine import collect_environment
-    from divergence.report.environment import environment_lines
+    from divergence.report.environment import machine_document
 
     environment = collect_environment(device)
-    if output.json:
-        show(strict_json({"schema_version": 1, "environment": msgspec.to_builtins(environment)}))
-    else:
-        lines = environment_lines(environment)
-        print_lines(lines[:2] if output.quiet else lines, whole=output.quiet)
+    document = machine_document(environment)
+    show_document(document, output, json=lambda: answer_json(environment=environment))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from divergence.cli.answers import exit_with, progress_bars, show, write_text
+from divergence.cli.answers import exit_with, progress_bars, show, show_document, write_text
 from divergence.cli.compare import HTML
 from divergence.errors import UsageError
 from divergence.options.commands import DEVICE, OUTPUT, TRUST, Output, option
@@ -99,8 +99,8 @@ def scores(
     check_output(html, what="page")
     check_output(None if str(csv) == "-" else csv, what="CSV")
     from divergence.evaluations.api import scores
-    from divergence.evaluations.show import scores_csv, scores_lines, scores_markdown
-    from divergence.layout import print_lines
+    from divergence.evaluations.show import scores_csv, scores_documents, scores_markdown
+    from divergence.layout import BLANK, print_lines
 
     first, *others = candidates
     with progress_bars(quiet=output.silent or markdown) as progress:
@@ -119,7 +119,9 @@ def scores(
     elif markdown:
         show(scores_markdown(report))
     elif str(csv) != "-":
-        print_lines(scores_lines(report, brief=output.quiet, verbose=output.verbose))
+        for number, document in enumerate(scores_documents(report, verbose=output.verbose)):
+            print_lines([BLANK] if number and not output.quiet else [])
+            show_document(document, output, json=report.to_json)
     if any(candidate.verdict == "incomparable" for candidate in report.candidates):
         exit_with(2)
     if report.passed is False:

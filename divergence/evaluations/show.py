@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from divergence.document import Column, Headline, Table
+from divergence.document import Column, Document, Facts, Headline, Section, Sentence, Table, named
 from divergence.evaluations.judging import band_of
 from divergence.evaluations.result import (
     Candidate,
@@ -21,7 +22,7 @@ from divergence.evaluations.result import (
 )
 from divergence.evaluations.rows import SeriesName
 from divergence.facts import sentence
-from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose
+from divergence.layout import count
 from divergence.words import markdown_code, printable
 
 _WORDS = {
@@ -48,24 +49,15 @@ def headline(candidate: Candidate) -> Headline:
     return Headline(_WORDS[candidate.verdict], printable(told), _STYLES[candidate.verdict])
 
 
-def scores_lines(report: ScoresReport, *, brief: bool = False, verbose: bool = False) -> list[Line]:
-    """One screen a candidate. ``brief``: the verdicts; ``verbose``: every task, every check."""
-    lines: list[Line] = []
-    for number, candidate in enumerate(report.candidates):
-        lines += [BLANK] if number and not brief else []
+def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Document]:
+    """One of each candidate; what to run next stands in the last. ``verbose``: every task, every
+    check."""
+    documents = []
+    for candidate in report.candidates:
         top = headline(candidate)
-        lines.append(line((top.word, top.style), f": {top.text}")._replace(hang=2))
         if candidate.passed is not None:
-            passed = ("passed", "green") if candidate.passed else ("failed", "bold red")
-            lines.append(line("policy      ", passed))
-        if brief:
-            continue
-        lines += [prose("  -", reason, width=4) for reason in candidate.reasons]
-        lines += [_side("A", report.reference), _side("B", candidate.side), BLANK]
-        if len(candidate.tasks) > 1:
-            content = score_table(candidate)
-            first, *rows = columns([content.titles, *content.cells()])
-            lines += [line((first.text, "dim")), *rows, BLANK]
+            word, style = ("passed", "green") if candidate.passed else ("failed", "bold red")
+            top = dataclasses.replace(top, facts=[named("policy", word, style)])
         tasks = candidate.tasks
         if not verbose and len(tasks) > _DETAILED:
             order = ("worse", "undecided", "better", "incomparable")
@@ -73,27 +65,34 @@ def scores_lines(report: ScoresReport, *, brief: bool = False, verbose: bool = F
                 (task for task in tasks if task.verdict in order),
                 key=lambda task: order.index(task.verdict),
             )[:_DETAILED]
-        for task in tasks:
-            told = [
-                prose(f"  {name}", text, width=16)
-                for name, text in facts_of(task, verbose=verbose)
-                if name != "verdict" or len(candidate.tasks) > 1
-            ]
-            lines += [heading(name_of(task)), *told, BLANK]
+        table = [Section(body=[score_table(candidate)])] if len(candidate.tasks) > 1 else []
+        details = [
+            Section(title=name_of(task), body=[Facts([
+                fact for fact in facts_of(task, verbose=verbose)
+                if fact[0] != "verdict" or len(candidate.tasks) > 1
+            ], width=16)])
+            for task in tasks
+        ]  # fmt: skip
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
-        lines += [prose("note", note, width=6) for note in dict.fromkeys(notes)]
-    if brief:
-        return lines
+        told = [named("note", note) for note in dict.fromkeys(notes)]
+        reasons = [Sentence(reason, "-", indent=2) for reason in candidate.reasons]
+        documents.append(Document(
+            headline=dataclasses.replace(top, facts=[*top.facts, *reasons]),
+            known=[_side("A", report.reference), _side("B", candidate.side)],
+            sections=[*table, *details, *([Section(body=told)] if told else [])],
+        ))  # fmt: skip
+    last = documents[-1]
+    made = []
     if report.captured is not None:
         what = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
-        lines.append(prose("captured", what))
-    lines += next_lines(report.next)
-    return lines[:-1] if lines and lines[-1] == BLANK else lines
+        made = [Section(body=[named("captured", what)])]
+    last = dataclasses.replace(last, sections=[*last.sections, *made], next=report.next)
+    return [*documents[:-1], last]
 
 
-def _side(name: str, side: EvaluationSummary) -> Line:
+def _side(name: str, side: EvaluationSummary) -> Sentence:
     told = [fact for fact in (side.model, side.dtype, side.tool or side.format) if fact]
-    return prose(name, f"{side.path}: {', '.join(told)}", width=3)
+    return named(name, f"{side.path}: {', '.join(told)}")
 
 
 def score_table(candidate: Candidate) -> Table:

@@ -8,6 +8,7 @@ report.md every word of a run is code (divergence.words).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import getpass
 import io
 import os
@@ -20,14 +21,14 @@ from typing import Any
 import msgspec
 
 from divergence.comparison.result import Report, strict_json
-from divergence.document import Column, Table
+from divergence.document import Column, Document
 from divergence.errors import UsageError
 from divergence.experiments.result import Localization
-from divergence.layout import BLANK, MAX_WIDTH, Line, cut, fold
+from divergence.layout import MAX_WIDTH, Line, cut, fold
 from divergence.report.localization import descent_section, headline_of
 from divergence.report.screen import screen_lines
-from divergence.report.summary import opening_of
-from divergence.report.text import headline_lines, sections_lines
+from divergence.report.summary import machine_of, machine_tables, opening_of
+from divergence.report.text import document_lines
 from divergence.run.manifest import Environment
 from divergence.words import markdown_code, printable
 
@@ -167,19 +168,14 @@ def _markdown(
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
         if result.operator is None or result.report is not None:
-            descent_lines = [*headline_lines(headline_of(result)), BLANK]
-            descent_lines += sections_lines([descent_section(result)])[:-1]
-            lines += ["## What localize found", "", *_fenced(descent_lines)]
-    # a row for each fact, a column for each machine; rows that differ first
-    facts = {name: _facts(machine) for name, machine in machines.items()}
-    keys = list(dict.fromkeys(key for fact in facts.values() for key in fact))
-    rows = {key: [fact.get(key, "") for fact in facts.values()] for key in keys}
-    ordered = sorted(rows.items(), key=lambda item: len(set(item[1])) == 1)
-    table = Table(
-        columns=[Column(name, _short) for name in ("", *machines)] + [Column("", own=True)],
-        rows=[(key, *row, "**differs**" * (len(set(row)) > 1)) for key, row in ordered],
-    )
-    lines += ["## The machines", "", *table.markdown(), "", "## In this bundle", ""]
+            whole = Document(headline=headline_of(result), sections=[descent_section(result)])
+            lines += ["## What localize found", "", *_fenced(document_lines(whole))]
+    lines += ["## The machines", ""]
+    for table in machine_tables({name: machine_of(item) for name, item in machines.items()}):
+        columns = [Column(title, _short) for title in table.titles]
+        table = dataclasses.replace(table, columns=columns)
+        lines += [f"{table.caption}:", "", *table.markdown(), ""]
+    lines += ["## In this bundle", ""]
     lines += [f"- {_code(name)}" for name in files]
     if any(name.startswith("reproducer/") for name in files):
         lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
@@ -192,16 +188,6 @@ def _fenced(lines: Sequence[Line]) -> list[str]:
     texts = [printable(_short(text)) for text in pieces[:_MOST_LINES]]
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
     return [fence, *texts, fence, ""]
-
-
-def _facts(machine: Environment) -> dict[str, str]:
-    facts: dict[str, str] = {}
-    for name, value in msgspec.to_builtins(machine).items():
-        if isinstance(value, dict):
-            facts |= {f"{name}: {key}": str(fact) for key, fact in sorted(value.items())}
-        elif value not in (None, ""):
-            facts[name] = str(value)
-    return facts
 
 
 def _code(text: str) -> str:

@@ -7,8 +7,8 @@ rounding, functions within one ulp.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +17,10 @@ import msgspec
 
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
 from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
-from divergence.document import Sentence, named
+from divergence.document import Block, Document, Facts, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
-from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose
+from divergence.layout import count
 from divergence.numerics.sums import Estimate
 from divergence.run.command import command_line
 from divergence.run.manifest import (
@@ -31,7 +31,7 @@ from divergence.run.manifest import (
     Settings,
     Switch,
 )
-from divergence.words import printable
+from divergence.words import grouped, list_names, printable
 
 # Reports for programs: strict, versioned JSON and CSV with full precision.
 #
@@ -96,8 +96,8 @@ def report_csv(report: Report) -> str:
 _NAMED = 8  # operators in a line
 
 
-def environment_lines(environment: Environment) -> list[Line]:
-    """The machine: device, CPU, versions and the variables that change arithmetic."""
+def machine_facts(environment: Environment) -> list[tuple[str, str]]:
+    """Device, CPU, versions and the variables that change arithmetic."""
     device = environment.device_name
     if environment.num_devices:
         device += f" x {environment.num_devices}"
@@ -105,24 +105,32 @@ def environment_lines(environment: Environment) -> list[Line]:
         device += f", {name} {value}" if value else ""
     threads = count(environment.num_threads, "thread")
     facts = [
-        ("  device", f"{environment.device_type}: {device}"),
-        ("  cpu", f"{environment.cpu}, {environment.cpu_capability}, {threads}"),
-        *([("  cpu model", environment.cpu_model)] if environment.cpu_model else []),
-        ("  platform", f"{environment.platform}, Python {environment.python}"),
-        ("  versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
+        ("device", f"{environment.device_type}: {device}"),
+        ("cpu", f"{environment.cpu}, {environment.cpu_capability}, {threads}"),
+        ("cpu model", environment.cpu_model or ""),
+        ("platform", f"{environment.platform}, Python {environment.python}"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
+        ("torch build", ", ".join(f"{k} {v}" for k, v in environment.torch_build.items())),
+        ("variables", ", ".join(f"{k}={v}" for k, v in sorted(environment.variables.items()))),
     ]
-    if environment.torch_build:
-        build = ", ".join(f"{k} {v}" for k, v in environment.torch_build.items())
-        facts.append(("  torch build", build))
-    if environment.variables:
-        text = ", ".join(f"{k}={v}" for k, v in sorted(environment.variables.items()))
-        facts.append(("  variables", text))
-    return [heading("machine", environment.label), *(prose(*fact, width=14) for fact in facts)]
+    return [(name, text) for name, text in facts if text]
 
 
-def switch_lines(
+def machine_section(environment: Environment) -> Section:
+    facts = Facts(machine_facts(environment), width=14)
+    return Section(title="machine", detail=environment.label, body=[facts])
+
+
+def machine_document(environment: Environment) -> Document:
+    """What `divergence env` shows; the device stands in its headline."""
+    device, *facts = machine_facts(environment)
+    top = Headline("machine", environment.label, "bold", [named(*device)])
+    return Document(headline=top, sections=[Section(body=[Facts(facts, indent=0, width=12)])])
+
+
+def switch_sentences(
     switches: Sequence[Switch], *, verbose: bool = False, more: str = "-v"
-) -> list[Line]:
+) -> list[Sentence]:
     """Determinism switches: those that the machine did not take, all of them with ``verbose``.
     ``more``: what lists them."""
     if not switches:
@@ -137,23 +145,25 @@ def switch_lines(
     if not asked:
         told = f"{len(switches)} left as found"
     hint = "" if verbose else f" ({more} lists them)"
-    lines = [prose("  switches", told + hint, width=14)]
-    rows = [
-        (item.status, item.name, f"asked {item.asked}, found {item.found}", item.note or "")
-        for item in switches
-        if verbose or item.status == "refused"
-    ]
-    return lines + columns(rows, indent=4)
+    note = {item.name: f"; {item.note}" if item.note else "" for item in switches}
+    return [
+        Sentence(told + hint, "switches", indent=2, hang=14),
+        *(
+            Sentence(f"{item.name}: asked {item.asked}, found {item.found}{note[item.name]}",
+                     item.status, hang=14)
+            for item in switches
+            if verbose or item.status == "refused"
+        ),
+    ]  # fmt: skip
 
 
-def fallback_lines(settings: Settings) -> list[Line]:
+def fallbacks(settings: Settings) -> list[Sentence]:
     """Operators that the CPU ran in the device's place."""
     if not settings.cpu_fallbacks:
         return []
-    named = ", ".join(settings.cpu_fallbacks[:_NAMED])
-    more = len(settings.cpu_fallbacks) - _NAMED
-    text = f"{named}{f' and {more} more' if more > 0 else ''} ran on the CPU: the device has none"
-    return [prose("  fell back", text, width=14, style="yellow")]
+    operators = list_names(settings.cpu_fallbacks, _NAMED)
+    text = f"{operators} ran on the CPU: the device has none"
+    return [Sentence(text, "fell back", style="yellow", indent=2, hang=14)]
 
 
 def changes(plants: Sequence[str], substitutes: Sequence[str]) -> list[Sentence]:
@@ -162,7 +172,8 @@ def changes(plants: Sequence[str], substitutes: Sequence[str]) -> list[Sentence]
     return [named("", f"{what}: {', '.join(at)}", "yellow") for what, at in done if at]
 
 
-def repeat_lines(repeat: Repeatability) -> list[Line]:
+def repeats(repeat: Repeatability) -> list[Sentence]:
+    """Whether a run that was made several times gave the same bits."""
     if repeat.num_runs <= 1:
         return []
     first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
@@ -172,7 +183,7 @@ def repeat_lines(repeat: Repeatability) -> list[Line]:
         num, total = sum(repeat.begins.values()), repeat.num_forwards
         begins = fact("preflight.begins", num=num, total=total, places=repeat.places)
         first += f"; {sentence(begins)}"
-    return [prose("  repeated", text + first, width=14)]
+    return [Sentence(text + first, "repeated", indent=2, hang=14)]
 
 
 TITLES = {
@@ -198,25 +209,24 @@ _USUAL = (
 _USUAL_ULP = 1.0
 
 
-def arithmetic_lines(facts: Sequence[ArithmeticFact], *, verbose: bool = False) -> list[Line]:
-    """A section, or nothing where nothing was probed."""
+def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = False) -> list[Section]:
+    """Nothing where nothing was probed."""
     if not facts:
         return []
     unverified = sum(not fact.verified for fact in facts)
     told = count(len(facts), "fact") + (f", {unverified} unverified" if unverified else "")
-    lines = [heading("arithmetic", told + ("" if verbose else " (inspect -v lists all)"))]
-    for probe in dict.fromkeys([*TITLES, *(each.probe for each in facts)]):
-        mine = [each for each in facts if each.probe == probe]
-        shown = [fact for fact in mine if verbose or not _usual(fact)]
-        if not mine:
-            continue
-        rest = len(mine) - len(shown)
+    body: list[Block] = []
+    groups = grouped(facts, lambda fact: fact.probe)
+    for probe in [name for name in dict.fromkeys([*TITLES, *groups]) if name in groups]:
+        group = groups[probe]
+        shown = [fact for fact in group if verbose or not _usual(fact)]
+        rest = len(group) - len(shown)
         more = f"{rest} as usual" if rest else ""
-        lines.append(prose(f"  {TITLES.get(probe, probe)}:", more, width=38))
-        lines += columns(
-            [(fact.subject, _answer(fact, verbose=verbose)) for fact in shown], indent=4
-        )
-    return [*lines, BLANK]
+        body.append(Sentence(more, f"{TITLES.get(probe, probe)}:", indent=2, hang=38))
+        rows = [(fact.subject, _answer(fact, verbose=verbose)) for fact in shown]
+        body += [Table(columns=("", ""), rows=rows, indent=4)] if rows else []
+    detail = told + ("" if verbose else " (inspect -v lists all)")
+    return [Section(title="arithmetic", detail=detail, body=body)]
 
 
 def _usual(fact: ArithmeticFact) -> bool:
@@ -232,44 +242,43 @@ def _answer(fact: ArithmeticFact, *, verbose: bool) -> str:
     return f"{text} [{fact.evidence}]" if verbose and fact.verified and fact.evidence else text
 
 
-def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: bool) -> list[Line]:
+def probed_document(path: str, manifest: Manifest, *, verbose: bool) -> Document:
     """What `divergence probe` says when it is done."""
     trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
     proven = sum(fact.verified for fact in trees)
-    again = "divergence probe -o OTHER    # on the other machine"
-    return [
-        line(
-            ("probed", "bold green"),
-            f" {os.fspath(path)}: {count(len(manifest.arithmetic), 'fact')}; {proven} of "
-            f"{count(len(trees), 'order')} of additions replayed bit by bit",
-        ),
-        prose("machine", f"{manifest.environment.label}, on {manifest.settings.device}"),
-        BLANK,
-        *arithmetic_lines(manifest.arithmetic, verbose=verbose),
-        *next_lines([again, command_line("compare", os.fspath(path), "OTHER")]),
-    ]
+    text = (
+        f"probed {path}: {count(len(manifest.arithmetic), 'fact')}; {proven} of "
+        f"{count(len(trees), 'order')} of additions replayed bit by bit"
+    )
+    machine = named("machine", f"{manifest.environment.label}, on {manifest.settings.device}")
+    again = command_line("probe", o="OTHER", note="on the other machine")
+    return Document(
+        headline=Headline("", text, "green", [machine]),
+        sections=arithmetic_sections(manifest.arithmetic, verbose=verbose),
+        next=[again, command_line("compare", path, "OTHER")],
+    )
 
 
 _STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 
-def selftest_answer(result: Selftest) -> list[Line]:
-    """One line: how many steps did what."""
+def selftest_document(result: Selftest, *, verbose: bool = False) -> Document:
+    """How many steps did what; the steps, the machine and its switches."""
     tally = Counter(step.status for step in result.steps)
     told = ", ".join(f"{tally[name]} {name}" for name in _STYLES if tally[name])
     told = told or "nothing was run"
     text = f"{told}{'' if result.complete else '; interrupted'}"
-    return [prose(result.device, text, width=12, style="red" if result.failed else "green")]
-
-
-def selftest_lines(result: Selftest, *, verbose: bool = False) -> list[Line]:
-    """The answer, the steps, the machine and its switches."""
-    lines = [*selftest_answer(result), BLANK, heading("steps")]
+    steps: list[Block] = []
     for step in result.steps:
-        lines.append(prose(f"  {step.status}", f"{step.name}  ({step.seconds:.1f} s)", width=11,
-                           style=_STYLES[step.status]))  # fmt: skip
-        lines.append(prose("", step.detail, width=11))
+        name = f"{step.name}  ({step.seconds:.1f} s)"
+        steps.append(Sentence(name, step.status, style=_STYLES[step.status], indent=2, hang=11))
+        steps.append(Sentence(step.detail, indent=0, hang=11))
     if result.fallbacks:
-        lines += [BLANK, prose("on the CPU", ", ".join(result.fallbacks), width=12, style="yellow")]
-    lines += [BLANK, *environment_lines(result.environment)]
-    return lines + switch_lines(result.switches, verbose=verbose)
+        steps.append(Sentence(", ".join(result.fallbacks), "on the CPU", style="yellow", indent=2))
+    machine = machine_section(result.environment)
+    switches = switch_sentences(result.switches, verbose=verbose)
+    return Document(
+        headline=Headline(result.device, text, "red" if result.failed else "green"),
+        sections=[Section(title="steps", body=steps),
+                  dataclasses.replace(machine, body=[*machine.body, *switches])],
+    )  # fmt: skip

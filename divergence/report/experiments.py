@@ -1,11 +1,21 @@
-"""What quantize, selfcheck and sensitivity print."""
+"""What quantize, selfcheck and sensitivity answer."""
 
 from __future__ import annotations
 
 import math
 from pathlib import PurePath
 
-from divergence.document import Column, Facts, Figures, Section, Sentence, Table
+from divergence.document import (
+    Column,
+    Document,
+    Facts,
+    Figures,
+    Headline,
+    Section,
+    Sentence,
+    Table,
+    named,
+)
 from divergence.experiments.quantization.result import (
     Cost,
     MatrixCost,
@@ -20,19 +30,7 @@ from divergence.experiments.result import (
 )
 from divergence.html.figures import Plot, PlotLine
 from divergence.html.parts import details, el, prose_block
-from divergence.layout import (
-    BLANK,
-    Line,
-    Span,
-    count,
-    heading,
-    limit_share,
-    line,
-    next_lines,
-    prose,
-    share,
-)
-from divergence.report.text import sections_lines, table_lines
+from divergence.layout import count, limit_share, share
 from divergence.words import HEADLINES, list_names
 
 # What `quantize` says: the cost of a scheme, matrix by matrix, and what to keep.
@@ -40,9 +38,9 @@ from divergence.words import HEADLINES, list_names
 _SHOWN = 12
 
 
-def answer_line(result: Quantization) -> Line:
-    """One sentence."""
-    cost = result.cost
+def quantization_document(result: Quantization, *, verbose: bool = False) -> Document:
+    """The cost in one sentence, what was quantised, matrix by matrix. ``verbose``: each of them."""
+    cost, policy = result.cost, result.policy
     if cost is None:
         text = f"{_matrices(result.num_quantized)} quantised; the model gives no next-token choices"
     else:
@@ -50,79 +48,69 @@ def answer_line(result: Quantization) -> Line:
             f"{result.scheme} costs {_nats(cost.kl_mean)} nats of KL a token; the likeliest "
             f"token stays at {_percent(cost.same_top)} of {count(cost.num_tokens, 'position')}"
         )
-    policy = result.policy
     if policy is not None:
         text += f"; {_kept(policy)}"
-    return Line((Span(text, "bold"),), hang=2)
-
-
-def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[Line]:
-    """One screen; ``verbose``: every matrix."""
-    lines = [answer_line(result), BLANK, prose("scheme", f"{result.scheme}: {result.says}")]
-    lines.append(prose("model", f"{result.model}, {result.dtype}"))
     # the cost is that of the whole scheme; what the policy keeps, and costs, stands below it
-    later = [] if result.policy is None else result.policy.keep
+    later = [] if policy is None else policy.keep
     before = [name for name in result.kept if name not in later]
     kept = f"; kept: {list_names(before, 4)}" if before else ""
     what = "keys and values" if result.scheme_as_run.weights is None else (
         _matrices(result.num_quantized + len(later)))  # fmt: skip
     if later:
         what += f" ({result.num_quantized:,} with the policy below)"
-    lines.append(prose("quantised", f"{what}{kept}"))
-    if result.cost is not None:
-        lines += _cost_lines(result.cost)
-    if result.unsmoothed is not None and result.cost is not None:
-        cost, without, alpha = result.cost, result.unsmoothed, result.scheme_as_run.smooth
+    known = [("scheme", f"{result.scheme}: {result.says}"),
+             ("model", f"{result.model}, {result.dtype}"),
+             ("quantised", f"{what}{kept}")]  # fmt: skip
+    if cost is not None:
+        known += _cost(cost)
+    if result.unsmoothed is not None and cost is not None:
+        without, alpha = result.unsmoothed, result.scheme_as_run.smooth
         gain = without.kl_mean - cost.kl_mean
         word = "it helps" if gain > 0 else "it hurts"
         if abs(gain) <= math.hypot(cost.kl_error, without.kl_error):
             word = "no difference beyond what so few tokens tell"
         both = f"KL {_nats(cost.kl_mean)}, without {_nats(without.kl_mean)}"
-        lines.append(prose("migration", f"alpha {alpha:g}: {both}: {word}"))
-    if result.out is not None:
-        lines.append(prose("written", result.out))
-    lines += [prose("note", note) for note in result.notes]
-    if result.matrices:
-        lines += [BLANK, *_table(result, verbose=verbose)]
-    if result.policy is not None:
-        lines += [BLANK, *_policy_lines(result.policy)]
-    return [*lines, *[BLANK] * bool(result.next), *next_lines(result.next)]
+        known.append(("migration", f"alpha {alpha:g}: {both}: {word}"))
+    known += [("written", result.out)] if result.out is not None else []
+    known += [("note", note) for note in result.notes]
+    sections = _each_alone(result, verbose=verbose) if result.matrices else []
+    return Document(
+        headline=Headline("", text, "bold"), known=[named(*fact) for fact in known],
+        sections=[*sections, *([] if policy is None else [_policy(policy)])], next=result.next,
+    )  # fmt: skip
 
 
-def _cost_lines(cost: Cost) -> list[Line]:
-    lines = [
-        prose("KL", (
-        f"mean {_with(cost.kl_mean, cost.kl_error)}, median {_nats(cost.kl_median)}, "
-        f"90% {_nats(cost.kl_p90)}, 99% {_nats(cost.kl_p99)}, max {_nats(cost.kl_max)} nats"
-    )),
-        prose("same top", _percent_with(cost.same_top, cost.same_top_error)),
+def _cost(cost: Cost) -> list[tuple[str, str]]:
+    rows = [
+        ("KL", f"mean {_with(cost.kl_mean, cost.kl_error)}, median {_nats(cost.kl_median)}, "
+         f"90% {_nats(cost.kl_p90)}, 99% {_nats(cost.kl_p99)}, max {_nats(cost.kl_max)} nats"),
+        ("same top", _percent_with(cost.same_top, cost.same_top_error)),
     ]  # fmt: skip
     if cost.delta_p_mean is not None:
         assert cost.delta_p_error is not None and cost.delta_p_rms is not None
-        lines.append(prose("Δp", (
-            f"mean {_percent_with(cost.delta_p_mean, cost.delta_p_error, '+')}, RMS "
-            f"{_percent(cost.delta_p_rms)}, 1% {_signed(cost.delta_p_p1)}, "
-            f"99% {_signed(cost.delta_p_p99)}"
-        )))  # fmt: skip
+        rows.append(("Δp", f"mean {_percent_with(cost.delta_p_mean, cost.delta_p_error, '+')}, RMS "
+                     f"{_percent(cost.delta_p_rms)}, 1% {_signed(cost.delta_p_p1)}, "
+                     f"99% {_signed(cost.delta_p_p99)}"))  # fmt: skip
     if cost.ln_ratio is not None and cost.perplexity is not None:
-        correlation = "" if cost.ln_correlation is None else (
-            f"; correlation of ln PPL {_percent(cost.ln_correlation)}")  # fmt: skip
-        lines.append(prose("perplexity", (
-            f"{_nats(cost.perplexity_base)} -> {_nats(cost.perplexity)}; ln ratio "
-            f"{_with(cost.ln_ratio, cost.ln_ratio_error, '+')}{correlation}"
-        )))  # fmt: skip
-    return lines
+        text = f"{_nats(cost.perplexity_base)} -> {_nats(cost.perplexity)}; ln ratio "
+        text += _with(cost.ln_ratio, cost.ln_ratio_error, "+")
+        if cost.ln_correlation is not None:
+            text += f"; correlation of ln PPL {_percent(cost.ln_correlation)}"
+        rows.append(("perplexity", text))
+    return rows
 
 
-def _table(result: Quantization, *, verbose: bool) -> list[Line]:
-    worst = result.worst()
-    shown = worst if verbose else worst[:_SHOWN]
+def _each_alone(result: Quantization, *, verbose: bool) -> list[Section]:
     precise, rough = "{:.3g}".format, "{:.2g}".format
-    alone = Table(rows=[_row(matrix) for matrix in shown], columns=(
-        Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),
-        Column("max |x|", precise), Column("kurtosis", precise), Column("quantile", rough),
-        "matrix",
-    ))  # fmt: skip
+    alone = Table(
+        rows=list(map(_row, result.worst())), most=None if verbose else _SHOWN,
+        more="-v lists them",
+        columns=(
+            Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),
+            Column("max |x|", precise), Column("kurtosis", precise), Column("quantile", rough),
+            "matrix",
+        ),
+    )  # fmt: skip
     together = ""
     if result.predicted is not None and result.cost is not None:
         whole = result.cost.kl_mean
@@ -131,12 +119,12 @@ def _table(result: Quantization, *, verbose: bool) -> list[Line]:
             f"the quantised ones add up to KL {_nats(result.predicted)}, together they cost "
             f"{_nats(whole)}{part}"
         )
-    lines = [heading("each alone", f"costliest first; {together}"), *table_lines(alone)]
-    if len(worst) > len(shown):
-        lines.append(line(f"  and {len(worst) - len(shown)} more: -v"))
-    lines += [BLANK, heading("by kind", "matrices, sum of KL alone, the costliest of them")]
     kinds = Table(columns=("", "", Column("", _nats), ""), rows=_kinds(result.matrices))
-    return lines + table_lines(kinds)
+    return [
+        Section(title="each alone", detail=f"costliest first; {together}", body=[alone]),
+        Section(title="by kind", detail="matrices, sum of KL alone, the costliest of them",
+                body=[kinds]),
+    ]  # fmt: skip
 
 
 def _row(matrix: MatrixCost) -> tuple[object, ...]:
@@ -163,24 +151,25 @@ def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, int, float, str]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-def _policy_lines(policy: QuantizationPolicy) -> list[Line]:
+def _policy(policy: QuantizationPolicy) -> Section:
     what = "KL" if policy.measure == "kl" else "|Δ log p|"
-    lines = [heading(f"to hold a mean {what} of {policy.target:g} nats")]
-    if not policy.keep:
-        lines.append(prose("", f"nothing need be kept: {_nats(policy.measured)}", width=2))
-        return lines
-    fewer = ""
-    if policy.one_fewer is not None:
-        group = "of them"
-        if policy.num_groups < len(policy.keep):
-            groups = count(policy.num_groups, "group")
-            group = f"of their {groups} (what engines fuse stays together)"
-        fewer = f"; with any one {group} quantised, {_nats(policy.one_fewer)} or more"
-    lines.append(prose("", (
-        f"{_kept(policy)}: measured {_nats(policy.measured)}, predicted "
-        f"{_nats(policy.predicted)}{fewer} ({count(policy.num_runs, 'model')} run)"
-    ), width=2))  # fmt: skip
-    return lines + [line(f"  {name}") for name in policy.keep]
+    text = f"nothing need be kept: {_nats(policy.measured)}"
+    if policy.keep:
+        fewer = ""
+        if policy.one_fewer is not None:
+            group = "of them"
+            if policy.num_groups < len(policy.keep):
+                groups = count(policy.num_groups, "group")
+                group = f"of their {groups} (what engines fuse stays together)"
+            fewer = f"; with any one {group} quantised, {_nats(policy.one_fewer)} or more"
+        text = (
+            f"{_kept(policy)}: measured {_nats(policy.measured)}, predicted "
+            f"{_nats(policy.predicted)}{fewer} ({count(policy.num_runs, 'model')} run)"
+        )
+    return Section(
+        title=f"to hold a mean {what} of {policy.target:g} nats",
+        body=[Sentence(text, indent=2), *(Sentence(name, indent=2) for name in policy.keep)],
+    )
 
 
 def _kept(policy: QuantizationPolicy) -> str:
@@ -223,18 +212,12 @@ def _signed(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.2f}%"
 
 
-# What `divergence selfcheck` prints: one sentence, one line a variation, what looks closer.
+# What `divergence selfcheck` says: one sentence, one line a variation, what looks closer.
 
 _WORDS = {
     "identical": "good", "within_floor": "good", "suspected": "flagged", "diverged": "wrong",
     "undetermined": "below", "not_run": "below",
 }  # fmt: skip
-
-
-def selfcheck_answer(result: SelfcheckResult) -> list[Line]:
-    """One sentence: does this machine agree with itself?"""
-    text, style = agreement(result)
-    return [prose("", text, style=style, width=0)]
 
 
 def agreement(result: SelfcheckResult) -> tuple[str, str]:
@@ -270,8 +253,9 @@ def agreement(result: SelfcheckResult) -> tuple[str, str]:
     return f"This machine agrees with itself in {of} of running: {told}{rest}.", style
 
 
-def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[Line]:
-    """The answer, what ran, the table, and the commands."""
+def selfcheck_document(result: SelfcheckResult, *, verbose: bool = False) -> Document:
+    """Does this machine agree with itself? What ran, the table, and the commands that look
+    closer."""
     prompts = count(result.num_prompts, "prompt")
     ran = (
         f"{PurePath(result.model).name}, {result.dtype}, {result.device} "
@@ -279,29 +263,22 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
         f"{result.attention or 'no'} attention; {prompts} of {result.num_prompt_tokens} tokens in "
         f"all, {count(result.max_new_tokens, 'new token')} each"
     )
-    lines = [*selfcheck_answer(result), BLANK, prose("base run", ran, width=10), BLANK]
-    lines += [row._replace(hang=None) for row in table_lines(_ways(result))]  # numbers: one line
-    doubtful = result.diverged + result.with_status("suspected", "undetermined")
-    ways = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
-    if closer := {way.name: way.next for way in ways}:
-        detail = "" if result.kept else "with --keep RUNS, which keeps the runs"
-        commands = [line(f"  {command}") for following in closer.values() for command in following]
-        lines += [BLANK, heading("look closer", detail), *commands]
-    if verbose:
-        lines += [BLANK, heading("verdicts")]
-        lines += [prose(f"  {way.name}", way.summary, width=12) for way in result.lines]
-    return lines
-
-
-def selfcheck_sections(result: SelfcheckResult) -> list[Section]:
-    """On a page."""
-    told = [f"{way.name}: {way.summary}" for way in result.lines if way.summary]
-    verdicts = el("ul", *(el("li", prose_block(text)) for text in told))
-    return [Section(
-        id="ways", title="ways of running",
+    told = [(way.name, way.summary) for way in result.lines if way.summary]
+    verdicts = el("ul", *(el("li", prose_block(f"{name}: {what}")) for name, what in told))
+    ways = Section(
+        id="ways", heading="Ways of running",
         lead="Each is a run like the base run with one thing changed.",
         body=[_ways(result), details("What compare says of each", verdicts) if told else None],
-    )]  # fmt: skip
+    )  # fmt: skip
+    said = Section(title="verdicts", body=[Facts(told, width=12)])
+    doubtful = result.diverged + result.with_status("suspected", "undetermined")
+    unlike = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
+    text, style = agreement(result)
+    return Document(
+        headline=Headline("", text, style), known=[named("base run", ran)],
+        sections=[ways, said] if verbose else [ways],
+        next=list(dict.fromkeys(command for way in unlike for command in way.next)),
+    )  # fmt: skip
 
 
 def _ways(result: SelfcheckResult) -> Table:
@@ -363,33 +340,23 @@ def _tokens(way: SelfcheckLine) -> str:
 # What `sensitivity` says: how small a fault of each kind would be seen, then block by block.
 
 
-def answer_lines(result: Sensitivity) -> list[Line]:
-    """One sentence a fault."""
-    return [_sensitivity_answer(result, fault) for fault in result.phrases]
-
-
-def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Line]:
-    """The sentences, what they rest on, the tables, and what would see smaller faults."""
-    lines = [*answer_lines(result), BLANK]
-    lines += sections_lines([
-        Section(body=[_setup(result)]),
-        Section(body=[*_sizes(result), _units(result)]),
-        *(_reasons(result) if verbose else []), *_confirmations(result),
-    ])  # fmt: skip
-    lines += [prose("note", note, width=6) for note in result.notes]
-    lines += [BLANK] * bool(result.notes)
-    return lines + next_lines(result.next, "to see smaller faults")
-
-
-def sensitivity_sections(result: Sensitivity) -> list[Section]:
-    """On a page."""
+def sensitivity_document(result: Sensitivity, *, verbose: bool = False) -> Document:
+    """One sentence a fault, what they rest on, the tables, and what would see smaller faults."""
+    first, *others = (_seen(result, fault) for fault in result.phrases)
     sizes = Section(
         id="sizes", heading="The smallest fault that is seen",
         lead="Faults of growing size were planted in what B recorded, until compare saw them.",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
     )  # fmt: skip
-    basis = Section(id="basis", title="what it rests on", body=[_setup(result), _units(result)])
-    return [sizes, basis, *_confirmations(result)]
+    basis = Section(id="basis", heading="What it rests on", body=[_setup(result), _units(result)])
+    notes = [named("note", note) for note in result.notes]
+    return Document(
+        headline=Headline(
+            "", first, "green", [Sentence(text, indent=0, hang=0) for text in others]),
+        sections=[sizes, basis, *(_reasons(result) if verbose else []), *_confirmations(result),
+                  *([Section(id="notes", heading="Notes", body=notes)] if notes else [])],
+        next=result.next,
+    )  # fmt: skip
 
 
 def _units(result: Sensitivity) -> Table:
@@ -399,12 +366,12 @@ def _units(result: Sensitivity) -> Table:
     )  # fmt: skip
 
 
-def _sensitivity_answer(result: Sensitivity, fault: str) -> Line:
+def _seen(result: Sensitivity, fault: str) -> str:
     sizes = [size for size in result.of(fault) if size.reason is None]
     told = result.phrases[fault]
     where = f"in {result.dtype} "
     if not sizes:
-        return prose("", f"{where}{fault}: {result.of(fault)[0].reason}", width=0)
+        return f"{where}{fault}: {result.of(fault)[0].reason}"
     unseen = [size for size in sizes if size.size is None]
     if unseen:
         most = told.format(size=f"up to {share(unseen[0].tried)}")
@@ -422,7 +389,7 @@ def _sensitivity_answer(result: Sensitivity, fault: str) -> Line:
         deep = [size.escalated_size for size in sizes if size.escalated_size is not None]
         text += "; with the escalated pass "
         text += "not in all of them" if len(deep) < len(sizes) else share(max(deep))
-    return Line(prose("", text, width=0).spans[1:], hang=2)
+    return text
 
 
 def _blocks(result: Sensitivity) -> str:

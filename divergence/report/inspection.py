@@ -7,23 +7,32 @@ be looked at without torch.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 
 from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.results import AuditResult, called_at
+from divergence.document import (
+    Block,
+    Column,
+    Document,
+    Facts,
+    Headline,
+    Section,
+    Sentence,
+    Table,
+    named,
+)
 from divergence.errors import UsageError
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
+from divergence.layout import count, shape_text, size
 from divergence.numerics.summary import Summary
 from divergence.report.environment import (
-    arithmetic_lines,
+    arithmetic_sections,
     changes,
-    environment_lines,
-    fallback_lines,
-    repeat_lines,
-    switch_lines,
+    fallbacks,
+    machine_section,
+    repeats,
+    switch_sentences,
 )
-from divergence.report.text import sections_lines, sentence_line
 from divergence.run.command import command_line, requoted
 from divergence.run.contents import (
     count_passes,
@@ -36,85 +45,80 @@ from divergence.run.contents import (
 from divergence.run.manifest import Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
-from divergence.words import list_names
+from divergence.words import grouped, list_names, shortened
 
 MAX_SITES = 60
 MAX_CODE = 12
 _NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)
 
 
-def run_lines(
+def run_document(
     path: str,
     manifest: Manifest,
     records: Sequence[Record],
     *,
     audit: AuditResult | None = None,
     verbose: bool = False,
-) -> list[Line]:
+) -> Document:
     """What ran, where, on which tokens, whether it finished, and what was recorded; ``audit``: in
     which dtypes, where operators were."""
     settings, plan = manifest.settings, manifest.plan
-    state = ("complete", "bold green")
+    state, style = "complete", "bold green"
     if not manifest.complete:
-        state = (f"INCOMPLETE (stopped by {manifest.stopped_by or 'a crash'})", "bold yellow")
-    lines = [
-        line(state, f": {path}, {count(len(records), 'record')}, {stored(manifest)}"),
-        prose(
-            "run", f"{manifest.id}, made {manifest.created} by divergence {manifest.tool_version}"
-        ),
-    ]
+        state = f"INCOMPLETE (stopped by {manifest.stopped_by or 'a crash'})"
+        style = "bold yellow"
+    top = [
+        named("run",
+              f"{manifest.id}, made {manifest.created} by divergence {manifest.tool_version}"),
+    ]  # fmt: skip
     if manifest.digest is None:
         before = "recorded before digests" if manifest.schema_version < 8 else "without digests"
         text = f"{before} of manifest and records: changes to them go unseen"
-        lines.append(prose("", text))
-    if manifest.command:
-        lines.append(prose("command", requoted(manifest.command)))
-    if manifest.like:
-        lines.append(prose("like", manifest.like))
+        top.append(named("", text))
+    top += [named("command", requoted(manifest.command))] if manifest.command else []
+    top += [named("like", manifest.like)] if manifest.like else []
     for item in manifest.overrides:
-        lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
-    lines += map(sentence_line, changes(plan.plants, plan.substitutes))
-    lines += [BLANK, *model_lines(manifest)]
+        top.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
+    top += changes(plan.plants, plan.substitutes)
+    sections = [Section(body=[Facts(model_facts(manifest), indent=0, width=12)])]
     if verbose and (config := manifest.model.config):
-        lines.append(heading("config", manifest.model.config_digest[:12]))
-        lines += columns([(key, str(value)) for key, value in config.items()])
-    lines.append(BLANK)
-    lines += [heading("settings")]
+        rows = [(key, str(value)) for key, value in config.items()]
+        digest = manifest.model.config_digest[:12]
+        sections.append(Section(title="config", detail=digest, body=[Facts(rows)]))
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
     made = (
         f"device {settings.device}, {wide}{'' if settings.deterministic else 'not '}deterministic, "
         f"seed {settings.seed}, at most {count(settings.max_new_tokens, 'new token')}"
         f"{', prompts in one batch' if settings.batch else ''}"
     )
-    lines.append(prose("  made with", made, width=14))
+    body: list[Block] = [Facts([("made with", made)], width=14)]
     if manifest.training.train:
-        lines.append(prose("  training", training_text(manifest), width=14))
-    lines += repeat_lines(manifest.repeatability)
+        body.append(Facts([("training", training_text(manifest))], width=14))
+    body += repeats(manifest.repeatability)
+    rows = []
     if plan.replayed_pass is not None:
-        replayed = f"the {plan.replayed_pass} pass of {plan.anchored_to}"
-        lines.append(prose("  replays", replayed, width=14))
+        rows.append(("replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}"))
     if plan.truth is not None:
-        text = truth_text(plan.truth, manifest)
-        lines.append(prose(f"  {truth_name(plan.truth)}", text, width=14))
-    lines += skipped_lines(manifest)
-    for warning in settings.nondeterministic_warnings:
-        lines.append(prose("  warned", warning, width=14))
-    lines += fallback_lines(settings)
-    lines += [*switch_lines(settings.switches, verbose=verbose), BLANK]
+        rows.append((truth_name(plan.truth), truth_text(plan.truth, manifest)))
+    body += [Facts(rows, width=14), *skipped(manifest)]
+    body.append(Facts([("warned", text) for text in settings.nondeterministic_warnings], width=14))
+    body += [*fallbacks(settings), *switch_sentences(settings.switches, verbose=verbose)]
+    sections.append(Section(title="settings", body=body))
     if manifest.mesh is not None:
         unlike = ", on unlike machines; this is the first's" if manifest.mesh.environments else ""
-        lines.append(prose("ranks", f"{manifest.mesh}{unlike}"))
-    lines += [*environment_lines(manifest.environment), BLANK]
-    lines += arithmetic_lines(manifest.arithmetic, verbose=verbose)
+        sections.append(Section(body=[named("ranks", f"{manifest.mesh}{unlike}")]))
+    sections.append(machine_section(manifest.environment))
+    sections += arithmetic_sections(manifest.arithmetic, verbose=verbose)
     if manifest.model.task != "operators":
-        lines += [*_prompt_lines(manifest), BLANK]
-    lines += _record_lines(records, verbose=verbose)
-    audited = sections_lines(audit_sections(audit, alone=True, every=verbose))
-    lines += [BLANK, *audited[:-1]] if audited else []
-    lines += [BLANK, heading("next"), *[line(f"  {text}") for text in _next(path, manifest)]]
-    if records:
-        lines.append(line("  " + command_line("inspect", path, site=records[0].site)))
-    return lines
+        sections.append(_prompts(manifest))
+    sections.append(_records(records, verbose=verbose))
+    sections += audit_sections(audit, alone=True, every=verbose)
+    looks = [command_line("inspect", path, site=records[0].site)] if records else []
+    return Document(
+        headline=Headline(state, f"{path}, {count(len(records), 'record')}, {stored(manifest)}",
+                          style),
+        known=top, sections=sections, next=[*_next(path, manifest), *looks],
+    )  # fmt: skip
 
 
 def _next(run: str, manifest: Manifest) -> list[str]:
@@ -160,10 +164,10 @@ def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
     )
 
 
-def skipped_lines(manifest: Manifest) -> list[Line]:
+def skipped(manifest: Manifest) -> list[Sentence]:
     """Operator calls that were left out, by reason."""
     return [
-        prose("  left out", f"{count(number, 'operator call')}: {reason}", width=14)
+        Sentence(f"{count(number, 'operator call')}: {reason}", "left out", indent=2, hang=14)
         for reason, number in manifest.plan.skipped_operators.items()
     ]
 
@@ -180,7 +184,7 @@ def stored(manifest: Manifest) -> str:
     return text
 
 
-def model_lines(manifest: Manifest) -> list[Line]:
+def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
     model = manifest.model
     facts = [
         ("model", model.source + (f" at {model.revision}" if model.revision else "")),
@@ -203,8 +207,7 @@ def model_lines(manifest: Manifest) -> list[Line]:
         told = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
         text = ", ".join([engine.name, engine.version, *given]) + (f"; {told}" if told else "")
         facts.append(("  engine", text))
-    facts += [("  code", text) for text in code_texts(manifest)]
-    return [prose(name, text) for name, text in facts]
+    return facts + [("  code", text) for text in code_texts(manifest)]
 
 
 def code_texts(manifest: Manifest) -> list[str]:
@@ -225,36 +228,35 @@ def code_texts(manifest: Manifest) -> list[str]:
     return shown + ([f"and {rest} more"] if rest else [])
 
 
-def _prompt_lines(manifest: Manifest) -> list[Line]:
+def _prompts(manifest: Manifest) -> Section:
     tokens = manifest.tokens
     forced = f"; decode tokens forced by {tokens.forced_by}" if tokens.forced_by else ""
-    lines = [heading("prompts", f"{count(len(tokens.samples), 'sample')}{forced}")]
     rows = []
     for number, sample in enumerate(tokens.samples):
         text = repr(sample.text) if sample.text is not None else "(token ids only)"
-        tokens_text = count(len(sample.prompt_ids), "prompt token")
         made = f"{len(sample.generated_ids):,} generated"
         if manifest.training.train:
             made = count(num_labels(sample), "label")
-        lengths = f"{tokens_text}, {made}"
-        rows.append((str(number), lengths, text if len(text) <= 60 else text[:59] + "…"))
-    return lines + columns(rows)
+        lengths = f"{count(len(sample.prompt_ids), 'prompt token')}, {made}"
+        rows.append((number, lengths, shortened(text, 60)))
+    detail = f"{count(len(tokens.samples), 'sample')}{forced}"
+    table = Table(columns=("", "", ""), rows=rows)
+    return Section(title="prompts", detail=detail, body=[table])
 
 
-def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
+def _records(records: Sequence[Record], *, verbose: bool) -> Section:
     """One row per site: its passes, steps, shape in the first step, and size."""
-    passes = count_passes(records)
-    lines = [heading("records", ", ".join(f"{num:,} {name}" for name, num in passes.items()))]
     rows = []
     for held in count_sites(records):
         recorded = ", ".join(f"{num}x {name}" for name, num in held.passes.items())
         recorded += f", {held.num_nonfinite:,} nan or inf" if held.num_nonfinite else ""
         rows.append((held.site, held.dtype, shape_text(held.shape), recorded))
-    shown = rows if verbose else rows[:MAX_SITES]
-    lines += columns([("site", "dtype", "first shape", "recorded"), *shown], widest=44)
-    if len(shown) < len(rows):
-        lines.append(line((f"  … {len(rows) - len(shown):,} more sites (-v lists them)", "dim")))
-    return lines
+    table = Table(
+        columns=("site", "dtype", "first shape", "recorded"), rows=rows, widest=44,
+        most=None if verbose else MAX_SITES, more="-v lists them",
+    )  # fmt: skip
+    detail = ", ".join(f"{num:,} {name}" for name, num in count_passes(records).items())
+    return Section(title="records", detail=detail, body=[table])
 
 
 def select_records(records: Sequence[Record], site: str) -> list[Record]:
@@ -283,43 +285,42 @@ def verified_text(kept: int, total: int, why: str) -> str:
     )
 
 
-def site_lines(records: Sequence[Record]) -> list[Line]:
+def site_document(path: str, records: Sequence[Record]) -> Document:
     """The recorded summary of each tensor of one or a few sites; of an operator its first call."""
-    lines: list[Line] = []
-    by_site: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_site[record.site].append(record)
+    sections = []
+    by_site = grouped(records, lambda record: record.site)
     for site, group in by_site.items():
-        lines.append(heading(site, f"{group[0].dtype}, {count(len(group), 'record')}"))
         ranks = any(record.rank for record in records)
-        titles = ("pass", "sample", "step", "shape", "min", "max", "mean", "rms", "nan/inf/zero")
-        rows: list[tuple[str, ...]] = [("rank", *titles) if ranks else titles]
+        rows: list[tuple[object, ...]] = []
         for record in group:
             summary = record.summary or _NOTHING
             num_inf = summary.num_posinf + summary.num_neginf
             special = f"{summary.num_nan:,}/{num_inf:,}/{summary.num_zero:,}"
-            row = (
-                record.pass_, str(record.sample), str(record.step), shape_text(record.shape),
-                *("-" if value is None else f"{value:.4g}"
-                  for value in (summary.min, summary.max, summary.mean, summary.rms)),
-                "-" if record.summary is None else special,
-            )  # fmt: skip
-            rows.append((str(record.rank), *row) if ranks else row)
-        lines += columns(rows)
+            rows.append((
+                *[record.rank] * ranks, record.pass_, record.sample, record.step,
+                shape_text(record.shape), summary.min, summary.max, summary.mean, summary.rms,
+                None if record.summary is None else special,
+            ))  # fmt: skip
+        numbers = [Column(title, "{:.4g}".format) for title in ("min", "max", "mean", "rms")]
+        columns = [*["rank"] * ranks, "pass", "sample", "step", "shape", *numbers, "nan/inf/zero"]
         calls = [record.call for record in group if record.call is not None]
-        lines += call_lines(calls[0]) if calls else []  # shapes are the first forward's
-        lines.append(BLANK)
-    return lines[:-1]
+        sections.append(Section(
+            title=site, detail=f"{group[0].dtype}, {count(len(group), 'record')}",
+            # shapes of a call are the first forward's
+            body=[Table(columns=columns, rows=rows), *map(_call, calls[:1])],
+        ))  # fmt: skip
+    text = f"{path}: {count(len(records), 'record')} of {count(len(by_site), 'site')}"
+    return Document(headline=Headline("", text, "bold"), sections=sections)
 
 
-def call_lines(call: Call) -> list[Line]:
-    """Indented under the operator's site."""
-    lines = [prose("  operator", call.operator, width=12)]
+def _call(call: Call) -> Facts:
+    """What stands under the operator's site."""
+    rows = [("operator", call.operator)]
     called = called_at(call.source, call.backward_of)
     if called is not None:
-        lines.append(prose("  called at", called, width=12))
+        rows.append(("called at", called))
     if call.note is not None:
-        lines.append(prose("  note", f"it cannot be run again alone: {call.note}", width=12))
+        rows.append(("note", f"it cannot be run again alone: {call.note}"))
     told: set[int] = set()
     for name, value in call.arguments.items():
         numbers = [  # a stranger's run may hold anything there
@@ -330,15 +331,14 @@ def call_lines(call: Call) -> list[Line]:
             short = json.dumps(value)
             if isinstance(value, dict) and len(value) == 1:
                 short = str(*value.values())
-            lines.append(prose("  argument", f"{name} = {short[:80]}", width=12))
+            rows.append(("argument", f"{name} = {short[:80]}"))
         for place, number in enumerate(numbers):
             full = name if len(numbers) == 1 else f"{name}.{place}"
-            lines.append(prose("  operand", f"{full}: {_operand(call.operands[number])}", width=12))
+            rows.append(("operand", f"{full}: {_operand(call.operands[number])}"))
             told.add(number)
-    for number, operand in enumerate(call.operands):
-        if number not in told:
-            lines.append(prose("  operand", _operand(operand), width=12))
-    return lines
+    rows += [("operand", _operand(operand))
+             for number, operand in enumerate(call.operands) if number not in told]  # fmt: skip
+    return Facts(rows, width=13)
 
 
 def _operand(operand: Operand) -> str:

@@ -8,55 +8,33 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.analyses.operators.sections import sections as operator_sections
-from divergence.document import Facts, Headline, Section, Sentence, Table, named
+from divergence.document import Document, Facts, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
-from divergence.layout import (
-    BLANK,
-    Line,
-    limit_share,
-    line,
-    next_lines,
-    prose,
-    times,
-)
-from divergence.report.text import headline_lines, sections_lines
+from divergence.layout import limit_share, times
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
 _PLACED = "with the other side's result in its place"
 
 
-def localization_lines(
-    result: Localization, *, answer_only: bool = False, verbose: bool = False
-) -> list[Line]:
-    """``answer_only``: without the descent and the table."""
-    lines = headline_lines(headline_of(result))
-    if result.refused:
-        lines[0] = lines[0]._replace(hang=None)  # a command is not folded
-    if answer_only:
-        return lines
+def localization_document(result: Localization, *, verbose: bool = False) -> Document:
+    """The operator, or why there is none, the descent, its proof, and what to run next."""
     sections = [descent_section(result)]
     if result.report is not None:
-        evidence = result.report.verdict.evidence
         told = [item for level in result.levels for item in level.because]
-        shown = [item for item in evidence if item not in told]
+        shown = [item for item in result.report.verdict.evidence if item not in told]
         why = [Sentence(item.text, "-", indent=2) for item in shown]
         sections.append(Section(title="why", body=why))
         sections += operator_sections(result.report, every=verbose)
-    lines += [
-        BLANK,
-        *sections_lines(sections),
-        prose("A", result.reference),
-        prose("B", result.candidate),
-        *([] if result.truth is None else [prose("truth", result.truth)]),
-        prose("runs in", result.out),
-    ]
-    if not result.commands:
-        return lines
+    runs = [("A", result.reference), ("B", result.candidate), ("truth", result.truth),
+            ("runs in", result.out)]  # fmt: skip
+    sections.append(Section(body=[named(name, run) for name, run in runs if run is not None]))
     there = any(replace(item, note=None) == result.continuation for item in result.elsewhere)
-    again = [] if there else [f"{result.again}   # goes on from there"]
-    return [*lines, BLANK, *next_lines([*result.commands, *again])]
+    again = [] if there or not result.commands else [f"{result.again}   # goes on from there"]
+    return Document(
+        headline=headline_of(result), sections=sections, next=[*result.commands, *again]
+    )
 
 
 def headline_of(result: Localization) -> Headline:
@@ -69,9 +47,12 @@ def headline_of(result: Localization) -> Headline:
         by = f", by {letter(result.side)}" if result.side else ""
         where = "" if deepest is None else f"at {deepest.level} {deepest.site}{by}: "
         where = "" if result.refused else where
-        there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
         style = "bold yellow" if word == "STOPPED" else "bold red"
-        return Headline(word, f"{where}{result.stopped}{there}", style)
+        there = []
+        if result.refused and result.commands:
+            command = Sentence(result.commands[0], indent=0, hang=2, whole=True)
+            there = [named("", "run there:"), command]
+        return Headline(word, f"{where}{result.stopped}", style, there)
     assert result.report is not None
     verdict = result.report.verdict
     word, text, style = "LOCALIZED", verdict.summary, "bold red"
@@ -198,9 +179,11 @@ _TOLD = {
 }
 
 
-def reproducer_lines(path: str, title: str, files: Sequence[str]) -> list[Line]:
+def reproducer_document(path: str, title: str, files: Sequence[str]) -> Document:
     """The finding, the folder's files, and the command that runs it."""
     script = f"{path}/repro.py" if not path.startswith("-") else f"./{path}/repro.py"
-    lines = [line(("written", "bold green"), f" {path}"), prose("finding", title)]
-    lines += [prose(f"  {name}", _TOLD[name], width=24) for name in files]
-    return [*lines, BLANK, *next_lines([quoted_words(["python", script])])]
+    told = [Sentence(_TOLD[name], name, indent=2, hang=24) for name in files]
+    return Document(
+        headline=Headline("", f"written {path}", "green", [named("finding", title), *told]),
+        next=[quoted_words(["python", script])],
+    )

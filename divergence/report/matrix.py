@@ -6,6 +6,7 @@ not agree, and says how many were left out.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 
@@ -14,6 +15,7 @@ from divergence.document import (
     Block,
     BlockPart,
     Column,
+    Document,
     Figures,
     Headline,
     Section,
@@ -23,17 +25,8 @@ from divergence.document import (
 )
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.figures import Plot, PlotLine
-from divergence.layout import (
-    BLANK,
-    Line,
-    count,
-    decimal,
-    limit_share,
-    next_lines,
-    share,
-)
+from divergence.layout import count, decimal, limit_share, share
 from divergence.report.summary import run_text
-from divergence.report.text import headline_lines, sections_lines
 from divergence.words import HEADLINES, letter
 
 MAX_ROWS = 40
@@ -48,20 +41,24 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def matrix_lines(matrix: Matrix, *, all_runs: bool = False) -> list[Line]:
-    """The whole matrix. ``all_runs``: nothing is left out."""
+def matrix_document(
+    matrix: Matrix, *, all_runs: bool = False, page: bool = False, brief: bool = False
+) -> Document:
+    """Who is odd, and a row for each run. ``all_runs``: nothing is left out. ``page``: for a page.
+    ``brief``: the headline also tells what was not compared."""
+    top = headline_of(matrix)
+    if brief:
+        lacking = [f"{row.path}: {row.problem}" for row in matrix.rows if row.problem is not None]
+        facts = [named("not compared", text.replace("\n", "; ")) for text in lacking]
+        top = dataclasses.replace(top, facts=[*top.facts, *facts])
     sections = [_table(matrix, every=all_runs), *_problems(matrix), *_among(matrix)]
+    if page:
+        sections = [_runs(matrix), *_among(matrix, page=True), *_problems(matrix)]
     reports = [row.report_path for row in matrix.rows if row.report_path]
-    if reports:
+    if reports and not page:
         text = f"{count(len(reports), 'file')}, {reports[0]} ..."
         sections.append(Section(body=[named("reports", text)]))
-    lines = [*headline_lines(headline_of(matrix)), BLANK, *sections_lines(sections)]
-    return lines + next_lines(matrix.next)
-
-
-def matrix_headline(matrix: Matrix) -> list[Line]:
-    """What ``--quiet`` prints: who is odd, and why others were not compared."""
-    return [*headline_lines(headline_of(matrix)), *sections_lines(_problems(matrix))[:-1]]
+    return Document(headline=top, sections=sections, next=matrix.next)
 
 
 def _problems(matrix: Matrix) -> list[Section]:
@@ -131,8 +128,8 @@ def _table(matrix: Matrix, *, every: bool) -> Section:
     return Section(body=body)
 
 
-def matrix_sections(matrix: Matrix) -> list[Section]:
-    """On a page: all runs, among themselves, and those that were not compared."""
+def _runs(matrix: Matrix) -> Section:
+    """On a page."""
     rows = matrix.rows[:_MOST_ON_PAGE]
     told = []
     for row in rows:
@@ -165,12 +162,11 @@ def matrix_sections(matrix: Matrix) -> list[Section]:
         marks=["flagged" if n in flagged else "" for n in range(len(rows))],
         note="" if len(rows) == len(matrix.rows) else f"The first {len(rows):,} rows.",
     ))  # fmt: skip
-    runs = Section(
+    return Section(
         id="runs", title="runs", body=body,
         lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
         parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
     )  # fmt: skip
-    return [runs, *_among(matrix, page=True), *_problems(matrix)]
 
 
 def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ report with more results than fit, the worst are kept, and the page says how man
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +20,7 @@ from divergence._version import __version__
 from divergence.analyses.blocks.sections import curves
 from divergence.comparison.result import Answer, Report, RunSummary, strict_json
 from divergence.comparison.results import Background
-from divergence.document import Document, Headline, Section
+from divergence.document import Document, Section
 from divergence.errors import UsageError
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
@@ -38,11 +39,11 @@ from divergence.html.parts import (
 )
 from divergence.html.picture import Picture, compose
 from divergence.html.sections import element, script_data, section_title
-from divergence.layout import Line, count
-from divergence.report import experiments
+from divergence.layout import count
 from divergence.report import localization as localized
-from divergence.report import matrix as matrices
 from divergence.report.environment import csv_columns
+from divergence.report.experiments import selfcheck_document, sensitivity_document
+from divergence.report.matrix import matrix_document
 from divergence.report.summary import (
     document,
     headline,
@@ -95,13 +96,16 @@ def opening(
     headline = whole.headline
     standing, sign = _STANDINGS.get(headline.style.rpartition(" ")[2], ("unsure", "?"))
     sign = "!" if headline.word == HEADLINES["drift"] else sign
-    rows = [(fact.label, fact.text) for fact in (*headline.facts, *whole.known)]
+    told = [*headline.facts, *whole.known]
+    lone = list(itertools.takewhile(lambda fact: not fact.label, told))  # sentences of their own
+    rows = [(fact.label.removesuffix(":"), fact.text) for fact in told[len(lone) :]]
     mark = el("span", sign, class_="sign", aria_hidden="true")
     long = "long" if len(headline.text) > 110 else None
     said = el(
         "div",
         el("p", mark, headline.word, class_="badge") if headline.word else None,
         el("h1", name(_capital(headline.text)), class_=long),
+        *(el("p", fact.text) for fact in lone),
         facts(rows, class_="facts verdict-facts") if rows else None, *more, *_why(whole.why),
     )  # fmt: skip
     content = said if beside is None else el("div", said, beside, class_="opening")
@@ -131,17 +135,6 @@ def _download(lead: str, *, csv: bool) -> Section:
 
 
 # The top of a page: the verdict in the terminal's words, why, and what to do next.
-
-
-def policy(answer: Headline, more: Sequence[Line]) -> Element:
-    """What `check` says of the policy, before the verdict that it judges."""
-    items = [el("li", prose_block(line.text.strip())) for line in more]
-    return opening(
-        Document(headline=answer),
-        el("ul", *items, class_="why") if items else None,
-        id="policy",
-        label="Policy",
-    )
 
 
 def _why(texts: Sequence[str]) -> list[Node]:
@@ -248,28 +241,13 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
     """The page, whatever the answer is of. ``background``: of its report, where it has one."""
     if isinstance(answer, Matrix):
         small = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
-        whole = Document(
-            headline=matrices.headline_of(answer), sections=matrices.matrix_sections(answer),
-            next=answer.next,
-        )  # fmt: skip
-        return _framed(
-            "compare", small, whole, noun="Run",
-            data_lead="This page holds the answer it was made of, without the report of each pair.",
-        )  # fmt: skip
+        lead = "This page holds the answer it was made of, without the report of each pair."
+        whole = matrix_document(answer, page=True)
+        return _framed("compare", small, whole, noun="Run", data_lead=lead)
     if isinstance(answer, Sensitivity):
-        first, *rest = (line.text.strip() for line in experiments.answer_lines(answer))
-        whole = Document(
-            headline=Headline("", first, "green"), next=answer.next,
-            sections=experiments.sensitivity_sections(answer),
-        )  # fmt: skip
-        return _framed("sensitivity", answer, whole, *(el("p", text) for text in rest))
+        return _framed("sensitivity", answer, sensitivity_document(answer))
     if isinstance(answer, SelfcheckResult):
-        ways = answer.diverged or answer.compared
-        return _framed("selfcheck", answer, Document(
-            headline=Headline("", *experiments.agreement(answer)),
-            next=[command for way in ways for command in way.next[:1]][:3],
-            sections=experiments.selfcheck_sections(answer),
-        ))  # fmt: skip
+        return _framed("selfcheck", answer, selfcheck_document(answer))
     if isinstance(answer, ScoresReport):
         return _scores(answer)
     background = background or Background()
@@ -280,12 +258,11 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
 
 
 def _framed(
-    name: str, answer: Matrix | Sensitivity | SelfcheckResult, whole: Document, *more: Node,
-    **parts: str,
-) -> str:  # fmt: skip
-    """``more``: under the facts. ``parts``: others of ``frame``."""
+    name: str, answer: Matrix | Sensitivity | SelfcheckResult, whole: Document, **parts: str
+) -> str:
+    """``parts``: others of ``frame``."""
     return frame(
-        name, str(whole.headline)[:120], [opening(whole, *more)], whole.sections,
+        name, str(whole.headline)[:120], [opening(whole)], whole.sections,
         attachment=answer.to_json().encode(), made_by=answer.tool_version, **parts,
     )  # fmt: skip
 

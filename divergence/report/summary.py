@@ -8,7 +8,7 @@ it is; a decoded token is quoted, since it may hold a newline.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -21,10 +21,10 @@ from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, PreflightLine
 from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
 from divergence.html.parts import el, prose_block
-from divergence.layout import BLANK, Line, count, next_lines, share, size
+from divergence.layout import Line, count, share, size
 from divergence.report.environment import changes
-from divergence.report.text import headline_lines, sections_lines, sentence_line
-from divergence.run.manifest import UNKNOWN, Environment, Manifest
+from divergence.report.text import document_lines, headline_lines
+from divergence.run.manifest import UNKNOWN, Environment
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
 
@@ -84,23 +84,12 @@ def opening_of(report: Report) -> Document:
 
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
-    """The whole document as text."""
-    whole = document(report, every=all_sites, verbose=verbose)
-    why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
+    """The whole document as text: the two runs stand where a first screen has what was compared."""
     alone = report.collectives is not None and len(report.collectives.sides) == 1
     runs = [("A", report.reference), ("B", report.candidate)][: 1 if alone else 2]
-    return [
-        *headline_lines(whole.headline),
-        BLANK,
-        *(
-            sentence_line(item)
-            for name, run in runs
-            for item in (named(name, run_text(run)), *states(run))
-        ),
-        BLANK,
-        *sections_lines([why, *whole.sections]),
-        *next_lines(whole.next),
-    ]
+    known = [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
+    whole = document(report, every=all_sites, verbose=verbose)
+    return document_lines(dataclasses.replace(whole, known=known))
 
 
 # The top: the verdict, and what it could not have seen.
@@ -365,60 +354,60 @@ def _machines(background: Background) -> list[Section]:
     sides = background.reference, background.candidate
     if not any(sides):
         return []
-    rows: list[tuple[str, ...]] = []
-    for title, read in _FACTS:
-        reference, candidate = ("not known" if side is None else read(side) for side in sides)
-        if reference or candidate:
-            rows.append((title, reference or "-", candidate or "-"))
-    names = [
-        {} if side is None else {
-            **dict(sorted(side.environment.versions.items())), **side.environment.torch_build,
-            **side.environment.variables,
+    facts = {
+        name: {} if side is None else machine_of(side.environment) | {
+            "processes": side.processes, "engine": side.engine and side.engine.name,
+            "attention": side.model.attn_implementation,
+            "weights": f"{side.model.num_parameters:,} parameters, {side.model.dtype}",
+            "captured": side.created,
+            "recorded": f"{side.sizes.num_records:,} records, {size(side.sizes.stored_bytes)}",
+            "command": side.command,
         }
-        for side in sides
-    ]  # fmt: skip
-    for package in dict.fromkeys([*names[0], *names[1]]):
-        rows.append((package, *(known.get(package, "-") for known in names)))
-    apart = [row for row in rows if row[1] != row[2]]
-    same = [row for row in rows if row[1] == row[2]]
-    columns, folded = ("what", "A", "B"), f"{count(len(same), 'line')} the same"
+        for name, side in zip("AB", sides, strict=True)
+    }  # fmt: skip
+    tables = machine_tables(facts)
+    num = sum(len(table.rows) for table in tables)
+    apart = sum(len(table.rows) for table in tables if not table.folded)
+    told = f"{apart} of {num} lines differ."
+    return [Section(id="machines", title="Machines", lead=told, body=tables)]
+
+
+def machine_of(environment: Environment) -> dict[str, str | None]:
+    """What is known of a machine, by name."""
+    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
+    return {
+        "label": environment.label,
+        "device": f"{environment.device_type}: {environment.device_name}{number}",
+        "driver": environment.driver,
+        "runtime": environment.runtime,
+        "CPU": environment.cpu,
+        "CPU model": environment.cpu_model,
+        "instructions": environment.cpu_capability,
+        "threads": str(environment.num_threads),
+        "platform": environment.platform,
+        "Python": environment.python,
+        **dict(sorted(environment.versions.items())),
+        **environment.torch_build,
+        **environment.variables,
+    }
+
+
+def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]:
+    """A row a fact, a column a machine, by its name: what differs, then what is the same. A machine
+    without facts is not known."""
+    names = dict.fromkeys(name for known in facts.values() for name, fact in known.items() if fact)
+    rows = [
+        (name, *(known.get(name) or "-" if known else "not known" for known in facts.values()))
+        for name in names
+    ]
+    apart = [row for row in rows if len(set(row[1:])) > 1]
+    same = [row for row in rows if len(set(row[1:])) == 1]
+    columns, folded = ("what", *facts), f"{count(len(same), 'line')} the same"
     tables = [
         Table(caption="What differs", columns=columns, rows=apart, num_left=3),
         Table(caption="What is the same", columns=columns, rows=same, num_left=3, folded=folded),
     ]
-    told = f"{len(apart)} of {len(rows)} lines differ."
-    body = [table for table in tables if table.rows]
-    return [Section(id="machines", title="Machines", lead=told, body=body)]
-
-
-def _of(read: Callable[[Environment], str | None]) -> Callable[[Manifest], str | None]:
-    return lambda manifest: read(manifest.environment)
-
-
-def _device(environment: Environment) -> str:
-    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
-    return f"{environment.device_type}: {environment.device_name}{number}"
-
-
-_FACTS: tuple[tuple[str, Callable[[Manifest], str | None]], ...] = (
-    ("label", _of(lambda it: it.label)),
-    ("device", _of(_device)),
-    ("driver", _of(lambda it: it.driver)),
-    ("runtime", _of(lambda it: it.runtime)),
-    ("CPU", _of(lambda it: it.cpu)),
-    ("CPU model", _of(lambda it: it.cpu_model)),
-    ("instructions", _of(lambda it: it.cpu_capability)),
-    ("threads", _of(lambda it: str(it.num_threads))),
-    ("platform", _of(lambda it: it.platform)),
-    ("Python", _of(lambda it: it.python)),
-    ("processes", lambda it: it.processes),
-    ("engine", lambda it: None if it.engine is None else it.engine.name),
-    ("attention", lambda it: it.model.attn_implementation),
-    ("weights", lambda it: f"{it.model.num_parameters:,} parameters, {it.model.dtype}"),
-    ("captured", lambda it: it.created),
-    ("recorded", lambda it: f"{it.sizes.num_records:,} records, {size(it.sizes.stored_bytes)}"),
-    ("command", lambda it: it.command),
-)  # fmt: skip
+    return [table for table in tables if table.rows]
 
 
 def _findings(report: Report) -> list[Section]:

@@ -1,18 +1,70 @@
-"""Sections of a document as lines of a terminal."""
+"""A document as lines of a terminal, and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from divergence.document import Facts, Headline, Section, Sentence, Table
-from divergence.layout import BLANK, MAX_WIDTH, Line, Span, columns, cut, heading, line, prose
-from divergence.words import printable
+from divergence.document import Document, Facts, Headline, Section, Sentence, Table
+from divergence.layout import (
+    BLANK,
+    MAX_WIDTH,
+    Line,
+    Span,
+    columns,
+    cut,
+    heading,
+    line,
+    next_lines,
+    prose,
+)
+from divergence.words import markdown_code, printable
 
 _STYLES = {
     "onset": "bold red", "wrong": "bold red", "flagged": "yellow", "below": "yellow",
     "differs": "yellow", "good": "green", "blocks": "red",
 }  # fmt: skip
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
+
+
+def document_lines(whole: Document) -> list[Line]:
+    """The answer, what it is about, why, each section, and what to run next."""
+    lines = headline_lines(whole.headline)
+    if whole.known:
+        lines += [BLANK, *map(sentence_line, whole.known)]
+    why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
+    if sections := sections_lines([*[why] * bool(whole.why), *whole.sections]):
+        lines += [BLANK, *sections[:-1]]
+    return [*lines, BLANK, *next_lines(whole.next)] if whole.next else lines
+
+
+def document_markdown(whole: Document, made_by: str) -> str:
+    """The same to paste into an issue, with nothing in it that Markdown obeys. ``made_by``: the
+    command and its version."""
+    headline = whole.headline
+    lines = [f"**{headline.word}**: {markdown_code(headline.text)}", ""]
+    lines += _listed_markdown([*headline.facts, *whole.known])
+    for section in whole.sections:
+        if section.title:
+            detail = f": {markdown_code(section.detail)}" if section.detail else ""
+            lines += [f"**{section.title}**{detail}", ""]
+        for block in section.body:
+            if isinstance(block, Table):
+                lines += [*block.markdown(), ""]
+            elif isinstance(block, Facts):
+                lines += _listed_markdown(
+                    Sentence(" ".join(what), term.strip()) for term, *what in block.rows
+                )
+            elif isinstance(block, Sentence):
+                lines += _listed_markdown([block])
+    lines += [f"Next: {markdown_code(command)}<br>" for command in whole.next]
+    return "\n".join([*lines, "", f"Made by {made_by}."]) + "\n"
+
+
+def _listed_markdown(sentences: Iterable[Sentence]) -> list[str]:
+    """A list of them, with a blank line behind it."""
+    texts = [(item.label.strip("-: "), item.text) for item in sentences]
+    listed = [f"- {markdown_code(f'{label}: {text}' if label else text)}" for label, text in texts]
+    return [*listed, ""] if listed else []
 
 
 def headline_lines(headline: Headline) -> list[Line]:
@@ -81,7 +133,7 @@ def table_lines(table: Table) -> list[Line]:
         lines.append(_styled(row, next((_STYLES[word] for word in words if word in _STYLES), "")))
         lines += map(sentence_line, table.below.get(number, ()))
     if table.num_more:
-        lines.append(line((f"  … {table.num_more:,} more (--all lists them)", "dim")))
+        lines.append(line((f"  … {table.num_more:,} more ({table.more})", "dim")))
     return lines
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from divergence.comparison.advice import Advice, WithinAdvice
-from divergence.report.capturing import captured_lines
-from divergence.report.inspection import run_lines
+from divergence.report.capturing import captured_document
+from divergence.report.inspection import run_document
+from divergence.report.text import document_lines
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import quoted
 from divergence.run.manifest import (
@@ -145,8 +146,8 @@ def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
         texts += [*out.splitlines(), *err.splitlines()]
     assert assert_harmless(texts, evil) >= 10
     run = Run.open(a)
-    lines = captured_lines(str(a), run.manifest, run.records)
-    lines += run_lines(str(a), run.manifest, run.records)
+    lines = document_lines(captured_document(str(a), run.manifest, run.records))
+    lines += document_lines(run_document(str(a), run.manifest, run.records))
     assert assert_harmless([one.text for one in lines], evil) > 3
 
 
@@ -154,5 +155,5 @@ def test_a_name_of_several_lines_prints_one(tmp_path):
     """A newline would leave its second half as a line of its own, to be copied alone."""
     evil = "a\ntouch pwned\n"
     run = made(tmp_path / "run", "block")
-    lines = captured_lines(evil, run.manifest, run.records)
+    lines = document_lines(captured_document(evil, run.manifest, run.records))
     assert all(len(one.text.splitlines()) <= 1 for one in lines if "divergence" in one.text)

@@ -10,8 +10,9 @@ import pytest
 from divergence.gate.check import check, evaluate
 from divergence.gate.policy import Policy
 from divergence.recording.api import capture
-from divergence.report.checking import check_lines
+from divergence.report.checking import check_document, check_lines
 from divergence.report.environment import check_json
+from divergence.report.text import document_lines
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 FAULT = "model.layers.1.mlp:out=scale:1.05"
@@ -46,8 +47,8 @@ def policy(*entries, **rest) -> Policy:
     return msgspec.convert(rules, Policy)
 
 
-def printed(result, **options) -> str:
-    return "\n".join("".join(s.text for s in one.spans) for one in check_lines(result, **options))
+def printed(result) -> str:
+    return "\n".join("".join(s.text for s in one.spans) for one in check_lines(result))
 
 
 def test_a_known_difference_passes_and_is_printed(golden, again):
@@ -60,7 +61,8 @@ def test_a_known_difference_passes_and_is_printed(golden, again):
     assert (use.status, use.reason) == ("used", "vendor kernel, seen")
     assert 0 < use.found["rel_l2"] <= use.allowed["rel_l2"] == 0.5
     for brief in (True, False):
-        text = printed(result, brief=brief)
+        lines = document_lines(check_document(result, brief=True)) if brief else check_lines(result)
+        text = "\n".join(line.text for line in lines)
         assert "known: model.layers.1:out: used" in text
         assert "vendor kernel, seen" in text and "2027-01-31" in text
     answer = msgspec.json.decode(check_json(result))

@@ -9,7 +9,8 @@ import pytest
 
 from divergence.experiments.result import Confirmation, FaultSize, Sensitivity
 from divergence.layout import share
-from divergence.report.experiments import answer_lines, sensitivity_lines
+from divergence.report.experiments import sensitivity_document
+from divergence.report.text import document_lines, headline_lines
 
 _spec = importlib.util.spec_from_file_location(
     "terminal_tests", Path(__file__).with_name("test_terminal.py")
@@ -85,7 +86,7 @@ def test_snapshot(reports):
             )
         ],
     )
-    text = terminal.text_of(sensitivity_lines(result, verbose=True))
+    text = terminal.text_of(document_lines(sensitivity_document(result, verbose=True)))
     terminal.assert_snapshot(text, "sensitivity")
 
 
@@ -95,7 +96,7 @@ def test_one_sentence_a_fault(reports):
         reports, num_blocks=3, escalated=False, sizes=make_sizes("scale", (0.0022, 0.003, 0.0041)),
         phrases={"scale": "a scale error of {size}"},
     )  # fmt: skip
-    assert terminal.text_of(answer_lines(result)) == (
+    assert terminal.text_of(headline_lines(sensitivity_document(result).headline)) == (
         "in bfloat16 you would see a scale error of 0.41% in any block (worst: model.layers.11; "
         "best 0.22% at\n  model.layers.0)\n"
     )
@@ -107,7 +108,9 @@ def test_what_cannot_be_planted_is_said(reports):
         reports, sizes=make_sizes("scale", (None,) * 3, reason="no recorded input", by=None),
         phrases={"scale": "a scale error of {size}"}, escalated=False,
     )  # fmt: skip
-    assert "scale: no recorded input" in terminal.text_of(answer_lines(result))
+    assert "scale: no recorded input" in terminal.text_of(
+        headline_lines(sensitivity_document(result).headline)
+    )
 
 
 @pytest.mark.parametrize(

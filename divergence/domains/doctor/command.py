@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from divergence.cli.answers import exit_with, progress_bars, show, show_answer
+from divergence.cli.answers import exit_with, progress_bars, show, show_document
 from divergence.cli.compare import EXIT_CODES
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
@@ -41,14 +41,16 @@ def doctor(
     if output.json and markdown:
         raise UsageError("--json and --markdown both want stdout", hint="leave one out")
     from divergence.domains.doctor.doctor import doctor as examine
-    from divergence.domains.doctor.show import checkup_lines, checkup_markdown
+    from divergence.domains.doctor.show import checkup_document
+    from divergence.report.text import document_markdown
 
     options = {**settings("compare"), **options}
     with progress_bars(quiet=output.silent or markdown) as progress:
         checkup = examine(reference, candidate, progress=progress, **options)
+    document = checkup_document(checkup, brief=output.quiet, verbose=output.verbose)
     if markdown:
-        show(checkup_markdown(checkup))
+        show(document_markdown(document, f"`divergence doctor --markdown` {checkup.tool_version}"))
     else:
-        show_answer(checkup, checkup_lines, partial(checkup_lines, brief=True), output)
+        show_document(document, output, json=partial(checkup.to_json, indent=2))
     if exit_code:
         exit_with(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])

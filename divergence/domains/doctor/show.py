@@ -1,50 +1,47 @@
-"""A checkup as lines for a terminal, and as Markdown for an issue.
-
-Markdown goes where others read it, and names come from runs. So every sentence stands in a <code>
-element, in which GitHub sees no mention, no issue and no emoji, and each character that Markdown
-could read is written as a number.
-"""
+"""What is shown of a checkup: the verdict, the points, the ladder, and what to run."""
 
 from __future__ import annotations
 
-from divergence.document import Column, Table
+from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domains.doctor.result import Checkup
-from divergence.layout import BLANK, Line, Span, heading, next_lines, prose
 from divergence.run.command import command_line
-from divergence.words import HEADLINES, letter, markdown_code, printable
+from divergence.words import HEADLINES, letter
 
-_STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "not_reached": "dim"}
 _WORDS = {"pass": "pass", "fail": "FAIL", "unknown": "?", "not_reached": "-"}
+_MARKS = {"fail": "wrong", "unknown": "below"}
 
 
-def checkup_lines(checkup: Checkup, *, brief: bool = False, verbose: bool = False) -> list[Line]:
-    """The verdict, the points, the ladder, and what to run. ``brief``: the verdict, and the rungs
-    that fail; ``verbose``: also the evidence of the verdict."""
-    lines = [Line((Span(f"{_kind(checkup)}: ", "bold"), Span(_summary(checkup))), 2)]
-    if brief:
-        return lines + [_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.failed]
-    for name, run in (("A", checkup.reference), ("B", checkup.candidate)):
-        lines.append(prose(name, f"{run.path}: {run.model}, {run.dtype} on {run.device}", width=3))
-    lines += [BLANK, heading("points")]
-    for point in checkup.points:
-        lines.append(_row(point.state, f"{point.number} {point.title}", point.evidence, 32))
-    lines += [BLANK, heading("ladder", _stop(checkup))]
-    lines += [_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.ladder]
-    lines += [prose("note", note, width=6) for note in checkup.notes]
-    if verbose and checkup.verdict is not None and checkup.verdict.evidence:
-        lines += [BLANK, heading("why")]
-        lines += [prose("  -", fact.text, width=4) for fact in checkup.verdict.evidence]
-    return [*lines, BLANK, *next_lines(_commands(checkup))]
-
-
-def _row(state: str, name: str, evidence: str, width: int) -> Line:
-    lead = Span(f"  {_WORDS[state]:<6}", _STYLES[state])
-    label = Span(name.ljust(width - 8))
-    return Line((lead, label, Span(printable(evidence))), hang=width)
-
-
-def _kind(checkup: Checkup) -> str:
-    return "NOT COMPARED" if checkup.verdict is None else HEADLINES[checkup.verdict.kind]
+def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = False) -> Document:
+    """``brief``: the headline also tells the rungs that fail; ``verbose``: with the evidence of the
+    verdict."""
+    verdict = checkup.verdict
+    word = "NOT COMPARED" if verdict is None else HEADLINES[verdict.kind]
+    failed = [named(f"FAIL  {rung.name}", rung.evidence) for rung in checkup.failed]
+    runs = [
+        named(name, f"{run.path}: {run.model}, {run.dtype} on {run.device}")
+        for name, run in (("A", checkup.reference), ("B", checkup.candidate))
+    ]
+    state = Column("", _WORDS.__getitem__, own=True)
+    points, ladder = (
+        Table(
+            columns=(state, Column(what, own=True), "evidence"), rows=rows, bare=True,
+            marks=[_MARKS.get(row[0], "") for row in rows],
+        )
+        for what, rows in (
+            ("point", [(item.state, f"{item.number} {item.title}", item.evidence)
+                       for item in checkup.points]),
+            ("rung", [(item.state, item.name, item.evidence) for item in checkup.ladder]),
+        )
+    )  # fmt: skip
+    notes = [named("note", note) for note in checkup.notes]
+    sections = [Section(title="points", body=[points]),
+                Section(title="ladder", detail=_stop(checkup), body=[ladder, *notes])]  # fmt: skip
+    told = verbose and verdict is not None
+    return Document(
+        headline=Headline(word, _summary(checkup), "bold", failed if brief else ()),
+        known=runs, why=[item.text for item in verdict.evidence] if told else (),
+        sections=sections, next=_commands(checkup),
+    )  # fmt: skip
 
 
 def _summary(checkup: Checkup) -> str:
@@ -82,27 +79,3 @@ def _commands(checkup: Checkup) -> list[str]:
     return list(commands) or [
         command_line("compare", checkup.reference.path, checkup.candidate.path)
     ]
-
-
-def checkup_markdown(checkup: Checkup) -> str:
-    """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
-    lines = [f"**{_kind(checkup)}**: {markdown_code(_summary(checkup))}", ""]
-    shown = {"fail": "**fail**", "not_reached": "not reached"}
-    state = Column("state", lambda state: shown.get(state, state), own=True)
-    number, point, rung = (Column(title, own=True) for title in ("", "point", "rung"))
-    runs = [(name, run.path, run.model, run.dtype, run.device)
-            for name, run in (("A", checkup.reference), ("B", checkup.candidate))]  # fmt: skip
-    points = [(item.number, item.title, item.state, item.evidence) for item in checkup.points]
-    ladder = [(item.name, item.state, item.evidence) for item in checkup.ladder]
-    for table in (
-        Table(columns=(number, "run", "model", "dtype", "device"), rows=runs),
-        Table(columns=(number, point, state, "evidence"), rows=points),
-        Table(columns=(rung, state, "evidence"), rows=ladder),
-    ):
-        lines += [*table.markdown(), ""]
-    lines += [f"The ladder: {_stop(checkup)}.", ""]
-    lines += [f"- {markdown_code(note)}" for note in checkup.notes]
-    lines += [""] if checkup.notes else []
-    lines += [f"Next: {markdown_code(command)}<br>" for command in _commands(checkup)]
-    lines.append(f"\nMade by `divergence doctor --markdown` {checkup.tool_version}.")
-    return "\n".join(lines) + "\n"

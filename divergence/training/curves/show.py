@@ -1,8 +1,9 @@
-"""The lines of a comparison of losses."""
+"""What is shown of a comparison of losses."""
 
 from __future__ import annotations
 
-from divergence.layout import BLANK, Line, columns, heading, line, prose, relative
+from divergence.document import Document, Headline, Section, Table, named
+from divergence.layout import relative
 from divergence.training.curves.result import CurveDiff, LossReport
 
 _HEADLINES = {
@@ -23,27 +24,22 @@ EXIT_CODES = {
 }
 
 
-def verdict_line(report: LossReport) -> Line:
-    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[EXIT_CODES[report.verdict.kind]]
-    return line((_HEADLINES[report.verdict.kind], style), f": {report.verdict.summary}")
-
-
-def loss_lines(report: LossReport) -> list[Line]:
+def losses_document(report: LossReport) -> Document:
     low, high = report.bands
-    lines = [verdict_line(report)]
-    lines += [prose("note", note) for note in report.notes]
-    lines += [
-        prose("A", report.reference),
-        prose("B", report.candidate),
-        prose("left out", f"{report.warmup_steps} steps of warm-up"),
-        prose("bands", f"a rule of thumb, not statistics: up to {low:.0%} aligned, above "
-              f"{high:.0%} misaligned"),
-        BLANK,
-        heading("relative difference of a step", "(B - A) / |A|"),
-    ]  # fmt: skip
+    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[EXIT_CODES[report.verdict.kind]]
+    about = [*(("note", note) for note in report.notes), ("A", report.reference),
+             ("B", report.candidate), ("left out", f"{report.warmup_steps} steps of warm-up"),
+             ("bands", f"a rule of thumb, not statistics: up to {low:.0%} aligned, above "
+              f"{high:.0%} misaligned")]  # fmt: skip
     titles = ("metric", "steps", "mean error", "with sign", "at the end", "largest", "at step",
               "noise", "leaves the noise", "first beyond")  # fmt: skip
-    return [*lines, *columns([titles, *map(_row, report.metrics)])]
+    table = Table(columns=titles, rows=list(map(_row, report.metrics)))
+    return Document(
+        headline=Headline(_HEADLINES[report.verdict.kind], report.verdict.summary, style),
+        known=[named(*fact) for fact in about],
+        sections=[Section(title="relative difference of a step", detail="(B - A) / |A|",
+                          body=[table])],
+    )  # fmt: skip
 
 
 def _row(curve: CurveDiff) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
-"""The lines of a training plan, from plain data."""
+"""What is shown of a training plan, from plain data."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, size
+from divergence.document import Section, Sentence, Table, named
+from divergence.layout import count, size
 
 
-def training_lines(plan: dict[str, Any]) -> list[Line]:
+def training_sections(plan: dict[str, Any]) -> list[Section]:
     """What `capture --dry-run --train` says of a step. ``plan``: a TrainingPlan as plain data."""
     ranks = " × ".join(f"{name} {length}" for name, length in plan["axes"].items())
     low = "" if plan["autocast"] is None else f", autocast {plan['autocast']}"
@@ -15,17 +16,14 @@ def training_lines(plan: dict[str, Any]) -> list[Line]:
         low += ", float32 main weights"
     batch, tokens = plan["micro_batch"]
     what = f"{count(plan['num_parameters'], 'parameter')}, {plan['weight_dtype']}{low}"
-    lines = [
-        line(("TRAINING STEP", "bold"), f": {_most(plan)}"),
-        prose("model", f"{what}; {plan['optimizer']}"),
-        prose("ranks", (ranks or "1") + f"; ZeRO {plan['zero']}"),
-        prose("batch", f"{count(batch, 'sequence')} of {count(tokens, 'token')} on a rank"),
-        *(prose("note", note) for note in plan["notes"]),
-        BLANK,
-        heading("memory on a rank", "what stays, then what comes and goes"),
-    ]  # fmt: skip
-    rows = [("part", "bytes", "size")]
-    rows += [(part["name"], part["formula"], size(part["bytes"])) for part in plan["kept"]]
+    step = [
+        Sentence(_most(plan), "TRAINING STEP:", style="bold", indent=0, hang=2),
+        named("model", f"{what}; {plan['optimizer']}"),
+        named("ranks", (ranks or "1") + f"; ZeRO {plan['zero']}"),
+        named("batch", f"{count(batch, 'sequence')} of {count(tokens, 'token')} on a rank"),
+        *(named("note", note) for note in plan["notes"]),
+    ]
+    rows = [(part["name"], part["formula"], size(part["bytes"])) for part in plan["kept"]]
     rows.append(("all that stays", "", size(plan["kept_bytes"])))
     for usage in plan["activations"]:
         way = "with" if usage["checkpointing"] else "without"
@@ -35,12 +33,19 @@ def training_lines(plan: dict[str, Any]) -> list[Line]:
         rows.append((f"  peak {way} checkpointing, gradients too", "", size(usage["peak_bytes"])))
     rows += [("buffer of a capture", "host", size(plan["capture_bytes"])),
              ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}")]  # fmt: skip
-    lines += columns(rows)
-    if plan["traffic"]:
-        lines += [BLANK, heading("traffic of a step", _rate(plan))]
-        titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
-        lines += columns([titles, *(_collective(collective) for collective in plan["traffic"])])
-    return lines
+    memory = Table(columns=("part", "bytes", "size"), rows=rows)
+    titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
+    traffic = Table(columns=titles, rows=list(map(_collective, plan["traffic"])))
+    rate = "for times: --link-rate 50GB/s"
+    if plan["link_rate"] is not None:
+        rate = f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
+    sections = [
+        Section(body=step),
+        Section(title="memory on a rank", detail="what stays, then what comes and goes",
+                body=[memory]),
+        Section(title="traffic of a step", detail=rate, body=[traffic]),
+    ]  # fmt: skip
+    return sections if plan["traffic"] else sections[:2]
 
 
 def _most(plan: dict[str, Any]) -> str:
@@ -48,12 +53,6 @@ def _most(plan: dict[str, Any]) -> str:
         return f"{size(plan['kept_bytes'])} on each rank, and activations that are not known"
     way = "with" if plan["checkpointing"] else "without"
     return f"at most {size(plan['peak_bytes'])} on each rank, {way} gradient checkpointing"
-
-
-def _rate(plan: dict[str, Any]) -> str:
-    if plan["link_rate"] is None:
-        return "for times: --link-rate 50GB/s"
-    return f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
 
 
 def _collective(collective: dict[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines, headline_lines
 from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"
@@ -175,10 +176,11 @@ def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
 def test_the_page_and_the_json_say_the_same(runs, tmp_path):
     """The operator first; the answer alone is its first lines; JSON holds the same facts."""
     result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
-    lines = [line.text for line in localization_lines(result)]
+    lines = _lines(result)
     assert lines[0].startswith("LOCALIZED: the error comes into")
     assert len(lines) < 60
-    assert [one.text for one in localization_lines(result, answer_only=True)] == lines[:4]
+    top = headline_lines(localization_document(result).headline)
+    assert [one.text for one in top] == lines[:4]
     answer = json.loads(result.to_json())
     assert (answer["schema_version"], answer["side"]) == (1, "candidate")
     assert answer["causal"]["holds"] is True
@@ -194,7 +196,7 @@ def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path):
         result = localize(runs / "a", b, out=tmp_path / "work", model=tmp_path / "no such model")
         assert (result.levels[0].verdict, result.truth) == (kind, None)
         assert result.stopped
-        assert not any(line.text.startswith("truth") for line in localization_lines(result))
+        assert not any(line.startswith("truth") for line in _lines(result))
 
 
 def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
@@ -237,7 +239,7 @@ def test_commands_run_as_they_are_printed(runs, tmp_path):
     assert words[:2] == ["divergence", "localize"]
     assert words[words.index("-o") + 1] == str(work)
     assert words[words.index("--block") + 1] == BLOCK
-    assert any(line.text.strip().startswith(result.again) for line in localization_lines(result))
+    assert any(line.strip().startswith(result.again) for line in _lines(result))
 
 
 def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp_path):
@@ -256,3 +258,7 @@ def test_a_module_whose_output_is_equal_is_not_where_the_runs_part(tiny_model, t
     b = capture(like=a, out=tmp_path / "b", plants=[f"{dense}=scale:1.1"])
     result = localize(a, b, out=tmp_path / "work")
     assert [level.site for level in result.levels][1] == dense
+
+
+def _lines(result):
+    return [line.text for line in document_lines(localization_document(result))]

@@ -8,7 +8,8 @@ import torch
 from divergence.comparison.api import compare
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture, truth
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines
 
 MIDDLE = "model.layers.1"
 
@@ -123,7 +124,7 @@ def test_no_command_says_otherwise(pair, tmp_path, case):
     verdict = compare(a, b, truth=true).verdict
     result = localize(a, b, truth=true, out=tmp_path / "work", here="both",
                       prepare_candidate=prepare)  # fmt: skip
-    first = localization_lines(result)[0].text
+    first = document_lines(localization_document(result))[0].text
     assert words in first
     assert "is made at" not in first
     assert "with other casts or layouts" not in first
@@ -152,4 +153,4 @@ def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch):
     assert (verdict.side, verdict.confidence) == (None, "medium")
     assert (result.side, decided.side, decided.confidence) == (None, None, "medium")
     assert "whose code is right it cannot tell" in result.doubt
-    assert ", by B" not in localization_lines(result)[0].text
+    assert ", by B" not in document_lines(localization_document(result))[0].text

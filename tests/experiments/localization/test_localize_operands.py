@@ -8,7 +8,8 @@ import pytest
 
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines
 
 BLOCK = "model.layers.1"
 
@@ -67,7 +68,7 @@ def test_another_scalar_is_named_with_both_values_and_two_reproducers(recorded, 
     a = recorded(dtype)
     b = capture(like=a, out=tmp_path / "b", prepare=another_scale)
     result = localize(a, b, out=tmp_path / "work", prepare_candidate=another_scale)
-    text = "\n".join(line.text for line in localization_lines(result))
+    text = "\n".join(line.text for line in document_lines(localization_document(result)))
     first = text.splitlines()[0]
     assert first.startswith(f"LOCALIZED: {BLOCK}.self_attn/aten.mul")
     assert "is called with other=0.2625 (A 0.25)" in first
@@ -102,7 +103,7 @@ def test_a_wrong_region_is_the_onset(recorded, tmp_path):
     assert "in place of one product" in result.operator.region.text
     assert result.causal.holds
     assert (result.repro, result.alone[0].side) == (None, "reference")
-    lines = [line.text for line in localization_lines(result)]
+    lines = [line.text for line in document_lines(localization_document(result))]
     assert "9 products, 8 additions and one multiplication in place of" in " ".join(lines)
 
 
@@ -115,6 +116,6 @@ def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path
     assert (result.side, result.operator.why) == ("candidate", "roundings")
     assert 2 < result.operator.region.candidate_times < 4
     assert result.operator.region.reference_times < 1.2
-    first = localization_lines(result)[0].text
+    first = document_lines(localization_document(result))[0].text
     assert first.startswith(f"LOCALIZED: sums are rounded too often at {BLOCK}.mlp.down_proj")
     assert "× the error of an ideal product, by B" in first

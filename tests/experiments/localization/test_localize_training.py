@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import divergence
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines
 from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 
@@ -74,7 +75,7 @@ def test_a_wrong_sign_in_the_backward_of_softmax(architecture, dtype, wrong, pai
     assert result.causal.holds
     times = {own.side: own.times for own in result.alone}
     assert times["candidate"] > 30 > 3 > times["reference"]
-    lines = "\n".join(line.text for line in localization_lines(result))
+    lines = "\n".join(line.text for line in document_lines(localization_document(result)))
     assert "backward of aten._softmax, modeling_" in lines
     assert "aten._softmax_backward_data.default" in (tmp_path / "work/repro/report.md").read_text()
 

@@ -19,7 +19,8 @@ from divergence.facts import worded
 from divergence.numerics.summaries import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines, headline_lines
 from divergence.run.reader import Run
 from tests.digests import without_digests
 
@@ -136,9 +137,10 @@ def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path):
     assert "this is not B's machine" in result.stopped
     assert f"{BLOCK}:out differs, rel L2" in result.stopped
     assert not (work / "candidate-operators").exists()
-    line = localization_lines(result, answer_only=True)[0].text
-    assert line.startswith("STOPPED: this is not B's machine")
-    assert "; run there: divergence capture --like" in line
+    lines = [line.text for line in headline_lines(localization_document(result).headline)]
+    assert lines[0].startswith("STOPPED: this is not B's machine")
+    assert lines[1].strip() == "run there:"
+    assert lines[2].startswith("  divergence capture --like")
     there = localize(
         runs / "a", runs / "b", truth=runs / "truth", out=work, prepare_candidate=faulty_mlp
     )
@@ -170,7 +172,7 @@ def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path):
     result = localize(runs / "a", runs / "b", truth=truth, out=work)
     assert result.operator is not None
     assert result.causal is None
-    lines = [line.text for line in localization_lines(result)]
+    lines = [line.text for line in document_lines(localization_document(result))]
     assert not any("yes: with the other side's" in line for line in lines)
     assert any("on B's machine" in command for command in result.commands)
 

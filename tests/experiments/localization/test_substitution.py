@@ -8,9 +8,10 @@ from divergence.comparison.api import compare
 from divergence.errors import RunExistsError, UsageError
 from divergence.gate.golden import bless
 from divergence.recording.api import capture
-from divergence.report.capturing import captured_lines
-from divergence.report.inspection import run_lines
+from divergence.report.capturing import captured_document
+from divergence.report.inspection import run_document
 from divergence.report.summary import report_lines
+from divergence.report.text import document_lines
 from divergence.run.reader import Run
 from divergence.run.target import pack, unpack
 
@@ -34,7 +35,8 @@ def test_a_run_with_results_of_another_says_so(operators, tmp_path):
     line = next(line for line in report.preflight if line.check == "substituted operators")
     assert (line.status, line.reference, line.candidate) == ("differs", "none", said)
     held = (str(b.path), b.manifest, b.records)
-    for lines in (report_lines(report), run_lines(*held), captured_lines(*held)):
+    documents = map(document_lines, (run_document(*held), captured_document(*held)))
+    for lines in (report_lines(report), *documents):
         assert any(f"SUBSTITUTED: {said}" in line.text for line in lines)
     with pytest.raises(UsageError, match="holds results of another run"):
         bless(tmp_path / "golden", b.path)

@@ -13,7 +13,8 @@ from divergence.errors import IncomparableError
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines
 from divergence.run.reader import Run
 
 # benchmarks/ is beside the package, not in it.
@@ -115,7 +116,7 @@ def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side):
         return
     assert (there.side, there.causal) == (None, None)
     assert "whose code is right it cannot tell" in there.doubt
-    lines = [line.text for line in localization_lines(there)]
+    lines = [line.text for line in document_lines(localization_document(there))]
     assert ", by " not in lines[0]
     assert any(line.startswith("side        not named: the two sides' code") for line in lines)
 

@@ -13,7 +13,8 @@ from divergence.experiments.quantization.quantize import cost_of, forms, quantiz
 from divergence.numerics.logits import row_costs
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.api import capture
-from divergence.report.experiments import answer_line, quantization_lines
+from divergence.report.experiments import answer_line, quantization_document
+from divergence.report.text import document_lines
 from divergence.run.reader import Run
 
 PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", "the cat sat"]
@@ -103,8 +104,8 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
     assert run.manifest.engine.options["keep"] == ",".join(policy.keep)
     fused = [name for name in policy.keep if name.endswith("q_proj")]
     assert all(name.replace("q_proj", "k_proj") in policy.keep for name in fused)
-    assert any(policy.keep[0] in line.text for line in quantization_lines(found))
-    text = "\n".join(line.text for line in quantization_lines(found))
+    assert any(policy.keep[0] in line.text for line in document_lines(quantization_document(found)))
+    text = "\n".join(line.text for line in document_lines(quantization_document(found)))
     # the KL above is that of the whole scheme
     assert f"{each.num_quantized} matrices ({found.num_quantized} with the policy below)" in text
     groups = {name.replace("q_proj", "qkv").replace("k_proj", "qkv").replace("v_proj", "qkv")
@@ -126,7 +127,7 @@ def test_static_scales_say_how_few_tokens_made_them(plain):
     assert "512 and more are usual" in text
     assert "6 norms" in text
     assert found.unsmoothed is not None
-    assert any("alpha 0.5" in line.text for line in quantization_lines(found))
+    assert any("alpha 0.5" in line.text for line in document_lines(quantization_document(found)))
 
 
 def test_lists_that_quantisers_read():

@@ -9,7 +9,8 @@ from divergence.experiments.quantization import quantize as alone
 from divergence.experiments.quantization.quantize import _Numbers, _statistics, quantize
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.quantize import keep_of
-from divergence.report.experiments import quantization_lines
+from divergence.report.experiments import quantization_document
+from divergence.report.text import document_lines
 from divergence.run.reader import Run
 
 
@@ -91,7 +92,8 @@ def test_a_cache_that_is_not_there_is_not_quantised(folder, tiny_model, tmp_path
 def test_keys_and_values_are_no_matrices(plain):
     found = quantize(plain, scheme="kv8")
     assert found.num_quantized == 0
-    assert any(line.text == "quantised   keys and values" for line in quantization_lines(found))
+    lines = document_lines(quantization_document(found))
+    assert any(line.text == "quantised   keys and values" for line in lines)
 
 
 def test_a_run_that_exists_is_told_before_the_work(plain, tmp_path):
@@ -120,7 +122,7 @@ def test_another_model_is_told(plain, tiny_model):
 
 def test_one_token_has_no_standard_error(folder, tmp_path):
     run = capture(folder, out=tmp_path / "run", prompts=[[5]], max_new_tokens=1, probe=False)
-    text = "\n".join(line.text for line in quantization_lines(quantize(run)))
+    text = "\n".join(line.text for line in document_lines(quantization_document(quantize(run))))
     assert "nan" not in text
 
 

@@ -71,11 +71,16 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     (
         "report/inspection.py",
-        '        lines.append(prose("like", manifest.like))',
-        "        pass",
+        '[named("like", manifest.like)] if manifest.like else []',
+        "[]",
         "^inspect",
     ),
-    ("report/capturing.py", '    lines.append(prose("machine", machine))\n', "", "^capture"),
+    (
+        "report/capturing.py",
+        'facts.append(named("ranks",',
+        'facts.insert(0, named("ranks",',
+        "^capture",
+    ),
     (
         "analyses/collectives/sections.py",
         "row.num_repeated, row.limit_usage)",

@@ -302,7 +302,15 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
                 None if record.summary is None else special,
             ))  # fmt: skip
         numbers = [Column(title, "{:.4g}".format) for title in ("min", "max", "mean", "rms")]
-        columns = [*["rank"] * ranks, "pass", "sample", "step", "shape", *numbers, "nan/inf/zero"]
+        columns: list[Column | str] = [
+            *["rank"] * ranks,
+            "pass",
+            "sample",
+            "step",
+            "shape",
+            *numbers,
+            "nan/inf/zero",
+        ]
         calls = [record.call for record in group if record.call is not None]
         sections.append(Section(
             title=site, detail=f"{group[0].dtype}, {count(len(group), 'record')}",

@@ -356,7 +356,7 @@ def _machines(background: Background) -> list[Section]:
         return []
     facts = {
         name: {} if side is None else machine_of(side.environment) | {
-            "processes": side.processes, "engine": side.engine and side.engine.name,
+            "processes": side.processes, "engine": None if side.engine is None else side.engine.name,
             "attention": side.model.attn_implementation,
             "weights": f"{side.model.num_parameters:,} parameters, {side.model.dtype}",
             "captured": side.created,

@@ -36,10 +36,10 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     notes = [named("note", note) for note in checkup.notes]
     sections = [Section(title="points", body=[points]),
                 Section(title="ladder", detail=_stop(checkup), body=[ladder, *notes])]  # fmt: skip
-    told = verbose and verdict is not None
+    evidence = [] if verdict is None or not verbose else verdict.evidence
     return Document(
         headline=Headline(word, _summary(checkup), "bold", failed if brief else ()),
-        known=runs, why=[item.text for item in verdict.evidence] if told else (),
+        known=runs, why=[item.text for item in evidence],
         sections=sections, next=_commands(checkup),
     )  # fmt: skip
 

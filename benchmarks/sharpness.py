@@ -77,8 +77,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     (
         "report/capturing.py",
-        'facts.append(named("ranks",',
-        'facts.insert(0, named("ranks",',
+        'named("machine", f"',
+        'named("host", f"',
         "^capture",
     ),
     (

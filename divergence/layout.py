@@ -150,10 +150,10 @@ def times(value: float | None) -> str:
 
 
 def limit_share(value: float | None) -> str:
-    """How much of a limit is used: ``0%``, ``73%``, ``310%``, ``2.0e+07%``; a dash for None."""
-    if value is None or not math.isfinite(value):
+    """How much of a limit is used: ``0%``, ``73%``, ``310%``, ``22.3x``; a dash for None."""
+    if value is None or not value < 10:
         return times(value)
-    return f"{100 * value:.0f}%" if value < 1000 else f"{100 * value:.1e}%"
+    return f"{100 * value:.0f}%"
 
 
 def share(value: float | None) -> str:

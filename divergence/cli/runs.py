@@ -341,5 +341,5 @@ def env(*, device: str = DEVICE, output: Output) -> None:
     from divergence.report.environment import machine_document
 
     environment = collect_environment(device)
-    document = machine_document(environment)
+    document = machine_document(environment, brief=output.quiet)
     show_document(document, output, json=lambda: answer_json(environment=environment))

@@ -141,7 +141,7 @@ SENTENCES: Mapping[str, str] = {
     "typical_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s{like:none=; "
         "in the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×)"
-        "[[; median token off by {own:.2e} and {other_error:.2e}]]"
+        "[[; the median token is off by {own:.2e}, in {other:letter} by {other_error:.2e}]]"
         "[[, {estimated:letter}'s by their difference, the other's measured]]"
     ),
     "forward_off": (

@@ -54,12 +54,13 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
         told.append(("excused", what, "yellow"))
     # of each known difference of the policy what it excused, or why it did not
     told += [("known", str(use), "yellow") for use in result.known]
-    if result.num_ties:
+    if result.num_ties and not brief:
         flipped = count(result.num_ties, "flipped token")
         told.append(("ties", f"{flipped} counted as equal: within the policy's tie", ""))
-    told += [("note", note, "yellow") for note in result.notes]
+    told += [("note", note, "yellow") for note in result.notes if not brief]
     facts = [
-        Sentence(text, f"{label}:", style=style, indent=2, hang=4) for label, text, style in told
+        Sentence(text, label and f"{label}:", style=style, indent=2, hang=4)
+        for label, text, style in told
     ]
     return Document(headline=dataclasses.replace(top, facts=facts))
 

@@ -121,11 +121,11 @@ def machine_section(environment: Environment) -> Section:
     return Section(title="machine", detail=environment.label, body=[facts])
 
 
-def machine_document(environment: Environment) -> Document:
-    """What `divergence env` shows; the device stands in its headline."""
-    device, *facts = machine_facts(environment)
-    top = Headline("machine", environment.label, "bold", [named(*device)])
-    return Document(headline=top, sections=[Section(body=[Facts(facts, indent=0, width=12)])])
+def machine_document(environment: Environment, *, brief: bool = False) -> Document:
+    """What `divergence env` shows. ``brief``: the device alone."""
+    facts = machine_facts(environment)[: 1 if brief else None]
+    top = Headline("machine", environment.label, "bold", [named(*fact) for fact in facts])
+    return Document(headline=top)
 
 
 def switch_sentences(

@@ -1,4 +1,4 @@
-"""The first screen of a comparison: what most readers need, in 25 lines of 80 columns.
+"""The first screen of a comparison: what most readers need, in some 18 lines.
 
 The answer, what it could not have seen, what was compared, the worst rows, and one command. What is
 left out stands in the whole report (``report_lines``), behind ``-v``.
@@ -6,28 +6,20 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 
 from __future__ import annotations
 
-from divergence.analyses.blocks.sections import num_bad, prompt_usage, worst_places, worst_rows
-from divergence.comparison.result import Report, RunSummary
-from divergence.document import Sentence, named
-from divergence.layout import (
-    BLANK,
-    Line,
-    columns,
-    count,
-    cut,
-    fold,
-    heading,
-    limit_share,
-    line,
-    next_lines,
-    prose,
-)
-from divergence.report.summary import opening_of, report_lines, states
-from divergence.report.text import headline_lines, sentence_line
+import dataclasses
 
-WIDTH, HEIGHT = 80, 25
-_NUM_ROWS, _NUM_QUIET = 5, 2
-_NUM_PROMPTS = 4
+from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
+from divergence.comparison.result import Report, RunSummary
+from divergence.document import Block, Document, Section, Sentence, Table, named
+from divergence.layout import Line, count, cut, fold, limit_share
+from divergence.report.summary import is_quiet, model_name, opening_of, report_lines, states
+from divergence.report.text import document_lines
+from divergence.words import shortened
+
+WIDTH, HEIGHT = 80, 20
+_NUM_ROWS = 5
+_MOST_OF_FACT = 240
+"""Letters of a fact behind the verdict."""
 
 
 def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
@@ -35,82 +27,75 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
     suite, probed arithmetic) is shown whole."""
     if not report.sites and report.verdict.kind != "incomparable":
         return report_lines(report)
-    most = _NUM_QUIET if _is_quiet(report) else _NUM_ROWS
-    for num_rows in range(most, 1, -1):  # fewer rows where the rest is long
-        lines = _screen(report, num_rows, more)
+    most, least = (1, 1) if is_quiet(report) else (_NUM_ROWS, 2)
+    for num_rows in range(most, least - 1, -1):
+        lines = document_lines(_screen(report, num_rows, more))
         if sum(len(fold(item, WIDTH)) for item in lines) <= HEIGHT:
-            break
+            break  # fewer rows where the rest is long
     return lines
 
 
-def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
+def _screen(report: Report, num_rows: int, more: str) -> Document:
     whole = opening_of(report)
-    # the first facts behind a verdict that is more than that all is well
-    most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 2
-    facts = [] if _is_quiet(report) else whole.why[:most]
-    why = [prose("" if number else "because", text) for number, text in enumerate(facts)]
+    # the first fact behind a verdict that is more than that all is well
+    most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 1
+    facts = [] if is_quiet(report) else whole.why[:most]
+    why = [named("" if number else "because", shortened(text, _MOST_OF_FACT))
+           for number, text in enumerate(facts)]  # fmt: skip
     # of the second run only what is not as in the first
     a, b = report.reference, report.candidate
-    same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
-    text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
-    runs = [named("A", _run_text(a)), *states(a), named("B", text), *states(b)]
+    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device)
+    text = f"{b.path}: {'the same model and dtype' if same else _model(b)}{_label(b)}"
+    if same and a.label == b.label:
+        text = f"{b.path}: the same model, dtype and machine"
+    runs = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *states(a),
+            named("B", text), *states(b)]  # fmt: skip
     operators: list[Sentence] = []
     if (compared := report.operators) is not None:
         num_beyond = sum(result.limit_usage > 1 for result in compared.results)
         text = f"{compared.num_matched} compared, {num_beyond} beyond the limit"
         first = f"; first {compared.onset}" if compared.onset else ""
         operators = [named("operators", text + first)]
-    worst = [*_worst_lines(report, num_rows), *_prompt_lines(report)]
-    rest = [count(len(report.notes), "note")] if report.notes else []
-    rest += [*["every block"] * bool(report.sites), "every setting"]
-    return [
-        *headline_lines(whole.headline),
-        *why,
-        BLANK,
-        *map(sentence_line, (*runs, *whole.known, *operators)),
-        BLANK,
-        *worst,
-        *next_lines(command.alone for command in report.verdict.commands[:1]),
-        line((f"{', '.join(rest)}: {more}", "dim")),
-    ]
+    rest = [*["every block"] * bool(report.sites), "every setting"]
+    rest += [count(len(report.notes), "note")] if report.notes else []
+    hint = f"{', '.join(rest)}: {more}"
+    table = _worst(report, num_rows)
+    shown: list[Block] = [Sentence(hint, style="dim", indent=0, hang=0)]
+    if table is not None:  # a command stands on a line of its own
+        alone = more.startswith("divergence ")
+        shown = [table, *shown] if alone else [dataclasses.replace(table, detail=hint)]
+    return Document(
+        headline=dataclasses.replace(whole.headline, facts=[*whole.headline.facts, *why]),
+        known=[*runs, *whole.known, *operators],
+        sections=[Section(body=shown)],
+        next=[command.alone for command in report.verdict.commands[:1]],
+    )
 
 
-def _is_quiet(report: Report) -> bool:
-    verdict = report.verdict
-    return verdict.kind in ("identical", "within_floor") and verdict.side in (None, "neither")
+def _model(run: RunSummary) -> str:
+    return f"{cut(model_name(run), 40)}, {run.dtype.removeprefix('torch.')}"
 
 
-def _run_text(run: RunSummary) -> str:
-    label = f" ({run.label})" if run.label else ""
-    return f"{run.path}: {cut(run.model, 40)}, {run.dtype.removeprefix('torch.')}{label}"
+def _label(run: RunSummary) -> str:
+    return f", on {run.label}" if run.label else ""
 
 
-def _worst_lines(report: Report, num_rows: int) -> list[Line]:
-    if report.verdict.kind == "identical":
-        return []
+def _worst(report: Report, num_rows: int) -> Table | None:
+    """What uses most of its limit; None where all is equal."""
     every = worst_rows(report)
     rows = [row for row in every if not row.worst.identical]
-    if not rows:
-        return []
+    if report.verdict.kind == "identical" or not rows:
+        return None
     judged = any(site.worst.limit_usage for site in rows)
-    places = worst_places(rows)
-    table = [("error", "of its limit" if judged else "", "where", "")]
-    for row, place in list(zip(rows, places, strict=True))[:num_rows]:
+    shown = []
+    for row, place in list(zip(rows, worst_places(rows), strict=True))[:num_rows]:
         site = row.worst
         used = "not finite" if num_bad(site) else limit_share(site.limit_usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
         name = cut(site.site, 40) + ("  !" if row.flagged else "")
-        table.append((error, used, name, place))
-    same = "the others are equal bit for bit" if len(rows) <= num_rows < len(every) else ""
-    return [heading(f"worst of {len(every)} places", same), *columns(table, widest=44)]
-
-
-def _prompt_lines(report: Report) -> list[Line]:
-    rows = prompt_usage(report)
-    if len(rows) < 2 or report.verdict.kind == "identical" or not rows[0][0]:
-        return []
-    if rows[0][0] < 1.1 * rows[-1][0]:
-        return [prose("prompts", f"all {len(rows)} alike: {limit_share(rows[0][0])} of the limit")]
-    shown = [f"{sample} ({limit_share(usage)})" for usage, sample, *_ in rows[:_NUM_PROMPTS]]
-    more = f", {len(rows) - len(shown)} more" if len(rows) > len(shown) else ""
-    return [prose("prompts", f"worst first (the first is 0): {', '.join(shown)}{more}")]
+        shown.append((error, used, name, place))
+    same = ", the others equal bit for bit" if len(rows) <= num_rows < len(every) else ""
+    return Table(
+        title=f"worst of {len(every)} places{same}", rows=shown, num_left=4, widest=44,
+        columns=("error", "of its limit" if judged else "", "where", ""),
+    )  # fmt: skip

@@ -92,7 +92,7 @@ def sections_lines(sections: Iterable[Section]) -> list[Line]:
                 for number, (term, what) in enumerate(block.rows):
                     style = block.styles[number] if number < len(block.styles) else ""
                     term = " " * block.indent * bool(term) + term
-                    width = max(block.width, len(term) + 2 * bool(term))
+                    width = max(block.width, len(term) + bool(term))
                     shown.append(prose(term, what, style=style, width=width))
             elif isinstance(block, Sentence):
                 shown.append(sentence_line(block))

@@ -74,4 +74,4 @@ def test_what_a_golden_cannot_see_stands_beside_passed(golden, tmp_path):
                   probe=False)  # fmt: skip
     shown = CliRunner().invoke(app, ["check", str(golden.path), str(new.path)]).stdout
     assert shown.startswith("PASSED")
-    assert shown.count("not seen    errors of a block below") == 1
+    assert shown.count("not seen    errors below ") == 1

@@ -88,7 +88,7 @@ def test_the_share_of_a_limit_is_a_percentage_everywhere(reports, usage, text):
     """Below the limit and beyond it, on the first screen and on the page."""
     site = reports.make_site("model.layers.0:out", block="model.layers.0", role="block",
                              limit_usage=usage, usage=usage, flagged=usage > 1)  # fmt: skip
-    other = reports.make_site("lm_head:out", order=1, limit_usage=0.5, usage=0.5)
+    other = reports.make_site("lm_head:out", order=1, limit_usage=0.0, usage=0.0)
     shown = faces(reports.make_report(sites=[site, other]))
     for face in ("screen", "page"):
         assert re.search(rf"(?<!\d){text}", shown[face]), face

@@ -42,8 +42,10 @@ SENTENCES: Mapping[str, str] = {
     ),
     "in_prompts": ", in {prompts}",
     "nonfinite_counts": (
-        "{site}: A {reference_nan} nan and {reference_inf} inf ({reference_neginf} of them -inf), "
-        "B {candidate_nan} nan and {candidate_inf} inf ({candidate_neginf} of them -inf) among "
+        "{site}: A {reference_nan} nan and {reference_inf} inf"
+        "{reference_neginf:0=|*= ({reference_neginf} of them -inf)}, "
+        "B {candidate_nan} nan and {candidate_inf} inf"
+        "{candidate_neginf:0=|*= ({candidate_neginf} of them -inf)} among "
         "{num_elements} elements; the sides "
         "{num_apart:0=agree at each|*=do not agree at {num_apart}}"
     ),

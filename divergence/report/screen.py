@@ -86,7 +86,7 @@ def _worst(report: Report, num_rows: int) -> Table | None:
     rows = [row for row in every if not row.worst.identical]
     if report.verdict.kind == "identical" or not rows:
         return None
-    judged = any(site.worst.limit_usage for site in rows)
+    judged = any(row.worst.limit_usage is not None for row in rows)
     shown = []
     for row, place in list(zip(rows, worst_places(rows), strict=True))[:num_rows]:
         site = row.worst

@@ -13,6 +13,7 @@ import pytest
 import divergence
 from divergence.comparison.result import Report
 from divergence.domain import own_domains
+from divergence.evaluations.result import ScoresReport
 from divergence.fleet.result import Matrix
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record
@@ -67,7 +68,7 @@ def keys() -> Iterator[tuple[str, str]]:
     """(name, where) of all keys of the JSON of reports and runs, and of all options."""
     added = [getattr(divergence, name) for domain in own_domains() for name in domain.public]
     answers = [each for each in added if isinstance(each, type)]
-    for kind in (Report, Matrix, *answers, Manifest, Record):
+    for kind in (Report, Matrix, ScoresReport, *answers, Manifest, Record):
         for name, record in msgspec.json.schema(kind)["$defs"].items():
             for key in record.get("properties", {}):
                 yield key, f"{kind.__name__}: {name}.{key}"

@@ -131,6 +131,7 @@ def test_plain_words_come_from_elsewhere():
     assert sentence(plain("a file's words")) == "a file's words"
 
 
+@pytest.mark.whole
 def test_the_page_of_facts_is_that_of_the_tables():
     """docs/facts.md lists every code; ``python tests/facts_page.py`` writes it again."""
     from tests.facts_page import PAGE, page

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.sharpness import EDITS, ROOT
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.mark.parametrize(("file", "old", "new", "_questions"), EDITS)
 def test_an_edit_stands_exactly_once(file, old, new, _questions):

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from divergence.domain import own_domains
-
 _spec = importlib.util.spec_from_file_location("surface", Path(__file__).with_name("surface.py"))
 surface = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(surface)
 
+pytestmark = pytest.mark.whole
 
-@pytest.mark.skipif(not own_domains(), reason="the page has the domains' commands")
+
 def test_docs_are_up_to_date():
     """The page is the one that the commands' own help makes."""
     stored = surface.DOCS.read_text(encoding="utf-8")

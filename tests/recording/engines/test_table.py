@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from divergence.recording.engines.engine import built_in
+
+pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).resolve().parents[3]
 PASSES = ["free", "anchored", "escalated", "whole"]

@@ -127,6 +127,10 @@ SENTENCES: Mapping[str, str] = {
         "one constant in all channels of a token, up to {largest:.3g}, is {share:share} of the "
         "squared difference at {site}"
     ),
+    "one_token": (
+        "{share:share} of the squared difference at {site} is in one token of {total}: token "
+        "{token} of prompt {sample}"
+    ),
     "growing": (
         "the difference at {site} grows with the position[[ from token {token} on]], as what is "
         "multiplied by it ({share:share} of it)"

@@ -173,6 +173,19 @@ def _token_id(x: OnsetRows) -> tuple[float, Fact] | None:
     )
 
 
+def _token(x: OnsetRows) -> tuple[float, Fact] | None:
+    """One token, of all those of all prompts."""
+    if (x.position < 0).any() or len(x.position) < 2 * _FEW:
+        return None
+    energy = _row_energy(x)
+    top = int(energy.argmax())
+    share = float(energy[top] / (energy.sum() or math.inf))
+    return share, fact(
+        "blocks.one_token", share=share, site=x.site, sample=int(x.prompt[top]),
+        token=int(x.position[top]), total=len(energy),
+    )  # fmt: skip
+
+
 def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
     """In proportion to the distance from a token on: what is multiplied by the position is off."""
     sizes = _by_position(x)
@@ -207,7 +220,7 @@ def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
     return None
 
 
-PLACES: tuple[Structure, ...] = (_token_id, _growing, _beginning)
+PLACES: tuple[Structure, ...] = (_token_id, _token, _growing, _beginning)
 
 
 def layer_type_of(

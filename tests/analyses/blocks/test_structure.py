@@ -16,7 +16,7 @@ PROMPTS = [
     "Hello there",
 ]
 CODES = ("factor", "vocabulary_row", "channel", "head", "vector", "row_constants", "growing",
-         "beginning", "layer_type")  # fmt: skip
+         "one_token", "beginning", "layer_type")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,15 @@ def every_second_block(model):
         layer.mlp.register_forward_hook(lambda module, args, out: out * 1.1)
 
 
+def one_token(out):
+    """The last one of the longer prompt, in a prefill."""
+    if out.shape[1] < 8:
+        return out
+    out = out.clone()
+    out[:, -1] *= 1.3
+    return out
+
+
 def bias(times):
     def prepare(model):
         module = model.transformer.h[1].mlp.c_proj
@@ -114,6 +123,8 @@ CASES = {
     "beginning": ("llama", hooked(f"{BLOCK}.self_attn.o_proj", lambda out: out * (
         1 + 0.1 * (torch.arange(out.shape[1])[:, None] >= 7)) if out.shape[1] > 8 else out),
         "blocks.beginning", {"token": 7}),
+    "one token": ("llama", hooked(f"{BLOCK}.mlp.down_proj", one_token), "blocks.one_token",
+                  {"sample": 0}),
     "every second block": ("llama", every_second_block, "blocks.layer_type",
                            {"type": "odd"}),
 }  # fmt: skip

@@ -38,6 +38,19 @@ class Subcommand:
     """The command behind which ``--help`` lists it; the last ones where there is none of it."""
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a finding may say that is the verdict."""
+
+    rank: int
+    """Smaller decides before larger; comparison.decide.CLAIMS has the core's, of which ``equal``
+    (80) and ``within_rounding`` (100) answer for every pair that was measured."""
+    measured: bool = True
+    """Does it rest on measured differences? What is to be known beside those is told with it."""
+    alone: bool = False
+    """Can nothing else be judged beside it?"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Domain:
     """What a domain adds. Places are texts: ``package.module``, or ``package.module:attribute``."""
@@ -52,6 +65,8 @@ class Domain:
     analyses: Mapping[str, str] = field(default_factory=dict)
     """Questions that it asks of two runs which are compared site by site, by name: the package
     (divergence.comparison.analysis says what is in it)."""
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    """What its findings may claim as the verdict, by name (docs/verdicts.md has the core's)."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
 

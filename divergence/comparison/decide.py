@@ -29,51 +29,61 @@ from msgspec.structs import replace
 
 from divergence.comparison.results import (
     Check,
-    Claim,
     Finding,
     PreflightLine,
     SiteKey,
     Verdict,
     schemes_apart,
 )
+from divergence.domain import Claim, domains
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
 from divergence.run.reader import Run
 
-PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
-    ("other_experiment",),
-    ("arithmetic", "suite", "collectives", "logprobs"),
-    ("nonfinite",),
-    ("integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind"),
-    ("error_below_floor",),
-    ("error_between",),
-    ("not_the_largest_logit",),
-    ("equal",),
-    ("drift",),
-    ("within_rounding", "not_known"),
-    ("operators_fine",),
-)
-"""What decides before what. Of the claims of one line the earliest in the run decides."""
-_AMONG_FREE_RUNS = 3
-"""Index of the line at which ``error_between`` stands where nothing was seen in equal inputs."""
+_SEEN_IN_EQUAL_INPUTS = 40
+CLAIMS: dict[str, Claim] = {
+    # other weights, other blocks, other prompt tokens
+    "other_experiment": Claim(10, measured=False, alone=True),
+    # what two probed machines' arithmetic is, and what stands alone: operators, collectives,
+    # log-probabilities
+    "arithmetic": Claim(20, measured=False, alone=True),
+    "suite": Claim(20, measured=False, alone=True),
+    "collectives": Claim(20, measured=False, alone=True),
+    "logprobs": Claim(20, measured=False, alone=True),
+    # nan or inf where the other side, or any result, has none
+    "nonfinite": Claim(30, measured=False, alone=True),
+    # masks, positions, choices: they do not round
+    "integers_differ": Claim(_SEEN_IN_EQUAL_INPUTS),
+    # codes of a quantiser that no rounding makes
+    "codes_wrong": Claim(_SEEN_IN_EQUAL_INPUTS),
+    # beyond its limit at one site; at most sites of one kind
+    "error_made_here": Claim(_SEEN_IN_EQUAL_INPUTS),
+    "error_everywhere_of_kind": Claim(_SEEN_IN_EQUAL_INPUTS),
+    # seen in the escalated pass alone
+    "error_below_floor": Claim(50),
+    # made by the code between modules
+    "error_between": Claim(60),
+    # sampling
+    "not_the_largest_logit": Claim(70),
+    # every bit
+    "equal": Claim(80, measured=False),
+    # the free run ends farther off than its parts explain
+    "drift": Claim(90),
+    # no more than rounding explains; the two differ, and nobody knows by how much
+    "within_rounding": Claim(100),
+    "not_known": Claim(100),
+    # no operator makes the error
+    "operators_fine": Claim(110, measured=False),
+}
+"""What may be the verdict: smaller ranks decide before larger. Of the claims of one rank the
+earliest in the run decides. Those of domains stand in their ``Domain.claims``. Other findings are
+told beside one of these: replicas_disagree (ranks that must hold the same do not), operator_off (an
+operator makes the error), context, explanation, side_not_told, stands_out (a place to look)."""
 
 _MADE = ("error_made_here", "error_everywhere_of_kind")
 _QUIET = ("identical", "within_floor", "undetermined", "drift")
 """No place is named: every setting that differs is said first; beside a named place, the precision.
 """
-_NOT_MEASURED = (
-    "nonfinite",
-    "equal",
-    "arithmetic",
-    "other_experiment",
-    "suite",
-    "collectives",
-    "logprobs",
-    "operators_fine",
-)
-"""Claims that do not rest on measured differences: what is to be known beside those is not told."""
-_ALONE = ("other_experiment", "arithmetic", "suite", "collectives", "logprobs", "nonfinite")
-"""Claims beside which nothing else can be judged."""
 _SIDES = {"reference", "candidate"}
 _FIRST = (-1, -1, -1)
 
@@ -132,14 +142,14 @@ def decide(
     verdict, place, flags = None, None, frozenset[SiteKey]()
     if first is not None:
         verdict = _verdict_of(first)
-        if first.claim not in _NOT_MEASURED:
+        if claim_named(first.claim).measured:
             told = [f for f in findings if f.claim != "replicas_disagree"]
             for role in ("hints", "context"):
                 verdict = _with(verdict, *(x for f in told if f.role == role for x in f.evidence))
         if enlarged and first.claim == "within_rounding":
             verdict = _with(verdict, *(fact("enlarged", what=f.headline) for f in enlarged))
             verdict = _unsure(verdict, check("free_runs", False, fact("free_runs_part")))
-        if first.claim not in _ALONE:
+        if not claim_named(first.claim).alone:
             verdict = _with(verdict, *(item for f in convicting for item in f.beside))
         place = (not first.equal_inputs, *(first.place or _FIRST))
         flags = frozenset(first.flags)
@@ -207,20 +217,23 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     return replace(verdict, evidence=evidence)
 
 
+def claim_named(name: str) -> Claim:
+    """Raises KeyError for one that may be no verdict."""
+    if name in CLAIMS:
+        return CLAIMS[name]
+    return {key: each for domain in domains() for key, each in domain.claims.items()}[name]
+
+
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
-    """Where a finding stands: the line of PRECEDENCE, then when it happens. What lies between
+    """Where a finding stands: the rank of its claim, then when it happens. What lies between
     modules is seen in free runs; beside what was seen in equal inputs it comes later."""
-    line = _line_of(finding.claim)
+    rank = claim_named(finding.claim).rank
     if finding.claim == "error_between" and not any(
-        other.equal_inputs and _line_of(other.claim) < line for other in others
+        other.equal_inputs and claim_named(other.claim).rank < rank for other in others
     ):
-        line = _AMONG_FREE_RUNS
+        rank = _SEEN_IN_EQUAL_INPUTS
     # at one place, what is exact comes before what is measured
-    return line, finding.place or _FIRST, finding.claim in _MADE
-
-
-def _line_of(claim: Claim) -> int:
-    return next(n for n, claims in enumerate(PRECEDENCE) if claim in claims)
+    return rank, finding.place or _FIRST, finding.claim in _MADE
 
 
 def _verdict_of(finding: Finding) -> Verdict:

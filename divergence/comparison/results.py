@@ -35,35 +35,6 @@ VerdictKind = Literal[
     "undetermined",
 ]
 
-Claim = Literal[
-    "other_experiment",  # other weights, other blocks, other prompt tokens
-    "same_run",  # both are one run, or copies of it
-    "arithmetic",  # what two probed machines' arithmetic is
-    "nonfinite",  # nan or inf where the other side, or any result, has none
-    "integers_differ",  # masks, positions, choices: they do not round
-    "codes_wrong",  # codes of a quantiser that no rounding makes
-    "error_made_here",  # beyond its limit at one site
-    "error_everywhere_of_kind",  # beyond it at most sites of one kind
-    "error_between",  # made by the code between modules
-    "error_below_floor",  # seen in the escalated pass alone
-    "not_the_largest_logit",  # sampling
-    "equal",  # every bit
-    "drift",  # the free run ends farther off than its parts explain
-    "within_rounding",  # no more than rounding explains
-    "not_known",  # the two differ, and nobody knows by how much
-    "replicas_disagree",  # ranks that must hold the same do not
-    "operator_off",  # an operator makes the error
-    "operators_fine",  # none of them does
-    "suite",  # operators by themselves
-    "collectives",  # collectives by themselves
-    "logprobs",  # log-probabilities alone
-    "context",  # what to know beside the numbers
-    "explanation",  # why it is so
-    "side_not_told",  # the truth cannot tell the side
-    "stands_out",  # a place to look, within rounding
-]
-"""What a finding says. One sentence each stands in docs/verdicts.md."""
-
 Role = Literal["convicts", "refines", "context", "explains", "hints", "abstains"]
 """What a finding may do: be the verdict; make another's place more precise; be told beside any
 verdict; say why; name a place to look at; take certainty away."""
@@ -134,7 +105,7 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
         "summary": "headline", "clause": "addition", "next": "commands",
     }  # fmt: skip
 
-    claim: Claim
+    claim: str
     role: Role = "convicts"
     kind: VerdictKind | None = None
     """The kind of the verdict, if this finding becomes the verdict."""

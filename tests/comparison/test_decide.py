@@ -6,13 +6,15 @@ import itertools
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.comparison import decide as deciding
-from divergence.comparison.decide import PRECEDENCE, RANK, Decision, check, confidence_of, explained
-from divergence.comparison.results import Claim, Finding, Onset, PreflightLine
+from divergence.comparison.decide import CLAIMS, RANK, Decision, check, confidence_of, explained
+from divergence.comparison.results import Finding, Onset, PreflightLine
+from divergence.domain import Claim, Domain
 from divergence.facts import plain, worded
 
 
@@ -22,6 +24,11 @@ def decide(findings, preflight=(), **options):
     return Decision(worded(decision.verdict), decision.flags)
 
 
+LINES = [
+    [name for name, claim in CLAIMS.items() if claim.rank == rank]
+    for rank in sorted({claim.rank for claim in CLAIMS.values()})
+]
+"""Claims by rank."""
 DOCS = Path(__file__).parents[2] / "docs"
 
 KINDS = {
@@ -87,7 +94,7 @@ CONTEXT = Finding(claim="context", role="context", evidence=[plain("estimated")]
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pair for one, two in itertools.combinations(PRECEDENCE, 2)
+        pair for one, two in itertools.combinations(LINES, 2)
         for pair in itertools.product(one, two) if "error_between" not in pair
     ],
 )  # fmt: skip
@@ -99,7 +106,7 @@ def test_the_table_decides(first, second):
 
 def test_every_claim_of_the_table_has_a_kind_here():
     """A claim that is new needs its kind in KINDS above, so that the tests below ask it too."""
-    assert set(KINDS) == {claim for claims in PRECEDENCE for claim in claims}
+    assert set(KINDS) == set(CLAIMS)
 
 
 @pytest.mark.parametrize("unexplained", [True, False])
@@ -121,7 +128,7 @@ def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained
 @settings(max_examples=300, deadline=None)
 def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
     """What stands below the verdict's claim in the table may be told beside it, and no more."""
-    line = {claim: n for n, claims in enumerate(PRECEDENCE) for claim in claims}
+    line = {claim: CLAIMS[claim].rank for claim in CLAIMS}
     findings = [finding(claim, order=n, equal_inputs=equal) for claim, n, equal in chosen]
     verdict = decide(findings).verdict
     if verdict.summary == "error_between":
@@ -272,14 +279,28 @@ def test_nothing_found_is_undetermined():
 
 
 def test_the_documented_table_is_the_one_in_the_code():
-    """docs/verdicts.md lists the claims in the order of PRECEDENCE, and every claim once."""
+    """docs/verdicts.md lists the claims in the order of their ranks, and every claim once."""
     text = (DOCS / "verdicts.md").read_text(encoding="utf-8")
     table = text.partition("<!-- precedence -->")[2].partition("<!-- end -->")[0]
     rows = [re.findall(r"`([a-z_]+)`", row.split("|")[2]) for row in table.splitlines()
             if row.startswith("| ") and "`" in row]  # fmt: skip
-    assert rows == [list(claims) for claims in PRECEDENCE]
+    assert rows == LINES
     told = set(re.findall(r"`([a-z_]+)`", text))
-    assert set(Claim.__args__) <= told
+    made = {
+        name
+        for path in (DOCS.parent / "divergence").rglob("*.py")
+        for name in re.findall(r'\bclaim="([a-z_]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert set(CLAIMS) < made <= told
+
+
+def test_a_claim_of_a_domain_stands_where_it_says(monkeypatch):
+    """Nothing of the core names it."""
+    mine = Domain(name="mine", claims={"mine": Claim(35, alone=True)})
+    monkeypatch.setattr("divergence.comparison.decide.domains", lambda: (mine,))
+    own = msgspec.structs.replace(finding("drift"), claim="mine", headline=[plain("mine")])
+    for other, first in (("error_made_here", "mine"), ("nonfinite", "nonfinite")):
+        assert decide([finding(other), own]).verdict.summary == first
 
 
 @pytest.mark.parametrize("kind", ["error_made_here", "within_rounding"])

@@ -28,7 +28,7 @@ from divergence.comparison.measure.runs import opened
 from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import Claim, Finding, PreflightLine, SiteResult, Verdict
+from divergence.comparison.results import Finding, PreflightLine, SiteResult, Verdict
 from divergence.domains.doctor.result import (
     Checkup,
     Point,
@@ -114,7 +114,7 @@ class CheckedPair:
             return []
         return [site for site in self.report.sites if (site.step > 0) == decode]
 
-    def claims(self, *claims: Claim) -> list[Finding]:
+    def claims(self, *claims: str) -> list[Finding]:
         """What the analyses claim, of these kinds, where it can be a verdict."""
         if self.report is None:
             return []
@@ -186,11 +186,11 @@ def logits_kept(run: Run) -> tuple[int, int]:
 Said = tuple[RungState, Sequence[Fact], bool]
 """(state, evidence, does it explain the rungs below)."""
 
-_NUMBERS: tuple[Claim, ...] = (
+_NUMBERS: tuple[str, ...] = (
     "nonfinite", "integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind",
     "error_below_floor", "error_between", "operator_off", "drift",
 )  # fmt: skip
-_SAMPLED: Claim = "not_the_largest_logit"
+_SAMPLED = "not_the_largest_logit"
 
 
 def phase(pair: CheckedPair, *, decode: bool) -> Said:

@@ -40,8 +40,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     (
         "analyses/logprobs/pattern.py",
-        "_LEAST_SHIFT = 0.25",
-        "_LEAST_SHIFT = 4.0",
+        "_LEAST = THRESHOLDS.truth_least",
+        "_LEAST = 4.0",
         "^compare (served|rollout)",
     ),
     ("experiments/sensitivity.py", "PER_DOUBLING = 8", "PER_DOUBLING = 4", "^sensitivity"),

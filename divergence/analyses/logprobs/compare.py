@@ -20,7 +20,6 @@ from divergence.analyses.logprobs.pairs import (
     prompt_line,
 )
 from divergence.analyses.logprobs.pairs import Sequence as Text
-from divergence.analyses.logprobs.pairs import Sequence as TokenSequence
 from divergence.analyses.logprobs.pattern import (
     FAULT,
     TIE,
@@ -68,7 +67,6 @@ from divergence.numerics.sums import following_of, quantile
 from divergence.run.command import command_line
 from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.record import Record
 from divergence.run.scores import BY_TEXT, DRAWN
 from divergence.run.site import LOGPROBS, LOGPROBS_SITE, module_of, one_or_more
 from divergence.words import SIDES, Progress, Side, common_side, grouped, other_side, side_of
@@ -100,44 +98,28 @@ def _decoding(run: Run) -> str:
     return "greedy" if run.manifest.tokens.forced_by is None else "given"
 
 
-def decoding_line(a: Run, b: Run) -> PreflightLine:
-    """Drawn answers against greedy ones are another experiment."""
-    kinds = _decoding(a), _decoding(b)
-    other = set(kinds) == {DRAWN, "greedy"}
-    known = UNKNOWN not in kinds
-    return PreflightLine(
-        check="decoding", reference=kinds[0], candidate=kinds[1],
-        status="blocking" if other else "unknown" if not known
-        else "same" if kinds[0] == kinds[1] else "differs",
-        details=[fact("logprobs.drawn_and_greedy")] if other else [], detail="",
-    )  # fmt: skip
-
-
 def texts_of(pairs: Sequence[PromptPair]) -> LogprobTexts | None:
     """None with fewer than two answers to a prompt."""
     groups = grouped(pairs, lambda pair: pair.prompt)
     if not groups or min(map(len, groups.values())) < 2:
         return None
-    result = two_sample([
-        (_table([row.reference for row in group], width), _table([row.candidate for row in group],
-                                                                 width))
-        for group in groups.values()
-        if (width := max(len(_answer(side)) for row in group
-                         for side in (row.reference, row.candidate)))
-    ])  # fmt: skip
-    return LogprobTexts(**asdict(result))
+    tables = []
+    for group in groups.values():
+        answers = [
+            [_answer(row.reference) for row in group],
+            [_answer(row.candidate) for row in group],
+        ]
+        width = max(len(answer) for side in answers for answer in side)
+        if width:  # (n, width); below all ids behind the ends
+            filled = [
+                [[*answer, *[-9] * (width - len(answer))] for answer in side] for side in answers
+            ]
+            tables.append((np.array(filled[0], np.int64), np.array(filled[1], np.int64)))
+    return LogprobTexts(**asdict(two_sample(tables)))
 
 
 def _answer(text: Text) -> list[int]:
     return text.ids[text.num_prompt :]
-
-
-def _table(texts: Sequence[Text], width: int) -> np.ndarray:
-    """(n, width); below all ids behind the ends."""
-    table = np.full((len(texts), width), -9, np.int64)
-    for row, text in zip(table, texts, strict=True):
-        row[: len(_answer(text))] = _answer(text)
-    return table
 
 
 def of_drawn(finding: Finding, texts: LogprobTexts | None, pairs: Sequence[PromptPair]) -> Finding:
@@ -254,8 +236,12 @@ def _choices(run: Run) -> _Choices:
     blocks = [path for path, note in run.manifest.plan.modules.items() if note.routed]
     choices: _Choices = {}
     for record in run.records if blocks else ():
-        block = _block_of(record, blocks)
-        if block is None or not run.has_bytes(record):
+        path, _, port = record.site.rpartition(":")
+        chosen = record.pass_ == "free" and path.endswith(".experts") and port.startswith("in.")
+        block = next((b for b in blocks if module_of(record.site).startswith(b + ".")), None)
+        if not chosen or block is None or format_named(record.dtype).kind == "float":
+            continue
+        if not run.has_bytes(record):
             continue
         group = run.manifest.tokens.group_of(record.sample) or [record.sample]
         tensor = run.read(record)
@@ -263,29 +249,16 @@ def _choices(run: Run) -> _Choices:
             continue
         rows = tensor.reshape(len(group), -1, tensor.shape[-1]).tolist()
         for sample, tokens in zip(group, rows, strict=True):
-            for place, experts in _places(run, record, sample, tokens):
+            num_prompt = len(run.manifest.tokens.samples[sample].prompt_ids)
+            if record.step:
+                places = {num_prompt + record.step - 1: tokens[-1]}
+            elif len(tokens) >= num_prompt:  # padding, on the left, is left out
+                places = dict(enumerate(tokens[len(tokens) - num_prompt :]))
+            else:
+                continue
+            for place, experts in places.items():
                 choices.setdefault((sample, place), {})[block] = frozenset(experts)
     return choices
-
-
-def _block_of(record: Record, blocks: Sequence[str]) -> str | None:
-    """The block whose choice the record is."""
-    path, _, port = record.site.rpartition(":")
-    chosen = record.pass_ == "free" and path.endswith(".experts") and port.startswith("in.")
-    if not chosen or format_named(record.dtype).kind == "float":
-        return None
-    return next((b for b in blocks if module_of(record.site).startswith(b + ".")), None)
-
-
-def _places(
-    run: Run, record: Record, sample: int, tokens: list[list[int]]
-) -> list[tuple[int, list[int]]]:
-    """Index in the sequence of each token of a forward; padding, on the left, is left out."""
-    num_prompt = len(run.manifest.tokens.samples[sample].prompt_ids)
-    if record.step:
-        return [(num_prompt + record.step - 1, tokens[-1])]
-    pads = len(tokens) - num_prompt
-    return [(n - pads, token) for n, token in enumerate(tokens) if n >= pads >= 0]
 
 
 # Log-probabilities beside layers: which block explains Δ log p?
@@ -297,32 +270,30 @@ def _places(
 # what they ran: another build, other weights or other settings of the server.
 
 _MOST = 0.5
-"""Share of Δ log p from which on the layer-level runs show the same difference."""
+"""Share of Δ log p from which on the layer-level runs show the same difference: most of it."""
 
 
 def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
     """The layer-level run of each side: itself, or the next one of ``given``. Raises UsageError."""
-    left = list(given)
-    sides = []
+    left, sides = list(given), []
     for run in (a, b):
-        if run.manifest.plan.sites != [LOGPROBS]:
-            sides.append(run)
-        elif left:
-            sides.append(left.pop(0))
-        else:
-            raise UsageError(
-                f"{run.path} holds log-probabilities alone, and no --layers stands in for it",
-                hint=f"make one on its tokens: {command_line('capture', like=run.path, o='RUN')}",
-            )
+        if run.manifest.plan.sites == [LOGPROBS]:
+            if not left:
+                raise UsageError(
+                    f"{run.path} holds log-probabilities alone, and no --layers stands in for it",
+                    hint="make one on its tokens: "
+                    + command_line("capture", like=run.path, o="RUN"),
+                )
+            run = left.pop(0)
+            if run.manifest.plan.sites == [LOGPROBS]:
+                raise UsageError(f"--layers {run.path} holds log-probabilities alone",
+                                 hint="a run that recorded blocks")  # fmt: skip
+        sides.append(run)
     if left:
         raise UsageError(
             f"--layers {left[0].path} stands in for no side: each holds layers, or has one",
             hint="give one for each side that holds log-probabilities alone",
         )
-    for run in sides:
-        if run.manifest.plan.sites == [LOGPROBS]:
-            raise UsageError(f"--layers {run.path} holds log-probabilities alone",
-                             hint="a run that recorded blocks")  # fmt: skip
     return sides[0], sides[1]
 
 
@@ -398,24 +369,26 @@ def measure(
     """Everything but the verdict."""
     drawn = are_drawn(a, b)
     flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None and not drawn]
-    side = _rollout_side(a, b)
+    # the side whose tokens were sampled in training; None where none of both is of that kind
+    roles = [facts_of(run).get("role") for run in (a, b)]
+    side: Side | None = None
+    if "rollout" in roles:
+        side = SIDES[roles.index("rollout")]
+    elif "trainer" in roles:
+        side = other_side(SIDES[roles.index("trainer")])
     metrics = _rollout(pairs, side) if side is not None else {}
     # of answers that are said to be greedy: by how much their own list holds another token above;
     # equal numbers are a tie
     by_side: dict[str, list[float]] = {}
-    for name, run in (("reference", a), ("candidate", b)):
+    for name, run in zip(SIDES, (a, b), strict=True):
         if facts_of(run).get("tokens") != "greedy":
             continue
-        gaps = []
-        for pair in pairs:
-            own = pair.reference if name == "reference" else pair.candidate
+        for own in (getattr(pair, name) for pair in pairs):
             for place, row in own.rows.items():
-                known = own.distribution(row) if place >= own.num_prompt else None
-                if known is not None and len(known.log):
-                    gaps.append(float(known.log[0] - own.logprobs[row]))
-        if any(gap > _EQUAL for gap in gaps):
-            by_side[name] = [gap for gap in gaps if gap > _EQUAL]
-    sure, below = pattern.shift, by_side
+                if place < own.num_prompt or not len(listed := own.distribution(row).log):
+                    continue
+                if (gap := float(listed[0] - own.logprobs[row])) > _EQUAL:
+                    by_side.setdefault(name, []).append(gap)
     faults = [flip for flip in flips if flip.judgement == "fault"]
     sequences = []
     for pair in pairs:
@@ -448,7 +421,7 @@ def measure(
         divergence=_divergence(pairs),
         perplexity=_perplexity(pairs),
         texts=texts_of(pairs) if drawn else None,
-        shift=LogprobShift(**asdict(sure)) if sure.num_prompts else None,
+        shift=LogprobShift(**asdict(pattern.shift)) if pattern.shift.num_prompts else None,
         first_difference=next(iter([*faults, *flips]), None),
         num_flips=len(flips),
         num_ties=sum(flip.judgement == "tie" for flip in flips),
@@ -457,8 +430,8 @@ def measure(
         rollout=metrics,
         rollout_side=side if metrics else None,
         checks=[_check(name, metrics[name]) for name in LIMITS if name in metrics],
-        num_not_likeliest={side: len(gaps) for side, gaps in below.items()},
-        max_below_likeliest={side: max(gaps) for side, gaps in below.items()},
+        num_not_likeliest={side: len(gaps) for side, gaps in by_side.items()},
+        max_below_likeliest={side: max(gaps) for side, gaps in by_side.items()},
     )
 
 
@@ -577,7 +550,7 @@ def _judgement(
     return "tie" if known and max(beyond) <= TIE * scale.value else None
 
 
-def _gap(side: TokenSequence, row: int | None, first: int, second: int) -> float | None:
+def _gap(side: Text, row: int | None, first: int, second: int) -> float | None:
     """log p of the first less that of the second, as far as the side's list tells."""
     if row is None:
         return None
@@ -586,25 +559,16 @@ def _gap(side: TokenSequence, row: int | None, first: int, second: int) -> float
     return None if first_log is None or second_log is None else first_log - second_log
 
 
-def _rollout_side(a: Run, b: Run) -> Side | None:
-    """The side whose tokens were sampled in training; None where none of both is of that kind."""
-    roles = [facts_of(run).get("role") for run in (a, b)]
-    if "rollout" in roles:
-        return SIDES[roles.index("rollout")]
-    return other_side(SIDES[roles.index("trainer")]) if "trainer" in roles else None
-
-
 def _rollout(pairs: Sequence[PromptPair], side: Side) -> dict[str, float]:
     """Of the answers' tokens alone."""
-    parts = []
+    sides: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for pair in pairs:
-        rows = [row for row in pair.rows if row[0] >= pair.answer_begins]
-        x = pair.reference.logprobs[[row for _, row, _ in rows]]
-        y = pair.candidate.logprobs[[row for _, _, row in rows]]
-        fine = np.isfinite(x) & np.isfinite(y)
-        parts.append((x[fine], y[fine]))
-    ours, theirs = [x for x, _ in parts], [y for _, y in parts]
-    return rollout_metrics(ours, theirs) if side == "reference" else rollout_metrics(theirs, ours)
+        rows = [row[1:] for row in pair.rows if row[0] >= pair.answer_begins]
+        mine, other = np.array(rows, np.int64).reshape(-1, 2).T
+        both = np.stack([pair.reference.logprobs[mine], pair.candidate.logprobs[other]])
+        for values, finite in zip(sides, both[:, np.isfinite(both).all(0)], strict=True):
+            values.append(finite)
+    return rollout_metrics(*(sides if side == "reference" else sides[::-1]))
 
 
 def _check(name: str, value: float) -> RolloutCheck:
@@ -631,9 +595,25 @@ def find(
 ) -> Finding:
     """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner.
     ``experts``: has the model any? None where that is not told."""
-    finding = _of_numbers(result, pairs, scale) or _of_pattern(
-        result, pairs, pattern, scale, whole=whole, experts=experts
-    )
+    # what no count of prompts is needed for: nan, and tokens that were not the likeliest, by more
+    # than what it chooses from is perhaps rounded otherwise
+    odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
+    likelier = [
+        name for name, most in result.max_below_likeliest.items() if most > FAULT * scale.value
+    ]
+    if any(odd):
+        nan_side = side_of([num > 0 for num in odd])
+        nonfinite = fact("logprobs.nonfinite", num_tokens=sum(odd), side=nan_side)
+        finding = Finding(claim="logprobs", kind="nonfinite", side=nan_side, headline=[nonfinite])
+    elif likelier:
+        side, num = SIDES[likelier[0] == "candidate"], result.num_not_likeliest[likelier[0]]
+        headline = fact("logprobs.not_likeliest", side=side, num_times=num)
+        finding = Finding(
+            claim="logprobs", kind="systematic", side=side,
+            headline=[headline, fact("logprobs.choice_moved")],
+        )  # fmt: skip
+    else:
+        finding = _of_pattern(result, pairs, pattern, scale, whole=whole, experts=experts)
     facts = list(finding.evidence)
     delta, kl, shift, flip = result.delta, result.divergence, result.shift, result.first_difference
     if delta is not None:
@@ -664,26 +644,6 @@ def find(
     return replace(finding, evidence=facts)
 
 
-def _of_numbers(
-    result: LogprobsResult, pairs: Sequence[PromptPair], scale: Scale
-) -> Finding | None:
-    """What no count of prompts is needed for: nan, and tokens that were not the likeliest."""
-    odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
-    if any(odd):
-        side = side_of([num > 0 for num in odd])
-        nonfinite = fact("logprobs.nonfinite", num_tokens=sum(odd), side=side)
-        return Finding(claim="logprobs", kind="nonfinite", side=side, headline=[nonfinite])
-    for name, num in result.num_not_likeliest.items():
-        if result.max_below_likeliest[name] <= FAULT * scale.value:
-            continue  # what it chooses from is rounded otherwise, perhaps
-        headline = fact("logprobs.not_likeliest", side=name, num_times=num)
-        return Finding(
-            claim="logprobs", kind="systematic", side=SIDES[name == "candidate"],
-            headline=[headline, fact("logprobs.choice_moved")],
-        )  # fmt: skip
-    return None
-
-
 def _of_pattern(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, *,
     whole: bool, experts: bool | None,
@@ -702,7 +662,12 @@ def _of_pattern(
     explained: dict[str, Any] = {"mean": mean, "explained": scale.value, "source": scale.source}
     causes: dict[str, Any] = {}
     if pattern.name in ("shifted", "everywhere"):
-        causes = {"spread": _spread(pairs, scale), "setting": processed(pairs)}
+        num_beyond, others, order = beyond_of(pairs, scale)
+        num = num_beyond + others
+        # which prompts alone lie beyond what rounding explains, where some do
+        spread = fact("logprobs.spread", num_beyond=num_beyond, num_prompts=num, order=order)
+        some = num_beyond and others
+        causes = {"spread": spread if some else None, "setting": processed(pairs)}
     odd: dict[str, Any] = {"num_odd": len(pattern.odd), "rest": pattern.rest}
     few_tokens = fact("logprobs.odd_tokens", **odd, num_tokens=delta.num_tokens if delta else 0)
     rerouted = fact("logprobs.rerouted", known=bool(experts))
@@ -715,7 +680,18 @@ def _of_pattern(
         return finding_of("localized", guilty, prompts, onset=place)
     match pattern.name:
         case "nothing":
-            return _of_flips(result, pairs, known, experts=experts) or _of_texts(result)
+            if (parted := _of_flips(result, pairs, known, experts=experts)) is not None:
+                return parted
+            # no number of one side can be held against one of the other; of the equal answers,
+            # what they say of such prompts; ``--answers`` says more
+            num_same = result.num_sequences - result.num_flips - result.num_ended
+            texts = fact(
+                "logprobs.texts", num_ties=result.num_ties, num_same=num_same,
+                num_answers=result.num_sequences,
+                least_share=least_share(num_same, result.num_sequences) or None,
+            )  # fmt: skip
+            alone = check("measured", False, fact("logprobs.texts_alone"))
+            return finding_of("undetermined", texts, alone)
         case "few":
             few = fact("logprobs.too_few_prompts", **explained, far=pattern.far,
                        num_prompts=pattern.shift.num_prompts)  # fmt: skip
@@ -738,7 +714,13 @@ def _of_pattern(
             growing = fact("logprobs.growing", times=pattern.growth or 0.0)
             return finding_of("drift", growing, prompts, dense)
         case "shifted":
-            shifted = fact("logprobs.shifted", **explained, **causes, direction=_direction(result))
+            way = fact("logprobs.farther")
+            if (shift := result.shift) is not None and not (
+                shift.low is not None and shift.low <= 0 <= (shift.high or 0)
+            ):
+                below = "below" if shift.mean < 0 else "above"
+                way = fact("logprobs.one_way", nats=abs(shift.mean), way=below)
+            shifted = fact("logprobs.shifted", **explained, **causes, direction=way)
             return finding_of("systematic", shifted, prompts, beyond, dense)
         case "everywhere":
             everywhere = fact("logprobs.everywhere", **explained, **causes)
@@ -756,8 +738,14 @@ def _of_pattern(
         headline.append(fact("logprobs.parted_at_ties", num_prompts=result.num_ties))
     if num := result.num_flips - result.num_ties:
         headline.append(fact("logprobs.parted_untold", num_prompts=num))
-    if result.num_ended:
-        headline.append(_ended(pairs))
+    if result.num_ended:  # on which side, and by how much, where it is one
+        more = {len(p.candidate.ids) - len(p.reference.ids) for p in pairs if p.ended}
+        ended: dict[str, Any] = {"num_answers": result.num_ended, "side": None}
+        if len(more) == 1:
+            num = more.pop()
+            each = fact("logprobs.tokens", num_tokens=abs(num))
+            ended |= {"side": SIDES[num <= 0], "each": each}
+        headline.append(fact("logprobs.ended", **ended))
     if doubts and result.num_flips == result.num_ties and not result.num_ended:
         headline.append(fact("logprobs.but", doubt=doubts[0].lacking))
     return finding_of(
@@ -783,37 +771,9 @@ def _of_flips(
     return finding_of(kind, parted, known, _enough(num), onset=place)
 
 
-def _ended(pairs: Sequence[PromptPair]) -> Fact:
-    """Of the answers that end earlier on one side: on which, and by how much, where it is one."""
-    more = [len(p.candidate.ids) - len(p.reference.ids) for p in pairs if p.ended]
-    if len(set(more)) > 1:
-        return fact("logprobs.ended", num_answers=len(more), side=None)
-    each = fact("logprobs.tokens", num_tokens=abs(more[0]))
-    return fact("logprobs.ended", num_answers=len(more), side=SIDES[more[0] <= 0], each=each)
-
-
 def _enough(num: int) -> Check:
     needed = fact("logprobs.prompts_needed", num_prompts=num, least=LEAST_PROMPTS)
     return check("prompts", num >= LEAST_PROMPTS, needed)
-
-
-def _of_texts(result: LogprobsResult) -> Finding:
-    """No number of one side can be held against one of the other. Of the equal answers, what they
-    say of such prompts; ``--answers`` says more."""
-    num_same = result.num_sequences - result.num_flips - result.num_ended
-    texts = fact(
-        "logprobs.texts", num_ties=result.num_ties, num_same=num_same,
-        num_answers=result.num_sequences,
-        least_share=least_share(num_same, result.num_sequences) or None,
-    )  # fmt: skip
-    return finding_of("undetermined", texts, check("measured", False, fact("logprobs.texts_alone")))
-
-
-def _spread(pairs: Sequence[PromptPair], scale: Scale) -> Fact | None:
-    """Where some prompts alone lie beyond what rounding explains: how many, and which."""
-    beyond, others, order = beyond_of(pairs, scale)
-    spread = fact("logprobs.spread", num_beyond=beyond, num_prompts=beyond + others, order=order)
-    return spread if beyond and others else None
 
 
 def _beyond(
@@ -830,14 +790,6 @@ def _beyond(
     source = fact("logprobs.by", source=scale.source)
     lacking = fact("logprobs.dtype_not_known") if scale.without_dtype else source
     return check("scale", scale.known, lacking, made=scale.known)
-
-
-def _direction(result: LogprobsResult) -> Fact:
-    shift = result.shift
-    if shift is None or (shift.low is not None and shift.low <= 0 <= (shift.high or 0)):
-        return fact("logprobs.farther")
-    way = "below" if shift.mean < 0 else "above"
-    return fact("logprobs.one_way", nats=abs(shift.mean), way=way)
 
 
 def _onset(place: tuple[int, int], block: str | None = None) -> Onset:
@@ -872,10 +824,24 @@ def report_on(
         "unknown" if not known else "same" if dtypes[0] == dtypes[1] else "differs"
     )
     dtype = PreflightLine(check="dtype", status=status, reference=dtypes[0], candidate=dtypes[1])
-    names = [_engine(run) for run in (a, b)]
+    names = []
+    for run in (a, b):
+        engine_note = run.manifest.engine
+        name = "transformers" if engine_note is None else engine_note.name
+        if engine_note is not None and engine_note.version not in ("", UNKNOWN):
+            name += f" {engine_note.version}"
+        names.append(name)
     same: PreflightStatus = "same" if names[0] == names[1] else "differs"
     engine = PreflightLine(check="engine", status=same, reference=names[0], candidate=names[1])
-    lines = [prompt_line(pairs, a, b), decoding_line(a, b), dtype, engine, *lines]
+    # drawn answers against greedy ones are another experiment
+    ways = [_decoding(run) for run in (a, b)]
+    other = set(ways) == {DRAWN, "greedy"}
+    status = "unknown" if UNKNOWN in ways else "same" if ways[0] == ways[1] else "differs"
+    decoding = PreflightLine(
+        check="decoding", status="blocking" if other else status, reference=ways[0],
+        candidate=ways[1], details=[fact("logprobs.drawn_and_greedy")] if other else [],
+    )  # fmt: skip
+    lines = [prompt_line(pairs, a, b), decoding, dtype, engine, *lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking:
         line = blocking[0]
@@ -906,32 +872,17 @@ def report_on(
     if result.layers is not None:
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)
-    coverage = Coverage(
+    coverage = Coverage(  # tokens that one side alone scored, or scored after other text
         num_compared=compared,
-        num_only_reference=_alone(pairs, 0),
-        num_only_candidate=_alone(pairs, 1),
+        num_only_reference=sum(len(pair.reference.rows) for pair in pairs) - compared,
+        num_only_candidate=sum(len(pair.candidate.rows) for pair in pairs) - compared,
     )
     return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), logprobs=result)
 
 
-def _alone(pairs: list[PromptPair], side: int) -> int:
-    """Tokens that one side alone scored, or scored after other text."""
-    sides = (pair.candidate if side else pair.reference for pair in pairs)
-    return sum(len(sequence.rows) for sequence in sides) - sum(len(pair.rows) for pair in pairs)
-
-
-def _engine(run: Run) -> str:
-    """Its name, and its version where that is known."""
-    note = run.manifest.engine
-    if note is None:
-        return "transformers"
-    return note.name if note.version in ("", UNKNOWN) else f"{note.name} {note.version}"
-
-
 def _notes(a: Run, b: Run) -> list[Fact]:
     notes: list[Fact] = []
-    sides: tuple[tuple[Side, Run], ...] = (("reference", a), ("candidate", b))
-    for side, run in sides:
+    for side, run in zip(SIDES, (a, b), strict=True):
         facts = facts_of(run)
         if other := facts.get("answers as"):
             model = run.manifest.model.source

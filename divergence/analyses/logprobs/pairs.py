@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from divergence.comparison.align.pairs import Pieces, pieces_in
+from divergence.comparison.judge import limit_of
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.errors import RunFormatError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.run.command import command_line
 from divergence.run.contents import name_of
-from divergence.run.manifest import UNKNOWN
+from divergence.run.manifest import UNKNOWN, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
@@ -317,45 +318,36 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
 def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     """Were both asked the same tokens? By ids where both tell them, else by how many there were."""
     samples = a.manifest.tokens.samples, b.manifest.tokens.samples
-    if len(samples[0]) != len(samples[1]):
-        shown = [sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples]
-        return _prompt_ids("blocking", shown)
-    for other in _other_prompts(pairs):
-        return _prompt_ids("blocking", "--", other)
-    for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
-        untold = not (ours.prompt_ids and theirs.prompt_ids)
-        if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
-            return _prompt_ids("blocking", "--", fact("logprobs.other_text", sample=number))
-    counts = [_counts(run) for run in (a, b)]
-    for number, lengths in enumerate(zip(*counts, strict=True)):
-        if None not in lengths and lengths[0] != lengths[1]:
-            shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
-            ours, theirs = lengths
-            other = fact("logprobs.other_length", sample=number, reference=ours, candidate=theirs)
-            return _prompt_ids("blocking", shown, other)
+    counts = []
+    for run, side in zip((a, b), samples, strict=True):
+        said = facts_of(run).get("prompt tokens", "").split()
+        if len(said) == len(side):
+            counts.append([int(word) if word.isdecimal() else None for word in said])
+        else:
+            counts.append([len(sample.prompt_ids) or None for sample in side])
     told = [all(sample.prompt_ids for sample in side) for side in samples]
     shown = [
         "ids" if ids else sentence(fact("logprobs.only_number")) if None not in num else UNKNOWN
         for ids, num in zip(told, counts, strict=True)
     ]
-    return _prompt_ids("same" if all(told) else "unknown", shown)
+    status: PreflightStatus = "same" if all(told) else "unknown"
+    details: list[Fact] = []
+    if (other := next(_other_prompts(pairs, samples, counts), None)) is not None:
+        status, (shown, *details) = "blocking", other
+    return PreflightLine(
+        check="prompt ids", status=status, reference=shown[0], candidate=shown[1], details=details
+    )
 
 
-def _prompt_ids(status: PreflightStatus, shown: abc.Sequence[str], *details: Fact) -> PreflightLine:
-    reference, candidate = shown
-    return PreflightLine(check="prompt ids", status=status, reference=reference,
-                         candidate=candidate, details=list(details))  # fmt: skip
-
-
-def _counts(run: Run) -> list[int | None]:
-    samples = run.manifest.tokens.samples
-    said = facts_of(run).get("prompt tokens", "").split()
-    if len(said) == len(samples):
-        return [int(word) if word.isdecimal() else None for word in said]
-    return [len(sample.prompt_ids) or None for sample in samples]
-
-
-def _other_prompts(pairs: list[PromptPair]) -> Iterator[Fact]:
+def _other_prompts(
+    pairs: list[PromptPair],
+    samples: abc.Sequence[list[SampleTokens]],
+    counts: list[list[int | None]],
+) -> Iterator[tuple[list[str], Fact] | tuple[list[str]]]:
+    """What shows that both were not asked the same: of each side, and as a fact."""
+    if len(samples[0]) != len(samples[1]):
+        yield ([sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples],)
+        return
     for pair in pairs:
         a, b = pair.reference, pair.candidate
         if not (a.num_prompt and b.num_prompt):
@@ -366,8 +358,17 @@ def _other_prompts(pairs: list[PromptPair]) -> Iterator[Fact]:
         least, most = sorted((a.num_prompt, b.num_prompt))
         if common < least or (common < most and not ended):
             few = slice(common, common + 4)
-            yield fact("logprobs.other_tokens", sample=pair.sample, token=common,
-                       reference=a.ids[few], candidate=b.ids[few])  # fmt: skip
+            yield ["-", "-"], fact("logprobs.other_tokens", sample=pair.sample, token=common,
+                                   reference=a.ids[few], candidate=b.ids[few])  # fmt: skip
+    for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
+        untold = not (ours.prompt_ids and theirs.prompt_ids)
+        if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
+            yield ["-", "-"], fact("logprobs.other_text", sample=number)
+    for number, lengths in enumerate(zip(*counts, strict=True)):
+        if None not in lengths and lengths[0] != lengths[1]:
+            shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
+            yield shown, fact("logprobs.other_length", sample=number, reference=lengths[0],
+                              candidate=lengths[1])  # fmt: skip
 
 
 def renumbered(
@@ -420,11 +421,19 @@ _FITS = 0.99
 FOLLOWS = 0.5
 _OTHER = 0.02
 """A ratio nearer to 1 is no other temperature."""
-_MOST_OTHER = 0.05
+FEW = 0.05
+"""Share of all tokens up to which some are few, and the others nearly all."""
 _BOUNDED = 4.0
 """Times the median: no renormalised token is farther off, and other weights leave a longer tail."""
 _MOST_LOST = 0.5
 """No top-p in use leaves out more than half of the probability."""
+
+
+def is_one_way(delta: np.ndarray) -> bool:
+    """Do nearly all tokens lie on one side? The sign of each is a coin, whatever the precision, and
+    so many heads would hardly come."""
+    num, fewer = len(delta), min(int((delta > 0).sum()), int((delta < 0).sum()))
+    return fewer <= FEW * num and num - 2 * fewer > limit_of(1) * math.sqrt(num)
 
 
 def processed(pairs: abc.Sequence[PromptPair]) -> Fact | None:
@@ -488,9 +497,8 @@ def _by_size(held: abc.Sequence[PromptPair]) -> Fact | None:
 def _renormalised(held: abc.Sequence[PromptPair]) -> Fact | None:
     delta = np.concatenate([pair.delta for pair in held])
     size, mean = np.abs(delta), float(delta.mean())
-    against = int((delta * mean < 0).sum())
-    usual = float(np.median(size))
-    if len(delta) < LEAST_TOKENS or against > _MOST_OTHER * len(delta):
+    against, usual = int((delta * mean < 0).sum()), float(np.median(size))
+    if not is_one_way(delta) or against > FEW * len(delta):
         return None
     if float(size.max()) > min(_BOUNDED * usual, -math.log(_MOST_LOST)):
         return None

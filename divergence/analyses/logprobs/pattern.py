@@ -11,19 +11,22 @@ from typing import Literal
 import numpy as np
 
 from divergence.analyses.logprobs.pairs import (
+    FEW,
     FOLLOWS,
     PromptPair,
+    is_one_way,
     pair_runs,
     prompt_line,
     share_of_size,
 )
 from divergence.comparison.decide import check
+from divergence.comparison.judge import limit_of, observed, outliers, reach
 from divergence.comparison.results import Check, LogprobsResult
 from divergence.comparison.trusted import refuse_compared
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
-from divergence.numerics.statistics import LEAST_PROMPTS, Certainty, certainty_of
+from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, Certainty, certainty_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import LOGPROBS
@@ -44,6 +47,8 @@ WIDEST = BY_DTYPE["bfloat16"]
 """Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
 FAR = 4.0
 """Times WIDEST, half a nat: beyond it no precision in use is meant, but another model."""
+_TO_SIGMA = math.sqrt(math.pi / 2)
+"""A normal deviation over its mean size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,28 +129,25 @@ def _dtype(run: Run) -> str:
 
 # What the differences look like, and so which kind of cause they have.
 #
-# The looks: one a prompt (beyond eight times the median prompt), one a token (beyond twenty times
-# the median token), one of growth and one of shift over all prompts. Each claims something only
-# with at least LEAST_PROMPTS prompts, and only beyond what rounding explains (scale.py); growth and
-# shift are claimed where the 99% interval of a paired bootstrap over prompts leaves 0 out
-# (numerics.resampling). benchmarks/logprobs.py counts what healthy pairs and planted faults give.
+# Whether a prompt or a token stands out is asked of the one judge (comparison.judge), in units of
+# what rounding explains. A prompt's number is the log of its root mean square, made of as many
+# numbers as its tokens' participation ratio: few tokens that are far off make no odd prompt, and a
+# short answer is excused by its chance. A token is odd beyond the normal deviate of as many tokens.
+# Growth is what the last thirds of all answers have beside the first, each answer its own control,
+# held as the judge holds a column. Each claims something only with at least LEAST_PROMPTS prompts
+# and beyond what rounding explains; a shift, where the 99% interval of a paired bootstrap over
+# prompts leaves 0 out (numerics.statistics). benchmarks/logprobs.py counts what healthy pairs and
+# planted faults give.
 
 PatternName = Literal[
     "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
     "nothing",
 ]  # fmt: skip
-_ODD_PROMPT, _ODD_TOKEN = 8.0, 20.0
-_MOST_PROMPTS, _MOST_TOKENS = 1 / 3, 0.05
-_FAR_TOKEN = 4.0
-_LEAST_ANSWER = 12
-"""Tokens of an answer whose beginning and end can be told apart."""
-_GROWS = 2.0
-_LEAST_APART = 3
-_LEAST_TOKENS, _MOST_OTHER = 30, 0.05
-"""Of 30 coins, one falls the other way in 1 of 17 million cases."""
-_LEAST_SHIFT = 0.25
-"""Of what rounding explains: the numbers of a chosen token lie below 0, and so does what is cut off
-there."""
+_ONE_WAY = 0.5
+"""Share of the mean |Δ| that a mean Δ is at least, where the tokens lie one way."""
+_LEAST = THRESHOLDS.truth_least
+"""Of what rounding explains, as of every floor: below it nothing tells a cause. The numbers of a
+chosen token lie below 0, for one, and so does what is cut off there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,44 +169,51 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     model any? None where that is not told."""
     held = [pair for pair in pairs if len(pair.delta)]
     sizes = [np.abs(pair.delta) for pair in held]
-    shift = certainty_of(_by_prompt(held, [pair.delta.mean() for pair in held]))
+    # one number a prompt: answers to one prompt are not independent
+    by_prompt = grouped(held, lambda pair: pair.prompt)
+    means = [np.mean([x.delta.mean() for x in answers]) for answers in by_prompt.values()]
+    shift = certainty_of(np.array(means, np.float64))
     if not held:
         return Pattern(name="nothing", shift=shift)
     together, delta = np.concatenate(sizes), np.concatenate([pair.delta for pair in held])
     if not together.any():
         return Pattern(name="equal", shift=shift)
-    mean, count = float(together.mean()), len(together)
+    mean = float(together.mean())
     far = mean > FAR * max(scale.value, WIDEST)
     enough = shift.num_prompts >= LEAST_PROMPTS
-    # Do nearly all tokens lie on one side? However few prompts they are of, rounding and other
-    # precisions move each token one way or the other: the sign of each is a coin.
-    fewer = min(int((delta > 0).sum()), int((delta < 0).sum()))
-    one_sided = (
-        mean > _LEAST_SHIFT * scale.value
-        and count >= _LEAST_TOKENS
-        and fewer <= _MOST_OTHER * count
-    )
-    # prompts whose mean |Δ| is far beyond the others'; of a short answer chance is larger
-    means = np.array([size.mean() for size in sizes])
-    room = 1 + 6 / np.sqrt([len(size) for size in sizes])
-    out = means > max(_ODD_PROMPT * float(np.median(means)), scale.value) * room
-    if enough and out.any() and out.mean() <= _MOST_PROMPTS:
+    # however few prompts they are of, rounding and other precisions move tokens either way
+    one_sided = mean > _LEAST * scale.value and is_one_way(delta)
+    # prompts far beyond the others
+    x, own = _observed(sizes, scale=scale.value)
+    limit = limit_of(len(held))
+    judged = outliers(x[:, None], own[:, None], THRESHOLDS.ratio_forward_spread, limit)
+    out = (x > (judged.control + judged.reach)[:, 0]) & (x > 0)
+    if enough and out.any():
         odd = [
-            (pair.sample, int(pair.places[np.abs(pair.delta).argmax()]))
-            for pair, is_out in zip(held, out, strict=True)
+            (pair.sample, int(pair.places[size.argmax()]))
+            for pair, size, is_out in zip(held, sizes, out, strict=True)
             if is_out
         ]
-        return Pattern(name="sequences", shift=shift, odd=odd, rest=float(means[~out].mean()))
-    growth, grows = _growth(held, scale)
-    if enough and grows:
-        return Pattern(name="growing", shift=shift, growth=growth)
+        means = [size.mean() for size, is_out in zip(sizes, out, strict=True) if not is_out]
+        return Pattern(name="sequences", shift=shift, odd=odd, rest=float(np.mean(means)))
+    # answers of which the end is farther off than the beginning
+    ends = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in held]
+    thirds = [(size[: len(size) // 3], size[-(len(size) // 3) :]) for size in ends if len(size) > 2]
+    growth = None
+    if thirds:
+        begins, finals = zip(*thirds, strict=True)
+        early, late = (float(np.mean([x.mean() for x in side])) for side in (begins, finals))
+        growth = late / early if early > 0 else math.inf
+        x, own = _observed(begins, finals, scale=scale.value)
+        chance = np.square(THRESHOLDS.forward_spread) + math.pi / 2 * np.median(own) / len(own)
+        if enough and late > scale.value and np.median(x) > reach(limit_of(1), chance):
+            return Pattern(name="growing", shift=shift, growth=growth)
     # tokens, few among all, that hold most of the difference; none where a trusted machine shows
     # half as many
-    bound = max(_ODD_TOKEN * float(np.median(together)), _FAR_TOKEN * scale.value)
+    bound = token_bound(together, scale.value)
     out = together > bound
     share, weight = float(out.mean()), float(together[out].sum() / together.sum())
-    few = int(out.sum()) >= 3 and share <= _MOST_TOKENS and weight >= 0.5
-    if enough and few and share > 2 * scale.usual_share(bound):
+    if enough and share <= FEW and weight >= 0.5 and share > 2 * scale.usual_share(bound):
         odd, rest = _tokens_over(held, sizes, bound)
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     if mean <= scale.value and not one_sided:
@@ -213,24 +222,46 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
         return Pattern(name="few", shift=shift, growth=growth, far=far)
     # tokens far beyond rounding, any number, where most tokens of every prompt are within it
     usual = np.array([typical_of(size) for size in sizes])
-    within = typical_of(together) <= scale.value and (usual <= scale.value * room).all()
+    chance = math.pi / 2 / np.array([len(size) for size in sizes])
+    within = typical_of(together) <= scale.value
+    within = within and bool((usual <= scale.value * np.exp(reach(limit, chance))).all())
     if experts is not False and within:
-        odd, rest = _tokens_over(held, sizes, _FAR_TOKEN * scale.value)
+        odd, rest = _tokens_over(held, sizes, bound)
         if odd:
             return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
-    one_way = abs(shift.mean) >= 0.5 * mean and (shift.excludes_zero or one_sided)
-    if one_way or far:
-        return Pattern(name="shifted", shift=shift, growth=growth, far=far)
-    return Pattern(name="everywhere", shift=shift, growth=growth)
+    one_way = abs(shift.mean) >= _ONE_WAY * mean and (shift.excludes_zero or one_sided)
+    name: PatternName = "shifted" if one_way or far else "everywhere"
+    return Pattern(name=name, shift=shift, growth=growth, far=far)
+
+
+def _observed(*sides: Sequence[np.ndarray], scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(x, own variance) (R,) for the judge, of R rows of |Δ| each: of two sides the log of the
+    second's root mean square over the first's; of one, over what rounding explains, in which there
+    is no chance."""
+    floor = scale * _TO_SIGMA
+    energy, count = np.ones((2, len(sides[0]))), np.full((2, len(sides[0])), 1e12)
+    for number, rows in enumerate(sides, start=2 - len(sides)):
+        squares = [np.square(row / floor) for row in rows]
+        energy[number] = [square.mean() for square in squares]
+        with np.errstate(invalid="ignore"):
+            count[number] = [square.sum() ** 2 / np.square(square).sum() for square in squares]
+    return observed(energy, count, THRESHOLDS.least_sibling)
+
+
+def token_bound(size: np.ndarray, explained: float) -> float:
+    """The |Δ| from which on one of these tokens stands out: of normal deviations as wide as what
+    rounding explains, or as the median token's where that is wider."""
+    median = float(np.median(size)) if len(size) else 0.0
+    return limit_of(len(size)) * max(_TO_SIGMA * explained, median / NormalDist().inv_cdf(0.75))
 
 
 def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]:
     """Prompts whose own mean |Δ| rounding does not explain, the others, and what sets them apart:
-    ``longer`` or ``later``, where each of them is and there are three of either."""
+    ``longer`` or ``later``, where each of them is and chance would hardly have it so."""
     held = [pair for pair in pairs if len(pair.delta)]
     out = np.array([np.abs(pair.delta).mean() > scale.value for pair in held], bool)
     beyond, others = int(out.sum()), int((~out).sum())
-    if min(beyond, others) >= _LEAST_APART:
+    if beyond and others and math.comb(beyond + others, beyond) * LEVEL >= 1:
         for word, values in (
             ("longer", [pair.reference.num_prompt for pair in held]),
             ("later", [pair.sample for pair in held]),
@@ -242,7 +273,7 @@ def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]
 
 def typical_of(size: np.ndarray) -> float:
     """The mean |Δ| of normal deviations with the median of these: what a tail does not move."""
-    return float(np.median(size)) * math.sqrt(2 / math.pi) / NormalDist().inv_cdf(0.75)
+    return float(np.median(size)) / NormalDist().inv_cdf(0.75) / _TO_SIGMA
 
 
 def _tokens_over(
@@ -261,31 +292,6 @@ def _tokens_over(
     return [(sample, place) for sample, place, _ in tokens], rest
 
 
-def _growth(held: Sequence[PromptPair], scale: Scale) -> tuple[float | None, bool]:
-    """(last third over first third, does it grow?) of the answers that are long enough."""
-    ends, long = [], []
-    for pair in held:
-        size = np.abs(pair.delta[pair.places >= pair.answer_begins])
-        if len(size) >= _LEAST_ANSWER:
-            third = len(size) // 3
-            ends.append((float(size[:third].mean()), float(size[-third:].mean())))
-            long.append(pair)
-    if not ends:
-        return None, False
-    early, late = (np.array(part) for part in zip(*ends, strict=True))
-    ratio = float(late.mean() / early.mean()) if early.mean() > 0 else float("inf")
-    sure = certainty_of(_by_prompt(long, late - early))
-    grows = ratio > _GROWS and sure.low is not None and sure.low > 0 and sure.excludes_zero
-    return ratio, bool(grows and late.mean() > scale.value)
-
-
-def _by_prompt(held: Sequence[PromptPair], values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """One number a prompt: the mean over its answers, which are not independent."""
-    by_prompt = grouped(zip(held, values, strict=True), lambda item: item[0].prompt)
-    groups = ([float(value) for _, value in group] for group in by_prompt.values())
-    return np.array([np.mean(group) for group in groups])
-
-
 # What a mean that rounding explains may hide. Each doubt leaves low confidence, with its reason.
 #
 # Rounding goes both ways, whatever log p is, is much the same in all prompts, and moves no token
@@ -296,13 +302,9 @@ def _by_prompt(held: Sequence[PromptPair], values: Sequence[float] | np.ndarray)
 TIE = 3.0 * math.sqrt(2)
 """Times what rounding explains: what a tie may span. Three standard deviations of the difference of
 two log-probabilities, of which a mean of |Δ| is a part."""
-FAULT = 4.0 * math.sqrt(2) * math.sqrt(math.pi / 2)
+FAULT = 4.0 * math.sqrt(2) * _TO_SIGMA
 """The same from which on rounding flips none of many tokens: four of them, with the mean of |Δ|
 that a normal deviation has (as in evaluations.joining). What lies between is not told."""
-_ONE_WAY = 0.5
-_ROOM = 3.0
-"""Standard errors by which a prompt's mean may lie above what rounding explains of all."""
-_TOO_FAR = 20.0
 
 
 def doubts_of(
@@ -312,11 +314,11 @@ def doubts_of(
     size: list[Fact] = []
     shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
     # one way, where rounding goes both
-    if shift.excludes_zero and abs(shift.mean) >= max(_ONE_WAY * mean, _LEAST_SHIFT * scale.value):
+    if shift.excludes_zero and abs(shift.mean) >= max(_ONE_WAY * mean, _LEAST * scale.value):
         way = "below" if shift.mean < 0 else "above"
         size.append(fact("logprobs.rounding_both_ways", nats=abs(shift.mean), way=way))
     # a function of log p, as another temperature makes it; of rounding it is none
-    if result.delta and mean >= _LEAST_SHIFT * scale.value:
+    if result.delta and mean >= _LEAST * scale.value:
         share = share_of_size(pairs)
         size += [fact("logprobs.goes_with_size", share=share)] if share >= FOLLOWS else []
     # answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
@@ -327,11 +329,14 @@ def doubts_of(
     together = np.concatenate([np.empty(0), *answers])
     if len(together) and (nats := float(together.mean())) > explained:
         size.append(fact("logprobs.answers_beyond", nats=nats))
-    if num := sum(float(x.mean()) > explained * (1 + _ROOM / math.sqrt(len(x))) for x in sizes):
-        size.append(fact("logprobs.prompts_beyond", num_prompts=num))
-    if num := sum(int((x > _TOO_FAR * explained).sum()) for x in sizes):
-        largest = max(float(x.max()) for x in sizes)
-        size.append(fact("logprobs.tokens_far_beyond", num_tokens=num, largest=largest))
+    if sizes:
+        x, own = _observed(sizes, scale=explained)
+        if num := int((x > reach(limit_of(len(x)), own)).sum()):
+            size.append(fact("logprobs.prompts_beyond", num_prompts=num))
+        every = np.concatenate(sizes)
+        if num := int((every > token_bound(every, explained)).sum()):
+            largest = float(every.max())
+            size.append(fact("logprobs.tokens_far_beyond", num_tokens=num, largest=largest))
     told: list[Fact] = []
     if num := result.num_flips - result.num_ties - result.num_faults:
         told.append(fact("logprobs.ties_not_known", num_answers=num))

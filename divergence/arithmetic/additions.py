@@ -1298,16 +1298,6 @@ def operators(names: tuple[str, ...], terms: int, dtype: torch.dtype, device: st
     return [_MAKERS[name](terms, dtype, device) for name in names]
 
 
-def probe_orders(notebook: Notebook, wanted: list[Summing]) -> list[OperatorOrders]:
-    """Find, note and keep the order of each operator."""
-    findings = []
-    for operator in wanted:
-        finding = find_order(operator)
-        note_finding(notebook, finding)
-        findings.append(finding)
-    return findings
-
-
 def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
     """One fact on the order; for the widths that it allows to measure, more."""
     operator = finding.operator
@@ -1322,6 +1312,22 @@ def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
             digest.update(order.tree.digest.encode())
             digest.update(order.cells.numpy().tobytes())
         first = finding.orders[0]
+        texts = [
+            f"{int(order.cells.sum())} outputs: {describe(order.tree)}" for order in finding.orders
+        ]
+        if missing := finding.num_classes - len(finding.orders):
+            texts.append(f"{missing} more groups of outputs")
+        value = describe(first.tree) if len(texts) == 1 else "; ".join(texts)
+        proofs = [order.proof for order in finding.orders]
+        best, num = (sum(getattr(proof, n) for proof in proofs) for n in ("best", "outputs"))
+        evidence = f"only {best} of {num} outputs are replayed bit by bit"
+        if finding.verified:
+            ways = {proof.arithmetic.title for proof in proofs if proof.arithmetic}
+            evidence = f"{num} outputs replayed bit by bit: {', '.join(sorted(ways))}"
+        elif finding.reason is not None:
+            evidence = finding.reason
+        elif best == num:
+            evidence = "hardly any replayed output holds a rounding error, so they tell nothing"
         cells = [int(order.cells.sum()) for order in finding.orders]
         sums = [order.tree.partials for order in finding.orders]
         partials = sum(c * s for c, s in zip(cells, sums, strict=True)) / sum(cells)
@@ -1329,13 +1335,13 @@ def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
         rounds = how is not None and how.fused is None and how.fraction_bits is None
         rounds = rounds and operator.products and format_of(operator.dtype).name == "float32"
         notebook.note(
-            "order", operator.title, _value(finding), verified=finding.verified,
+            "order", operator.title, value, verified=finding.verified,
             digest=digest.hexdigest(),
             numbers={"terms": operator.terms, "partials": partials,
                      "depth": first.tree.depth, "widest": first.tree.widest,
                      "rounded_products": int(rounds),
                      "error": finding.error or 0.0},
-            evidence=_evidence(finding),
+            evidence=evidence,
         )  # fmt: skip
         _note_widths(notebook, operator, first)
     for trial in finding.trials:
@@ -1372,29 +1378,3 @@ def _note_widths(notebook: Notebook, operator: Summing, order: Order) -> None:
         if how.fraction_bits is not None:
             value = "exact products, fused"
         notebook.note("fma", operator.title, value, verified=order.verified)
-
-
-def _value(finding: OperatorOrders) -> str:
-    if len(finding.orders) == 1 and finding.num_classes == 1:
-        return describe(finding.orders[0].tree)
-    texts = [
-        f"{int(order.cells.sum())} outputs: {describe(order.tree)}" for order in finding.orders
-    ]
-    missing = finding.num_classes - len(finding.orders)
-    if missing:
-        texts.append(f"{missing} more groups of outputs")
-    return "; ".join(texts)
-
-
-def _evidence(finding: OperatorOrders) -> str:
-    if finding.verified:
-        ways = {order.proof.arithmetic.title for order in finding.orders if order.proof.arithmetic}
-        num = sum(order.proof.outputs for order in finding.orders)
-        return f"{num} outputs replayed bit by bit: {', '.join(sorted(ways))}"
-    if finding.reason is not None:
-        return finding.reason
-    best = sum(order.proof.best for order in finding.orders)
-    num = sum(order.proof.outputs for order in finding.orders)
-    if best == num:
-        return "hardly any replayed output holds a rounding error, so they tell nothing"
-    return f"only {best} of {num} outputs are replayed bit by bit"

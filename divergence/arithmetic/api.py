@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import xxhash
 
-from divergence.arithmetic.additions import (
-    FULL,
-    QUICK,
-    Notebook,
-    OperatorOrders,
-    operators,
-    probe_orders,
-    write_drawings,
-)
-from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, probe_scalars
+from divergence.arithmetic.additions import Notebook, write_drawings
+from divergence.arithmetic.quick import QUICK_TERMS, probe_all
 from divergence.errors import RunExistsError, UsageError
+from divergence.options.commands import CaptureOptions
 from divergence.recording.machine import deterministic_settings, resolve_device
-from divergence.recording.new_run import check_output, provenance
+from divergence.recording.new_run import SuiteRequest, check_output
 from divergence.run.captured import CapturedTensor
 from divergence.run.location import location_of
-from divergence.run.manifest import Manifest, ModelIdentity, Plan, SampleTokens, Settings, Tokens
+from divergence.run.manifest import Plan
 from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
@@ -70,28 +61,24 @@ def probe(
     if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
     device = resolve_device(device)
-    on_progress = progress or silent
+    request = SuiteRequest(
+        out=out, like=None, force=force, command=command, progress=progress or silent,
+        options=CaptureOptions(label=label, deterministic=deterministic),
+    )  # fmt: skip
     with deterministic_settings(device.partition(":")[0], seed=0, enabled=deterministic) as state:
-        plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
-        manifest = Manifest(
-            **provenance(device, label=label, command=command),
-            model=ModelIdentity(
-                source="probe", model_class="probe", task="operators",
-                config_digest=xxhash.xxh3_128_hexdigest(plan.encode()), dtype="float32",
-                num_parameters=0, digest="",
-            ),
-            tokens=Tokens(samples=[SampleTokens(text=None, prompt_ids=[])], groups=[[0]]),
-            settings=Settings(
-                deterministic=deterministic, seed=0, device=device, max_new_tokens=0, batch=False,
-                switches=state.switches,
-            ),
-            plan=Plan(passes=["free"], sites=["probe.*"]),
+        manifest = request.manifest(
+            device, Plan(passes=["free"], sites=["probe.*"]), source="probe", kind="probe",
+            determinism=state,
         )  # fmt: skip
+        plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
+        manifest.model.config_digest = xxhash.xxh3_128_hexdigest(plan.encode())
         with RunWriter(place, manifest, force=force) as writer:
             notebook = Notebook()
             manifest.arithmetic = notebook.facts  # as far as it comes, if it is interrupted
             try:
-                findings = _probe_all(notebook, device, lengths, quick, on_progress)
+                findings = probe_all(
+                    notebook, device, lengths, quick=quick, progress=request.progress
+                )
             finally:
                 state.note_in(manifest.settings)
                 for order, (site, tensor) in enumerate(notebook.tensors):
@@ -100,26 +87,3 @@ def probe(
     if svg is not None:
         write_drawings(Path(svg), findings)
     return Run.open(place)
-
-
-def _probe_all(
-    notebook: Notebook, device: str, lengths: tuple[int, ...], quick: bool, on_progress: Progress
-) -> list[OperatorOrders]:
-    names = QUICK if quick else FULL
-    wanted = [
-        operator
-        for length in lengths
-        for dtype in DTYPES
-        for operator in operators(names, length, dtype, device)
-    ]
-    on_progress("probe", 0, len(wanted) + 1, "elementary functions")
-    findings: list[OperatorOrders] = []
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        count = 2048 if quick else 65536
-        for dtype in DTYPES:
-            probe_scalars(notebook, device, dtype, count=count, lengths=lengths, few=quick)
-        for number, operator in enumerate(wanted):
-            on_progress("probe", number + 1, len(wanted) + 1, operator.title)
-            findings += probe_orders(notebook, [operator])
-    return findings

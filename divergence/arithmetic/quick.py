@@ -10,10 +10,21 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from divergence.arithmetic.additions import QUICK, Notebook, exact_values, operators, probe_orders
+from divergence.arithmetic.additions import (
+    FULL,
+    QUICK,
+    Notebook,
+    OperatorOrders,
+    exact_values,
+    find_order,
+    note_finding,
+    operators,
+)
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
+from divergence.numerics.ulp import spacing
 from divergence.run.manifest import ArithmeticFact, digest_tensor
+from divergence.words import Progress, silent
 
 # Scalar probes: rounding, elementary functions, and whether a row depends on its neighbours.
 #
@@ -191,14 +202,10 @@ def inputs_of(name: str, dtype: torch.dtype, count: int) -> torch.Tensor:
 def worst_ulp(function: Unary, given: torch.Tensor, got: torch.Tensor) -> float:
     """Largest error of ``got`` in ulp; inf where it is no number and the true value is one."""
     form = format_of(got.dtype)
-    true = function(given.double()).numpy()
-    normal = (np.abs(true) >= form.smallest_normal) & (np.abs(true) <= form.max)
-    if not normal.any():
-        return 0.0
-    _, exponent = np.frexp(true)
-    ulp = np.ldexp(1.0, exponent - 1 - form.mantissa_bits)
-    error = np.abs(got.double().numpy() - true) / ulp
-    return float(np.nan_to_num(error, nan=np.inf)[normal].max())
+    true = function(given.double())
+    normal = (true.abs() >= form.smallest_normal) & (true.abs() <= form.max)
+    error = ((got.double() - true).abs() / spacing(true, form)).nan_to_num(torch.inf)[normal]
+    return float(error.max()) if error.numel() else 0.0
 
 
 def lanes(function: Unary, given: torch.Tensor, device: str) -> tuple[int, int]:
@@ -354,9 +361,9 @@ def quick_facts(device: str) -> list[ArithmeticFact]:
     key = (device, *_switches())
     if key not in _cache:
         try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                _cache[key] = _probe(device)
+            notebook = Notebook(keep_tensors=False)
+            probe_all(notebook, device, (QUICK_TERMS,), quick=True)
+            _cache[key] = notebook.facts
         except Exception as error:  # any: a capture does not depend on it
             fact = ArithmeticFact(
                 name="probe: quick form", value="failed", verified=False,
@@ -366,31 +373,33 @@ def quick_facts(device: str) -> list[ArithmeticFact]:
     return list(_cache[key])
 
 
-def probe_scalars(
-    notebook: Notebook,
-    device: str,
-    dtype: torch.dtype,
-    *,
-    count: int,
-    lengths: tuple[int, ...],
-    few: bool = False,
-) -> None:
-    """Everything but orders, in one dtype. ``count``: inputs of elementary functions; ``lengths``:
-    of rows; ``few``: fewer rows."""
-    probe_rounding(notebook, device, dtype)
-    probe_subnormals(notebook, device, dtype)
-    if dtype == torch.float32:
-        probe_fused(notebook, device)
-    probe_elementary(notebook, device, dtype, count=count)
-    probe_rows(notebook, device, dtype, lengths, few=few)
-
-
-def _probe(device: str) -> list[ArithmeticFact]:
-    notebook = Notebook(keep_tensors=False)
-    for dtype in DTYPES:
-        probe_orders(notebook, operators(QUICK, QUICK_TERMS, dtype, device))
-        probe_scalars(notebook, device, dtype, count=2048, lengths=(QUICK_TERMS,), few=True)
-    return notebook.facts
+def probe_all(
+    notebook: Notebook, device: str, lengths: tuple[int, ...], *, quick: bool = False,
+    progress: Progress = silent,
+) -> list[OperatorOrders]:  # fmt: skip
+    """Everything, at sums of ``lengths``; what was found of their orders."""
+    wanted = [
+        operator
+        for length in lengths
+        for dtype in DTYPES
+        for operator in operators(QUICK if quick else FULL, length, dtype, device)
+    ]
+    progress("probe", 0, len(wanted) + 1, "elementary functions")
+    findings = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in DTYPES:
+            probe_rounding(notebook, device, dtype)
+            probe_subnormals(notebook, device, dtype)
+            if dtype == torch.float32:
+                probe_fused(notebook, device)
+            probe_elementary(notebook, device, dtype, count=2048 if quick else 65536)
+            probe_rows(notebook, device, dtype, lengths, few=quick)
+        for number, operator in enumerate(wanted, 1):
+            progress("probe", number, len(wanted) + 1, operator.title)
+            findings.append(find_order(operator))
+            note_finding(notebook, findings[-1])
+    return findings
 
 
 def _switches() -> tuple[object, ...]:

@@ -22,9 +22,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,16 +55,15 @@ from divergence.numerics.formats import format_named, format_of
 from divergence.ops.suite.capturing import CaseWriter
 from divergence.options.commands import CaptureOptions, link_rate
 from divergence.recording.machine import deterministic_settings, resolve_device
-from divergence.recording.new_run import PlannedSite, operators_manifest
+from divergence.recording.new_run import PlannedSite, SuiteRequest
 from divergence.recording.processes import TIMEOUT, PeerStoppedError, Ranks, closed, started
 from divergence.run.command import command_line, quoted
 from divergence.run.manifest import COLLECTIVES as SOURCE
-from divergence.run.manifest import ModuleNote, Plan, Repeatability, digest_tensor
+from divergence.run.manifest import ModuleNote, Plan, Repeatability
 from divergence.run.reader import Run
 from divergence.run.record import Call as RecordedCall
 from divergence.run.record import Operand
 from divergence.run.site import compile_patterns, join_site, operator_path
-from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
@@ -79,19 +77,8 @@ _PRELOADED = ["divergence.collectives.capturing", "torch._inductor"]
 """Loaded once, not by every rank: torch's deterministic mode imports its compiler (seconds)."""
 
 
-def start(
-    capture: Callable[..., Run],
-    num_ranks: int,
-    *,
-    out: str | Path,
-    like: Run | None,
-    options: CaptureOptions,
-    force: bool,
-    command: str | None,
-    progress: Progress | None,
-) -> Run:
-    """Call ``capture`` with the rest in ``num_ranks`` processes; the run, opened. Raises what the
-    ranks raise."""
+def start(capture: Callable[[SuiteRequest], Run], num_ranks: int, request: SuiteRequest) -> Run:
+    """Call ``capture`` in ``num_ranks`` processes; the run, opened. Raises what the ranks raise."""
     if "RANK" in os.environ:
         raise UsageError(
             "--ranks starts processes, and torchrun has started them already", hint="leave it out"
@@ -105,21 +92,21 @@ def start(
     with socket.socket() as probe:  # a port that is free
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    asked = {"out": str(out), "like": None if like is None else str(like.path), "options": options,
-             "force": force, "command": command}  # fmt: skip
+    like = None if request.like is None else str(request.like.path)
+    sent = replace(request, like=None, progress=silent)
     ends: list[Connection] = []
     processes = []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(capture, rank, num_ranks, port, theirs, asked), daemon=True
+            target=_rank, args=(capture, rank, num_ranks, port, theirs, sent, like), daemon=True
         )
         process.start()
         theirs.close()
         ends.append(ours)
         processes.append(process)
     try:
-        failed = _listen(ends, progress or silent)
+        failed = _listen(ends, request.progress)
     finally:
         for process in processes:
             process.join(timeout=10)
@@ -131,7 +118,7 @@ def start(
         codes = [process.exitcode for process in processes]
         check_process(min(map(int, filter(None, codes))), "a rank")
         raise DivergenceError(f"a rank ended without a word: exit codes {codes}")
-    return Run.open(out)
+    return Run.open(request.out)
 
 
 def _listen(ends: list[Connection], progress: Progress) -> Exception | None:
@@ -153,8 +140,8 @@ def _listen(ends: list[Connection], progress: Progress) -> Exception | None:
 
 
 def _rank(
-    capture: Callable[..., Run], rank: int, num_ranks: int, port: int, end: Connection,
-    asked: dict[str, Any],
+    capture: Callable[[SuiteRequest], Run], rank: int, num_ranks: int, port: int, end: Connection,
+    request: SuiteRequest, like: str | None,
 ) -> None:  # fmt: skip
     """One process: its environment as torchrun makes it, then the capture."""
     os.environ.update(
@@ -162,11 +149,10 @@ def _rank(
         LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
-    like = asked.pop("like")
-    say: Progress | None = None if rank else lambda *what: end.send(("progress", what))
+    say: Progress = silent if rank else lambda *what: end.send(("progress", what))
     code = 0
     try:
-        capture(like=None if like is None else Run.open(like), progress=say, **asked)
+        capture(replace(request, like=None if like is None else Run.open(like), progress=say))
     except Exception as error:
         code = 1
         with contextlib.suppress(Exception):
@@ -258,16 +244,12 @@ class RankRecorder:
     cases: CaseWriter
     ranks: Ranks
     chosen: ChosenCollectives
-    num_runs: int
     link_rate: float | None
     progress: Progress
-    skipped: dict[str, int] = field(default_factory=dict)
-    repeated: Repeatability = field(default_factory=Repeatability)
 
 
 def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
     """Run and record all of it. Raises UsageError where nothing can be run."""
-    recorder.repeated.num_runs = recorder.num_runs
     total = len(work.cases) + len(work.orders) + len(work.timed)
     lacking = _unsupported(recorder, [*work.cases, *work.orders])
     num_done = 0
@@ -283,8 +265,7 @@ def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
         if why is None:
             _record_case(recorder, case)
         else:
-            reason = f"{case.collective} of {case.dtype}{NOT_SUPPORTED}{why}"
-            recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
+            recorder.cases.skip(f"{case.collective} of {case.dtype}{NOT_SUPPORTED}{why}")
     for case in work.orders:
         tell(f"order.{case.path}")
         if (case.collective, case.dtype) not in lacking:
@@ -296,7 +277,7 @@ def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
     if not any(recorder.ranks.gather(recorder.cases.order)):  # orders and times: one rank's alone
         raise UsageError(
             "nothing was recorded: no collective could be run here",
-            where=next(iter(recorder.skipped), None),
+            where=next(iter(recorder.cases.writer.manifest.plan.skipped_operators), None),
         )
 
 
@@ -338,7 +319,8 @@ def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:
     )  # fmt: skip
     there = x.to(ranks.device)
     call = recorder.chosen.call(case.collective)
-    results = [call(there.clone()).cpu() for _ in range(recorder.num_runs)]
+    num_runs = recorder.cases.writer.manifest.repeatability.num_runs
+    results = [call(there.clone()).cpu() for _ in range(num_runs)]
     name = f"{PREFIX}{case.collective}"
     place, (taken, given) = operator_path(case.path, name, 1), case.placements
     site = join_site(place, "in.x")
@@ -350,14 +332,9 @@ def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:
     facts: dict[str, Any] = {"x": {"tensor": 0}, "ranks": ranks.size}
     call_of_all = RecordedCall(operator=name, arguments=facts, operands=(operand,))
     recorder.cases.put(join_site(place, "out"), results[0], call_of_all, placement=given)
-    first = digest_tensor(results[0])
     for number, again in enumerate(results[1:], 2):
         recorder.cases.put(join_site(place, f"out.run{number}"), again, placement=given)
-        recorder.repeated.num_compared += 1
-        if digest_tensor(again) != first:
-            recorder.repeated.num_different += 1
-            where = f"{case.path} on rank {ranks.rank}"
-            recorder.repeated.first_difference = recorder.repeated.first_difference or where
+        recorder.cases.repeated(results[0], again, f"{case.path} on rank {ranks.rank}")
 
 
 def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
@@ -366,10 +343,8 @@ def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
     size = case.elements(ranks.size)
     masks = Masks(ranks.size, case.dtype, size)
     if not masks.fits:
-        reason = sentence(
-            fact("collectives.too_many_ranks", collective=case.collective, dtype=case.dtype)
-        )
-        recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
+        too_many = {"collective": case.collective, "dtype": case.dtype}
+        recorder.cases.skip(sentence(fact("collectives.too_many_ranks", **too_many)))
         return
     call, rows = recorder.chosen.call(case.collective), []
     for number in range(masks.num_calls):
@@ -410,27 +385,17 @@ def _record_times(recorder: RankRecorder, collective: Collective) -> None:
 # The capture itself.
 
 
-def capture_collectives(
-    *,
-    out: str | Path,
-    like: Run | None,
-    options: CaptureOptions,
-    force: bool,
-    command: str | None,
-    progress: Progress | None,
-) -> Run:
-    """Run the collectives here, or those in ``like`` again, and record them in ``out``. Every rank
+def capture_collectives(request: SuiteRequest) -> Run:
+    """Run the collectives here, or those of the run that is repeated, and record them. Every rank
     calls this. Raises UsageError without ranks, and for what ``--impl``, ``--plant``, ``--sites``
     and ``--link-rate`` cannot mean; RunExistsError and RunWriteError."""
+    options, like = request.options, request.like
     chosen = choose(options.impl, [parse_fault(str(text)) for text in options.plants])
     stated = None if options.link_rate is None else link_rate(options.link_rate)
     work = _work(like, options)
     if options.ranks is not None:
-        return start(
-            capture_collectives, options.ranks, out=out, like=like,
-            options=replace(options, ranks=None), force=force, command=command,
-            progress=progress,
-        )  # fmt: skip
+        alone = replace(request, options=replace(options, ranks=None))
+        return start(capture_collectives, options.ranks, alone)
     num_ranks = _started_ranks(like)
     device = resolve_device(options.device)
     ranks = join(num_ranks, device, chosen.backend)
@@ -438,18 +403,13 @@ def capture_collectives(
     for fault in chosen.faults:
         if fault.rank >= num_ranks:
             raise UsageError(f"there is no rank {fault.rank}: there are {num_ranks}")
-    speaks = (progress or silent) if ranks.is_first else silent
-    seed = (
-        options.seed if options.seed is not None or like is None else recorded_seed(like.manifest)
-    )
-    enabled = True if options.deterministic is None else options.deterministic
+    speaks = request.progress if ranks.is_first else silent
     with (
         ranks.watched(),
         deterministic_settings(
-            device.partition(":")[0], seed=seed or 0, enabled=enabled
+            device.partition(":")[0], seed=request.seed, enabled=request.deterministic
         ) as determinism,
     ):
-        recorded = None if like is None else like.manifest
         backend = backend_name(ranks.device)
         run_here = {case.path: case for case in work.cases}
         run_here |= {case.order_path: case for case in work.orders}
@@ -459,33 +419,25 @@ def capture_collectives(
         }
         plan = Plan(
             passes=["free"],
-            sites=list(options.sites) or (["*"] if recorded is None else recorded.plan.sites),
+            sites=list(options.sites) or (["*"] if like is None else like.manifest.plan.sites),
             plants=[str(text) for text in options.plants],
             modules=modules,
         )
-        manifest = operators_manifest(
-            ranks.device, plan, source=SOURCE, kind=backend, deterministic=enabled, seed=seed or 0,
-            switches=determinism.switches, label=options.label, command=command, like=recorded,
-        )  # fmt: skip
+        manifest = request.manifest(
+            ranks.device, plan, source=SOURCE, kind=backend, determinism=determinism
+        )
         manifest.mesh = ranks.mesh_of(manifest.environment)
+        total = manifest.repeatability = Repeatability(num_runs=max(LEAST_RUNS, options.repeat))
         if options.probe and ranks.is_first:
             manifest.arithmetic = quick_facts(ranks.device)
         with started(
-            ranks, lambda: RunWriter(out, manifest, force=force, rank=ranks.rank)
+            ranks, lambda: RunWriter(request.out, manifest, force=request.force, rank=ranks.rank)
         ) as writer:
-            recorder = RankRecorder(
-                CaseWriter(writer, "free"),
-                ranks,
-                chosen,
-                max(LEAST_RUNS, options.repeat),
-                stated,
-                speaks,
+            record_all(
+                RankRecorder(CaseWriter(writer, "free"), ranks, chosen, stated, speaks), work
             )
-            record_all(recorder, work)
-            manifest.plan.skipped_operators = recorder.skipped
             determinism.note_in(manifest.settings)
             writer.flush()
-            total = manifest.repeatability = recorder.repeated
             # all ranks' sizes, what they found of their own repeatability, their records' digests
             mine = (manifest.sizes, total, writer.record_digests)
             for rank, (sizes, repeated, digests) in enumerate(ranks.gather(mine)):
@@ -498,9 +450,9 @@ def capture_collectives(
                 total.num_compared += repeated.num_compared
                 total.num_different += repeated.num_different
                 total.first_difference = total.first_difference or repeated.first_difference
-        for reason, count in recorder.skipped.items():
+        for reason, count in manifest.plan.skipped_operators.items():
             speaks("note", 0, None, f"{count} left out: {reason}")
-        return closed(ranks, manifest, out, lambda text: speaks("note", 0, None, text))
+        return closed(ranks, manifest, request.out, lambda text: speaks("note", 0, None, text))
 
 
 def plan_collectives(like: Run | None, options: CaptureOptions) -> list[PlannedSite]:

@@ -83,12 +83,7 @@ def draw(
             x[mine & (np.arange(size) % num_ranks == rank)] *= OUTLIER_FACTOR
         elif values == "subnormal":
             x = np.ldexp(x, _SUBNORMAL_EXPONENT.get(dtype, -130))
-    # float64 → ``dtype``, to nearest even
-    if dtype == "float64":
-        return torch.from_numpy(np.ascontiguousarray(x))
-    if dtype in ("float32", "bfloat16", "float16"):
-        return to_tensor(x, dtype)
-    return to_tensor(x, "float32").to(getattr(torch, dtype))
+    return to_tensor(x, dtype)
 
 
 def _full(name: str, size: int) -> np.ndarray:

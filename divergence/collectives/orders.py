@@ -224,24 +224,18 @@ def _ring(chains: list[list[int]], num_ranks: int) -> str:
     return "ring"
 
 
+def _ways(chain: list[int]) -> tuple[list[int], list[int]]:
+    """A chain's first two terms may be swapped."""
+    return chain, [chain[1], chain[0], *chain[2:]]
+
+
 def _circles_of(chain: list[int]) -> list[dict[int, int]]:
-    """Rank → the next one, of the two circles that a chain may lie on: its first two terms may be
-    swapped."""
-    ways = (chain, [chain[1], chain[0], *chain[2:]])
-    return [{rank: way[(k + 1) % len(way)] for k, rank in enumerate(way)} for way in ways]
+    """Rank → the next one, of the two circles that a chain may lie on."""
+    return [dict(zip(way, [*way[1:], way[0]], strict=True)) for way in _ways(chain)]
 
 
 def _walks(chain: list[int], after: dict[int, int]) -> bool:
-    ways = (chain, [chain[1], chain[0], *chain[2:]])
-    return any(all(after[a] == b for a, b in pairwise(way)) for way in ways)
-
-
-def _direction(chains: list[list[int]]) -> list[int]:
-    """The first chain, its first two terms as the circle that most chains walk has them; the lower
-    one first where both fit equally."""
-    first, swapped = chains[0], [chains[0][1], chains[0][0], *chains[0][2:]]
-    votes, against = (sum(_walks(chain, after) for chain in chains) for after in _circles_of(first))
-    return first if votes >= against else swapped
+    return any(all(after[a] == b for a, b in pairwise(way)) for way in _ways(chain))
 
 
 def _halving(num_ranks: int) -> Tree | None:
@@ -266,7 +260,9 @@ def stretches_text(stretches: list[Stretch], num_ranks: int) -> str:
     chain = chain_of(tree)
     if chain is not None:
         chains = [chain_of(stretch.tree) for stretch in stretches if stretch.tree is not None]
-        text = " + ".join(map(str, _direction([order for order in chains if order])))
+        # its first two terms as the circle that most chains walk has them
+        votes = [sum(_walks(c, after) for c in chains if c) for after in _circles_of(chain)]
+        text = " + ".join(map(str, _ways(chain)[votes[0] < votes[1]]))
     else:
         text = _bracketed(tree, tree.num_leaves + len(tree.nodes) - 1)
     text = text if len(text) <= 40 else f"{text[:37]}..."

@@ -12,12 +12,13 @@ Where answers do not tell how the server reads a prompt, a route may:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question, ServerAnswer
+from divergence.endpoints.protocols import PROTOCOLS, Question
 from divergence.errors import EndpointError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.run.manifest import UNKNOWN
@@ -31,6 +32,13 @@ STEPS = "token by token"
 _REFUSED = (400, 404, 405, 415, 422, 501)
 _NATIVE = {"sglang": "sglang", "llama.cpp": "llama.cpp", "TGI": "tgi"}
 _OWNERS = {"vllm": "vLLM", "sglang": "sglang", "llamacpp": "llama.cpp", "MindIE Server": "MindIE"}
+_ROUTES = (
+    ("vLLM", "/version", "version", ""),
+    ("sglang", "/get_server_info", "version", "dtype"),
+    ("llama.cpp", "/props", "build_info", ""),
+    ("TGI", "/info", "version", "model_dtype"),
+)
+"""Kind, where it says so of itself, and by which fields its version and its dtype."""
 _DTYPES = {"bfloat16", "float16", "float32"}
 
 
@@ -109,25 +117,15 @@ def find_server(client: Client) -> Server:
     names = tuple(str(entry["id"]) for entry in models if "id" in entry)
     owner = str(models[0].get("owned_by", "")) if models else ""
     kind = _OWNERS.get(owner, UNKNOWN)
-    server = Server(kind=kind, models=names)
-    if kind in ("vLLM", UNKNOWN) and (version := _text(client.get("/version"), "version")):
-        return dataclasses.replace(server, kind="vLLM", version=version)
-    if kind in ("sglang", UNKNOWN):
-        said = client.get("/get_server_info")
-        if version := _text(said, "version"):
-            return dataclasses.replace(
-                server, kind="sglang", version=version, dtype=_dtype(_text(said, "dtype"))
-            )
-    if kind in ("llama.cpp", UNKNOWN) and (build := _text(client.get("/props"), "build_info")):
-        return dataclasses.replace(server, kind="llama.cpp", version=build)
-    said = client.get("/info") if kind == UNKNOWN else None
-    if version := _text(said, "version"):
-        dtype = _dtype(_text(said, "model_dtype"))
-        model = _text(said, "model_id")
-        return dataclasses.replace(
-            server, kind="TGI", version=version, dtype=dtype, models=names or (model or "",)
-        )
-    return server
+    for asked, path, version, dtype in _ROUTES:
+        said = client.get(path) if kind in (asked, UNKNOWN) else None
+        if isinstance(said, dict) and (told := _text(said, version)):
+            form = (_text(said, dtype) or "").removeprefix("torch.")
+            return Server(
+                kind=asked, version=told, dtype=form if form in _DTYPES else None,
+                models=names or tuple(filter(None, [_text(said, "model_id")])),
+            )  # fmt: skip
+    return Server(kind=kind, models=names)
 
 
 def probe(
@@ -148,15 +146,32 @@ def probe(
     if question.ids is not None and not protocol.takes_ids:
         raise UsageError(f"the {name} protocol takes no token ids", hint="give prompts as text")
     question = dataclasses.replace(question, model=model, num_tokens=1)
-    answer, extras = _first_taken(client, protocol, question)
+    # the most that the server takes
+    refused: EndpointError | None = None
+    for extras in protocol.levels:
+        asked = dataclasses.replace(question, extras=extras)
+        try:
+            answer = protocol.answer(client.post(protocol.path, protocol.request(asked)))
+            break
+        except EndpointError as error:
+            if error.status not in _REFUSED:
+                raise
+            refused = refused or error
+    else:
+        assert refused is not None
+        raise refused
     told = answer.prompt_ids is not None
     form: Route = "llama.cpp" if server.kind == "llama.cpp" else "prompt"
     route = form if not (told or question.ids) and tokens_of(client, form, question) else None
     forces = STEPS if protocol.takes_ids and answer.has_ids and answer.num_top else None
     if answer.scores_prompt and protocol.takes_ids:
         forces = protocol.forces_by or "always"
-    elif name == "completions" and _echoes(client, protocol, question):
-        forces = "echo"
+    elif name == "completions":  # does it echo a prompt with its scores?
+        asked = dataclasses.replace(question, extras=frozenset(("echo", "few_logprobs")))
+        with contextlib.suppress(EndpointError):
+            echoed = protocol.answer(client.post(protocol.path, protocol.request(asked))).tokens
+            if len(echoed) > 1 and sum(token.logprob is not None for token in echoed) > 1:
+                forces = "echo"
     caps = Capabilities(
         server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
         num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
@@ -165,33 +180,6 @@ def probe(
         forces=forces,
     )  # fmt: skip
     return dataclasses.replace(caps, lacks=_lacks(caps))
-
-
-def _first_taken(
-    client: Client, protocol: Protocol, question: Question
-) -> tuple[ServerAnswer, frozenset[str]]:
-    """The answer to the most that the server takes."""
-    refused: EndpointError | None = None
-    for extras in protocol.levels:
-        asked = dataclasses.replace(question, extras=extras)
-        try:
-            return protocol.answer(client.post(protocol.path, protocol.request(asked))), extras
-        except EndpointError as error:
-            if error.status not in _REFUSED:
-                raise
-            refused = refused or error
-    assert refused is not None
-    raise refused
-
-
-def _echoes(client: Client, protocol: Protocol, question: Question) -> bool:
-    asked = dataclasses.replace(question, extras=frozenset(("echo", "few_logprobs")))
-    try:
-        echoed = protocol.answer(client.post(protocol.path, protocol.request(asked)))
-    except EndpointError:
-        return False
-    scored = [token for token in echoed.tokens if token.logprob is not None]
-    return len(echoed.tokens) > 1 and len(scored) > 1
 
 
 def _lacks(caps: Capabilities) -> tuple[Fact, ...]:
@@ -212,37 +200,26 @@ def _lacks(caps: Capabilities) -> tuple[Fact, ...]:
     return tuple(lacks)
 
 
-def _text(value: Any, key: str) -> str | None:
-    text = value.get(key) if isinstance(value, dict) else None
+def _text(said: dict[str, Any], key: str) -> str | None:
+    text = said.get(key)
     return text[:100] if isinstance(text, str) and text else None
-
-
-def _dtype(text: str | None) -> str | None:
-    name = (text or "").removeprefix("torch.")
-    return name if name in _DTYPES else None
 
 
 def tokens_of(client: Client, route: Route, question: Question) -> list[int] | None:
     """The prompt's token ids; None where the server has no such route."""
+    text: Any = question.text or ""
+    messages = [dict(message) for message in question.messages or ()]
     try:
-        answer = client.post("/tokenize", _body(client, route, question))
+        if route == "prompt":
+            asked = {"messages": messages} if messages else {"prompt": text}
+            body = {"model": question.model, **asked}
+        else:
+            if messages:
+                text = client.post("/apply-template", {"messages": messages}).get("prompt")
+            body = {"content": text, "add_special": True, "parse_special": True}
+        ids = client.post("/tokenize", body).get("tokens")
     except EndpointError:
         return None
-    ids = answer.get("tokens")
     if not isinstance(ids, list) or not ids:
         return None
     return ids if all(type(token_id) is int and token_id >= 0 for token_id in ids) else None
-
-
-def _body(client: Client, route: Route, question: Question) -> dict[str, Any]:
-    """Raises EndpointError where the conversation cannot be rendered."""
-    messages = (
-        None if question.messages is None else [dict(message) for message in question.messages]
-    )
-    if route == "prompt":
-        asked = {"messages": messages} if messages else {"prompt": question.text or ""}
-        return {"model": question.model, **asked}
-    text: Any = question.text or ""
-    if messages:
-        text = client.post("/apply-template", {"messages": messages}).get("prompt")
-    return {"content": text, "add_special": True, "parse_special": True}

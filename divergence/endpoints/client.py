@@ -91,12 +91,10 @@ class _Request(urllib.request.Request):
                 held.shutdown(socket.SHUT_RDWR)
 
 
-class _Http(urllib.request.HTTPHandler):
+class _Watched(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def http_open(self, request: Any) -> Any:
         return self.do_open(request.watch(http.client.HTTPConnection), request)
 
-
-class _Https(urllib.request.HTTPSHandler):
     def https_open(self, request: Any) -> Any:
         return self.do_open(request.watch(http.client.HTTPSConnection), request)
 
@@ -109,7 +107,7 @@ class Client:
     ) -> None:
         self.base, self._timeout_s, self._sleep = _base(url), timeout_s, sleep
         self._key = os.environ.get(KEY_VARIABLE, "").encode()
-        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
+        self._opener = urllib.request.build_opener(_NoRedirect, _Watched)
         self.num_retries = 0
 
     def get(self, path: str) -> Any:

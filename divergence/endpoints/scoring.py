@@ -11,7 +11,7 @@ from divergence.endpoints.client import Client
 from divergence.endpoints.protocols import PROTOCOLS, Question, ServerAnswer, Token
 from divergence.errors import EndpointError, UsageError
 from divergence.options.commands import CaptureOptions, given_fields
-from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.prompts import collect_prompts
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT, DRAWN, Scores
 from divergence.words import first_apart
@@ -67,13 +67,19 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
     count = options.max_new_tokens or _DEFAULT_NEW_TOKENS
     asked = []
     for prompt in collect_prompts(options.prompts, options.prompts_file):
-        question = Question(
-            model="", text=prompt.text, ids=prompt.input_ids, messages=_messages(prompt, options),
-            num_tokens=count, seed=seed, top=top,
-        )  # fmt: skip
-        text = prompt.text
+        text, messages = prompt.text, None
         if prompt.messages is not None:
-            text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
+            turns = [(message.role, message.content) for message in prompt.messages]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            text = "\n".join(f"{role}: {content}" for role, content in turns)
+        elif options.chat:
+            if text is None:
+                raise UsageError("--chat needs texts, and a prompt is token ids")
+            messages = [{"role": "user", "content": text}]
+        question = Question(
+            model="", text=prompt.text, ids=prompt.input_ids, messages=messages, num_tokens=count,
+            seed=seed, top=top,
+        )  # fmt: skip
         answers = [question]
         if options.answers:  # each with a seed of its own; else the greedy one
             answers = [
@@ -85,16 +91,6 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
     if len(kinds) > 1:
         raise UsageError("some prompts are conversations and some are not", hint="--chat")
     return asked
-
-
-def _messages(prompt: Prompt, options: CaptureOptions) -> list[dict[str, str]] | None:
-    if prompt.messages is not None:
-        return [{"role": message.role, "content": message.content} for message in prompt.messages]
-    if not options.chat:
-        return None
-    if prompt.text is None:
-        raise UsageError("--chat needs texts, and a prompt is token ids")
-    return [{"role": "user", "content": prompt.text}]
 
 
 def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[Asked]:
@@ -242,8 +238,17 @@ def scores_of(
     answer: ServerAnswer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary
 ) -> Scores:
     """Raises EndpointError where the answer is not what was asked."""
-    if asked.forced:
-        return _forced(answer, asked, caps, vocabulary)
+    if asked.forced:  # the scores of a prompt at whose end the answer stands
+        whole = [*(asked.ids or ()), *asked.forced]
+        scored = answer.tokens[: len(whole)] if caps.forces == "echo" else answer.prompt
+        if len(scored) != len(whole):
+            raise EndpointError(f"{len(scored)} tokens were scored, and {len(whole)} were given")
+        told = [token.id for token in scored if token.id is not None]
+        _check_prompt(answer.prompt_ids or (told if len(told) == len(scored) else None), whole)
+        named = [Token(id_, t.text, t.logprob, t.top) for id_, t in zip(whole, scored, strict=True)]
+        return _scores(
+            list(asked.ids or ()), list(asked.forced), list(enumerate(named)), vocabulary
+        )
     if caps.logprobs and not answer.has_logprobs and answer.tokens:
         raise EndpointError("the answer has no log-probabilities, as others have")
     if not answer.tokens and caps.logprobs:
@@ -257,22 +262,6 @@ def scores_of(
     rows = list(enumerate(answer.prompt)) if prompt and len(answer.prompt) == len(prompt) else []
     rows += [(len(prompt) + n, token) for n, token in enumerate(tokens)]
     return _scores(prompt, [id_ for id_ in ids if id_ is not None], rows, vocabulary)
-
-
-def _forced(
-    answer: ServerAnswer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary
-) -> Scores:
-    """The scores of a prompt at whose end the answer stands."""
-    prompt, whole = list(asked.ids or ()), [*(asked.ids or ()), *asked.forced]
-    tokens: Sequence[Token] = answer.prompt
-    if caps.forces == "echo":
-        tokens = answer.tokens[: len(whole)]
-    if len(tokens) != len(whole):
-        raise EndpointError(f"{len(tokens)} tokens were scored, and {len(whole)} were given")
-    told = [token.id for token in tokens if token.id is not None]
-    _check_prompt(answer.prompt_ids or (told if len(told) == len(tokens) else None), whole)
-    named = [Token(id_, t.text, t.logprob, t.top) for id_, t in zip(whole, tokens, strict=True)]
-    return _scores(prompt, list(asked.forced), list(enumerate(named)), vocabulary)
 
 
 def _check_prompt(told: Sequence[int] | None, given: Sequence[int] | None) -> None:

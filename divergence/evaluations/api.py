@@ -223,23 +223,18 @@ def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candida
     ]
     if a.format != b.format:
         remarks.append(fact("evaluations.two_tools", reference=a.format, candidate=b.format))
+    headline = tasks[0].headline
+    if len(tasks) > 1 and compared:  # of several how many have which verdict
+        verdicts = Counter(task.verdict for task in tasks)
+        counts = [
+            fact("evaluations.num_of", num_scores=verdicts[name], verdict=name)
+            for name in ("worse", "undecided", "better", "equal", "incomparable")
+            if name in verdicts
+        ]
+        headline = [fact("evaluations.scores", num_scores=len(tasks), counts=counts)]
     return Candidate(
-        side=_summary(b), verdict=verdict, headline=_headline(tasks), tasks=tasks, remarks=remarks
-    )  # fmt: skip
-
-
-def _headline(tasks: list[TaskScores]) -> list[Fact]:
-    """Of one task its own, of several how many have which verdict."""
-    compared = [task for task in tasks if task.verdict != "incomparable"]
-    if len(tasks) == 1 or not compared:
-        return tasks[0].headline
-    verdicts = Counter(task.verdict for task in tasks)
-    counts = [
-        fact("evaluations.num_of", num_scores=verdicts[verdict], verdict=verdict)
-        for verdict in ("worse", "undecided", "better", "equal", "incomparable")
-        if verdict in verdicts
-    ]
-    return [fact("evaluations.scores", num_scores=len(tasks), counts=counts)]
+        side=_summary(b), verdict=verdict, headline=headline, tasks=tasks, remarks=remarks
+    )
 
 
 def _summary(side: Evaluation) -> EvaluationSummary:

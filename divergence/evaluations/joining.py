@@ -73,6 +73,10 @@ class _Side:
     conflicting: set[str]
     whys: Counter[Fact]
 
+    @property
+    def num_documents(self) -> int:
+        return len(self.scored) + len(self.unscored) + len(self.conflicting)
+
 
 def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     """``force``: also pairs documents that were asked in other words."""
@@ -96,13 +100,19 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
         num_answers, num_other_answers = num_answers + len(mine), num_other_answers + len(theirs)
     num = len(rows)
     values = np.array(scores, dtype=float).reshape(num, 2)
-    clusters = _clusters([first.cluster or second.cluster for first, second in rows])
+    # a number for each document; one without a name is a cluster of its own
+    numbers: dict[str | int, int] = {}
+    members = [
+        numbers.setdefault(first.cluster or second.cluster or place, len(numbers))
+        for place, (first, second) in enumerate(rows)
+    ]
+    clusters = None if len(numbers) == num else np.array(members)
     conflicting = reference.conflicting | other.conflicting
     unscored = (reference.unscored | other.unscored) - conflicting
     lost = unscored | conflicting
     pairing = Pairing(
         num_paired=num, num_clusters=num if clusters is None else int(clusters.max()) + 1,
-        num_reference=_count(reference), num_candidate=_count(other),
+        num_reference=reference.num_documents, num_candidate=other.num_documents,
         num_reference_only=len(reference.scored.keys() - other.scored.keys() - lost),
         num_candidate_only=len(other.scored.keys() - reference.scored.keys() - lost),
         num_other_prompt=num_prompt, num_other_target=num_target,
@@ -144,31 +154,12 @@ def _side(rows: list[ScoreRow]) -> _Side:
     return side
 
 
-def _count(side: _Side) -> int:
-    return len(side.scored) + len(side.unscored) + len(side.conflicting)
-
-
 def _mean(rows: list[ScoreRow]) -> float:
-    if len(rows) == 1:
-        return rows[0].score or 0.0
-    scores = [row.score for row in rows if row.score is not None]
-    return sum(scores) / len(scores)
+    return sum(row.score or 0.0 for row in rows) / len(rows)  # all of them have one
 
 
 def _differ(a: str | None, b: str | None) -> bool:
     return a is not None and b is not None and a != b
-
-
-def _clusters(names: list[str | None]) -> np.ndarray | None:
-    """A number for each document; one without a name is a cluster of its own."""
-    if not any(name is not None for name in names):
-        return None
-    numbers: dict[tuple[str | None, int], int] = {}
-    clusters = [
-        numbers.setdefault((name, -1 if name is not None else place), len(numbers))
-        for place, name in enumerate(names)
-    ]
-    return None if len(numbers) == len(clusters) else np.array(clusters)
 
 
 def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
@@ -205,7 +196,10 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
             sentence(fact("evaluations.direction", higher=side.higher_is_better)) for side in (a, b)
         ]
         lines.append(_line("direction", better, same=False, blocks=True))
-    if num := _regrouped(pairs.rows):
+    # documents of clusters that both sides tell, and do not tell alike. Names may differ
+    named = [(a.cluster, b.cluster) for a, b in pairs.rows if a.cluster and b.cluster]
+    parts = [Counter(names) for names in zip(*set(named), strict=True)]
+    if num := sum(parts[0][x] > 1 or parts[1][y] > 1 for x, y in named):
         other = fact("evaluations.other_clusters", num_documents=num)
         lines.append(_line("clusters", ["", ""], other, same=False, blocks=True))
     for name in dict.fromkeys((*a.settings, *b.settings)):
@@ -233,17 +227,6 @@ def _other_units(pairs: Pairs) -> tuple[float, float] | None:
         exact = float(np.mean(np.abs(powers - middle) < _DIGITS)) > 0.5
         rescaled = 1.9 <= abs(middle) <= 2.1 or (exact and abs(middle) > 1 - _DIGITS)
     return (tops[0], tops[1]) if rescaled else None
-
-
-def _regrouped(rows: list[tuple[ScoreRow, ScoreRow]]) -> int:
-    """Documents of clusters that both sides tell, and do not tell alike. Names may differ."""
-    ours: dict[str, set[str]] = {}
-    theirs: dict[str, set[str]] = {}
-    named = [(a.cluster, b.cluster) for a, b in rows if a.cluster and b.cluster]
-    for mine, other in ((a, b) for a, b in named if a and b):
-        ours.setdefault(mine, set()).add(other)
-        theirs.setdefault(other, set()).add(mine)
-    return sum(len(ours[a]) > 1 or len(theirs[b]) > 1 for a, b in named if a and b)
 
 
 def _line(
@@ -314,7 +297,10 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
     if not judged.any():
         return None
     values = np.array([math.nan if shift is None else shift for shift in shifts])
-    limit, source = _limit(values[judged], dtypes)
+    limit, source = explained(dtypes)
+    seen = _LIMIT * _MEAN_TO_SIGMA * float(values[judged].mean())
+    if seen <= limit:
+        limit, source = seen, OF_ALL
     diff = pairs.candidate - pairs.reference
     if not diff.any() and np.median(values[judged]) <= limit:
         return None
@@ -326,12 +312,6 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
         difference_of_shifts=float(diff[real].sum() / len(diff)),
         median_shift=float(np.median(values[judged])), num_judged=int(judged.sum()),
     )  # fmt: skip
-
-
-def _limit(shifts: np.ndarray, dtypes: Sequence[str | None]) -> tuple[float, Fact]:
-    bound, source = explained(dtypes)
-    limit = _LIMIT * _MEAN_TO_SIGMA * float(shifts.mean())
-    return (limit, OF_ALL) if limit <= bound else (bound, source)
 
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:

@@ -135,35 +135,28 @@ def mean_of(
     error = np.sqrt((weights * left**2).sum(-1)) / num
     # tr(B)² / tr(B²) with B = √w (n_g [g=h] - n_g n_h / n) √w: Satterthwaite's approximation
     weighted = weights * sizes**2
-    skew = _skew(left) if skewed else np.zeros_like(mean)
+    skew = np.zeros_like(mean)  # γ / (3 √G) of the clusters' residuals; 0 where all are 0
+    if skewed:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            skew = (left**3).sum(-1) / (left**2).sum(-1) ** 1.5 / 3
+        skew = np.nan_to_num(skew, nan=0.0, posinf=0.0, neginf=0.0)
     trace2 = (sizes**2).sum(-1) + (weighted.sum(-1) ** 2 - (weighted**2).sum(-1)) / num**2
     return Mean(mean, error, num**2 / trace2, skew)
-
-
-def _skew(left: Floats) -> Floats:
-    """γ / (3 √G) of the clusters' residuals; 0 where all are 0."""
-    squares = left**2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        skew = (squares * left).sum(-1) / squares.sum(-1) ** 1.5 / 3
-    clean: Floats = np.nan_to_num(skew, nan=0.0, posinf=0.0, neginf=0.0)
-    return clean
 
 
 def interval(summary: Mean, level: float) -> tuple[Floats, Floats]:
     """Both ends of the interval that holds the true mean with probability ``level``."""
     from scipy import stats
 
-    reach = stats.t.ppf((1 + level) / 2, summary.freedom)
-    low, high = (summary.mean - _inverse(t, summary.skew) * summary.error for t in (reach, -reach))
-    return low, high
-
-
-def _inverse(value: Floats, skew: Floats) -> Floats:
-    """The t whose transformation by Hall is ``value``; ``value`` itself without skewness."""
-    flat = np.abs(skew) < 1e-9
-    a = np.where(flat, 1.0, skew)
-    inverse: Floats = np.where(flat, value, (np.cbrt(1 + 3 * a * (value - a / 2)) - 1) / a)
-    return inverse
+    # the t whose transformation by Hall is ``reach``; ``reach`` itself without skewness
+    flat = np.abs(summary.skew) < 1e-9
+    a = np.where(flat, 1.0, summary.skew)
+    ends = []
+    for sign in (1.0, -1.0):
+        reach = sign * stats.t.ppf((1 + level) / 2, summary.freedom)
+        t = np.where(flat, reach, (np.cbrt(1 + 3 * a * (reach - a / 2)) - 1) / a)
+        ends.append(summary.mean - t * summary.error)
+    return ends[0], ends[1]
 
 
 def equivalence_p(sums: Floats, sizes: Floats, band: Floats, *, pad: Padding | None) -> Floats:

@@ -100,7 +100,13 @@ class QuantizedWeight:
         wide = x.float() if self.smooth is None else x.float() / self.smooth
         if scheme.activations is None:
             return nn.functional.linear(wide.to(dtype), self.values().to(dtype), bias)
-        scale, zero = self._scales(wide)
+        limits = None
+        if scheme.static:
+            assert self.limits is not None
+            shape = (1,) * wide.ndim
+            least, most = (torch.full(shape, x, device=wide.device) for x in self.limits)
+            limits = least, most
+        scale, zero = scales_of(wide, scheme.activations, limits=limits)
         codes = _less(codes_of(wide, scheme.activations, scale, zero), zero)
         if self.watch is not None:
             told = codes
@@ -113,9 +119,15 @@ class QuantizedWeight:
                 told = told.reshape(wide.shape)
             given = self.watch(codes, told)
             codes = codes if given is None else given.to(codes)
-        if self._is_whole():
+        both = scheme.weights, scheme.activations
+        # whole numbers on both sides, and one scale a row
+        if all(q is not None and not q.is_float and q.per != "group" for q in both):
             weights = _less(self.codes, self.zero).float()
-            out = exact_product(codes.float(), weights, most=_most(scheme))
+            # the largest product of two codes, zero points taken off
+            largest = math.prod(
+                int(-q.ends[0] if q.symmetric else q.ends[1] - q.ends[0]) for q in both if q
+            )
+            out = exact_product(codes.float(), weights, most=largest)
             out = out * scale * self.scale.squeeze(-1)
         else:
             values = values_of(codes, scheme.activations, scale)
@@ -124,36 +136,10 @@ class QuantizedWeight:
             out = out + bias.float()
         return out.to(dtype)
 
-    def _scales(self, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self.scheme.activations is not None
-        if not self.scheme.static:
-            return scales_of(wide, self.scheme.activations)
-        assert self.limits is not None
-        shape = (1,) * wide.ndim
-        least, most = (torch.full(shape, limit, device=wide.device) for limit in self.limits)
-        return scales_of(wide, self.scheme.activations, limits=(least, most))
-
-    def _is_whole(self) -> bool:
-        """Whole numbers on both sides, and one scale a row?"""
-        return all(
-            quantizer is not None and not quantizer.is_float and quantizer.per != "group"
-            for quantizer in (self.scheme.weights, self.scheme.activations)
-        )
-
 
 def _less(codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     """Codes without their zero point: a choice of its own, which would move those of a row."""
     return codes if zero is None else (codes.to(torch.int16) - zero).to(torch.int16)
-
-
-def _most(scheme: Scheme) -> int:
-    """The largest product of two codes, zero points taken off."""
-    sizes = []
-    for quantizer in (scheme.weights, scheme.activations):
-        assert quantizer is not None
-        low, high = quantizer.ends
-        sizes.append(int(-low if quantizer.symmetric else high - low))
-    return sizes[0] * sizes[1]
 
 
 class _InPlace(TorchFunctionMode):

@@ -28,7 +28,7 @@ from divergence.recording.engines.load import check_data_alone
 from divergence.recording.execution import Execution
 from divergence.recording.hooks import Forwards
 from divergence.recording.machine import cpu_threads, deterministic_settings, resolve_device
-from divergence.recording.new_run import check_output
+from divergence.recording.new_run import SuiteRequest, check_output
 from divergence.recording.optimizer import check_stage, training_of
 from divergence.recording.plant import Plant, Substitute
 from divergence.recording.processes import joined
@@ -188,10 +188,10 @@ def capture(
         )
     like = None if like is None else Run.open(like)
     if wants_suite(model, like, impl):
-        return capture_suite(
-            model, like=like, options=options, out=out, force=force, command=command,
-            progress=progress, prepare=prepare,
-        )  # fmt: skip
+        return capture_suite(model, SuiteRequest(
+            out=out, like=like, options=options, force=force, command=command,
+            progress=progress or silent,
+        ), prepare)  # fmt: skip
     refuse_of_collectives(options)
     request = resolve_request(model, like=like, options=options)
     return _execute(

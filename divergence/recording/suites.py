@@ -12,11 +12,12 @@ from typing import Any
 
 from divergence.errors import UsageError
 from divergence.options.commands import CaptureOptions, Options, TruthOptions, given_fields
-from divergence.recording.new_run import check_output
+from divergence.recording.new_run import SuiteRequest, check_output
 from divergence.run.command import command_line
 from divergence.run.location import location_of
 from divergence.run.manifest import COLLECTIVES, SUITE
 from divergence.run.reader import Run
+from divergence.words import Progress, silent
 
 _OF_COLLECTIVES = ("--plant", "--ranks", "--link-rate")
 """Options of a suite that mean something to collectives alone."""
@@ -48,38 +49,29 @@ def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> b
     return suite
 
 
-def capture_suite(
-    model: str | Path | None,
-    *,
-    like: Run | None,
-    options: CaptureOptions,
-    out: str | Path,
-    force: bool,
-    prepare: object = None,
-    **parameters: Any,
-) -> Run:
-    """Capture a suite. ``parameters``: the others of ``capture``."""
-    refuse_options(options, collectives=of_collectives(model, like))
+def capture_suite(model: str | Path | None, request: SuiteRequest, prepare: object = None) -> Run:
+    """Capture a suite."""
+    like = request.like
+    collectives = of_collectives(model, like)
+    refuse_options(request.options, collectives=collectives)
     if prepare is not None:
         raise _meaningless("prepare")
-    if of_collectives(model, like):
+    # of ranks the others find what the first has made
+    if not collectives or os.environ.get("RANK", "0") == "0":
+        check_output(location_of(request.out), force=request.force, like=like)
+    if collectives:
         from divergence.collectives.capturing import capture_collectives
 
-        if os.environ.get("RANK", "0") == "0":  # the others find what the first rank has made
-            check_output(location_of(out), force=force, like=like)
-        return capture_collectives(out=out, like=like, options=options, force=force, **parameters)
+        return capture_collectives(request)
     from divergence.ops.suite import capturing
 
-    check_output(location_of(out), force=force, like=like)
-    suite = str(model).removeprefix(SUITE)
-    return capturing.capture_suite(
-        suite, like=like, options=options, out=out, force=force, **parameters
-    )
+    return capturing.capture_suite(str(model).removeprefix(SUITE), request)
 
 
 def truth_of_suite(
-    run: Run, *, options: TruthOptions, out: str | Path, force: bool, **parameters: Any
-) -> Run:
+    run: Run, *, options: TruthOptions, out: str | Path, force: bool, command: str | None,
+    progress: Progress | None,
+) -> Run:  # fmt: skip
     """The truth of a suite's run."""
     from divergence.ops.suite import capturing
 
@@ -95,7 +87,12 @@ def truth_of_suite(
             hint="leave it out",
         )
     check_output(location_of(out), force=force, like=run)
-    return capturing.truth_of_suite(run, out=out, label=options.label, force=force, **parameters)
+    label = options.label or "float64 truth"
+    chosen = CaptureOptions(label=label, seed=0, deterministic=True)
+    return capturing.truth_of_suite(run, SuiteRequest(
+        out=out, like=run, options=chosen, force=force, command=command,
+        progress=progress or silent,
+    ))  # fmt: skip
 
 
 def refuse_options(options: Options, *, collectives: bool = False) -> None:

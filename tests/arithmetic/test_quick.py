@@ -132,10 +132,10 @@ def test_a_capture_notes_it_and_records_the_same(llama, tmp_path):
 def test_a_failing_probe_fails_no_capture(llama, tmp_path, monkeypatch):
     """The run is whole, and says what happened."""
 
-    def fail(device: str) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the device is on fire\nat line 1")
 
-    monkeypatch.setattr(quick, "_probe", fail)
+    monkeypatch.setattr(quick, "probe_all", fail)
     run = capture(str(llama), out=tmp_path / "run", prompts=["a bridge"], max_new_tokens=1)
     assert run.manifest.complete
     (fact,) = run.manifest.arithmetic

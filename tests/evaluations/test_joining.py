@@ -132,8 +132,7 @@ def test_a_near_tie(evaluated, runs, monkeypatch):
     """A margin that moved by no more than the limit."""
     limit = 99.0, plain("a test")
     monkeypatch.setattr("divergence.evaluations.joining.explained", lambda _: limit)
-    documents = 0.1, plain("the documents")
-    monkeypatch.setattr("divergence.evaluations.joining._limit", lambda *_: documents)
+    monkeypatch.setattr("divergence.evaluations.joining._LIMIT", 1e9)  # of the documents
     (task,) = scores(*evaluated, runs=(runs / "flips", runs / "flips-b")).candidates[0].tasks
     assert (task.run_causes.num_ties, task.run_causes.limit_of) == (4, "a test")
 

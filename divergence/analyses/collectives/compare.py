@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import permutations, product
+from itertools import accumulate, permutations, product
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.collectives.recorded import (
     FLOATS,
+    Bits,
     Recorded,
     RecordedCase,
     Sum,
@@ -52,6 +53,7 @@ from divergence.comparison.results import (
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
 from divergence.numerics.formats import format_named, format_of
+from divergence.numerics.sums import ratio
 from divergence.run.command import command, command_line
 from divergence.run.reader import Run
 from divergence.words import Progress, Side, SideOrBoth, common_side, grouped, silent
@@ -226,27 +228,45 @@ def sum_of(
     return values[-1].to(leaves[0].dtype)
 
 
-def narrow_ranks(
-    stretches: Sequence[Stretch], inputs: list[torch.Tensor], out: torch.Tensor
+def adds_narrow(
+    recorded: Recorded, stretches: list[Stretch], case: RecordedCase
 ) -> tuple[tuple[int, ...], str] | None:
-    """(ranks, dtype): each rank whose additions alone, if made in that dtype, give every bit; None
-    where there is none, or where several dtypes do.
+    """(ranks, dtype): each rank whose additions alone, if made in that narrower dtype, give every
+    bit; None where there is none, or where several dtypes do.
 
-    Who makes an addition is known where a partial sum walks from rank to rank: the rank whose term
-    is added. Of the first two terms of a chain either may, so two ranks are not told apart.
+    Told only where every recorded case of that dtype and size whose sums round is explained so: a
+    single one may come out by chance, as where few digits are in use. Who makes an addition is
+    known where a partial sum walks from rank to rank: the rank whose term is added. Of the first
+    two terms of a chain either may, so two ranks are not told apart.
     """
-    stretches = divided(stretches, len(inputs), len(out))
-    known = [(stretch, chain_of(stretch.tree)) for stretch in stretches if stretch.tree is not None]
-    if not known or any(chain is None for _, chain in known) or len(known) < len(stretches):
+    out = case.whole
+    if not stretches or out is None or format_named(case.case.dtype).kind != "float":
         return None
-    own = out.dtype
-    roundoff = format_of(own).unit_roundoff
+    trials = [(case.inputs, out), *trials_of(recorded, case.case).values()]
+    known: list[tuple[Stretch, list[int]]] = []
+    for part in divided(stretches, case.num_ranks, len(out)):
+        chain = None if part.tree is None else chain_of(part.tree)
+        if chain is None:
+            return None
+        known.append((part, chain))
+
+    def fits(part: Stretch, chain: list[int], rank: int, dtype: torch.dtype, trial: Trial) -> bool:
+        inputs, whole = trial
+        place = chain.index(rank)
+        ways = [frozenset({place - 1})] if place > 1 else [frozenset({0}), frozenset[int]()]
+        leaves = [x[part.start : part.stop] for x in inputs]
+        held = whole[part.start : part.stop]
+        return any(
+            torch.equal(sum_of(part.tree, leaves, out.dtype, (w, dtype)), held) for w in ways
+        )
+
     narrowed = []
-    for name, rank in product(_NARROWER, range(len(inputs))):
-        kind = getattr(torch, name)
-        if format_of(kind).unit_roundoff <= roundoff:
-            continue
-        if all(_fits(stretch, chain or [], rank, kind, inputs, out) for stretch, chain in known):
+    for name, rank in product(_NARROWER, range(case.num_ranks)):
+        dtype = getattr(torch, name)
+        narrower = format_of(dtype).unit_roundoff > format_of(out.dtype).unit_roundoff
+        if narrower and all(
+            fits(part, chain, rank, dtype, trial) for trial in trials for part, chain in known
+        ):
             narrowed.append((rank, name))
     dtypes = {name for _, name in narrowed}
     return (tuple(rank for rank, _ in narrowed), dtypes.pop()) if len(dtypes) == 1 else None
@@ -261,17 +281,6 @@ def divided(stretches: Sequence[Stretch], num_ranks: int, size: int) -> list[Str
         for edge in range(0, size, each)
         if max(stretch.start, edge) < min(stretch.stop, edge + each)
     ]
-
-
-def _fits(
-    part: Stretch, chain: list[int], rank: int, kind: torch.dtype, inputs: list[torch.Tensor],
-    out: torch.Tensor,
-) -> bool:  # fmt: skip
-    place = chain.index(rank)
-    ways = [frozenset({place - 1})] if place > 1 else [frozenset({0}), frozenset[int]()]
-    leaves = [x[part.start : part.stop] for x in inputs]
-    held = out[part.start : part.stop]
-    return any(torch.equal(sum_of(part.tree, leaves, out.dtype, (way, kind)), held) for way in ways)
 
 
 # Ranks that must hold the same bits, and do not: which of them is the odd one?
@@ -293,32 +302,24 @@ def odd_ranks(case: RecordedCase, stretches: Sequence[Stretch]) -> Odd | None:
     groups = sorted(digests.values(), key=len, reverse=True)
     if len(groups) < 2:
         return None
-    believed, told = _believed(case, stretches, groups)
+    # whom others are held against, and whether those are wrong for it
+    believed, told, adds = groups[0], len(groups[1]) < len(groups[0]), case.case.adds
+    explained = [
+        group for group in (groups if adds else ())
+        if replay(stretches, [(case.inputs, case.results[group[0]])])
+    ]  # fmt: skip
+    if len(explained) == 1 and case.num_ranks == 2:
+        believed, told = explained[0], True
+    elif len(explained) == 1:
+        told = told and explained[0] is believed
     others = sorted(rank for group in groups if group is not believed for rank in group)
     differ = bits_differ(case.results[believed[0]], case.results[others[0]])
-    if case.case.adds and all(_some_order(case, stretches, group[0]) for group in groups):
+    if adds and all(_some_order(case, stretches, group[0]) for group in groups):
         orders = [ranks_named(group) for group in groups[:4]]
         return (), differ, fact("collectives.own_orders", groups=orders)
     if not told:
         return (), differ, fact("collectives.bits_differ")
     return tuple(others), differ, fact("collectives.other_bits", ranks=ranks_named(believed))
-
-
-def _believed(
-    case: RecordedCase, stretches: Sequence[Stretch], groups: list[list[int]]
-) -> tuple[list[int], bool]:
-    """The ranks that others are held against, and whether those are wrong for it."""
-    most, is_most = groups[0], len(groups[1]) < len(groups[0])
-    if not case.case.adds:
-        return most, is_most
-    explained = [
-        group for group in groups if replay(stretches, [(case.inputs, case.results[group[0]])])
-    ]
-    if len(explained) != 1:
-        return most, is_most
-    if case.num_ranks == 2:
-        return explained[0], True
-    return most, is_most and explained[0] is most
 
 
 def _some_order(case: RecordedCase, stretches: Sequence[Stretch], rank: int) -> bool:
@@ -328,8 +329,11 @@ def _some_order(case: RecordedCase, stretches: Sequence[Stretch], rank: int) -> 
     for part in divided(stretches or whole, n, len(out)):
         leaves = [x[part.start : part.stop] for x in case.inputs]
         held = out[part.start : part.stop]
-        chains = (_chain(order) for order in _chains(n, rank))
-        if not any(torch.equal(sum_of(chain, leaves, out.dtype), held) for chain in chains):
+        for order in _chains(n, rank):
+            nodes = [(order[0], order[1]), *((n + k, term) for k, term in enumerate(order[2:]))]
+            if torch.equal(sum_of(Tree.of(n, nodes), leaves, out.dtype), held):
+                break
+        else:
             return False
     return True
 
@@ -345,13 +349,6 @@ def _chains(num_ranks: int, rank: int) -> Iterator[Sequence[int]]:
     yield [rank, *(other for other in range(num_ranks) if other != rank)]
 
 
-def _chain(order: Sequence[int]) -> Tree:
-    num = len(order)
-    nodes = [(order[0], order[1])]
-    nodes += [(num + k, term) for k, term in enumerate(order[2:])]
-    return Tree.of(num, nodes)
-
-
 def ranks_named(ranks: Sequence[int]) -> Fact:
     """``ranks 0, 1``."""
     return fact("collectives.ranks", num=len(ranks), ranks=list(ranks))
@@ -359,8 +356,8 @@ def ranks_named(ranks: Sequence[int]) -> Fact:
 
 # What ranks hold where they are wrong, as facts that are true of each of them.
 
-Right = Sum | torch.Tensor
-"""What a rank should hold: a sum, or bits."""
+Right = Sum | Bits
+"""What a rank should hold."""
 
 _AVERAGES = 1e-3
 """How near 1 / factor must be to a whole number to be called one: factors are told to 4 digits."""
@@ -378,19 +375,18 @@ def instead(
         return swapped
     clauses = [list(_clauses(held[r], wrong[r], case, r, rights[r])) for r in ranks]
     common = [item for item in clauses[0] if all(item in others for others in clauses[1:])]
-    where = _where(torch.stack([wrong[rank] for rank in ranks]).any(dim=0))
+    union = torch.stack(list(wrong.values())).any(dim=0)
+    places, size = union.nonzero().flatten(), len(union)
+    num, first = len(places), int(places[0])
+    if num == size:
+        where = fact("collectives.all_elements", size=size)
+    elif num == size - first:
+        where = fact("collectives.last_elements", num=num, size=size)
+    else:
+        last = int(places[-1])
+        where = fact("collectives.some_elements", num=num, size=size, first=first, last=last)
     what = common[0] if common else _far(held, wrong, rights)
     return fact("collectives.instead", where=where, what=what)
-
-
-def _where(wrong: torch.Tensor) -> Fact:
-    places = wrong.nonzero().flatten()
-    size, count, first, last = len(wrong), len(places), int(places[0]), int(places[-1])
-    if count == size:
-        return fact("collectives.all_elements", size=size)
-    if last == size - 1 and count == size - first:
-        return fact("collectives.last_elements", num=count, size=size)
-    return fact("collectives.some_elements", num=count, size=size, first=first, last=last)
 
 
 def _clauses(
@@ -478,18 +474,13 @@ def _far(
 def _swapped(out: torch.Tensor, exact: Right, num_ranks: int) -> Fact | None:
     if len(out) < 2 * num_ranks:
         return None
-    chunks = out.tensor_split(num_ranks)
+    edges = [0, *accumulate(map(len, out.tensor_split(num_ranks)))]
 
     def fits(i: int, j: int) -> bool:
         """Does chunk i hold what belongs in chunk j?"""
-        size = min(len(chunks[i]), len(chunks[j]))
-        if isinstance(exact, Sum):
-            parts = [tensor.tensor_split(num_ranks)[j][:size] for tensor in
-                     (exact.high, exact.low, exact.bound)]  # fmt: skip
-            other = Sum(*parts)
-            return bool((other.error(chunks[i][:size]).abs() <= other.bound).all())
-        there = exact.tensor_split(num_ranks)[j][:size]
-        return not bool(bits_differ(chunks[i][:size], there).any())
+        size = min(edges[i + 1] - edges[i], edges[j + 1] - edges[j])
+        there = exact[edges[j] : edges[j] + size]
+        return not bool(there.differs(out[edges[i] : edges[i] + size]).any())
 
     wrong = [i for i in range(num_ranks) if not fits(i, i)]
     matches = {i: [j for j in range(num_ranks) if j != i and fits(i, j)] for i in wrong}
@@ -522,40 +513,26 @@ class WrongCall:
 
 def wrong_of(case: RecordedCase, held: Mapping[int, torch.Tensor]) -> WrongCall:
     """``held``: the results of one call, by rank."""
-    wrong, sums = WrongCall(), case.case.adds
-    if sums:
-        whole, parts = exact_sum(case.inputs), case.case.collective == "reduce_scatter"
-        wrong.rights = {rank: whole.part(rank, case.num_ranks) if parts else whole for rank in held}
-    else:
-        expected = expected_of(case)
-        wrong.rights = {rank: expected[rank] for rank in held}
+    wrong = WrongCall(rights=expected_of(case))
     for rank, out in held.items():
-        exact = wrong.rights[rank]
-        size = len(exact.high if isinstance(exact, Sum) else exact)
-        if len(out) != size:
-            wrong.misfits[rank] = size
+        right = wrong.rights[rank]
+        if len(out) != len(right):
+            wrong.misfits[rank] = len(right)
             continue
-        if isinstance(exact, Sum):
-            beyond = _beyond(case, out, exact, wrong)
-        else:
-            beyond = bits_differ(out, exact)
+        beyond = right.differs(out)
+        if isinstance(right, Sum):
+            error = right.error(out).abs()
+            if case.case.values in ("integers", "rank_coded"):
+                beyond = error > 0
+            elif case.case.values == "subnormal" and beyond.any() and _all_flushed(out, beyond):
+                wrong.flushed = True
+                continue
+            else:
+                usage = float((error / right.bound.clamp_min(5e-324)).max())
+                wrong.usage = max(wrong.usage or 0.0, usage)
         if beyond.any():
             wrong.elements[rank] = beyond
     return wrong
-
-
-def _beyond(case: RecordedCase, out: torch.Tensor, exact: Sum, wrong: WrongCall) -> torch.Tensor:
-    """Where a sum is farther off than rounding explains."""
-    error = exact.error(out).abs()
-    if case.case.values in ("integers", "rank_coded"):
-        return error > 0
-    beyond = error > exact.bound
-    if case.case.values == "subnormal" and beyond.any() and _all_flushed(out, beyond):
-        wrong.flushed = True
-        return torch.zeros_like(beyond)
-    usage = float((error / exact.bound.clamp_min(5e-324)).max())
-    wrong.usage = max(wrong.usage or 0.0, usage)
-    return beyond
 
 
 def _all_flushed(out: torch.Tensor, beyond: torch.Tensor) -> bool:
@@ -600,26 +577,26 @@ def groups_of(case: RecordedCase, wrong: Wrong) -> list[dict[int, torch.Tensor]]
 
 
 def made_by(case: RecordedCase, wrong: Wrong) -> Made:
-    """Of one group of ranks with wrong sums. Of ``reduce`` the root alone holds anything, which
-    does not tell who made it; where all ranks are wrong alike, the one whose part it is."""
+    """Of one group of ranks that are wrong together.
+
+    Sums: of ``reduce`` the root alone holds anything, which does not tell who made it; where all
+    ranks are wrong alike, the one whose part of the buffer it is. Where nothing is added: who holds
+    the wrong bits, or who sent them where every other rank has them wrong. What one rank sent and
+    one other alone has wrong may be the fault of either: that it is the one that holds it is an
+    assumption.
+    """
     ranks, name = tuple(sorted(wrong)), case.case.collective
+    everywhere = len(ranks) == case.num_ranks
     if name == "reduce":
         return Made(())
-    if len(ranks) < case.num_ranks or name == "reduce_scatter":
-        return Made(ranks)
-    part = part_of(torch.stack(list(wrong.values())).any(dim=0), case.num_ranks)
-    if part is None:
-        return Made(())
-    return Made((part,), assumed=True, how=(fact("collectives.own_part"),))
-
-
-def sent_by(case: RecordedCase, wrong: Wrong) -> Made:
-    """Of one group of ranks with wrong bits, where nothing is added: who holds them, or who sent
-    them where every other rank has them wrong. What one rank sent and one other alone has wrong may
-    be the fault of either: that it is the one that holds it is an assumption."""
-    ranks = tuple(sorted(wrong))
-    everywhere = len(ranks) == case.num_ranks
-    if case.case.collective == "broadcast":
+    if case.case.adds:
+        if not everywhere or name == "reduce_scatter":
+            return Made(ranks)
+        part = part_of(torch.stack(list(wrong.values())).any(dim=0), case.num_ranks)
+        if part is None:
+            return Made(())
+        return Made((part,), assumed=True, how=(fact("collectives.own_part"),))
+    if name == "broadcast":
         if everywhere:
             return Made((ROOT_RANK,), assumed=True)
         if len(ranks) == case.num_ranks - 1 and ROOT_RANK not in ranks:
@@ -632,7 +609,7 @@ def sent_by(case: RecordedCase, wrong: Wrong) -> Made:
     if everywhere or len(givers) != 1:
         return Made(() if everywhere else ranks)
     (giver,) = givers
-    if giver in ranks or (case.case.collective == "all_gather" and case.num_ranks > 2):
+    if giver in ranks or (name == "all_gather" and case.num_ranks > 2):
         return Made(ranks)  # the others got the same, and have it right
     return Made(ranks, assumed=True, how=(fact("collectives.sent_by", rank=giver),))
 
@@ -666,51 +643,6 @@ def part_of(wrong: torch.Tensor, num_ranks: int) -> int | None:
         return None
     first, last = int(places[0]) // each, int(places[-1]) // each
     return first if first == last and len(places) > 2 else None
-
-
-# Sums that are kept in another dtype than the buffer's: by all ranks, or by one.
-#
-# Told only where every recorded case of that dtype and size whose sums round is explained so: a
-# single one may come out by chance, as where few digits are in use.
-
-
-def adds_narrow(
-    recorded: Recorded, stretches: list[Stretch], case: RecordedCase
-) -> tuple[tuple[int, ...], str] | None:
-    """The ranks of which one alone adds in a narrower dtype, and the dtype."""
-    out = case.whole
-    if not stretches or out is None or format_named(case.case.dtype).kind != "float":
-        return None
-    told = narrow_ranks(stretches, case.inputs, out)
-    for inputs, whole in trials_of(recorded, case.case).values():
-        other = None if told is None else narrow_ranks(stretches, inputs, whole)
-        if told is None or other is None or other[1] != told[1]:
-            return None
-        told = tuple(rank for rank in told[0] if rank in other[0]), told[1]
-    return told if told is not None and told[0] else None
-
-
-def adds_alike(recorded: Recorded, stretches: list[Stretch], case: RecordedCase) -> str | None:
-    """The dtype in which all ranks keep their sums, if it is narrower than the buffer's."""
-    out = case.whole
-    if out is None or not stretches:
-        return None
-    trials = [(case.inputs, out), *trials_of(recorded, case.case).values()]
-    dtype = replay(stretches, trials)
-    wider = format_named(case.case.dtype).unit_roundoff
-    return dtype if dtype and format_named(dtype).unit_roundoff > wider else None
-
-
-def only_one(
-    case: RecordedCase, wrong: Mapping[int, torch.Tensor], ranks: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The one of ``ranks`` that alone is wrong, or whose part of the buffer is."""
-    if case.case.collective == "reduce_scatter":
-        told = tuple(wrong) if len(wrong) == 1 else ()
-    else:
-        part = part_of(wrong[min(wrong)], case.num_ranks)
-        told = () if part is None else (part,)
-    return tuple(rank for rank in told if rank in ranks)
 
 
 # One run of collectives, judged by itself.
@@ -767,7 +699,7 @@ class _Judge:
     ) -> None:  # fmt: skip
         """One fault for each group of ranks that are wrong together. ``call``: of a repetition."""
         for group in groups_of(case, wrong.elements):
-            made, what = _made(case, group), instead(case, held, group, wrong.rights)
+            made, what = made_by(case, group), instead(case, held, group, wrong.rights)
             if call is not None:
                 what = fact("collectives.in_call", call=call, what=what)
             union = torch.stack(list(group.values())).any(dim=0)
@@ -878,10 +810,6 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     tally.num_right += len(all_of.faults) == num_faults
 
 
-def _made(case: RecordedCase, group: dict[int, torch.Tensor]) -> Made:
-    return made_by(case, group) if case.case.adds else sent_by(case, group)
-
-
 def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bool:
     """Do additions in a narrower dtype, of one rank or of all, explain every bit?"""
     if not case.case.adds or wrong.misfits:
@@ -891,16 +819,26 @@ def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bo
     narrow = adds_narrow(all_of.recorded, stretches, case)
     if narrow is not None:
         ranks, dtype = narrow
-        told = ranks if len(ranks) == 1 else only_one(case, elements, ranks)
+        scattered = case.case.collective == "reduce_scatter"
+        told = ranks
+        if len(ranks) > 1:  # the one that alone is wrong, or whose part of the buffer is
+            part = part_of(beyond, case.num_ranks)
+            alone = tuple(elements) if len(elements) == 1 else ()
+            told = alone if scattered else () if part is None else (part,)
+            told = tuple(rank for rank in told if rank in ranks)
         what = fact("collectives.adds_in", dtype=dtype)
-        assumed = len(ranks) > 1 and case.case.collective != "reduce_scatter"
-        all_of.add(case, "sum", beyond, told, what, assumed=assumed)
+        all_of.add(case, "sum", beyond, told, what, assumed=len(ranks) > 1 and not scattered)
         return True
-    dtype_of_all = adds_alike(all_of.recorded, stretches, case)
-    if dtype_of_all is not None:
-        what = fact("collectives.all_add_in", dtype=dtype_of_all)
-        all_of.add(case, "sum", beyond, tuple(range(case.num_ranks)), what)
-    return dtype_of_all is not None
+    out = case.whole
+    trials = [] if out is None else [(case.inputs, out)]
+    kept = replay(stretches, [*trials, *trials_of(all_of.recorded, case.case).values()])
+    if out is None or kept is None:
+        return False
+    if format_named(kept).unit_roundoff <= format_named(case.case.dtype).unit_roundoff:
+        return False
+    what = fact("collectives.all_add_in", dtype=kept)
+    all_of.add(case, "sum", beyond, tuple(range(case.num_ranks)), what)
+    return True
 
 
 def _look_below(all_of: _Judge, case: RecordedCase) -> None:
@@ -940,7 +878,7 @@ def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool
             if wrong.elements:
                 all_of.add_wrong(case, "repeatable", held, wrong, call=number)
                 return False
-    made = _made(case, differing)
+    made = made_by(case, differing)
     what = fact("collectives.other_bits_each_time")
     if case.case.adds and not first.found:
         what = fact("collectives.other_order_each_time", part=made.assumed)
@@ -1179,63 +1117,44 @@ def report_on(
     skipped: list[Skipped] = []
     differing: list[CollectiveDiff] = []
     num_common = 0
-    for site, case in ours.items():
-        other = theirs.get(site)
-        if other is None:
-            skipped.append(_skip(site, fact("collectives.no_partner"), "reference"))
-            continue
-        reason = None
-        if reference.num_ranks != candidate.num_ranks:
-            reason = fact(
-                "collectives.other_num_ranks",
-                reference=reference.num_ranks,
-                candidate=candidate.num_ranks,
-            )
-        elif _inputs(reference, case.place) != _inputs(candidate, case.place):
-            reason = fact("collectives.other_inputs")
-        if reason is not None:
-            skipped.append(_skip(site, reason, "both"))
-            continue
-        num_common += 1
-        ranks = [rank for rank in case.ranks if case.digests(rank)[:1] != other.digests(rank)[:1]]
-        if ranks:
+    nums = reference.num_ranks, candidate.num_ranks
+    other_ranks = fact("collectives.other_num_ranks", reference=nums[0], candidate=nums[1])
+    for site in dict.fromkeys((*ours, *theirs)):
+        case, other = ours.get(site), theirs.get(site)
+        if case is None or other is None:
+            side: Side = "candidate" if case is None else "reference"
+            skipped.append(_skip(site, fact("collectives.no_partner"), side))
+        elif nums[0] != nums[1]:
+            skipped.append(_skip(site, other_ranks, "both"))
+        elif case.input_digests != other.input_digests:
+            skipped.append(_skip(site, fact("collectives.other_inputs"), "both"))
+        else:
+            num_common += 1
+            ranks = [
+                rank for rank in case.ranks if case.digests(rank)[:1] != other.digests(rank)[:1]
+            ]
             far = [
                 _apart(case.results[rank], other.results[rank])
                 for rank in ranks
                 if rank in case.results and rank in other.results
             ]
-            size = max(far, default=float("nan"))
-            differing.append(CollectiveDiff(site=site, ranks=tuple(ranks), rel_l2=size))
-    skipped += [
-        _skip(site, fact("collectives.no_partner"), "candidate")
-        for site in theirs
-        if site not in ours
-    ]
+            if ranks:
+                size = max(far, default=float("nan"))
+                differing.append(CollectiveDiff(site=site, ranks=tuple(ranks), rel_l2=size))
     result = CollectivesResult(
         sides=judged, num_common=num_common, num_same=num_common - len(differing),
         differing=sorted(differing, key=lambda diff: -diff.rel_l2),
     )  # fmt: skip
-    result, coverage = result, Coverage.of(num_common, skipped)
+    coverage = Coverage.of(num_common, skipped)
     lines = [line for line in facts_of_operators(a, b)[0] if line.check != "engine"]
     finding = find_in_two(result, a, b, coverage)
     return report_of(a, b, finding, coverage, lines, collectives=result)
 
 
-def _inputs(recorded: Recorded, place: str) -> list[tuple[int, str | None]]:
-    """(rank, digest) of what the ranks put in."""
-    return sorted(
-        (rank, record.xxh3)
-        for (rank, site), record in recorded.records.items()
-        if site == f"{place}:in.x"
-    )
-
-
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape:
-        return float("inf")
-    x, y = a.double(), b.double()
-    norm, far = float(x.norm()), float((y - x).norm())
-    return 0.0 if far == 0.0 else far / norm if norm else float("inf")
+        return math.inf
+    return ratio(float((b.double() - a.double()).norm()), float(a.double().norm()))
 
 
 def _skip(site: str, reason: Fact, side: SideOrBoth) -> Skipped:

@@ -174,6 +174,13 @@ class RecordedCase:
         return held
 
     @property
+    def input_digests(self) -> list[str | None]:
+        """By rank, of what it put in."""
+        site = join_site(self.place, "in.x")
+        records = (self.recorded.records.get((rank, site)) for rank in range(self.num_ranks))
+        return [None if record is None else record.xxh3 for record in records]
+
+    @property
     def ranks(self) -> range:
         """Who has a result."""
         return range(1 if self.case.collective == "reduce" else self.num_ranks)
@@ -218,14 +225,36 @@ class Sum:
     low: torch.Tensor
     bound: torch.Tensor
 
+    def __len__(self) -> int:
+        return len(self.high)
+
+    def __getitem__(self, where: slice) -> Sum:
+        return Sum(self.high[where], self.low[where], self.bound[where])
+
     def error(self, x: torch.Tensor) -> torch.Tensor:
         """x - Σ; nan and inf count as infinitely far."""
         error = (x.double() - self.high) - self.low
         return torch.where(error.isfinite(), error, torch.inf)
 
-    def part(self, rank: int, num_ranks: int) -> Sum:
-        """The part of the buffer that reduce-scatter gives to ``rank``."""
-        return Sum(*(tensor.chunk(num_ranks)[rank] for tensor in (self.high, self.low, self.bound)))
+    def differs(self, x: torch.Tensor) -> torch.Tensor:
+        """Where ``x`` is farther off than rounding explains."""
+        return self.error(x).abs() > self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """What a rank should hold where nothing is added."""
+
+    values: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, where: slice) -> Bits:
+        return Bits(self.values[where])
+
+    def differs(self, x: torch.Tensor) -> torch.Tensor:
+        return bits_differ(x, self.values)
 
 
 def exact_sum(inputs: list[torch.Tensor]) -> Sum:
@@ -243,17 +272,23 @@ def exact_sum(inputs: list[torch.Tensor]) -> Sum:
     return Sum(high, low, bound * (1 + 2.0**-40))
 
 
-def expected_of(case: RecordedCase) -> dict[int, torch.Tensor]:
-    """Of each rank, the bits it should hold; of collectives that add nothing."""
-    inputs, n = case.inputs, case.num_ranks
-    name = case.case.collective
+def expected_of(case: RecordedCase) -> dict[int, Sum | Bits]:
+    """Of each rank, what it should hold."""
+    inputs, n, name = case.inputs, case.num_ranks, case.case.collective
+    if case.case.adds:
+        whole = exact_sum(inputs)
+        each = len(whole) // n if name == "reduce_scatter" else 0
+        return {
+            rank: whole[rank * each : (rank + 1) * each] if each else whole for rank in case.ranks
+        }
     if name == "broadcast":
-        return dict.fromkeys(range(n), inputs[ROOT_RANK])
+        return dict.fromkeys(range(n), Bits(inputs[ROOT_RANK]))
     if name == "all_gather":
-        return dict.fromkeys(range(n), torch.cat(inputs))
+        return dict.fromkeys(range(n), Bits(torch.cat(inputs)))
     if name == "all_to_all":
-        return {rank: torch.cat([sent.chunk(n)[rank] for sent in inputs]) for rank in range(n)}
-    return {rank: inputs[(rank - 1) % n] for rank in range(n)}
+        parts = [[sent.chunk(n)[rank] for sent in inputs] for rank in range(n)]
+        return {rank: Bits(torch.cat(part)) for rank, part in enumerate(parts)}
+    return {rank: Bits(inputs[(rank - 1) % n]) for rank in range(n)}
 
 
 def bits_differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,21 @@ def of_drawn(finding: Finding, texts: LogprobTexts | None, pairs: Sequence[Promp
     # answers that were not drawn tell of no distribution: a test would count one as many; where
     # the other side's were, that they differ is true, whatever the cause
     sides = [side for side in SIDES if _repeats(pairs, side)]
-    told = _find(texts)
+    # is it one distribution? Never said of too few answers
+    if texts is None or texts.p_value is None:
+        few = fact("logprobs.few_drawn", num_answers=0 if texts is None else texts.num_answers)
+        more = check("answers", False, fact("logprobs.more_answers"))
+        told = finding_of("undetermined", few, more)
+    else:
+        test, share = fact("logprobs.test", **asdict(texts)), texts.smallest_share
+        if texts.p_value <= LEVEL:
+            other = fact("logprobs.other_distribution", test=test)
+            blur = check("scale", False, fact("logprobs.texts_blur_cause"))
+            told = finding_of("systematic", other, blur)
+        else:
+            same = fact("logprobs.no_difference", test=test, share=share)
+            power = check("scale", False, fact("logprobs.power_of_test"))
+            told = finding_of("undetermined" if share is None else "within_floor", same, power)
     if texts is not None and sides:
         repeats = fact("logprobs.repeats", side=common_side(sides))
         if len(sides) == 1 and told.kind == "systematic":
@@ -149,22 +163,6 @@ def _repeats(pairs: Sequence[PromptPair], side: Side) -> bool:
     return len(pairs) > len(answers) == sum(map(len, answers.values()))
 
 
-def _find(texts: LogprobTexts | None) -> Finding:
-    """Is it one distribution? Never said of too few answers."""
-    if texts is None or texts.p_value is None:
-        few = fact("logprobs.few_drawn", num_answers=0 if texts is None else texts.num_answers)
-        more = check("answers", False, fact("logprobs.more_answers"))
-        return finding_of("undetermined", few, more)
-    test, share = fact("logprobs.test", **asdict(texts)), texts.smallest_share
-    if texts.p_value <= LEVEL:
-        other = fact("logprobs.other_distribution", test=test)
-        blur = check("scale", False, fact("logprobs.texts_blur_cause"))
-        return finding_of("systematic", other, blur)
-    same = fact("logprobs.no_difference", test=test, share=share)
-    power = check("scale", False, fact("logprobs.power_of_test"))
-    return finding_of("undetermined" if share is None else "within_floor", same, power)
-
-
 # Experts as a cause: do the tokens that differ share an expert?
 #
 # Where a side, or a run of ``--layers``, recorded which experts its tokens were sent to, each
@@ -173,7 +171,7 @@ def _find(texts: LogprobTexts | None) -> Finding:
 # explain it (rank sum of Wilcoxon, normal approximation, p times the number of experts, at most 1%)
 # and the others differ by less than a third.
 
-_LEVEL, _TIMES, _FEWEST = 0.01, 3.0, 5
+_TIMES, _FEWEST = 3.0, 5
 
 _Choices = dict[tuple[int, int], dict[str, frozenset[int]]]
 """(prompt, index of the token in its sequence) → of each block the experts it was sent to."""
@@ -223,7 +221,7 @@ def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert
     z, block, expert, there = max(scores, key=lambda score: score[0])
     p_value = min(1.0, len(splits) * (1 - NormalDist().cdf(z)))
     mean, rest = float(size[there].mean()), float(size[~there].mean())
-    if p_value > _LEVEL or mean <= _TIMES * rest:
+    if p_value > LEVEL or mean <= _TIMES * rest:
         return None
     worst = held[int(np.where(there, size, -1.0).argmax())][2]
     return LogprobExpert(
@@ -436,32 +434,23 @@ def measure(
 
 
 def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
-    parts = [pair.delta for pair in pairs if len(pair.delta)]
-    if not parts:
+    held = [pair for pair in pairs if len(pair.delta)]
+    if not held:
         return None
-    delta = np.concatenate(parts)
+    delta = np.concatenate([pair.delta for pair in held])
+    at = np.concatenate([pair.places - pair.answer_begins for pair in held])
     size = np.abs(delta)
+    # of tenths of the longest answer; the last ones are of long answers alone
+    longest, means = int(at.max()) + 1, []
+    for number in range(_TENTHS if longest >= _TENTHS else 0):
+        part = size[(at >= 0) & (at * _TENTHS // longest == number)]
+        means.append(float(part.mean()) if len(part) else math.nan)
     return LogprobDelta(
         num_tokens=len(delta), mean=float(delta.mean()), mean_abs=float(size.mean()),
         rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(size, 0.5),
         p90_abs=quantile(size, 0.9), p99_abs=quantile(size, 0.99), max_abs=float(size.max()),
-        by_position=_by_position(pairs),
+        by_position=means,
     )  # fmt: skip
-
-
-def _by_position(pairs: Sequence[PromptPair]) -> list[float]:
-    """Mean |Δ| of tenths of the longest answer; the last ones are of long answers alone."""
-    by_tenth: list[list[np.ndarray]] = [[] for _ in range(_TENTHS)]
-    answers = [(p.places - p.answer_begins, np.abs(p.delta)) for p in pairs if len(p.delta)]
-    longest = max((int(at.max()) + 1 for at, _ in answers), default=0)
-    if longest < _TENTHS:
-        return []
-    for at, size in answers:
-        tenth = at * _TENTHS // longest
-        for number in range(_TENTHS):
-            by_tenth[number].append(size[(at >= 0) & (tenth == number)])
-    joined = [np.concatenate(part) for part in by_tenth]
-    return [float(part.mean()) if len(part) else math.nan for part in joined]
 
 
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
@@ -839,7 +828,7 @@ def report_on(
     status = "unknown" if UNKNOWN in ways else "same" if ways[0] == ways[1] else "differs"
     decoding = PreflightLine(
         check="decoding", status="blocking" if other else status, reference=ways[0],
-        candidate=ways[1], details=[fact("logprobs.drawn_and_greedy")] if other else [],
+        candidate=ways[1], details=[fact("logprobs.drawn_and_greedy")] if other else [], detail="",
     )  # fmt: skip
     lines = [prompt_line(pairs, a, b), decoding, dtype, engine, *lines]
     blocking = [line for line in lines if line.status == "blocking"]

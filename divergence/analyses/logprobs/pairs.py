@@ -234,8 +234,23 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
     engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
     # one engine lists the token that ends an answer, another does not
     room = 0 if engines[0] == engines[1] else 1
-    budgets = [_budget(run) for run in (a, b)]
-    return [replace(pair, ended=_one_ended(pair, budgets, room)) for pair in once]
+    # tokens at which answers are cut; 0 where they are given, or nobody knows
+    budgets = [
+        0 if run.manifest.tokens.forced_by is not None or facts_of(run).get("tokens") == "given"
+        else run.manifest.settings.max_new_tokens
+        for run in (a, b)
+    ]  # fmt: skip
+
+    def is_ended(pair: PromptPair) -> bool:
+        lengths = [len(side.ids) - side.num_prompt for side in (pair.reference, pair.candidate)]
+        short = lengths.index(min(lengths))
+        return (
+            pair.tokens is None
+            and 0 < pair.num_equal == lengths[short] < budgets[short]  # 0: there is no answer
+            and lengths[1 - short] > lengths[short] + room
+        )
+
+    return [replace(pair, ended=is_ended(pair)) for pair in once]
 
 
 def values_of(pair: PromptPair) -> np.ndarray:
@@ -244,23 +259,6 @@ def values_of(pair: PromptPair) -> np.ndarray:
     rows = [(mine, other) for place, mine, other in pair.rows if place in places]
     mine, other = np.array(rows, np.int64).reshape(-1, 2).T
     return np.stack([pair.reference.logprobs[mine], pair.candidate.logprobs[other]])
-
-
-def _budget(run: Run) -> int:
-    """Tokens at which answers are cut; 0 where they are given, or nobody knows."""
-    given = run.manifest.tokens.forced_by is not None or facts_of(run).get("tokens") == "given"
-    return 0 if given else run.manifest.settings.max_new_tokens
-
-
-def _one_ended(pair: PromptPair, budgets: list[int], room: int) -> bool:
-    sides = pair.reference, pair.candidate
-    lengths = [len(side.ids) - side.num_prompt for side in sides]
-    short = lengths.index(min(lengths))
-    return (
-        pair.tokens is None
-        and 0 < pair.num_equal == lengths[short] < budgets[short]  # 0: there is no answer
-        and lengths[1 - short] > lengths[short] + room
-    )
 
 
 def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:

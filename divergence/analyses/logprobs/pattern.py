@@ -146,8 +146,9 @@ PatternName = Literal[
 _ONE_WAY = 0.5
 """Share of the mean |Δ| that a mean Δ is at least, where the tokens lie one way."""
 _LEAST = THRESHOLDS.truth_least
-"""Of what rounding explains, as of every floor: below it nothing tells a cause. The numbers of a
-chosen token lie below 0, for one, and so does what is cut off there."""
+"""Of what rounding explains, as of every floor: added to both errors that are held against one
+another, and below it nothing tells a cause. The numbers of a chosen token lie below 0, for one, and
+so does what is cut off there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +184,19 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     enough = shift.num_prompts >= LEAST_PROMPTS
     # however few prompts they are of, rounding and other precisions move tokens either way
     one_sided = mean > _LEAST * scale.value and is_one_way(delta)
-    # prompts far beyond the others
-    x, own = _observed(sizes, scale=scale.value)
+    # prompts far beyond the others, each with what others have shown too; where more than a third
+    # are nearer to these than to the median, the others are no control
+    whole = [np.abs(pair.whole[0]) for pair in held]
+    x, own = _observed(whole, scale=scale.value)
     limit = limit_of(len(held))
     judged = outliers(x[:, None], own[:, None], THRESHOLDS.ratio_forward_spread, limit)
-    out = (x > (judged.control + judged.reach)[:, 0]) & (x > 0)
-    if enough and out.any():
+    control = judged.control[:, 0]
+    out = (x > control + judged.reach[:, 0]) & (x > 0)
+    alike = x > (control + x[out].min(initial=math.inf)) / 2
+    if enough and out.any() and 3 * alike.sum() <= len(x):
         odd = [
-            (pair.sample, int(pair.places[size.argmax()]))
-            for pair, size, is_out in zip(held, sizes, out, strict=True)
+            (pair.sample, int(pair.whole[1][size.argmax()]))
+            for pair, size, is_out in zip(held, whole, out, strict=True)
             if is_out
         ]
         means = [size.mean() for size, is_out in zip(sizes, out, strict=True) if not is_out]
@@ -245,7 +250,7 @@ def _observed(*sides: Sequence[np.ndarray], scale: float) -> tuple[np.ndarray, n
         energy[number] = [square.mean() for square in squares]
         with np.errstate(invalid="ignore"):
             count[number] = [square.sum() ** 2 / np.square(square).sum() for square in squares]
-    return observed(energy, count, THRESHOLDS.least_sibling)
+    return observed(energy, count, _LEAST)
 
 
 def token_bound(size: np.ndarray, explained: float) -> float:

@@ -30,8 +30,9 @@ from divergence.comparison.results import (
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import Format, format_of
+from divergence.numerics.sums import ratio
 from divergence.numerics.ulp import ROUNDING_RMS, spacing, ulp_distance
-from divergence.run.command import command, command_line
+from divergence.run.command import Command, command, command_line
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -56,14 +57,13 @@ from divergence.words import Progress, SideOrBoth, common_side, grouped, side_of
 # The limits are multiples of what rounding explains: 4 for the score, the room that the floor of a
 # whole block is given (numerics.floor); 6 for the gain, as for blocks: six standard deviations of
 # one row. Codes: with λ codes expected to be off by one (each where rounding may carry the value
-# over a half), more than 4 λ + 6 √λ + 3 are too many, and none may be off by more than one.
-# Indices: a row whose choice has another score than the truth's by more than six standard
-# deviations of that difference is wrong; an exactly equal score is a tie.
+# over a half), more than 4 λ + 6 √λ + 3 are too many, by both limits and the chance of few, and
+# none may be off by more than one. Indices: a row whose choice has another score than the truth's
+# by more than six standard deviations of that difference is wrong; an exactly equal score is a tie.
 
 SCORE_LIMIT = 4.0
 GAIN_LIMIT = 6.0
-_CODES_FACTOR, _CODES_DEVIATIONS, _CODES_LEAST = 4.0, 6.0, 3.0
-_SCORE_DEVIATIONS = 6.0
+_FEW_CODES = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ def score_of_side(x: torch.Tensor, truth: Truths, *, subnormal: bool) -> SuiteSi
         z = torch.where(difference == 0.0, 0.0, difference / deviation)
         p99, largest = _ulp(x, rounded, true, form)
         return SuiteSide(
-            error=_over(float(difference.norm()), float(torch.where(kept, true, 0.0).norm())),
+            error=ratio(float(difference.norm()), float(torch.where(kept, true, 0.0).norm())),
             ulp_p99=p99,
             ulp_max=largest,
             score=_rms(z[kept & ~zero]),
@@ -125,7 +125,7 @@ def excess(side: SuiteSide, *, expected_off: float | None, count: int) -> float:
         if side.off_by_more:
             return math.inf
         expected = (expected_off or 0.0) * count
-        allowed = _CODES_FACTOR * expected + _CODES_DEVIATIONS * math.sqrt(expected) + _CODES_LEAST
+        allowed = SCORE_LIMIT * expected + GAIN_LIMIT * math.sqrt(expected) + _FEW_CODES
         return side.off_by_one * count / allowed
     return math.inf if side.rows_wrong else 0.0
 
@@ -137,7 +137,7 @@ def ideal_error(truth: Truths, form: Format) -> tuple[float, float]:
     true = truth.value[kept]
     norm = float(true.norm())
     floor = 0.0 if truth.floor is None else float(truth.floor.double()[kept].norm())
-    return _over(float((rounded[kept] - true).norm()), norm), _over(floor, norm)
+    return ratio(float((rounded[kept] - true).norm()), norm), ratio(floor, norm)
 
 
 def between(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float | None, float | None]:
@@ -150,7 +150,7 @@ def between(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float | None, floa
     finite = wide_a.isfinite() & wide_b.isfinite()
     difference = float((wide_a - wide_b)[finite].norm())
     p99, largest = _ulp(b, a, wide_a, form)
-    return _over(difference, float(wide_a[finite].norm())), p99, largest
+    return ratio(difference, float(wide_a[finite].norm())), p99, largest
 
 
 def _gain(
@@ -203,7 +203,7 @@ def _indices(x: torch.Tensor, truth: Truths) -> SuiteSide:
     spread = torch.hypot(floor.gather(-1, chosen), floor.gather(-1, true))
     ordered = x.sort(-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    wrong = (different & ((gap > _SCORE_DEVIATIONS * spread) | ~inside)).any(-1) | repeated
+    wrong = (different & ((gap > GAIN_LIMIT * spread) | ~inside)).any(-1) | repeated
     near = (different & (gap > 0)).any(-1) & ~wrong
     tied = different.any(-1) & ~wrong & ~near
     return SuiteSide(
@@ -232,63 +232,65 @@ def _rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def _over(top: float, bottom: float) -> float:
-    """The quotient; 0 for 0/0, inf for x/0."""
-    if bottom == 0.0:
-        return 0.0 if top == 0.0 else math.inf
-    return top / bottom
-
-
 # What two runs of an operator suite show.
 
 
 def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Finding:
     wrong = [item for item in result.operators if item.status == "wrong"]
-    evidence = [
-        _operator(item) for item in result.operators if item.status in ("wrong", "flushed", "ties")
-    ]
-    whole = a.manifest.complete and b.manifest.complete and not coverage.unmatched
-    covered = [check("coverage", whole, fact("not_every_case"))]
     names = [_name(item) for item in wrong]
     num_differ, total = sum(c.status != "identical" for c in result.cases), len(result.cases)
-    unjudged = [case for case in result.cases if case.status == "differs"]
-    kind: VerdictKind = "within_floor"
-    headline = fact("suite.within_rounding", num_differ=num_differ, total=total)
-    side: SideOrBoth | None = None
-    onset, commands = None, []
-    if all(item.num_same == item.num_cases for item in result.operators):
-        kind, headline = "identical", fact("suite.all_same", total=total, wrong=names)
-    elif not wrong and unjudged:
-        most = max(unjudged, key=lambda case: case.rel_l2)
-        kind, headline = "undetermined", fact(
-            "suite.differ_unjudged", num_differ=num_differ, total=total, operator=most.operator,
-            rel_l2=most.rel_l2,
+    whole = a.manifest.complete and b.manifest.complete and not coverage.unmatched
+
+    def finding(kind: VerdictKind, headline: Fact, *commands: Command, **rest: Any) -> Finding:
+        evidence = [
+            _operator(item)
+            for item in result.operators
+            if item.status in ("wrong", "flushed", "ties")
+        ]
+        usual = {"rests_on": [check("coverage", whole, fact("not_every_case"))]}
+        return Finding(
+            claim="suite", kind=kind, headline=[headline], evidence=evidence,
+            commands=list(commands), **usual | rest,
         )  # fmt: skip
-        covered = [check("measured", False)]
-        commands = [command("truth", a.path, o="truth"),
-                    command("compare", a.path, b.path, truth="truth")]  # fmt: skip
-    elif wrong:
-        side = common_side(item.side or "both" for item in wrong)
+
+    if all(item.num_same == item.num_cases for item in result.operators):
+        return finding("identical", fact("suite.all_same", total=total, wrong=names))
+    if wrong:
+        wrong_side = common_side(item.side or "both" for item in wrong)
         bad = [case for case in result.cases if case.status == "wrong"]
         nonfinite = all(
             any(
-                each is not None and each.num_nonfinite for each in (case.reference, case.candidate)
+                side is not None and side.num_nonfinite for side in (case.reference, case.candidate)
             )
             for case in bad
         )
         many = len(wrong) > max(1, len(result.operators) / 2)
-        kind = "nonfinite" if nonfinite else "systematic" if many else "localized"
-        headline = fact(
-            "suite.worse", side=side, num_wrong=len(wrong), total=len(result.operators), wrong=names
+        worse = fact(
+            "suite.worse",
+            side=wrong_side,
+            num_wrong=len(wrong),
+            total=len(result.operators),
+            wrong=names,
         )
-        onset = Onset(
-            site=bad[0].site, block=None, sample=0, step=0, position=None, pass_=a.records[0].pass_
-        )
-        covered, commands = [], [command("compare", a.path, b.path, truth="TRUTH", all=True)]
-    return Finding(
-        claim="suite", kind=kind, headline=[headline], onset=onset, side=side, rests_on=covered,
-        evidence=evidence, commands=commands,
-    )  # fmt: skip
+        return finding(
+            "nonfinite" if nonfinite else "systematic" if many else "localized", worse,
+            command("compare", a.path, b.path, truth="TRUTH", all=True), side=wrong_side,
+            rests_on=[],
+            onset=Onset(site=bad[0].site, block=None, sample=0, step=0, position=None,
+                        pass_=a.records[0].pass_),
+        )  # fmt: skip
+    if unjudged := [case for case in result.cases if case.status == "differs"]:
+        most = max(unjudged, key=lambda case: case.rel_l2)
+        differ = fact(
+            "suite.differ_unjudged", num_differ=num_differ, total=total, operator=most.operator,
+            rel_l2=most.rel_l2,
+        )  # fmt: skip
+        return finding(
+            "undetermined", differ, command("truth", a.path, o="truth"),
+            command("compare", a.path, b.path, truth="truth"), rests_on=[check("measured", False)],
+        )  # fmt: skip
+    within = fact("suite.within_rounding", num_differ=num_differ, total=total)
+    return finding("within_floor", within)
 
 
 def _name(item: SuiteOperator) -> str:
@@ -476,7 +478,9 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     status, side, reason = _status(sides, over, same)
     if kind == "values":
         ideal, before = ideal_error(truths, format_of(reference.dtype))
-        case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=_w(sides))
+        errors = [side.error or 0.0 for side in sides]
+        w = ratio(errors[1], errors[0]) if any(errors) else 1.0
+        case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=w)
     return msgspec.structs.replace(
         case, status=status, side=side, reason=reason, expected_off=expected,
         reference=sides[0], candidate=sides[1],
@@ -487,13 +491,6 @@ def _truths(truth: Run, site: str) -> Truths | None:
     records = [truth.find(("replayed", 0, 0, site + port)) for port in ("", *_TRUTH_PORTS)]
     value, *rest = (None if record is None else truth.read(record) for record in records)
     return None if value is None else Truths(value, *rest)
-
-
-def _w(sides: list[SuiteSide]) -> float:
-    top, bottom = sides[1].error or 0.0, sides[0].error or 0.0
-    if bottom == 0.0:
-        return 1.0 if top == 0.0 else float("inf")
-    return top / bottom
 
 
 def _status(

@@ -130,9 +130,17 @@ def _task(
         order = seen.setdefault((filter_name, key), {})
         place = order.setdefault(text_of(item.get("doc_id")), len(order))
         document = f"{key}#{place}" if place else key
-        judged = _likelihoods(item, file)
+        # (text, log-likelihood) of each choice; None unless every request was judged
+        judged: list[tuple[str, float]] | None = None
+        if isinstance(item.get("arguments"), dict | list) and len(item["arguments"]) > 1:
+            asked_of = [(text, value) for _, text, value in requests(item, file)]
+            judged = [(text, value) for text, value in asked_of if value is not None]
+            judged = judged if len(judged) == len(asked_of) else None
         ways: dict[bool, tuple[tuple[float, ...] | None, str | None]] = {}
-        prompt, target = _told(item.get("prompt_hash")), _told(item.get("target_hash"))
+        prompt, target = (
+            None if item.get(name) is None else text_of(item[name])
+            for name in ("prompt_hash", "target_hash")
+        )
         cluster = reading.cluster_of(item.get("doc"))
         for metric in dict.fromkeys(map(text_of, item["metrics"])):
             if settings is None:
@@ -157,10 +165,6 @@ def _task(
                 document=document, score=score, why=why, prompt=prompt, target=target,
                 cluster=cluster, answer=answer, choices=choices, place=number,
             ))  # fmt: skip
-
-
-def _told(value: Any) -> str | None:
-    return None if value is None else text_of(value)
 
 
 def _settings(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:
@@ -189,19 +193,6 @@ def _settings(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> 
         settings["chat template"] = text_of(chat or "none")
         settings["system prompt"] = text_of(report.get("system_instruction_sha") or "none")
     return settings
-
-
-def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[str, float]] | None:
-    """(text, log-likelihood) of each choice. None unless every request was judged."""
-    arguments = item.get("arguments")
-    if not isinstance(arguments, dict | list) or len(arguments) < 2:
-        return None
-    values: list[tuple[str, float]] = []
-    for _, text, value in requests(item, where):
-        if value is None:
-            return None
-        values.append((text, value))
-    return values
 
 
 def weight(metric: str, text: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +32,8 @@ from divergence.ops.suite.definition import (
     truth_of,
     widened,
 )
-from divergence.options.commands import CaptureOptions
 from divergence.recording.machine import Determinism, deterministic_settings, resolve_device
-from divergence.recording.new_run import PlannedSite, operators_manifest
+from divergence.recording.new_run import PlannedSite, SuiteRequest
 from divergence.recording.request import taken_from
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
@@ -44,16 +42,14 @@ from divergence.run.manifest import (
     ModuleNote,
     Override,
     Plan,
-    Repeatability,
     digest_many,
     digest_tensor,
 )
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, PassName, Placement, Record
 from divergence.run.site import compile_patterns, join_site, module_of, operator_path
-from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
-from divergence.words import Progress, silent
+from divergence.words import Progress
 
 # A case in a run: its sites, its inputs and outputs as records, and how it is read back.
 #
@@ -78,6 +74,19 @@ class CaseWriter:
     writer: RunWriter
     pass_: PassName
     order: int = 0
+
+    def skip(self, reason: str) -> None:
+        """Count a case that was not run."""
+        skipped = self.writer.manifest.plan.skipped_operators
+        skipped[reason] = skipped.get(reason, 0) + 1
+
+    def repeated(self, output: torch.Tensor, again: torch.Tensor, where: str) -> None:
+        """Count whether a repetition gave the same bits."""
+        counts = self.writer.manifest.repeatability
+        counts.num_compared += 1
+        if digest_tensor(output) != digest_tensor(again):
+            counts.num_different += 1
+            counts.first_difference = counts.first_difference or where
 
     def inputs(self, path: str, operator: str, arguments: Arguments) -> Call:
         """Record the tensors among ``arguments``; returns the call that uses them."""
@@ -190,78 +199,49 @@ class CaseWork:
     load: Callable[[], Arguments]
 
 
-def capture_suite(
-    suite: str,
-    *,
-    out: str | Path,
-    like: Run | None,
-    options: CaptureOptions,
-    force: bool,
-    command: str | None,
-    progress: Progress | None,
-) -> Run:
-    """Run ``suite`` (``llm``) here, or the one in ``like`` again, and record it in ``out``.
+def capture_suite(suite: str, request: SuiteRequest) -> Run:
+    """Run ``suite`` (``llm``) here, or the one that is repeated again, and record it.
 
-    ``options``: those of a capture that mean something to a suite; ``sites`` are patterns of cases,
+    Of the options those that mean something to a suite; ``sites`` are patterns of cases,
     ``rms_norm.*``. Raises UsageError, RunFormatError (of ``like``), RunExistsError and
     RunWriteError.
     """
+    options, like, progress = request.options, request.like, request.progress
     device, chosen = resolve_device(options.device), choose(options.impl)
     skipped: dict[str, int] = {}
     wanted = list(options.sites) or ["*"]
-    deterministic, seed = options.deterministic, options.seed
     works = _works(suite, like, wanted, skipped)
     source = f"{SUITE}{suite}" if like is None else like.manifest.model.source
     if like is not None:
-        recorded = like.manifest.settings
-        deterministic = recorded.deterministic if deterministic is None else deterministic
-        seed = recorded_seed(like.manifest) if seed is None else seed
-        said = [f"{len(works)} recorded cases", f"seed {seed}"]
-        (progress or silent)("taken", 0, None, taken_from(like.path, said))
-    deterministic = True if deterministic is None else deterministic
+        said = [f"{len(works)} recorded cases", f"seed {request.seed}"]
+        progress("taken", 0, None, taken_from(like.path, said))
     with deterministic_settings(
-        device.partition(":")[0], seed=seed or 0, enabled=deterministic
+        device.partition(":")[0], seed=request.seed, enabled=request.deterministic
     ) as determinism:
-        manifest = _manifest(
-            source, like, works, chosen=chosen, sites=wanted, device=device, label=options.label,
-            determinism=determinism, deterministic=deterministic, seed=seed or 0, command=command,
-        )  # fmt: skip
+        manifest = _manifest(source, request, works, chosen, wanted, device, determinism)
         manifest.plan.skipped_operators = skipped
+        manifest.repeatability.num_runs = options.repeat
         if options.probe:
-            (progress or silent)("probe", 0, None, "")
+            progress("probe", 0, None, "")
             manifest.arithmetic = quick_facts(device)
-        with RunWriter(out, manifest, force=force) as writer:
-            _record_cases(
-                works, writer, chosen, determinism, device=device, repeat=options.repeat,
-                progress=progress or silent,
-            )  # fmt: skip
+        with RunWriter(request.out, manifest, force=request.force) as writer:
+            _record_cases(works, writer, chosen, determinism, device, progress)
             determinism.note_in(manifest.settings)
-    return Run.open(out)
+    return Run.open(request.out)
 
 
-def truth_of_suite(
-    run: Run,
-    *,
-    out: str | Path,
-    label: str | None = None,
-    force: bool = False,
-    command: str | None = None,
-    progress: Progress | None = None,
-) -> Run:
+def truth_of_suite(run: Run, request: SuiteRequest) -> Run:
     """The truth of a suite's run: every case by its definition, in float64, on the CPU."""
     skipped: dict[str, int] = {}
     works = _recorded(run, skipped)
-    manifest = _manifest(
-        run.manifest.model.source, run, works, chosen={}, sites=run.manifest.plan.sites,
-        device="cpu", label=label, determinism=Determinism(), deterministic=True, seed=0,
-        command=command,
-    )  # fmt: skip
+    source, sites = run.manifest.model.source, run.manifest.plan.sites
+    manifest = _manifest(source, request, works, {}, sites, "cpu", Determinism())
     manifest.settings.compute_dtype = "float64"
     manifest.plan.skipped_operators = skipped
-    with RunWriter(out, manifest, force=force) as writer:
+    with RunWriter(request.out, manifest, force=request.force) as writer:
         cases = CaseWriter(writer, "replayed")
         for number, work in enumerate(works):
-            (progress or silent)("truth", number, len(works), work.path)
+            request.progress("truth", number, len(works), work.path)
             place = operator_path(work.path, work.operator.full_name, 1)
             equal = "equal" in work.path.split(".")
             try:
@@ -276,7 +256,7 @@ def truth_of_suite(
                 ) from error
             for port, tensor in outputs:
                 cases.put(join_site(place, port), tensor)
-    return Run.open(out)
+    return Run.open(request.out)
 
 
 def plan_cases(suite: str, *, like: Run | None, sites: Sequence[str]) -> list[PlannedSite]:
@@ -298,12 +278,11 @@ def plan_cases(suite: str, *, like: Run | None, sites: Sequence[str]) -> list[Pl
 
 def _record_cases(
     works: list[CaseWork], writer: RunWriter, chosen: dict[str, ChosenOperator],
-    determinism: Determinism, *, device: str, repeat: int, progress: Progress,
+    determinism: Determinism, device: str, progress: Progress,
 ) -> None:  # fmt: skip
-    """``repeat``: how often each case is run, to see whether it repeats itself."""
+    """Each case is run as often as the manifest says, to see whether it repeats itself."""
     manifest = writer.manifest
     cases = CaseWriter(writer, "free" if manifest.like is None else "replayed")
-    repeated, skipped = Repeatability(num_runs=repeat), manifest.plan.skipped_operators
     inputs: list[tuple[str, str]] = []
 
     def results(work: CaseWork, arguments: Arguments) -> tuple[torch.Tensor, ...]:
@@ -324,10 +303,9 @@ def _record_cases(
         arguments = work.load()
         try:
             outputs = results(work, arguments)
-            again = [results(work, arguments) for _ in range(repeat - 1)]
+            again = [results(work, arguments) for _ in range(manifest.repeatability.num_runs - 1)]
         except (Unavailable, Unsafe, NotImplementedError, *_REFUSED) as error:
-            reason = f"{work.operator.name}: {first_line(error, most=160)}"
-            skipped[reason] = skipped.get(reason, 0) + 1
+            cases.skip(f"{work.operator.name}: {first_line(error, most=160)}")
             continue
         name = work.operator.full_name
         call = cases.inputs(work.path, name, arguments)
@@ -341,17 +319,14 @@ def _record_cases(
             cases.put(site, output, None if place else call)
         for others in again:
             for output, other in zip(outputs, others, strict=True):
-                repeated.num_compared += 1
-                if digest_tensor(output) != digest_tensor(other):
-                    repeated.num_different += 1
-                    repeated.first_difference = repeated.first_difference or work.path
+                cases.repeated(output, other, work.path)
+    skipped = manifest.plan.skipped_operators
     if cases.order == 0:
         raise UsageError(
             "nothing was recorded: no operator could be run here", where=next(iter(skipped), None)
         )
     for reason, count in skipped.items():
         progress("note", 0, None, f"{count} cases were skipped: {reason}")
-    manifest.repeatability = repeated
     manifest.model.digest = digest_many(inputs)
 
 
@@ -412,27 +387,17 @@ def _copied(arguments: Arguments, device: str) -> Arguments:
 
 
 def _manifest(
-    source: str,
-    like: Run | None,
-    works: list[CaseWork],
-    *,
-    chosen: dict[str, ChosenOperator],
-    sites: list[str],
-    device: str,
-    label: str | None,
-    determinism: Determinism,
-    deterministic: bool,
-    seed: int,
-    command: str | None,
-) -> Manifest:
+    source: str, request: SuiteRequest, works: list[CaseWork], chosen: dict[str, ChosenOperator],
+    sites: list[str], device: str, determinism: Determinism,
+) -> Manifest:  # fmt: skip
+    """``chosen``: what runs; nothing where definitions do."""
+    like = request.like
     recorded = None if like is None else like.manifest
-
-    def kind(work: CaseWork) -> str:
-        mine = chosen.get(work.operator.full_name)
-        return "definition" if mine is None else mine.name
-
-    modules = {work.path: ModuleNote(kind=kind(work), role="inner") for work in works}
-    used = sorted({choice.name for choice in chosen.values() if choice.name != DEFAULT})
+    modules = {}
+    for work in works:
+        choice = chosen.get(work.operator.full_name)
+        kind = "definition" if choice is None else choice.name
+        modules[work.path] = ModuleNote(kind=kind, role="inner")
     plan = Plan(
         passes=["free" if recorded is None else "replayed"],
         sites=sites,
@@ -440,14 +405,11 @@ def _manifest(
         replayed_pass=None if like is None else calls_in(like)[0].pass_,
         modules=modules,
     )
-    manifest = operators_manifest(
-        device, plan, source=source, kind="suite", deterministic=deterministic, seed=seed,
-        switches=determinism.switches, label=label if label or chosen else "float64 truth",
-        command=command, like=recorded,
-    )  # fmt: skip
+    manifest = request.manifest(device, plan, source=source, kind="suite", determinism=determinism)
     if recorded is not None:
         manifest.model.config_digest = recorded.model.config_digest
         manifest.model.digest = recorded.model.digest
+        used = sorted({choice.name for choice in chosen.values() if choice.name != DEFAULT})
         if used:
             manifest.overrides = [Override(name="impl", reference=DEFAULT, used=", ".join(used))]
     return manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import zlib
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from divergence.numerics.formats import Format, format_named, format_of
@@ -118,13 +118,15 @@ def draw(
     return x
 
 
-def to_tensor(x: np.ndarray, dtype: str) -> torch.Tensor:
+def to_tensor(x: np.ndarray, dtype: str) -> Tensor:
     """Round float64 values to ``dtype``, to nearest even, subnormals kept."""
+    if dtype == "float64":
+        return torch.from_numpy(np.ascontiguousarray(x))
     single = np.ascontiguousarray(x, dtype=np.float32)
-    if dtype == "float32":
-        return torch.from_numpy(single)
     if dtype == "float16":
         return torch.from_numpy(single.astype(np.float16))
+    if dtype != "bfloat16":
+        return torch.from_numpy(single).to(getattr(torch, dtype))
     bits = single.view(np.uint32)  # finite: nothing here overflows
     even = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
@@ -180,7 +182,7 @@ class Operator:
     run: Callable[..., Any]
     truth: Callable[..., Any]
     cases: Callable[[], Iterator[OperatorCase]]
-    scores: Callable[..., torch.Tensor] | None = None
+    scores: Callable[..., Tensor] | None = None
     implementations: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
 
     @property
@@ -198,7 +200,7 @@ class Operator:
         return PREFIX + self.name
 
 
-def outputs_of(result: Any) -> tuple[torch.Tensor, ...]:
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
     """An operator's results as a tuple."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
@@ -241,7 +243,7 @@ class TensorSource:
 
     def main(
         self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, axis: int = -1
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The tensor that has the case's distribution. ``scale``: a power of two, or the tensor
         keeps more than 24 bits before it is rounded."""
         x = draw(name, shape, values=self.values, dtype=self.dtype, axis=axis)
@@ -260,11 +262,11 @@ class TensorSource:
         scale: float = 1.0,
         mean: float = 0.0,
         dtype: str | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """A contiguous tensor of normal values: weights, tables, the other operand."""
         return to_tensor(normal(name, shape) * scale + mean, dtype or self.dtype)
 
-    def paired(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0) -> torch.Tensor:
+    def paired(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0) -> Tensor:
         """Normal values; equal in pairs along the last axis where the other operand cancels."""
         x = normal(name, shape)
         if self.values == "cancelling":
@@ -273,7 +275,7 @@ class TensorSource:
             x[..., 1:pairs:2] = x[..., 0:pairs:2]
         return to_tensor(x * scale, self.dtype)
 
-    def indices(self, name: str, shape: tuple[int, ...], high: int) -> torch.Tensor:
+    def indices(self, name: str, shape: tuple[int, ...], high: int) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(integers(name, shape, 0, high)))
 
 
@@ -342,12 +344,12 @@ _EXACT = frozenset(
 )
 _PRODUCTS = frozenset("mm bmm mv dot".split())
 
-_STORED: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar(
+_STORED: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
     "divergence_stored", default=None
 )
 
 
-def stored(x: torch.Tensor) -> torch.Tensor:
+def stored(x: Tensor) -> Tensor:
     """``x``, an intermediate result that implementations may round to the dtype of the tensors.
     Exactly ``x`` in the truth; off by a rounding where rounding is simulated."""
     change = _STORED.get()
@@ -374,14 +376,14 @@ class RoundingNoise(TorchDispatchMode):
         _STORED.reset(self._token)
         return super().__exit__(*error)  # type: ignore[no-untyped-call]  # the same
 
-    def _store(self, x: torch.Tensor) -> torch.Tensor:
+    def _store(self, x: Tensor) -> Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
             return self._off(x, spacing(x, self._form) * ROUNDING_RMS, self._form)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
-        if func.is_view or name in _EXACT or not isinstance(result, torch.Tensor):
+        if func.is_view or name in _EXACT or not isinstance(result, Tensor):
             return result
         if result.dtype != torch.float64:
             return result
@@ -399,9 +401,7 @@ class RoundingNoise(TorchDispatchMode):
             moved = moved * (1.0 + _ROUNDOFF * length / 2 * one_way)
         return moved
 
-    def _error(
-        self, name: str, result: torch.Tensor, args: Any, kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def _error(self, name: str, result: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Standard deviation of the result's error."""
         if name in _PRODUCTS:
             a, b = args[0], args[1]
@@ -417,13 +417,13 @@ class RoundingNoise(TorchDispatchMode):
         error = torch.where(result.float().double() == result, 0.0, error)
         return error * _ELEMENTARY_FACTOR if name in _ELEMENTARY else error
 
-    def _sum_error(self, length: int, result: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    def _sum_error(self, length: int, result: Tensor, squares: Tensor) -> Tensor:
         typical = _SUM_FACTOR * math.sqrt(length / 2) * (result.square() + squares).sqrt()
         # the spacing of subnormals does not shrink with the result
         least = self._single.smallest_subnormal * ROUNDING_RMS
         return (_ROUNDOFF * typical).clamp_min(least * math.sqrt(length))
 
-    def _off(self, x: torch.Tensor, error: torch.Tensor, form: Format) -> torch.Tensor:
+    def _off(self, x: Tensor, error: Tensor, form: Format) -> Tensor:
         """``x`` with an error of that size; beyond the range of ``form``, infinite."""
         noise = torch.randn(x.shape, generator=self._random, dtype=torch.float64)
         moved = torch.where(x.isfinite(), x + noise * error, x)
@@ -432,7 +432,7 @@ class RoundingNoise(TorchDispatchMode):
         return moved
 
 
-def _ratio(addends: torch.Tensor, result: torch.Tensor) -> int:
+def _ratio(addends: Tensor, result: Tensor) -> int:
     """How many addends go into one result."""
     return addends.numel() // max(1, result.numel())
 
@@ -442,8 +442,7 @@ def samples(
 ) -> Iterator[Any]:
     """Results of ``function`` with simulated rounding, ``count`` of them, always the same ones."""
     for number in range(count):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(RoundingNoise(form, seed=number, equal=equal))
+        with RoundingNoise(form, seed=number, equal=equal):
             result = function()
         yield result
 
@@ -451,23 +450,21 @@ def samples(
 def widened(arguments: Arguments) -> Arguments:
     """The arguments in float64: exactly the stored values. Integers stay what they are."""
     return {
-        name: value.double()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
     }
 
 
 def truth_of(
     operator: Operator, arguments: Arguments, *, equal: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """(port, tensor) of everything a truth records of a case; see ops.suite.recording. ``equal``:
     the inputs are all one value, see RoundingNoise."""
     wide = widened(arguments)
     forms = [
         format_of(value.dtype)
         for value in arguments.values()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        if isinstance(value, Tensor) and value.is_floating_point()
     ]
     asked = arguments.get("out_dtype")
     if isinstance(asked, str):
@@ -497,19 +494,17 @@ def truth_of(
             yield f"{port}.floor", _floor(scores, drawn).float()
 
 
-def _difference(truth: torch.Tensor, trial: torch.Tensor) -> torch.Tensor:
+def _difference(truth: Tensor, trial: Tensor) -> Tensor:
     """trial - truth, 0 where both are the same infinity."""
     return torch.where(trial == truth, 0.0, trial - truth)
 
 
-def _floor(truth: torch.Tensor, trials: list[torch.Tensor]) -> torch.Tensor:
+def _floor(truth: Tensor, trials: list[Tensor]) -> Tensor:
     squares = [_difference(truth, trial).square() for trial in trials]
     return torch.stack(squares).mean(0).sqrt()
 
 
-def _gain(
-    truth: torch.Tensor, trials: list[torch.Tensor], form: Format, *, equal: bool
-) -> torch.Tensor:
+def _gain(truth: Tensor, trials: list[Tensor], form: Format, *, equal: bool) -> Tensor:
     """Per row (all axes but the last): standard deviation of <x - round(R), R> / ‖R‖², x and R
     rounded to the dtype. One more rounding of each element is allowed for, independent of the
     others' unless the values are all ``equal``. 0 for rows of zeros."""
@@ -529,7 +524,7 @@ def _gain(
     return (spread + stores / least.square()).sqrt()
 
 
-def _rounded(x: torch.Tensor, form: Format) -> torch.Tensor:
+def _rounded(x: Tensor, form: Format) -> Tensor:
     """Rounded to the dtype, what overflows left out."""
     rounded = x.to(form.torch_dtype).double()
     return torch.where(rounded.isfinite(), rounded, 0.0)

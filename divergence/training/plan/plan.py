@@ -182,28 +182,23 @@ def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -
     method = getattr(module, "get_input_embeddings", None)
     tied = getattr(None if method is None else method(), "weight", None)
     for path, style in styles.items():
-        if style not in _WHOLE:
-            part = module.get_submodule(path)
-            if part.weight is not tied or style == "embedding_rowwise":
-                _shrink_one(part, style, num_ranks)
-
-
-def _shrink_one(part: Any, style: str, num_ranks: int) -> None:
-    axis = 1 if style in _ROWS else 0
-    whole = part.weight.shape[axis]
-    own = -(-whole // num_ranks)
-    part.weight = _first(part.weight, axis, own)
-    if axis == 0 and getattr(part, "bias", None) is not None:
-        part.bias = _first(part.bias, 0, own)
-    if style in GATHERED:
-        part.register_forward_hook(
-            lambda _part, _inputs, output: torch.cat([output] * num_ranks, -1)[..., :whole]
-        )
-
-
-def _first(weight: torch.nn.Parameter, axis: int, length: int) -> torch.nn.Parameter:
-    part = torch.empty_like(weight.narrow(axis, 0, length), device="meta")
-    return torch.nn.Parameter(part.contiguous(), requires_grad=weight.requires_grad)
+        part = module.get_submodule(path)
+        if style in _WHOLE or (part.weight is tied and style != "embedding_rowwise"):
+            continue
+        axis = 1 if style in _ROWS else 0
+        whole = part.weight.shape[axis]
+        for name in ("weight", "bias") if axis == 0 else ("weight",):
+            old = getattr(part, name, None)
+            if old is not None:
+                new = torch.empty_like(old.narrow(axis, 0, -(-whole // num_ranks)), device="meta")
+                parameter = torch.nn.Parameter(new.contiguous(), requires_grad=old.requires_grad)
+                setattr(part, name, parameter)
+        if style in GATHERED:
+            part.register_forward_hook(
+                lambda _part, _inputs, output, whole=whole: torch.cat([output] * num_ranks, -1)[
+                    ..., :whole
+                ]
+            )
 
 
 # Bytes that the collectives of one training step move, and how long a link takes for them.
@@ -490,11 +485,10 @@ def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 class _Reduced:
-    """Counts the tensors that tensor parallelism adds over ranks."""
+    """Counts the tensors that tensor parallelism adds over ranks, or puts together."""
 
     def __init__(self) -> None:
-        self.forward_bytes = self.backward_bytes = self.num_backward = 0
-        self.gathered_bytes = 0
+        self.forward_bytes = self.backward_bytes = self.num_backward = self.gathered_bytes = 0
         self._last: Any = None
 
     def forward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
@@ -505,12 +499,11 @@ class _Reduced:
 
     def backward(self, _module: Any, inputs: Sequence[Any], _output: Any) -> None:
         given = inputs[0]
-        if not given.requires_grad:
-            return
-        self.num_backward += 1
-        if given is not self._last:  # matrices with one input come one after the other
-            self.backward_bytes += given.nbytes
-        self._last = given
+        if given.requires_grad:
+            self.num_backward += 1
+            # matrices with one input come one after the other
+            self.backward_bytes += 0 if given is self._last else given.nbytes
+            self._last = given
 
 
 class _Sharing:
@@ -667,7 +660,13 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     axes = _axes(wanted.mesh)
     rate = None if wanted.link_rate is None else link_rate(wanted.link_rate)
     zero = wanted.zero if wanted.zero is not None else 3 if axes.get("fsdp", 1) > 1 else 0
-    count = _dividing(axes, zero)
+    dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
+    # the ranks that ZeRO divides over; at stage 0 those that average gradients
+    count = dp * fsdp if zero == 0 else fsdp if fsdp > 1 else dp
+    if zero and count == 1:
+        raise UsageError(
+            f"--zero {zero} has no ranks to divide over", hint="--mesh dp=8, or --mesh fsdp=8"
+        )
     optimizer = wanted.optimizer or "adamw"
     module: Any = loaded.module
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -724,7 +723,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     if zero == 1 and moments and not main_weights:
         fullest = whole_parameters_bytes(pieces, optimizer=optimizer, num_ranks=count)
         remarks.append(fact("training.zero_optimizer", fullest_bytes=fullest, moment_bytes=moments))
-    if zero < 2 and axes.get("dp", 1) * axes.get("fsdp", 1) > 1:
+    if zero < 2 and dp * fsdp > 1:
         remarks.append(fact("training.ddp_buckets", gradient_bytes=gradients))
     if used is not None and used.num_shared and axes.get("tp", 1) > 1:
         remarks.append(fact("training.shared_input", num_matrices=used.num_shared))
@@ -773,19 +772,6 @@ def _axes(mesh: str | None) -> dict[str, int]:
             hint="plan one stage without pp, or leave pp out of --mesh",
         )
     return axes
-
-
-def _dividing(axes: dict[str, int], zero: int) -> int:
-    """The ranks that ZeRO divides over; at stage 0 those that average gradients."""
-    dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
-    if zero == 0:
-        return dp * fsdp
-    count = fsdp if fsdp > 1 else dp
-    if count == 1:
-        raise UsageError(
-            f"--zero {zero} has no ranks to divide over", hint="--mesh dp=8, or --mesh fsdp=8"
-        )
-    return count
 
 
 def _steps(

@@ -13,7 +13,7 @@ from divergence.arithmetic.additions import (
     find_order,
     input_bits,
     keep_bits,
-    probe_orders,
+    note_finding,
 )
 from tests.models.matrix_unit import matrix_unit
 
@@ -99,7 +99,7 @@ def test_facts_of_a_unit():
     operator = matrix_unit(
         64, torch.float32, width=16, fraction_bits=23, input_bits=10, cut_inputs=True
     )
-    probe_orders(notebook, [operator])
+    note_finding(notebook, find_order(operator))
     said = {fact.probe: fact.value for fact in notebook.facts}
     assert said == {
         "order": "(fused 16) + 48 more in 3 fused",

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from divergence.ops.suite.definition import (
@@ -20,28 +21,28 @@ from divergence.ops.suite.definition import (
 Shape = tuple[int, ...]
 
 
-def _run_gelu(x: torch.Tensor) -> torch.Tensor:
+def _run_gelu(x: Tensor) -> Tensor:
     return functional.gelu(x)
 
 
-def _truth_gelu(x: torch.Tensor) -> torch.Tensor:
+def _truth_gelu(x: Tensor) -> Tensor:
     """x/2 (1 + erf(x/√2)) (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016)."""
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
-def _truth_gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+def _truth_gelu_tanh(x: Tensor) -> Tensor:
     """x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), the paper's approximation: another function,
     up to 5e-4 away."""
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
     return 0.5 * x * (1.0 + torch.tanh(inner))
 
 
-def _truth_silu(x: torch.Tensor) -> torch.Tensor:
+def _truth_silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x))."""
     return x / (1.0 + torch.exp(-x))
 
 
-def _truth_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _truth_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(g) · u (Shazeer, "GLU Variants Improve Transformer", 2020); silu(g) may be stored."""
     return stored(_truth_silu(gate)) * up
 
@@ -63,7 +64,7 @@ def _npu_swiglu() -> Implementation:
 def _vllm_swiglu() -> Implementation:
     import vllm._custom_ops  # noqa: F401 - registers torch.ops._C
 
-    def call(gate: torch.Tensor, up: torch.Tensor) -> Any:
+    def call(gate: Tensor, up: Tensor) -> Any:
         out = torch.empty_like(up)
         torch.ops._C.silu_and_mul(out, torch.cat([gate, up], -1))
         return out

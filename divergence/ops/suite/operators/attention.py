@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from divergence.ops.suite.definition import (
@@ -30,13 +31,13 @@ from divergence.ops.suite.definition import (
 Shape = tuple[int, ...]
 
 
-def _truth_softmax(x: torch.Tensor) -> torch.Tensor:
+def _truth_softmax(x: Tensor) -> Tensor:
     """p_i = exp(x_i - m) / Σ_j exp(x_j - m), m = max x."""
     weights = torch.exp(x - x.amax(-1, keepdim=True))
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _truth_log_softmax(x: torch.Tensor) -> torch.Tensor:
+def _truth_log_softmax(x: Tensor) -> Tensor:
     """x_i - m - log Σ_j exp(x_j - m)."""
     shifted = x - x.amax(-1, keepdim=True)
     return shifted - torch.log(torch.exp(shifted).sum(-1, keepdim=True))
@@ -52,13 +53,8 @@ _WINDOW = 5
 
 
 def _run_sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
     """The kernel that torch chooses."""
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale,
@@ -66,20 +62,15 @@ def _run_sdpa(
     )  # fmt: skip
 
 
-def _run_math(**operands: Any) -> torch.Tensor:
+def _run_math(**operands: Any) -> Tensor:
     """torch's own formula, in elementary operators."""
-    attended: torch.Tensor = _backend("MATH")()(**operands)
+    attended: Tensor = _backend("MATH")()(**operands)
     return attended
 
 
 def _run_eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
     """As eager attention in transformers: scores in the tensors' dtype, softmax in float32."""
     key, value = _spread(key, query.shape[1]), _spread(value, query.shape[1])
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
@@ -91,14 +82,14 @@ def _run_eager(
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
     scale: float,
     *,
     scores_stored: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """P = softmax(s Q Kᵀ) over the keys that are seen, P V (Vaswani et al., "Attention Is All You
     Need", 2017). P may be stored in the tensors' dtype, as fused kernels do before the second
     product; eager attention stores the scores as well."""
@@ -113,15 +104,15 @@ def attend(
 
 
 def _truth(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     causal: bool,
     scale: float,
     *,
     scores_stored: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """See attend."""
     heads, queries = query.shape[1], query.shape[2]
     seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
@@ -132,7 +123,7 @@ def _truth(
 _truth_eager = partial(_truth, scores_stored=True)
 
 
-def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _spread(x: Tensor, heads: int) -> Tensor:
     """Each key-value head once for every query head that reads it: (B, G, S, H) → (B, N, S, H)."""
     batch, groups, length, width = x.shape
     if groups == heads:
@@ -141,7 +132,7 @@ def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
     return wide.reshape(batch, heads, length, width)
 
 
-def _seen(mask: torch.Tensor | None, causal: bool, scores: torch.Tensor) -> torch.Tensor | None:
+def _seen(mask: Tensor | None, causal: bool, scores: Tensor) -> Tensor | None:
     if not causal:
         return mask
     queries, keys = scores.shape[-2:]
@@ -218,7 +209,7 @@ def _backend(name: str) -> Callable[[], Implementation]:
         if backend is None:
             raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
 
-        def call(**operands: Any) -> torch.Tensor:
+        def call(**operands: Any) -> Tensor:
             with sdpa_kernel([backend]):
                 return _run_sdpa(**operands)
 
@@ -231,12 +222,7 @@ def _flash_attn() -> Implementation:
     from flash_attn import flash_attn_func
 
     def call(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float,
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> Any:
         if mask is not None:
             raise Unavailable("flash_attn takes no mask")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from divergence.ops.suite.definition import PLAN, Arguments, Operator, Plan, TensorSource, cases_of
@@ -16,27 +17,25 @@ _SHAPES = {
 _PLAN: Plan = (*PLAN, ("large_k", "normal"), ("large_k", "cancelling"))
 
 
-def _run_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def _run_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _run_matmul(x: Tensor, y: Tensor) -> Tensor:
     return torch.matmul(x, y)
 
 
-def _truth_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _truth_linear(x: Tensor, weight: Tensor) -> Tensor:
     """y = x Wᵀ, weight (N, K) as torch.nn.Linear keeps it."""
     return x @ weight.T
 
 
-def _truth_linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _truth_linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """y = x Wᵀ + b."""
     return x @ weight.T + bias
 
 
-def _truth_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _truth_matmul(x: Tensor, y: Tensor) -> Tensor:
     """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
     return x @ y
 
@@ -70,7 +69,7 @@ def _vector(source: TensorSource, shape: Shape) -> Arguments:
     return {"matrix": weight, "vector": x}
 
 
-def _truth_gemv(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+def _truth_gemv(matrix: Tensor, vector: Tensor) -> Tensor:
     """y_i = Σ_k A_ik x_k."""
     return matrix @ vector
 

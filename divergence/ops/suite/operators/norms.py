@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from divergence.ops.suite.definition import (
@@ -24,12 +25,12 @@ Shape = tuple[int, ...]
 _EPS = 1e-6
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """torch's own where it has one (2.4 and later)."""
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def rms_norm_llama(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's dtype.
     Source: transformers/models/llama/modeling_llama.py."""
     wide = x.float()
@@ -37,20 +38,16 @@ def rms_norm_llama(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return weight * wide.to(x.dtype)
 
 
-def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
-def _layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _truth_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _truth_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / √(mean(x²) + ε) · w (Zhang and Sennrich, "Root Mean Square Layer Normalization",
     NeurIPS 2019; ε inside the root as in Llama)."""
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
@@ -58,17 +55,15 @@ def _truth_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def _truth_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """h = x + r; y = h / √(mean(h²) + ε) · w; returns y and h. h may be rounded before the norm:
     fused kernels differ in that."""
     total = x + residual
     return _truth_rms_norm(stored(total), weight, eps), total
 
 
-def _truth_layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _truth_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """y = (x - μ) / √(σ² + ε) · w + b, with σ² = mean((x - μ)²) (Ba, Kiros and Hinton, "Layer
     Normalization", 2016)."""
     centred = x - x.mean(-1, keepdim=True)
@@ -101,7 +96,7 @@ def _npu_rms_norm() -> Implementation:
 def _npu_add_rms_norm() -> Implementation:
     import torch_npu
 
-    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
@@ -111,7 +106,7 @@ def _npu_add_rms_norm() -> Implementation:
 def _vllm_rms_norm() -> Implementation:
     from vllm import _custom_ops
 
-    def call(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    def call(x: Tensor, weight: Tensor, eps: float) -> Any:
         out = torch.empty_like(x)
         _custom_ops.rms_norm(out, x, weight, eps)
         return out
@@ -122,7 +117,7 @@ def _vllm_rms_norm() -> Implementation:
 def _vllm_add_rms_norm() -> Implementation:
     from vllm import _custom_ops
 
-    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
         out, total = x.clone(), residual.clone()  # both are overwritten
         _custom_ops.fused_add_rms_norm(out, total, weight, eps)
         return out, total

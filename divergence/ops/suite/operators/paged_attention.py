@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from divergence.ops.suite.definition import (
@@ -32,7 +33,7 @@ _BLOCK = 16
 _FLASH_PAGE = 256
 
 
-def _gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
     """One sequence's keys or values: (G, S, H)."""
     if not 0 < length <= table.numel() * cache.shape[1]:
         raise ValueError(f"{length} tokens in {table.numel()} blocks")
@@ -41,13 +42,13 @@ def _gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Te
 
 
 def _run(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Gathers each sequence, then scaled_dot_product_attention."""
     results = []
     for number, length in enumerate(context_lens.tolist()):
@@ -64,13 +65,13 @@ def _run(
 
 
 def _truth(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of query b over its context_lens[b] first cached tokens; see attention.attend."""
     results = []
     for number, length in enumerate(context_lens.tolist()):
@@ -111,7 +112,7 @@ def _inputs(source: TensorSource, shape: Shape) -> Arguments:
     }  # fmt: skip
 
 
-def _repaged(cache: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _repaged(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """The same tokens in pages of 256, the only ones that flash_attn takes, last page first; and
     the table of those. What fills a page up is large, too."""
     batch = tables.shape[0]
@@ -128,11 +129,11 @@ def _flash_attn() -> Implementation:
     from flash_attn import flash_attn_with_kvcache
 
     def call(
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
         scale: float,
     ) -> Any:
         keys, table = _repaged(key_cache, block_tables)
@@ -150,11 +151,11 @@ def _npu() -> Implementation:
     import torch_npu
 
     def call(
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
         scale: float,
     ) -> Any:
         batch, heads, width = query.shape

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from divergence.numerics.formats import format_named
 from divergence.ops.suite.definition import (
@@ -35,29 +36,25 @@ Shape = tuple[int, ...]
 _LOW, _HIGH = -128, 127
 
 
-def _run_quantize(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def _run_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     scaled = x.float() * scale.float() + offset.float()
     return torch.round(scaled).clamp(_LOW, _HIGH).to(torch.int8)
 
 
-def _truth_quantize(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def _truth_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """y = round(x · scale + offset), to int8 (the formula of Ascend's quantize operator). scale
     and offset hold one number, or one for each channel of the last axis."""
     return torch.round(x * scale + offset).clamp(_LOW, _HIGH).to(torch.int8)
 
 
-def _run_dynamic_quant(
-    x: torch.Tensor, smooth: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_dynamic_quant(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = x.float() if smooth is None else x.float() * smooth.float()
     scale = wide.abs().amax(-1) / _HIGH
     codes = torch.round(wide / torch.where(scale == 0, 1.0, scale)[..., None])
     return codes.clamp(_LOW, _HIGH).to(torch.int8), scale
 
 
-def _truth_dynamic_quant(
-    x: torch.Tensor, smooth: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _truth_dynamic_quant(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
     """scale = rowmax(|x|) / 127, y = round(x / scale), with x · smooth for x where there are smooth
     scales (the formula of Ascend's DynamicQuant). A row of zeros has scale 0 and codes 0."""
     wide = x if smooth is None else x * smooth
@@ -67,20 +64,16 @@ def _truth_dynamic_quant(
 
 
 def _run_w8a8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out_dtype: str,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
+) -> Tensor:
     if x.device.type == "npu":  # torch's own int8 product runs on the CPU there
-        there: torch.Tensor = _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
+        there: Tensor = _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
         return there
     product = _int_product(x, weight.T).float()
     return (product * x_scale[:, None] * weight_scale).to(getattr(torch, out_dtype))
 
 
-def _int_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _int_product(x: Tensor, y: Tensor) -> Tensor:
     """x @ y of int8 codes in int32, exactly. Accelerators want at least 17 rows and even sides."""
     if x.device.type == "cpu":
         return x.int() @ y.int()
@@ -95,21 +88,17 @@ def _int_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _truth_w8a8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out_dtype: str,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
+) -> Tensor:
     """y_mn = s_m t_n Σ_k x_mk w_nk: int8 codes, exactly summed, one scale for each token and one
     for each output channel."""
     return (x.double() @ weight.double().T) * x_scale[:, None] * weight_scale
 
 
-_Cast = Callable[[torch.Tensor], torch.Tensor]
+_Cast = Callable[[Tensor], Tensor]
 
 
-def _to_grid(x: torch.Tensor, name: str) -> torch.Tensor:
+def _to_grid(x: Tensor, name: str) -> Tensor:
     """Float64 rounded to the 8-bit format, to nearest even, the range taken as endless."""
     form = format_named(name)
     _, exponent = torch.frexp(x)
@@ -124,10 +113,10 @@ def _cast(name: str, *, saturating: bool) -> tuple[_Cast, _Cast]:
     largest one that code where it is ``saturating``, else open (nan in the truth)."""
     form, dtype = format_named(name), getattr(torch, name)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(x: Tensor) -> Tensor:
         return (x.clamp(-form.max, form.max) if saturating else x).to(dtype)
 
-    def truth(x: torch.Tensor) -> torch.Tensor:
+    def truth(x: Tensor) -> Tensor:
         rounded = _to_grid(x, name)
         if saturating:
             return rounded.clamp(-form.max, form.max).to(dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from divergence.ops.suite.definition import (
@@ -29,25 +30,25 @@ Shape = tuple[int, ...]
 _K = 4
 
 
-def _run_moe_gating(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_moe_gating(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As Mixtral's and Qwen's routers in transformers: softmax in float32, then top-k."""
     weights, experts = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
 
 
-def _truth_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _truth_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest, in descending order; of equal ones the lowest index first."""
     values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
 
 
-def _truth_moe_gating(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _truth_moe_gating(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """p = softmax(logits); the k largest p, divided by their sum, and which they are."""
     weights, experts = _truth_topk(_truth_softmax(logits), k)
     return weights / weights.sum(-1, keepdim=True), experts
 
 
-def _truth_argmax(x: torch.Tensor) -> torch.Tensor:
+def _truth_argmax(x: Tensor) -> Tensor:
     """The lowest index of the largest value."""
     largest = x == x.amax(-1, keepdim=True)
     places = torch.arange(x.shape[-1]).expand(x.shape)
@@ -69,7 +70,7 @@ def _one(source: TensorSource, shape: Shape) -> Arguments:
 def _npu_moe_gating() -> Implementation:
     import torch_npu
 
-    def call(logits: torch.Tensor, k: int) -> Any:
+    def call(logits: Tensor, k: int) -> Any:
         weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
         return weights / weights.sum(-1, keepdim=True), experts.long()
 
@@ -84,7 +85,7 @@ _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
 
-def _truth_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _truth_embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """y_t = W[id_t]."""
     return weight[ids]
 
@@ -96,17 +97,17 @@ def _rows(source: TensorSource, shape: tuple[int, ...]) -> Arguments:
     }  # fmt: skip
 
 
-def _truth_sum(x: torch.Tensor) -> torch.Tensor:
+def _truth_sum(x: Tensor) -> Tensor:
     """Σ_i x_i."""
     return x.sum(-1)
 
 
-def _truth_mean(x: torch.Tensor) -> torch.Tensor:
+def _truth_mean(x: Tensor) -> Tensor:
     """Σ_i x_i / n."""
     return x.sum(-1) / x.shape[-1]
 
 
-def _truth_cumsum(x: torch.Tensor) -> torch.Tensor:
+def _truth_cumsum(x: Tensor) -> Tensor:
     """y_j = Σ_(i <= j) x_i."""
     return x.cumsum(-1)
 

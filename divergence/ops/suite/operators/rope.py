@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from divergence.ops.suite.definition import (
     PLAN,
@@ -31,18 +32,16 @@ from divergence.ops.suite.definition import (
 Shape = tuple[int, ...]
 
 
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
     return first, second
 
 
-def _rope(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """As transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
     cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def turn(x: Tensor) -> Tensor:
         first, second = _halves(x)
         return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -50,21 +49,19 @@ def _rope(
 
 
 def _rope_interleaved(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    def turn(x: Tensor) -> Tensor:
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
 
     return turn(query), turn(key)
 
 
-def _truth_rope(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _truth_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(a, b) → (a cos θ - b sin θ, b cos θ + a sin θ) for a = x_i, b = x_(i + D/2)."""
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def turn(x: Tensor) -> Tensor:
         a, b = _halves(x)
         return torch.cat([stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)], -1)
 
@@ -72,11 +69,11 @@ def _truth_rope(
 
 
 def _truth_rope_interleaved(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """The same for a = x_(2i), b = x_(2i + 1)."""
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def turn(x: Tensor) -> Tensor:
         a, b = x[..., 0::2], x[..., 1::2]
         pair = [stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)]
         return torch.stack(pair, -1).flatten(-2)
@@ -100,9 +97,7 @@ def _npu(interleaved: bool) -> Callable[[], Implementation]:
     def find() -> Implementation:
         import torch_npu
 
-        def call(
-            query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-        ) -> Any:
+        def call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
             repeat = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (
                 lambda x: torch.cat([x, x], -1)
             )  # fmt: skip

@@ -38,11 +38,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from divergence.comparison.limits import RATE
+
 Floats = npt.NDArray[np.float64]
 Level = Literal["site", "forward", "row", "channel"]
 
-RATE = 1e-4
-"""The chance that a healthy comparison has a false alarm of this question, over all it looks at."""
 _CONTROL = math.pi / 2
 """The variance of a median of k normal numbers, times k."""
 _ROUNDS = 6
@@ -60,6 +60,15 @@ class JudgedTable:
     column_reach: Floats
     usual: float
     """The median of all."""
+
+    def excess(self, member: int) -> Floats:
+        """(K,): by how much of ``reach`` a member is beside its control by an error of its own: a
+        side is convicted where it is clearly the larger, by half of what an outlier is apart, and
+        for nothing else, however its siblings fare; 0 elsewhere."""
+        x, control, reach = (each[member] for each in (self.x, self.control, self.reach))
+        own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
+        with np.errstate(invalid="ignore"):
+            return np.nan_to_num(np.where(own, np.abs(x - control) / reach, 0.0))
 
 
 def outliers(

@@ -83,9 +83,6 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     (comparison.judge). Tried on recorded pairs, as the next: benchmarks/observations.py judge."""
     ratio_forward_spread: float = 0.25
     """The same in one forward of one prompt."""
-    lone: float = 8.0
-    """The typical ratio of a site without siblings (embedding, final norm, head) over the median of
-    all block outputs, which tell how unlike the two sides' kernels are."""
     token: float = 12.0
     """A single token's ratio, wider where a number or two hold its error. Tried on recorded pairs:
     benchmarks/observations.py judge."""
@@ -105,11 +102,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward_spread: float = 0.12
     """The same in one forward of one prompt."""
     row_spread: float = 0.2
-    """The same of one row."""
-    channel_spread: float = 0.2
-    """The same of one channel over all rows."""
+    """The same of one row, or of one channel over all rows."""
     lone_spread: float = 0.3
-    """The same of a site without siblings, beside the block outputs' median W."""
+    """The same of a site without siblings (embedding, final norm, head), beside the block outputs'
+    median W; and of its ratio beside their median ratio."""
     truth_systematic: float = 4.0
     """The median W itself."""
     truth_standout: float = 1.3

@@ -12,31 +12,31 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from divergence.analyses.blocks.units import (
-    OF_TOKEN,
-    Escalation,
+    JudgedUnits,
     Unit,
     build_units,
     escalated_units,
     flag,
     is_whole,
     next_commands,
+    places_of,
     stacks_of,
     visible_of,
+    worst_of,
 )
+from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.run.contents import is_mask
 from divergence.run.site import module_of
-from divergence.words import SideOrBoth, other_side
+from divergence.words import SIDES, SideOrBoth, grouped, other_side
 
 # Nan and inf: the first place where a result is no number, and which side it is on.
 #
@@ -65,33 +65,36 @@ def find_nonfinite(measured: Measured) -> Finding | None:
 
     apart = [site for site in sites if _num_apart(site)]
     without_result = [site for site in sites if not _num_apart(site) and _is_no_result(site)]
-    outer = {
-        (s.pass_, s.sample, s.step, s.block) for s in without_result if s.role in ("block", "trunk")
-    }
-    shared = [s for s in without_result if (s.pass_, s.sample, s.step, s.block) in outer]
+
+    def part(site: SiteResult) -> tuple[str, int, int, str | None]:
+        return site.pass_, site.sample, site.step, site.block
+
+    outer = {part(site) for site in without_result if site.role in ("block", "trunk")}
+    shared = [site for site in without_result if part(site) in outer]
     candidates = [site for site in (*apart, *shared) if site.pass_ != "escalated"] or apart
     if not candidates:
         return None
     first = min(candidates, key=place)
     counts = first.nonfinite
     assert counts is not None
+    nans = {"reference": counts.reference_nan, "candidate": counts.candidate_nan}
+    infs = {"reference": counts.reference_inf, "candidate": counts.candidate_inf}
+    alone = {"reference": counts.reference_alone, "candidate": counts.candidate_alone}
+    sides = [side for side in SIDES if alone[side]]
+    side: SideOrBoth | None = sides[0] if len(sides) == 1 else "both" if sides else None
     if first in shared:
-        what = _numbers(counts.reference_nan, counts.reference_inf)
-        side: SideOrBoth | None = "both"
+        side, what = "both", _numbers(nans["reference"], infs["reference"])
         headline = [fact("blocks.nonfinite_shared", what=what, site=first.site)]
-    elif not (counts.reference_alone or counts.candidate_alone):
-        side, headline = None, [fact("blocks.nonfinite_other_kind", site=first.site)]
-    elif counts.reference_alone and counts.candidate_alone:
-        side, headline = "both", [fact("blocks.nonfinite_apart", site=first.site)]
+    elif side is None:
+        headline = [fact("blocks.nonfinite_other_kind", site=first.site)]
+    elif side == "both":
+        headline = [fact("blocks.nonfinite_apart", site=first.site)]
     else:
-        side = "candidate" if counts.candidate_alone else "reference"
-        own, other = (
-            (getattr(counts, f"{name}_nan"), getattr(counts, f"{name}_inf"))
-            for name in (side, other_side(side))
-        )
-        alone = fact("blocks.nonfinite_alone", what=_numbers(*own), side=side, site=first.site,
-                     fewer=any(other))  # fmt: skip
-        headline = [alone]
+        other = other_side(side)
+        headline = [
+            fact("blocks.nonfinite_alone", what=_numbers(nans[side], infs[side]), side=side,
+                 site=first.site, fewer=bool(nans[other] or infs[other]))
+        ]  # fmt: skip
     num_prompts = len(measured.reference.manifest.tokens.group_of(first.sample))
     if 0 < len(counts.prompts) < num_prompts:
         prompts = sorted(counts.prompts)
@@ -158,20 +161,6 @@ def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
     return [fact("blocks.num_nonfinite", num=num, what=what) for num, what in counts if num]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedUnits:
-    """The units of the pass that counts, held against their limits."""
-
-    units: list[Unit]
-    flagged: list[Unit]
-    """Beyond what rounding explains, in execution order."""
-    excused: list[Unit]
-    """The sides differ by more than the rounding model has it, and are equally near the truth."""
-    unanchored: list[int]
-    """Steps that no anchor reached."""
-    escalation: Escalation
-
-
 def find(measured: Measured) -> AnalysisResult:
     """What the blocks show, and all sites with the limits that they were held against."""
     if not measured.sites:
@@ -185,38 +174,26 @@ def find(measured: Measured) -> AnalysisResult:
     sites = _with_limits(
         measured.sites, [*judged.units, *escalation.units], [*judged.flagged, *escalation.flagged]
     )
-    findings = _claims(dataclasses.replace(measured, sites=sites), judged, escalation)
-    seen = visible_of(escalation.units if escalation.complete else [], measured.routed)
+    findings = _claims(dataclasses.replace(measured, sites=sites), judged)
+    # how small an error would have been seen, in float32 where both sides were
     main = [unit for unit in judged.units if unit.pass_ != "free" or not measured.anchored]
-    seen = seen or visible_of(main, measured.routed)
+    visible = visible_of(escalation.units if escalation.complete else [], measured.routed)
+    visible = visible or visible_of(main, measured.routed)
     # what the reader must know beside the numbers
-    return AnalysisResult(
-        findings=[
-            *findings,
-            Finding(
-                claim="context",
-                role="context",
-                evidence=[
-                    # forwards that the anchored pass did not reach are judged less exactly
-                    *(
-                        fact("blocks.not_anchored", steps=steps[:6], more=len(steps) > 6)
-                        for steps in [judged.unanchored]
-                        if steps
-                    ),
-                    *estimated_evidence(measured.sites),
-                    *unmeasured_evidence(measured.sites),
-                    *measured.alignment.notes,
-                    *_weights_evidence(measured),
-                    *(
-                        fact("blocks.own_noise", what=line.details or line.detail)
-                        for line in measured.preflight
-                        if line.check == "repeatability" and line.status == "differs"
-                    ),
-                ],
-            ),
-        ],
-        parts={"sites": sites, "visible": seen},
-    )
+    evidence: list[Fact] = []
+    if steps := judged.unanchored:  # judged less exactly
+        evidence.append(fact("blocks.not_anchored", steps=steps[:6], more=len(steps) > 6))
+    evidence += estimated_evidence(measured.sites)
+    evidence += unmeasured_evidence(measured.sites)
+    evidence += measured.alignment.notes
+    evidence += _weights_evidence(measured)
+    evidence += [
+        fact("blocks.own_noise", what=line.details or line.detail)
+        for line in measured.preflight
+        if line.check == "repeatability" and line.status == "differs"
+    ]
+    context = Finding(claim="context", role="context", evidence=evidence)
+    return AnalysisResult(findings=[*findings, context], parts={"sites": sites, "visible": visible})
 
 
 def judge_units(measured: Measured) -> JudgedUnits:
@@ -257,37 +234,14 @@ def limits_used(measured: Measured) -> Shown:
     return {(unit.pass_, unit.site, unit.phase): unit.limit_usage for unit in units}
 
 
-def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
-    flagged = judged.flagged
-    if all(site.identical for site in measured.sites if site.pass_ != "escalated"):
-        if not escalation.flagged or any(unit.side == "both" for unit in flagged):
-            # equal runs; with a truth, perhaps equally wrong ones
-            missing = measured.missing
-            shared = [unit for unit in flagged if unit.side == "both"]
-            evidence: list[Fact] = []
-            if shared:
-                from divergence.analyses.blocks.onset import unit_evidence
-
-                evidence = [unit_evidence(unit) for unit in shared[:3]]
-            count = sum(site.pass_ != "escalated" for site in measured.sites)
-            headline = [fact("blocks.all_equal", num=count)]
-            if missing:  # most are so of a training step and a decoding
-                code = (
-                    "blocks.most_without_partner" if missing > count else "blocks.without_partner"
-                )
-                headline.append(fact(code, num=missing))
-            if shared:
-                headline.append(fact("blocks.both_far"))
-            return [
-                Finding(
-                    claim="equal",
-                    kind="identical",
-                    headline=headline,
-                    rests_on=[check("coverage", not missing, fact("blocks.not_all_compared"))],
-                    side="both" if shared else "neither",
-                    evidence=[*evidence, *_weights_evidence(measured)],
-                )
-            ]
+def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
+    flagged, escalation = judged.flagged, judged.escalation
+    compared = [site for site in measured.sites if site.pass_ != "escalated"]
+    if all(site.identical for site in compared):
+        # equal runs; with a truth, perhaps equally wrong ones
+        shared = [unit for unit in flagged if unit.side == "both"]
+        if shared or not escalation.flagged:
+            return [_equal(measured, shared, len(compared))]
         flagged = []
     if flagged or escalation.flagged:
         from divergence.analyses.blocks.onset import below_floor, made_at
@@ -318,12 +272,8 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
         rerouted=lambda *place: measured.experts and free_routes_differ(runs, *place),
     )
     at_ends = bool(drifts) or (measured.tokens is not None and measured.tokens.is_far)
-    findings = [
-        within_rounding(
-            measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,
-            _only_rounds(measured) if at_ends and measured.anchored else {},
-        )
-    ]  # fmt: skip
+    only_rounds = _only_rounds(measured) if at_ends and measured.anchored else {}
+    findings = [within_rounding(measured, judged, standouts, only_rounds)]
     findings += [
         Finding(
             claim="drift",
@@ -347,16 +297,38 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
     return findings
 
 
+def _equal(measured: Measured, shared: Sequence[Unit], num_compared: int) -> Finding:
+    """Every bit. ``shared``: units of which both sides are far from the truth."""
+    from divergence.analyses.blocks.onset import unit_evidence
+
+    missing = measured.missing
+    headline = [fact("blocks.all_equal", num=num_compared)]
+    if missing > num_compared:  # as those of a training step and a decoding
+        headline.append(fact("blocks.most_without_partner", num=missing))
+    elif missing:
+        headline.append(fact("blocks.without_partner", num=missing))
+    if shared:
+        headline.append(fact("blocks.both_far"))
+    return Finding(
+        claim="equal",
+        kind="identical",
+        headline=headline,
+        rests_on=[check("coverage", not missing, fact("blocks.not_all_compared"))],
+        side="both" if shared else "neither",
+        evidence=[*map(unit_evidence, shared[:3]), *_weights_evidence(measured)],
+    )
+
+
 def _only_rounds(measured: Measured) -> dict[int, int]:
     """By sample, of how many first forwards every block, and what stands beside them, was given
-    equal inputs. None where one makes an error beyond rounding in the free runs, in which it is
-    allowed to enlarge what comes in, and that of a single token once more; the anchored pass is
-    known to only round."""
+    equal inputs, and makes no error beyond rounding in the free runs, in which it is allowed to
+    enlarge what comes in, and that of a single token once more; the anchored pass is known to only
+    round."""
     free = build_units(measured.sites, "free")
+    off: set[PromptStep] = set()
     for unit in flag(free, routed=measured.routed, thresholds=measured.thresholds):
-        of_token = unit.why in OF_TOKEN
-        if not of_token or unit.limit_usage > measured.thresholds.free_gain:
-            return {}
+        if unit.why != "token" or unit.limit_usage > measured.thresholds.free_gain:
+            off |= places_of(unit)
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
     rounded: set[int] = set()
     stacks = stacks_of(measured.sites)
@@ -367,16 +339,16 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
             seen[site.pass_].add((site.sample, site.step, site.site))
             if site.pass_ == "anchored" and not site.identical:
                 rounded.add(site.sample)
-    lacking = seen["free"] - seen["anchored"]
+    lacking = {(sample, step) for sample, step, _ in seen["free"] - seen["anchored"]}
     of_a, of_b = (run.manifest.tokens for run in (measured.reference, measured.candidate))
     together = of_a.groups == of_b.groups  # else each prompt has results of its own
     steps: dict[int, int] = {}
     for sample in rounded:  # of equal bits there is nothing to enlarge
+        members = (of_a.group_of(sample) if together else []) or [sample]
         sound = {step for first, step, _ in seen["anchored"] if first == sample}
-        sound -= {step for first, step, _ in lacking if first == sample}
+        sound -= {step for first, step in lacking | off if first in (sample, *members)}
         count = next(step for step in range(len(sound) + 1) if step not in sound)
-        members = of_a.group_of(sample) if together else []
-        steps |= dict.fromkeys(members or [sample], count)
+        steps |= dict.fromkeys(members, count)
     return steps
 
 
@@ -393,65 +365,58 @@ def _with_limits(
     sites: Sequence[SiteResult], units: Sequence[Unit], flagged: Sequence[Unit]
 ) -> list[SiteResult]:
     fields: dict[int, dict[str, Any]] = {}
+    beyond = {id(unit) for unit in flagged}
     for unit in units:
         many = len(unit.looks) > 1
+        looks = grouped(unit.looks if many else (), lambda look: id(look.result))
         for result in unit.results:
-            fields[id(result)] = {
+            used = {look.sample: look.share_used for look in looks.get(id(result), ())}
+            values = {
                 "limit": unit.limit,
                 "limit_usage": unit.share_used,
-                "usage": 0.0 if many else unit.share_used,
-            }
-        for look in unit.looks if many else ():
-            mine = fields[id(look.result)]
-            mine["usage"] = max(mine["usage"], look.share_used)
-            mine["prompts"] = [
-                msgspec.structs.replace(row, usage=look.share_used)
-                if row.sample == look.sample
-                else row
-                for row in mine.get("prompts", look.result.prompts)
-            ]
-    for unit in flagged:
-        for result in unit.results:
-            mine, beyond = fields[id(result)], _is_beyond(unit, result)
-            mine["flagged"] = beyond
-            if beyond:  # by all forwards together, perhaps, of which each is within its own limit
-                mine["usage"] = max(mine["usage"], 1.0)
-    return [
-        msgspec.structs.replace(site, **fields[id(site)]) if id(site) in fields else site
-        for site in sites
-    ]
+                "usage": max(used.values(), default=0.0 if many else unit.share_used),
+                "prompts": [replace(row, usage=used.get(row.sample, row.usage))
+                            for row in result.prompts],
+            }  # fmt: skip
+            if id(unit) in beyond:
+                values["flagged"] = _is_beyond(unit, result)
+                if values[
+                    "flagged"
+                ]:  # by all forwards together, each within its own limit, perhaps
+                    values["usage"] = max(values["usage"], 1.0)
+            fields[id(result)] = values
+    return [replace(site, **fields[id(site)]) if id(site) in fields else site for site in sites]
 
 
 def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     """Is this one of the results for which the unit is flagged?"""
     if unit.why == "forward":
         return any(look.result is result for look in unit.beyond)
-    if unit.blame is not None and unit.blame.why in OF_TOKEN:
+    if unit.blame is not None and unit.of_token:
         used = [look.of_token for look in unit.looks if look.result is result]
         return result is unit.blame.at or max(used, default=0.0) > 1
     if unit.blame is not None:
         return True
-    worst = max(result.ratio_max or 0, result.ratio_sink or 0)
-    return (result.ratio or 0) > unit.limit or (unit.why in OF_TOKEN and worst > unit.worst_limit)
+    if unit.of_token and worst_of(result) > unit.worst_limit:
+        return True
+    return (result.ratio or 0) > unit.limit
 
 
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
-    estimated = [site for site in sites if site.estimated is not None]
-    if not estimated:
+    estimates = [(site.step > 0, site.estimated) for site in sites if site.estimated is not None]
+    if not estimates:
         return []
     facts = []
     for phase, steps in (("prefill", False), ("decode", True)):
         errors = [
-            site.estimated.relative_error
-            for site in estimated
-            if site.estimated is not None
-            and (site.step > 0) == steps
-            and site.estimated.relative_error is not None
+            estimate.relative_error
+            for is_step, estimate in estimates
+            if is_step == steps and estimate.relative_error is not None
         ]
         if errors:
             middle, worst = statistics.median(errors), max(errors)
             facts.append(fact("blocks.estimate", phase=phase, typical=middle, worst=worst))
-    return [fact("blocks.estimated", num_estimated=len(estimated), num=len(sites), errors=facts)]
+    return [fact("blocks.estimated", num_estimated=len(estimates), num=len(sites), errors=facts)]
 
 
 def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
@@ -463,12 +428,7 @@ def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     most = max(unmeasured, key=lambda site: site.at_least or 0.0)
     if most.at_least:
         evidence.append(
-            fact(
-                "blocks.at_least_apart",
-                site=most.site,
-                pass_=most.pass_,
-                step=most.step,
-                at_least=most.at_least,
-            )
-        )
+            fact("blocks.at_least_apart", site=most.site, pass_=most.pass_, step=most.step,
+                 at_least=most.at_least)
+        )  # fmt: skip
     return evidence

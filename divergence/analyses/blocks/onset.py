@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from divergence.analyses.blocks.structure import layer_type_of, structures_at
 from divergence.analyses.blocks.units import (
-    OF_TOKEN,
-    SURE,
-    TABLES,
     Blame,
     Escalation,
     Family,
     Unit,
     find_family,
+    is_table,
     made_before,
     next_commands,
     places_of,
@@ -28,15 +26,12 @@ from divergence.analyses.blocks.units import (
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
+from divergence.comparison.limits import CLEAR, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
-from divergence.words import SideOrBoth, common_side, other_side
-
-_CONFINED = 2.0
-"""An error is in some forwards alone where the least of them uses so many times as much of its
-limit as any other forward: the factor from which on a verdict is clear."""
+from divergence.words import SideOrBoth, common_side, grouped, other_side
 
 
 def made_at(
@@ -127,14 +122,6 @@ def made_at(
     )
 
 
-_INPUTS = (10, 7)
-"""Fraction bits of TF32 and float16, and of bfloat16."""
-_NEAR_BITS = 0.6
-_OF_NOISE = 3.0
-"""Standard errors: rounding makes no larger a part of a difference that is in step with what it is
-a difference of."""
-
-
 def _input_bits(family: Family) -> int | None:
     """Of blocks in float32 that are all off as products are whose inputs were rounded to a shorter
     format: its fraction bits."""
@@ -153,11 +140,12 @@ def _input_bits(family: Family) -> int | None:
         abs(result.gain) / result.gain_se
         for unit in family.members for result in unit.results if result.gain and result.gain_se
     ]  # fmt: skip
-    if gains and statistics.median(gains) > _OF_NOISE:
+    if gains and statistics.median(gains) > OF_NOISE:
         return None
     middle = statistics.median(bits)
-    near = max(bits) - min(bits) < 2 * _NEAR_BITS
-    return next((n for n in _INPUTS if near and abs(middle - n) < _NEAR_BITS), None)
+    near = max(bits) - min(bits) < 2 * NEAR_BITS
+    # fraction bits of TF32 and float16, and of bfloat16
+    return next((n for n in (10, 7) if near and abs(middle - n) < NEAR_BITS), None)
 
 
 def below_floor(measured: Measured, escalation: Escalation) -> Finding:
@@ -201,7 +189,7 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
         if result.site.startswith(read) and result.pass_ == "anchored" and not result.identical
     ]
     for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
-        if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
+        if not is_table(unit.results[0]) or unit.side != side:
             continue
         for holder, sample, step, input_ in unseen:
             run = measured.reference if holder == "reference" else measured.candidate
@@ -268,10 +256,7 @@ def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
     if unit.phase != "decode" or not same or any(other.why is not None for other in same):
         return False
     sign = -1.0 if unit.side == "reference" else 1.0
-    mine, *rest = (
-        0.0 if each.judged is None else sign * (each.judged[0].x_of(each.judged[1]) or 0.0)
-        for each in (unit, *same)
-    )
+    mine, *rest = (sign * each.x_at() for each in (unit, *same))
     near = max(math.log(THRESHOLDS.truth_confirm), mine / 2)
     return unit.blame is None or max(rest) <= near
 
@@ -279,66 +264,54 @@ def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
 def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
     """Does the float32 pass show it in every forward? Those that pass in 16 bits hide it then."""
     deeper = [u for u in escalation.flagged if (u.site, u.phase) == (unit.site, unit.phase)]
-    beyond = ([max(look.usage, look.of_token) > 1 for look in unit.looks] for unit in deeper)
+    beyond = ([look.used > 1 for look in unit.looks] for unit in deeper)
     return any(all(looks) or not any(looks) for looks in beyond)
 
 
-def _usages(units: Sequence[Unit]) -> dict[PromptStep, float]:
-    """By forward, the largest share of a limit that one of these units uses there."""
-    usages: dict[PromptStep, float] = {}
-    for look in (look for unit in units for look in unit.looks):
-        usages[look.place] = max(look.usage, look.of_token, usages.get(look.place, 0.0))
-    return usages
-
-
-def _is_confined(units: Sequence[Unit]) -> bool:
-    """Are some forwards beyond their limit, and no other near to it?"""
-    usages, beyond, rest = _usages(units), dict[PromptStep, float](), [0.0]
-    for look in (look for unit in units for look in unit.looks):
-        used = max(look.usage, look.of_token)
-        if usages[look.place] <= 1:
-            rest.append(max(used, min(look.between, 1.0)))
-        elif used > 1:
-            own = look.between if look.between > 1 else used
-            beyond[look.place] = max(own, beyond.get(look.place, 0.0))
-    return 0 < len(beyond) < len(usages) and min(beyond.values()) > _CONFINED * max(rest)
-
-
-def _may_be_elsewhere(unit: Unit, beyond: set[PromptStep]) -> bool:
+def _may_be_elsewhere(unit: Unit, beyond: Collection[PromptStep]) -> bool:
     """May the error be in forwards that are not among those ``beyond`` a limit? It may where the
     sides differ by half as much there, or where log W is over half of that beyond the limit: few
     numbers convict none, and the truth may not hold those forwards."""
-    of_token = (unit.blame.why if unit.blame else unit.why) in OF_TOKEN
-    sizes = {look.place: look.worst if of_token else look.typical for look in unit.looks}
-    off = [size for place, size in sizes.items() if place in beyond]
-    rest = [size for place, size in sizes.items() if place not in beyond]
-    if min(off, default=0.0) <= _CONFINED * max(rest, default=0.0):
+    sizes = {look.place: look.worst if unit.of_token else look.typical for look in unit.looks}
+    off, rest = (
+        [size for place, size in sizes.items() if (place in beyond) == inside]
+        for inside in (True, False)
+    )
+    if min(off, default=0.0) <= CLEAR * max(rest, default=0.0):
         return True
-    if of_token or unit.judged is None or unit.side not in ("reference", "candidate"):
+    if unit.of_token or unit.side not in ("reference", "candidate"):
         return False
-    judged, member = unit.judged
     sign = 1.0 if unit.side == "candidate" else -1.0
-    ratios = {place: sign * (judged.x_of(member, place) or 0.0) for place in sizes}
-    least = min((ratios[place] for place in sizes if place in beyond), default=0.0)
-    others = (ratios[place] for place in sizes if place not in beyond)
-    return max(others, default=0.0) > least / 2 > 0
+    ratios = {place: sign * unit.x_at(place) for place in sizes}
+    least = min((x for place, x in ratios.items() if place in beyond), default=0.0)
+    others = (x for place, x in ratios.items() if place not in beyond)
+    return max(others, default=0.0) > least / CLEAR > 0
 
 
 def only_in(*units: Unit) -> Fact | None:
     """The prompts and steps that alone are off (``alone``), or that are beyond their limits where
     others may be off, too; None where all are beyond, or where all may be off and it is of all rows
     together that the units are beyond theirs. Of one unit, or all of a family."""
-    usages = _usages(units)
-    beyond, everywhere = {place for place, usage in usages.items() if usage > 1}, set(usages)
-    if not beyond or beyond == everywhere:
+    places = grouped((look for unit in units for look in unit.looks), lambda look: look.place)
+    beyond = {at: looks for at, looks in places.items() if max(look.used for look in looks) > 1}
+    if not 0 < len(beyond) < len(places):
         return None
     elsewhere = any(_may_be_elsewhere(unit, beyond) for unit in units)
-    alone = _is_confined(units) and not elsewhere
     if elsewhere and all(unit.why in ("typical", "both", "gain") for unit in units):
         return None
+    # they alone are off where no other is near to its limit, of the two sides' difference either
+    least = min(
+        max(look.between if look.between > 1 else look.used for look in looks if look.used > 1)
+        for looks in beyond.values()
+    )
+    nearest = max(
+        max(look.used, min(look.between, 1.0))
+        for at, looks in places.items() if at not in beyond for look in looks
+    )  # fmt: skip
+    alone = not elsewhere and least > CLEAR * nearest
     parts, since = [], None
     for number, what in enumerate(("prompt", "step")):
-        some, every = ({place[number] for place in places} for places in (beyond, everywhere))
+        some, every = ({at[number] for at in group} for group in (beyond, places))
         if what == "step" and len(some) > 1 and some == {n for n in every if n >= min(some)}:
             since = min(some) if some != every else None
         elif some != every:
@@ -356,10 +329,9 @@ def unit_evidence(unit: Unit) -> Fact:
     place = {"site": unit.site, "phase": unit.phase}
     if math.isinf(unit.typical):
         return fact("zero_in_reference", **place, ratio=unit.typical, limit=unit.limit)
-    if unit.why in OF_TOKEN:
+    if unit.why == "token":
         return fact(
-            "token_ratio", **place, sink=unit.why == "sink",
-            ratio=unit.sink if unit.why == "sink" else unit.worst, limit=unit.worst_limit,
+            "token_ratio", **place, sink=unit.sink, ratio=unit.worst, limit=unit.worst_limit,
             token=worst.ratio_position,
         )  # fmt: skip
     if unit.why == "forward":
@@ -400,9 +372,9 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
             sample=blame.at.sample if blame.place is None else blame.place[0],
             num_looks=len(unit.looks) or None,
         )  # fmt: skip
-    if blame.why in OF_TOKEN:
+    if blame.why == "token":
         return fact(
-            "token_off", **values, sink=blame.why == "sink", step=blame.at.step or None,
+            "token_off", **values, sink=blame.sink, step=blame.at.step or None,
             forward=blame.at.phase,
         )  # fmt: skip
     if blame.why == "channel":
@@ -427,7 +399,7 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
         result.identical for other in healthy for result in other.results
     )
     sided = unit.blame is not None and unit.blame.side != "both"
-    clear = unit.margin > 2 or (only_here and sided)
+    clear = unit.margin > CLEAR or (only_here and sided)
     checks = [
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
         check("clear", clear, fact("not_clear", margin=unit.margin)),

@@ -9,23 +9,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from divergence.analyses.blocks.units import (
-    FEW_ROWS,
-    Escalation,
+    JudgedUnits,
     Unit,
     families_of,
     farther_side,
     next_commands,
+    num_columns,
     num_values,
     numbers_alike,
 )
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results import Finding, SiteResult, allowed_errors, main_path, order_of
+from divergence.comparison.experts import mostly_rerouted
+from divergence.comparison.limits import FEW_ROWS, FEWEST, LEAST
+from divergence.comparison.results import (
+    Finding,
+    SiteResult,
+    allowed_errors,
+    main_path,
+    num_rows,
+    order_of,
+)
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.site import ROOT, is_codes, module_of
-from divergence.words import Side, other_side
+from divergence.words import SIDES, Side, other_side
 
 # Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
 #
@@ -39,9 +48,6 @@ from divergence.words import Side, other_side
 # activations become codes, one that flips moves everything behind it farther than rounding does, on
 # either side: what the free runs end with tells nothing then, and only what lies behind the blocks
 # is looked at.
-
-_ONE_ROW = 2.0
-"""Of one row the limit is so much wider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +83,15 @@ def find_drifts(
     allowed = allowed_errors(sites)
     kinds: dict[bool, Drift] = {}
     for place, path in sorted(main_path(sites).items()):
-        if sum(site.role == "block" for site in path) < 2:
-            continue
-        last = max(n for n, site in enumerate(path) if site.role == "block")
-        for site in path[last:]:
-            by_truth = site.truth is not None and not two_dtypes
-            against = _against_truth if by_truth else _against_floors
-            drift = against(site, allowed.get(place), thresholds)
-            if coded or (routed and math.prod(site.shape[:-1]) < FEW_ROWS):
-                drift = None
-            if drift is not None and rerouted(site.sample, site.step):
-                drift = None
-            drift = drift or _behind_blocks(site, thresholds)
+        blocks = [number for number, site in enumerate(path) if site.role == "block"]
+        for site in path[blocks[-1] :] if len(blocks) > 1 else ():
+            drift = None
+            if not (coded or (routed and math.prod(site.shape[:-1]) < FEW_ROWS)):
+                by_truth = site.truth is not None and not two_dtypes
+                against = _against_truth if by_truth else _against_floors
+                drift = against(site, allowed.get(place), thresholds)
+            if drift is None or rerouted(site.sample, site.step):
+                drift = _behind_blocks(site, thresholds)
             if drift is not None:
                 kinds.setdefault(drift.accumulated, drift).places.append(place)
                 break
@@ -96,19 +99,17 @@ def find_drifts(
 
 
 def _against_truth(site: SiteResult, allowed: float | None, thresholds: Thresholds) -> Drift | None:
-    """The median token; where there is but one row, as in a decode step, its limit is wider."""
+    """The median token; where there is but one row, as in a decode step, of as many numbers as hold
+    its error."""
     assert site.truth is not None
-    one_row = math.prod(site.shape[:-1]) == 1
     least = thresholds.truth_least * (allowed or 0.0)  # two tiny errors make no large ratio
     errors = site.truth.candidate_error + least, site.truth.reference_error + least
     w = errors[0] / errors[1] if errors[1] else site.truth.w_median
-    limit = thresholds.truth_drift * (_ONE_ROW if one_row else 1.0)
-    numbers = round(numbers_alike(site)) if one_row else site.numel
-    limit *= spread(min(numbers, site.shape[-1] if site.shape else 1))
+    numbers = min(numbers_alike(site) if num_rows(site) == 1 else site.numel, num_columns(site))
+    limit = thresholds.truth_drift * spread(round(numbers))
     if 1 / limit <= w <= limit:
         return None
-    side: Side = "candidate" if w > limit else "reference"
-    times = w if w > limit else 1 / max(w, 1e-300)
+    side, times = SIDES[w > limit], max(w, 1 / max(w, 1e-300))
     return Drift(
         fact("blocks.ends_farther", side=side, times=times, site=site.site),
         _where(site, w=w, limit=limit), site.step, side,
@@ -122,14 +123,13 @@ def _against_floors(
     they make of each other's."""
     if allowed is None or site.token_rel_l2_median is None:
         return None
-    limit = thresholds.drift * spread(site.numel)
-    if site.role != "block":
-        limit *= thresholds.free_gain
+    behind = site.role != "block"
+    limit = thresholds.drift * spread(site.numel) * (thresholds.free_gain if behind else 1.0)
     ratio = site.token_rel_l2_median / allowed
     if ratio <= limit:
         return None
     headline = fact("blocks.grows_to", site=site.site, rel_l2=site.token_rel_l2_median, ratio=ratio,
-                    behind=site.role != "block")  # fmt: skip
+                    behind=behind)  # fmt: skip
     return Drift(headline, _where(site, ratio=ratio, limit=limit), site.step)
 
 
@@ -165,118 +165,116 @@ def _where(site: SiteResult, **values: Any) -> Fact:
 
 def within_rounding(
     measured: Measured,
-    units: list[Unit],
-    excused: list[Unit],
-    unanchored: list[int],
-    escalation: Escalation,
+    judged: JudgedUnits,
     standouts: list[StandOut],
     only_rounds: dict[int, int],
 ) -> Finding:
     """``only_rounds``: see Finding."""
-    judged = [unit for unit in units if unit.results]
+    units, escalation, advice = judged.units, judged.escalation, measured.advice
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
+    # where it is not known that only rounding differs
+    elsewhere = mostly_rerouted(measured.sites) if measured.experts else None
     reason: Fact | None = None
     if unmeasured and not any(site.ratio for site in measured.sites):
         first = min(unmeasured, key=order_of)
         reason = fact("differ_unmeasured", site=first.site, step=first.step)
-    elif not judged:
+    elif not units:
         reason = fact("nothing_rounds", within=False)
-    elsewhere = None
-    if measured.experts:
-        from divergence.comparison.experts import mostly_rerouted
-
-        elsewhere = mostly_rerouted(measured.sites)
-    if reason is None and elsewhere is not None:
+    elif elsewhere is not None:
         reason = fact("most_not_compared", why=elsewhere)
     if reason is not None:
-        name = "measured" if elsewhere is None else "routed"
         return Finding(
             claim="not_known",
             kind="undetermined",
             headline=[reason],
-            rests_on=[check(name, False, elsewhere)],
+            rests_on=[check("measured" if elsewhere is None else "routed", False, elsewhere)],
             commands=next_commands(measured, None, escalation),
         )
-    sure = measured.anchored and not unanchored
-    against_truth = [unit for unit in judged if unit.stats is not None]
-    widest = max(judged, key=lambda unit: (unit.typical, unit.worst))
-    farthest = max(judged, key=lambda unit: unit.worst)
+    # what came nearest to its limit
+    sure = measured.anchored and not judged.unanchored
+    widest = max(units, key=lambda unit: (unit.typical, unit.worst))
+    farthest = max(units, key=lambda unit: unit.worst)
     largest = fact("blocks.typical_equal")
     if widest.typical:
-        largest = fact(
-            "blocks.typical_largest",
-            site=widest.site,
-            phase=widest.phase,
-            ratio=widest.typical,
-            limit=widest.limit,
-        )
+        largest = fact("blocks.typical_largest", site=widest.site, phase=widest.phase,
+                       ratio=widest.typical, limit=widest.limit)  # fmt: skip
     evidence = [
         fact("blocks.largest", typical=largest, site=farthest.site, ratio=farthest.worst,
              limit=farthest.worst_limit)
     ]  # fmt: skip
+    against_truth = [unit for unit in units if unit.stats is not None]
     if against_truth:
         closest = max(against_truth, key=lambda unit: unit.share_used)
         evidence.append(
-            fact(
-                "blocks.judged_against",
-                floor=measured.floor is not None,
-                num_judged=len(against_truth),
-                site=closest.site,
-                phase=closest.phase,
-                limit_usage=closest.share_used,
-            )
-        )
+            fact("blocks.judged_against", floor=measured.floor is not None,
+                 num_judged=len(against_truth), site=closest.site, phase=closest.phase,
+                 limit_usage=closest.share_used)
+        )  # fmt: skip
     evidence += [
         fact("blocks.equally_near", site=unit.site, phase=unit.phase, ratio=unit.typical)
-        for unit in excused[:3]
+        for unit in judged.excused[:3]
     ]
     evidence += escalation.healthy()
     if measured.narrow and sure and not escalation.judged:
-        can_escalate = bool(measured.advice.escalate())
-        if can_escalate or measured.advice.divided:
+        can_escalate = bool(advice.escalate())
+        if can_escalate or advice.divided:
             evidence.append(fact("hidden_below_floor", within=False, next=can_escalate))
-    # of what is estimated the truth judges nothing, and so says nothing of either side
-    estimated = any(result.estimated for unit in judged for result in unit.results)
-    by_truth = bool(against_truth) and measured.floor is None
-    truth_tells = sure and by_truth and not measured.partial and not estimated
     # one side's arithmetic, where it is coarser in all blocks; and the blocks that stand out, where
     # nothing but these differs at all
-    coarser = [standout for standout in standouts if standout.side is not None]
-    where = [fact("blocks.coarser", side=each.side, other=other_side(each.side), times=each.times)
-             for each in coarser[:1]]  # fmt: skip
+    where, outlier = [], None
     named = {each.unit.results[0].block for each in standouts if each.side is None}
     differing = dict.fromkeys(
         site.block
         for site in measured.sites
         if site.pass_ == "anchored" and not site.identical and not is_codes(site.site)
     )
+    if standouts:
+        first_unit = standouts[0].unit
+        outlier = fact("blocks.differs_more", place=first_unit.results[0].block or first_unit.site)
+    coarser = next((standout for standout in standouts if standout.side is not None), None)
+    if coarser is not None and coarser.side is not None:
+        outlier = fact("blocks.farther_everywhere", side=coarser.side)
+        where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
+                      times=coarser.times)]  # fmt: skip
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
-    outlier = None
-    if coarser:
-        outlier = fact("blocks.farther_everywhere", side=coarser[0].side)
-    elif standouts:
-        place = standouts[0].unit.results[0].block or standouts[0].unit.site
-        outlier = fact("blocks.differs_more", place=place)
+    # of what is estimated the truth judges nothing, and so says nothing of either side
+    estimated = any(result.estimated for unit in units for result in unit.results)
+    by_truth = bool(against_truth) and measured.floor is None
+    truth_tells = sure and by_truth and not measured.partial and not estimated
+    no_truth = fact("blocks.no_truth")
+    if measured.floor is not None:
+        no_truth = fact("blocks.error_of_one_side")
+    elif estimated:
+        no_truth = fact("blocks.truth_of_full")
+    elif by_truth and measured.partial:
+        no_truth = fact("blocks.truth_incomplete")
+    elif advice.truth_beside is not None:
+        no_truth = fact("blocks.truth_beside", path=advice.truth_beside)
     # is a trusted run itself beyond the limits that it widens?
     widened = any(used > 1 for used in (measured.shown or {}).values())
     checks = [
         check("anchored", sure, fact("no_anchored_pass")),
         check("measured", not unmeasured, fact("blocks.not_kept")),
-        check("truth", truth_tells, _no_truth(measured, by_truth, estimated), made=by_truth),
+        check("truth", truth_tells, no_truth, made=by_truth),
         check("no_standout", not standouts, outlier),
         check("floor_trusted", not widened, fact("blocks.floor_beyond")),
     ]
     if measured.narrow:
-        lacking = _no_escalation(measured, escalation)
+        lacking = fact("blocks.no_float32")
+        if escalation.unseen is not None:
+            lacking = fact("blocks.not_in_float32", side=escalation.unseen)
+        elif advice.escalated and measured.truth is None:
+            lacking = fact("blocks.float32_takes_truth")
+        elif not advice.escalate():
+            lacking = fact("blocks.no_float32_here", ranks=advice.divided)
         checks.append(check("escalated", escalation.complete, lacking, made=False))
     # what looks inside the first stand-out; what raises the confidence
-    advice = measured.advice
     commands, block = advice.judged(), standouts[0].unit.results[0].block if standouts else None
     commands += [] if block is None else advice.descent(block)
     commands += next_commands(measured, None, escalation)
     if measured.anchored and measured.truth is None and not commands:
-        commands += advice.judged() or advice.truth()
+        commands += advice.truth()
     return Finding(
         claim="within_rounding",
         kind="within_floor",
@@ -287,30 +285,6 @@ def within_rounding(
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
-
-
-def _no_truth(measured: Measured, judged: bool, estimated: bool) -> Fact:
-    if measured.floor is not None:
-        return fact("blocks.error_of_one_side")
-    if estimated or (judged and measured.partial):
-        return fact("blocks.truth_of_full" if estimated else "blocks.truth_incomplete")
-    beside = measured.advice.truth_beside
-    return fact("blocks.no_truth") if beside is None else fact("blocks.truth_beside", path=beside)
-
-
-def _no_escalation(measured: Measured, escalation: Escalation) -> Fact:
-    if escalation.unseen is not None:
-        return fact("blocks.not_in_float32", side=escalation.unseen)
-    if measured.advice.escalated and measured.truth is None:
-        return fact("blocks.float32_takes_truth")
-    if not measured.advice.escalate():
-        return fact("blocks.no_float32_here", ranks=measured.advice.divided)
-    return fact("blocks.no_float32")
-
-
-_SEEN = 0.02
-"""Floors: siblings nearer to each other than this are taken to be this far apart, so that one
-element rounded otherwise makes no stand-out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +323,9 @@ def find_standouts(
     standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):
-        for unit in family if len(family) >= 4 else ():
+        for unit in family if len(family) > FEWEST else ():
             usual = statistics.median(o.typical for o in family if o is not unit)
-            times = unit.typical / max(usual, _SEEN)
+            times = unit.typical / max(usual, LEAST)
             numbers = max(num_values(result) for result in unit.results)
             if times > thresholds.standout * spread(numbers) or (
                 unit in excused and times > thresholds.truth_confirm
@@ -359,7 +333,7 @@ def find_standouts(
                 standouts.append(StandOut(unit, times))
         farther = None
         if not two_dtypes and any(unit.stats is not None for unit in family):
-            farther = farther_side(family, thresholds)
+            farther = farther_side(family, thresholds.truth_standout)
         if farther is not None:
             side, times = farther
             first = min(family, key=lambda unit: order_of(unit.first))

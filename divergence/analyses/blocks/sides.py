@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -13,9 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from divergence.analyses.blocks.units import (
-    FEW_ROWS,
-    SURE,
-    TABLES,
     Blame,
     JudgedFamily,
     JudgedGains,
@@ -23,10 +20,10 @@ from divergence.analyses.blocks.units import (
     Why,
     block_outputs,
     families_of,
-    log_ratio,
+    farther_side,
+    is_table,
     medians,
     narrowed,
-    one_step,
 )
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.judge import (
@@ -37,17 +34,11 @@ from divergence.comparison.judge import (
     outliers,
     reach_of_median,
 )
-from divergence.comparison.measure.truth import (
-    LEAST_LONE,
-    SIDES,
-    RowErrors,
-    SamplesBySite,
-    TruthStats,
-    stats_of,
-)
+from divergence.comparison.limits import FEW_ROWS, FEWEST, LEAST, SURE
+from divergence.comparison.measure.truth import RowErrors, SamplesBySite, TruthStats, stats_of
 from divergence.numerics.floor import Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.words import Side
+from divergence.words import SIDES
 
 if TYPE_CHECKING:
     from divergence.comparison.judge import Floats
@@ -71,15 +62,6 @@ if TYPE_CHECKING:
 #
 # A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
-_LEAST_FAMILY = 0.05
-_LEAST_HARD = 0.1
-"""By how much, in log, the errors of both sides vary from block to block at least."""
-_SHARED = 0.5
-"""Of the rounding that all rows of a block may share: how much differs between its forwards."""
-
-ByForward = Mapping[PromptStep, float]
-"""Of each forward the control."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlocksBeside:
@@ -87,7 +69,7 @@ class BlocksBeside:
     forward."""
 
     x: float = 0.0
-    forwards: ByForward = field(default_factory=dict)
+    forwards: Mapping[PromptStep, float] = field(default_factory=dict)
 
 
 def judge_family(
@@ -99,84 +81,95 @@ def judge_family(
 ) -> JudgedFamily:
     """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
     expert by rounding. ``beside``: of one site without siblings."""
-    family, least = list(stats), least_of(stats if beside is None else (), thresholds)
-    errors = [member.rows for member in stats if member.rows is not None]
-    keys = functools.reduce(np.intersect1d, [each.key for each in errors])
-    together = [each.only(keys) for each in errors]
+    # added to both errors, in floors, so that two tiny ones make no large ratio
+    least = thresholds.truth_least
+    if beside is None:
+        errors = (math.sqrt(math.prod(each.typical.values())) for each in stats)
+        least = max(LEAST, least * statistics.median(errors))
+    rows_of = [each.rows for each in stats if each.rows is not None]
+    keys = functools.reduce(np.intersect1d, [each.key for each in rows_of])
+    together = [each.only(keys) for each in rows_of]
     energy = np.stack([each.energy for each in together], axis=1)
     numbers = np.stack([each.numbers for each in together], axis=1)
+    first = together[0]
+    held, place = np.unique(first.place, return_inverse=True)
+    places = [first.places[n] for n in held]
+    counts = np.bincount(place, minlength=len(places))
+    few = [routed and bool(count < FEW_ROWS) for count in counts]
 
     def whole(typical: bool) -> tuple[Floats, Floats]:
         by_member = [
             observed(
                 each.energy, each.numbers, least, np.zeros(len(each.key), np.intp), typical=typical
             )
-            for each in errors
+            for each in rows_of
         ]
         return np.stack([x for x, _ in by_member]), np.stack([own for _, own in by_member])
 
-    spreads = thresholds.site_spread, thresholds.forward_spread, thresholds.row_spread
-    if beside is not None:
-        spreads = (thresholds.lone_spread,) * 3
+    spreads = dict(
+        site=thresholds.site_spread, forward=thresholds.forward_spread, row=thresholds.row_spread
+    )
+
+    def judged(
+        level: Level, x: Floats, own: Floats, usual: Floats, kept: npt.NDArray[np.bool_] | None
+    ) -> JudgedTable:
+        """``usual``: of the blocks; it excuses a site without siblings that is off as they are."""
+        if beside is None:
+            return outliers(x, own, spreads[level], limits[level], kept=kept)
+        control = _excused(x, usual)
+        return outliers(x, own, thresholds.lone_spread, limits[level], control=control)
+
     typical, of_typical = whole(True)
-    equal = np.array([[bool((each.energy[0] == each.energy[1]).all())] for each in errors])
-    first = together[0]
-    held, place = np.unique(first.place, return_inverse=True)
-    places, results = ([each[n] for n in held] for each in (first.places, first.results))
-    counts = np.bincount(place, minlength=len(places))
-    few = [
-        bool(count < FEW_ROWS)
-        and (routed or any(one_step(of_place(member, at)) for member in family))
-        for count, at in zip(counts, places, strict=True)
-    ]
-
-    def judged(level: Level, observations: tuple[Floats, Floats], usual: Floats) -> JudgedTable:
-        """``usual`` (K,): of the blocks."""
-        x, own = observations
-        control = None if beside is None else _excused(x, usual)
-        sigma = spreads[("site", "forward", "row").index(level)]
-        return outliers(x, own, sigma, limits[level], control=control, kept=finer)
-
-    finer, odds = None, np.full(len(family), np.inf)
     blocks = np.array([0.0 if beside is None else beside.x])
-    x, own = whole(routed)  # sides that agree bit for bit are as far off as each other for certain
-    sites, forwards, rows = judged("site", (x, np.where(equal, 0.0, own)), blocks), None, None
+    x, own = whole(routed)
+    # sides that agree bit for bit are as far off as each other for certain
+    equal = np.array([[bool((each.energy[0] == each.energy[1]).all())] for each in rows_of])
+    sites = judged("site", x, np.where(equal, 0.0, own), blocks, None)
+    odds, finer = np.full(len(x), np.inf), None
     if beside is None:
-        odds = _odds_of_own(sites, errors, least, routed)
+        odds = _odds_of_own(sites, rows_of, least, routed, thresholds)
         finer = odds < -SURE
         sites = replace(sites, control=np.where(finer[:, None], sites.x, sites.control))
+    forwards = rows = None
     if len(places) > 1:
         usual = blocks.repeat(len(places))
         if beside is not None:
             few = [few or at not in beside.forwards for few, at in zip(few, places, strict=True)]
             usual = np.array([beside.forwards.get(at, 0.0) for at in places])
-        by_place = observed(energy, numbers, least, place, typical=routed)
-        forwards = judged("forward", by_place, usual)
+        of_places = observed(energy, numbers, least, place, typical=routed)
+        forwards = judged("forward", *of_places, usual, finer)
     if not routed and (counts > 1).any():
-        rows = judged("row", observed(energy, numbers, least), typical[0])
+        rows = judged("row", *observed(energy, numbers, least), typical[0], finer)
     return JudgedFamily(
-        family,
-        least,
-        sites,
-        typical[:, 0].tolist(),
-        statistics.median(log_ratio(each.typical, least) or 0.0 for each in family),
-        reach_of_median(of_typical),
-        places,
-        forwards,
-        rows,
-        replace(first, place=place, places=places, results=results),
-        few,
-        _judge_channels(
-            family, limits["channel"], None if beside is None else typical[0].tolist(), thresholds
+        stats=list(stats),
+        least=least,
+        sites=sites,
+        typical=typical[:, 0].tolist(),
+        typical_at=[_typical_at(each, least) for each in rows_of],
+        usual_reach=reach_of_median(of_typical),
+        places=places,
+        forwards=forwards,
+        rows=rows,
+        errors=replace(first, place=place, places=places),
+        is_few=few,
+        channels=_judge_channels(
+            stats, limits["channel"], None if beside is None else typical[0], thresholds
         ),
-        list(_judge_gains(family, limits)),
-        odds.tolist(),
+        gains=list(_judge_gains(stats, limits)),
+        odds=odds.tolist(),
     )
 
 
+def _typical_at(rows: RowErrors, least: float) -> dict[PromptStep, float]:
+    """By forward, the median row's log W."""
+    x, _ = observed(rows.energy, rows.numbers, least, rows.place, typical=True)
+    return dict(zip(rows.places, x.tolist(), strict=True))
+
+
 def _odds_of_own(
-    sites: JudgedTable, errors: Sequence[RowErrors], least: float, routed: bool
-) -> npt.NDArray[np.float64]:
+    sites: JudgedTable, errors: Sequence[RowErrors], least: float, routed: bool,
+    thresholds: Thresholds,
+) -> npt.NDArray[np.float64]:  # fmt: skip
     """(M,): how much likelier, in log, it is that a member's farther side is farther off than in
     its siblings, than that the other side is nearer; inf where the sides are not apart.
 
@@ -189,8 +182,8 @@ def _odds_of_own(
     levels = np.array([0.5 * np.log(middle(each.energy, axis=1) + least**2) for each in errors])
     beside = levels - np.median(levels, axis=0)
     off = (sites.x - sites.control)[:, 0]
-    farther = np.where(off > 0, beside[:, SIDES.index("candidate")], beside[:, 0])
-    tau = max(_LEAST_HARD, 1.4826 * float(np.median(np.abs(beside).min(axis=1))))
+    farther = np.where(off > 0, beside[:, 1], beside[:, 0])
+    tau = max(thresholds.ratio_spread, 1.4826 * float(np.median(np.abs(beside).min(axis=1))))
     odds = np.abs(off) * beside.sum(axis=1) / (2 * tau**2)
     odds = np.where(np.abs(farther) < 2 * tau, odds, np.maximum(odds, 0.0))
     return np.where(np.abs(off) > sites.reach[:, 0] / 2, odds, np.inf)
@@ -201,10 +194,6 @@ def _excused(x: Floats, usual: Floats) -> Floats:
     return np.where(x > 0, np.maximum(usual, 0.0), np.minimum(usual, 0.0))
 
 
-def of_place(stats: TruthStats, place: PromptStep) -> SiteResult:
-    return stats.forwards[place].result
-
-
 def questions(
     judged: JudgedFamily, member: int, *, routed: bool, widened: float, thresholds: Thresholds
 ) -> list[Blame]:
@@ -213,23 +202,27 @@ def questions(
     ``routed``: one token may go to another expert by rounding. ``widened``: what trusted runs have
     shown, as a factor >= 1.
     """
-    mine = judged.stats[member]
-    assert mine.first is not None
-    blames = [_blame_of(judged.sites, member, 0, "typical", mine.first, widened)]
-    if TABLES not in mine.kind.lower():
-        limit = thresholds.typical * spread(mine.num_values) * widened
-        blames.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
+    stats = judged.stats[member]
+    first = stats.first
+    assert first is not None
+    typical = _blame_of(judged.sites, member, 0, "typical", first, widened)
+    blames = []
+    if not is_table(first):
+        limit = thresholds.typical * spread(stats.num_values) * widened
+        blames.append(Blame("both", "both", min(stats.typical.values()), 1.0, limit, first))
     answers = forwards_of(judged, member, widened)
     blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
-    blames += _rows_of(judged, member, widened)
+    if judged.rows is not None:
+        row = int(judged.rows.excess(member).argmax())
+        at = stats.forwards[judged.places[int(judged.errors.place[row])]].result
+        blame = _blame_of(judged.rows, member, row, "token", at, widened)
+        blames.append(replace(blame, sink=bool(judged.errors.sink[row])))
     # one forward's only row is no outlier among its like: a rerouted token fills the channels
-    if judged.channels is not None and not (routed and mine.first.step):
-        channel = _farthest(judged.channels, member)
-        blame = _blame_of(judged.channels, member, channel, "channel", mine.first, widened)
+    if judged.channels is not None and not (routed and first.step):
+        channel = int(judged.channels.excess(member).argmax())
+        blame = _blame_of(judged.channels, member, channel, "channel", first, widened)
         blames.append(replace(blame, channel=channel))
     # the scale error that stands out most
-    mine = judged.stats[member]
-    assert mine.first is not None
     scaled: list[Blame] = []
     for gains in judged.gains:
         table = gains.table
@@ -238,49 +231,42 @@ def questions(
         with np.errstate(all="ignore"):
             usage = np.nan_to_num(apart / table.reach[member], posinf=0.0)
         column = int(usage.argmax())
-        if usage[column] == 0:
-            continue
-        place = gains.places[column]
-        own = gains.sides[:, member, column]
-        usual = np.nanmedian(gains.sides[:, :, column], axis=1)
-        number = int(np.abs(own - usual).argmax())
-        at = mine.first if place is None else of_place(mine, place)
-        scaled.append(
-            Blame(SIDES[number], "gain", float(usage[column]) * gains.limit, 1.0,
-                  gains.limit * widened, at, place=place, scaled=gains.of,
-                  factor=1 + float(own[number]))
-        )  # fmt: skip
+        place, own = gains.places[column], gains.sides[:, member, column]
+        if usage[column] > 0:
+            usual = np.nanmedian(gains.sides[:, :, column], axis=1)
+            number = int(np.abs(own - usual).argmax())
+            at = first if place is None else stats.forwards[place].result
+            scaled.append(
+                Blame(SIDES[number], "gain", float(usage[column]) * gains.limit, 1.0,
+                      gains.limit * widened, at, place=place, scaled=gains.of,
+                      factor=1 + float(own[number]))
+            )  # fmt: skip
     blames += sorted(scaled, key=lambda blame: -blame.limit_usage)[:1]
     # what holds of all rows together goes where something narrower explains it: a forward, a token
     # or a channel where the median row is off by less than half as much, or a scale error where the
     # whole is off by little more than rounding
-    typical = blames[0]
-    beyond = {blame.why for blame in blames[1:] if blame.limit_usage > 1}
+    beyond = {blame.why for blame in blames if blame.limit_usage > 1}
     control = float(judged.sites.control[member, 0])
     whole, median = (
         abs(x - control) for x in (float(judged.sites.x[member, 0]), judged.typical[member])
     )
-    narrower = median < whole / 2 and beyond & {"forward", "token", "sink", "channel"}
+    narrower = median < whole / 2 and beyond & {"forward", "token", "channel"}
     slight = typical.value / typical.control < thresholds.truth_systematic and "gain" in beyond
-    return blames[1:] if narrower or slight else blames
+    return blames if narrower or slight else [typical, *blames]
 
 
 def _blame_of(
     table: JudgedTable, member: int, column: int, why: Why, at: SiteResult, widened: float,
     place: PromptStep | None = None,
 ) -> Blame:  # fmt: skip
-    """A side is convicted by its own error: where it is not clearly the larger one, by half of what
-    an outlier is apart, it is to blame for nothing, however its siblings fare."""
-    x, control, reach = (
-        float(each[member, column]) for each in (table.x, table.control, table.reach)
-    )
-    limit = math.exp(min(reach, 700.0)) * widened
-    if not (abs(x) > reach / 2 and (x > 0) == (x > control)):
+    """Of nobody, where no side has an error of its own."""
+    x, control = float(table.x[member, column]), float(table.control[member, column])
+    limit = math.exp(min(float(table.reach[member, column]), 700.0)) * widened
+    if not table.excess(member)[column]:
         return Blame("candidate", why, 1.0, 1.0, limit, at, place=place)
-    side: Side = "candidate" if x > 0 else "reference"
     sign = 1 if x > 0 else -1
     value, usual = math.exp(min(sign * x, 700.0)), math.exp(sign * control)
-    return Blame(side, why, value, usual, limit, at, place=place)
+    return Blame(SIDES[x > 0], why, value, usual, limit, at, place=place)
 
 
 def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, Blame]:
@@ -289,56 +275,26 @@ def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[Promp
         return {}
     return {
         place: _blame_of(
-            judged.forwards, member, column, "forward", of_place(judged.stats[member], place),
-            widened, place,
+            judged.forwards, member, column, "forward",
+            judged.stats[member].forwards[place].result, widened, place,
         )
         for column, place in enumerate(judged.places)
         if not judged.is_few[column]
     }  # fmt: skip
 
 
-def _farthest(table: JudgedTable, member: int) -> int:
-    """The column in which a member uses most of its limit by an error of its own."""
-    x, control, reach = (each[member] for each in (table.x, table.control, table.reach))
-    own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
-    with np.errstate(invalid="ignore"):
-        usage = np.where(own, np.abs(x - control) / reach, 0.0)
-    return int(np.nan_to_num(usage).argmax())
-
-
-def _rows_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
-    if judged.rows is None:
-        return []
-    top = _farthest(judged.rows, member)
-    why: Why = "sink" if judged.errors.sink[top] else "token"
-    at = of_place(judged.stats[member], judged.places[int(judged.errors.place[top])])
-    return [_blame_of(judged.rows, member, top, why, at, widened)]
-
-
 def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, float]:
     """By forward, the largest share of a row's limit that a row uses there."""
     if judged.rows is None:
         return {}
-    x, control, reach = (
-        each[member] for each in (judged.rows.x, judged.rows.control, judged.rows.reach)
-    )
-    own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
+    excess, reach = judged.rows.excess(member), judged.rows.reach[member]
     with np.errstate(all="ignore"):
-        beyond = np.exp(np.minimum(np.abs(x - control) - reach, 300.0)) / widened
-    used = np.nan_to_num(np.where(own, beyond, 0.0))
+        used = np.exp(np.minimum((excess - 1) * reach, 300.0)) / widened
+    used = np.nan_to_num(np.where(excess > 0, used, 0.0))
     return {
         place: float(used[judged.errors.place == number].max(initial=0.0))
         for number, place in enumerate(judged.places)
     }
-
-
-def _is_of_storing(stats: TruthStats, side: Side, channel: int, thresholds: Thresholds) -> bool:
-    """Is a channel's error no more than storing makes, as of one that is large in all blocks?"""
-    assert stats.first is not None and stats.channels is not None
-    dtypes = stats.first.reference_dtype, stats.first.candidate_dtype
-    roundoff = max(format_named(dtype).unit_roundoff for dtype in dtypes)
-    stored = np.square(thresholds.truth_systematic * roundoff) * stats.channels.values[channel]
-    return bool(stats.channels.energy[SIDES.index(side), channel] <= stored)
 
 
 def shared_by_all(
@@ -362,22 +318,26 @@ def shared_by_all(
             if why == "forward" and judged.is_few[column]:
                 continue
             sign = 1 if table.column[column] > 0 else -1
-            side: Side = "candidate" if sign > 0 else "reference"
+            side = SIDES[sign > 0]
             limit = math.exp(min(float(reach[column]), 700.0))
             excesses = sign * table.x[:, column] - max(0.0, sign * table.usual)
             blames: list[Blame | None] = []
             for stats, excess in zip(judged.stats, excesses.tolist(), strict=True):
-                value = math.exp(min(excess, 700.0))
-                if why == "channel":
-                    assert stats.first is not None
-                    blame = Blame(side, why, value, 1.0, limit, stats.first, "all", channel=column)
-                    if _is_of_storing(stats, side, column, thresholds):
-                        excess = 0.0
-                else:
+                assert stats.first is not None
+                place, at, off = None, stats.first, excess > reach[column] / 2
+                if why != "channel":
                     place = judged.places[number]
-                    at = of_place(stats, place)
-                    blame = Blame(side, why, value, 1.0, limit, at, "all", place)
-                blames.append(blame if excess > reach[column] / 2 else None)
+                    at = stats.forwards[place].result
+                elif stats.channels is not None:
+                    # one that is large in all blocks is off by what storing it makes
+                    dtypes = stats.first.reference_dtype, stats.first.candidate_dtype
+                    roundoff = max(format_named(dtype).unit_roundoff for dtype in dtypes)
+                    stored = (thresholds.truth_systematic * roundoff) ** 2
+                    energy = stats.channels.energy[SIDES.index(side), column]
+                    off = off and energy > stored * stats.channels.values[column]
+                blame = Blame(side, why, math.exp(min(excess, 700.0)), 1.0, limit, at, "all", place,
+                              channel=None if place else column)  # fmt: skip
+                blames.append(blame if off else None)
             yield blames
 
 
@@ -429,14 +389,6 @@ def _middle(sizes: Floats) -> float:
     return float(np.nanmedian(sizes))
 
 
-def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
-    """Added to both errors, in floor units: two tiny errors make no large ratio."""
-    if not family:
-        return LEAST_LONE
-    usual = statistics.median(math.sqrt(math.prod(o.typical.values())) for o in family)
-    return max(_LEAST_FAMILY, thresholds.truth_least * usual)
-
-
 def _judge_channels(
     family: Sequence[TruthStats],
     limit: float,
@@ -453,7 +405,7 @@ def _judge_channels(
     ]
     x, own = (np.stack(arrays) for arrays in zip(*judged, strict=True))
     control = None if usual is None else _excused(x, np.array(usual)[:, None])
-    return outliers(x, own, thresholds.channel_spread, limit, control=control)
+    return outliers(x, own, thresholds.row_spread, limit, control=control)
 
 
 def _judge_gains(
@@ -462,31 +414,26 @@ def _judge_gains(
     """Scale errors of the output, and of what a block adds: of all rows, then of each forward.
 
     A few dominant channels may be rounded the same way at every token, which the rows' own spread
-    does not show; in one forward beside the others of its block some of that cancels.
+    does not show.
     """
     typical = statistics.median(max(each.typical.values()) for each in family)
-    levels: tuple[Level, ...] = ("site", "forward")
     scaled: tuple[Literal["output", "update"], ...] = ("output", "update")
     for number, of in enumerate(scaled):
         known = [each for each in family if len(each.gains) > number]
-        if len(known) < 3:
+        if len(known) < FEWEST:
             continue
         places = sorted({place for each in known for place in each.gains_at})
-        for level in levels[: 2 if len(places) > 1 else 1]:
-            columns: list[PromptStep | None] = [None] if level == "site" else [*places]
+        levels: dict[Level, list[PromptStep | None]] = {"site": [None]}
+        if len(places) > 1:
+            levels["forward"] = [*places]
+        for level, columns in levels.items():
             values = np.full((4, len(family), len(columns)), math.nan)
             for member, each in enumerate(family):
                 for column, place in enumerate(columns):
-                    gains = each.gains if place is None else each.gains_at.get(place, ())
+                    gains = each.gains if place is None else each.gains_at.get(place, [])
                     if len(gains) > number:
-                        gain = gains[number]
-                        common = gain["common"] * typical * (1.0 if place is None else _SHARED)
-                        values[:, member, column] = (
-                            gain["reference"], gain["candidate"], gain["error"], common
-                        )  # fmt: skip
-            sides, (error, common) = values[:2], values[2:]
-            if np.isnan(error).all():
-                continue
+                        values[:, member, column] = gains[number]
+            sides, error, common = values[:2], values[2], values[3] * typical
             # of few rows a small error may be chance
             own = np.square(np.maximum(error, np.nanmedian(error))) + np.square(common)
             table = outliers(sides[1] - sides[0], own, 0.0, limits[level], linear=True)
@@ -500,235 +447,183 @@ def _judge_gains(
 # differ. What all of a kind shares no comparison among them would show: their own median is held
 # against its limit, over all forwards and in each.
 
-_WHOLE = ("typical", "both", "forward")
-"""Questions that are asked first: what is off in a whole forward is so at its tokens, too."""
-
 
 def blame_units(
     units: list[Unit], truth_samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
 ) -> list[Unit]:
     """Hold every unit that the truth has samples of against it. Returns those that are excused:
     beyond a limit of the two sides' difference, and equally near the truth."""
-    judged: list[Unit] = []
     for unit in units:
+        first = unit.results[0]
         samples = truth_samples.find(unit.pass_, unit.site, unit.phase)
-        if samples is None or _no_measure(unit):
-            continue
-        unit.stats = samples.once(stats_of)
-        if unit.stats is not None:
-            judged.append(unit)
+        if samples and not (is_table(first) and first.reference_dtype != first.candidate_dtype):
+            unit.stats = samples.once(stats_of)
+    judged = [unit for unit in units if unit.stats is not None]
     # of a free pass a floor tells which side is wrong where the two differ by more than rounding:
     # it neither excuses a difference there nor finds another, since inputs were not equal
     free = [unit for unit in judged if unit.pass_ == "free"]
-    limits = _limits([free])
+    limits = _limits(free)
     for unit in free:
-        if unit.why is not None and unit.stats is not None and unit.results[0].block not in routed:
-            alone = judge_family([unit.stats], limits, False, thresholds, BlocksBeside())
+        if unit.why is not None and unit.results[0].block not in routed:
+            alone = judge_family(_stats_of([unit]), limits, False, thresholds, BlocksBeside())
             answers = questions(alone, 0, routed=False, widened=unit.widened, thresholds=thresholds)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
-    for unit in free:
         unit.stats = None  # what else is asked of them takes equal inputs
-    judged = [unit for unit in judged if unit.pass_ != "free"]
-    families = families_of(judged)
-    limits = _limits(families)
+    judged = [unit for unit in judged if unit.stats is not None]
+    families, limits = families_of(judged), _limits(judged)
 
-    def judge_together(family: Sequence[Unit]) -> None:
-        is_routed = any(unit.results[0].block in routed for unit in family)
-        together = judge_family(_stats_of(family), limits, is_routed, thresholds)
-        for number, unit in enumerate(family):
+    def judge_together(members: Sequence[Unit], beside: BlocksBeside | None = None) -> None:
+        in_routed = any(unit.results[0].block in routed for unit in members)
+        together = judge_family(_stats_of(members), limits, in_routed, thresholds, beside)
+        for number, unit in enumerate(members):
             unit.judged = together, number
 
-    for family in families:
-        if len(family) >= 3 and block_outputs(family):
+    outputs = block_outputs(judged)
+    for family in families_of(outputs):
+        if len(family) >= FEWEST:
             judge_together(family)
     # by pass and phase, the median W of the blocks, and of each forward
-    sites: dict[tuple[str, str], list[float]] = {}
+    sites: list[tuple[tuple[str, str], float]] = []
     forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
-    for unit in block_outputs(judged):
-        assert unit.stats is not None
+    for unit in outputs:
+        if unit.judged is None:
+            judge_together([unit], BlocksBeside())
         kind = unit.pass_, unit.phase
-        least = LEAST_LONE if unit.judged is None else unit.judged[0].least
-        sites.setdefault(kind, []).append(log_ratio(unit.stats.typical, least) or 0.0)
-        by_place = {at: log_ratio(f.typical, least) for at, f in unit.stats.forwards.items()}
-        forwards.setdefault(kind, []).extend((at, x) for at, x in by_place.items() if x is not None)
+        sites.append((kind, unit.x_at()))
+        forwards.setdefault(kind, []).extend((look.place, unit.x_at(look.place))
+                                             for look in unit.looks)  # fmt: skip
     blocks_beside = {
-        kind: BlocksBeside(statistics.median(values), medians(forwards[kind]))
-        for kind, values in sites.items()
-        if len(values) >= 3
+        kind: BlocksBeside(x, medians(forwards[kind])) for kind, x in medians(sites).items()
     }
     excused: list[Unit] = []
     for family in families:
-        is_routed = any(unit.results[0].block in routed for unit in family)
-        if len(family) >= 3 and family[0].judged is None:
+        in_routed = any(unit.results[0].block in routed for unit in family)
+        if len(family) < FEWEST:
+            for unit in family:
+                beside = blocks_beside.get((unit.pass_, unit.phase), BlocksBeside())
+                judge_together([unit], beside)
+        elif family[0].judged is None:
             judge_together(family)
-        for unit in family:
-            assert unit.stats is not None
-            if unit.judged is None:
-                control = blocks_beside.get((unit.pass_, unit.phase), BlocksBeside())
-                lone = judge_family([unit.stats], limits, is_routed, thresholds, control)
-                unit.judged = lone, 0
-            own, member = unit.judged
-            if unit.results[0].role == "block":
-                unit.visible = _visible_sizes(unit, own, member, routed=is_routed)
-            answers = questions(
-                own, member, routed=is_routed, widened=unit.widened, thresholds=thresholds
-            )
-            far = _far_forwards(unit, thresholds)
-            answers += far.values()
-            answers.sort(key=lambda answer: answer.why not in _WHOLE)
-            suspected = {look.place for look in unit.beyond}
-            shown = forwards_of(own, member, unit.widened)
-            usage = {place: (blame.limit_usage, blame.share_used) for place, blame in shown.items()}
-            tokens = dict.fromkeys(unit.stats.forwards, 0.0)
-            tokens |= _tokens_used(own, member, unit.widened)
-            for look in unit.looks:
-                look.of_token = tokens.get(look.place, look.of_token)
-                if look.place in usage:
-                    look.usage, look.from_nothing = usage[look.place]
-                if look.place in far:
-                    look.usage = max(far[look.place].limit_usage, usage.get(look.place, (0.0,))[0])
-            unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
-            unit.from_nothing = max((answer.share_used for answer in answers), default=0.0)
-            unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
-            if unit.blame is None and unit.why is not None:
-                beside = _beside_truth(unit, is_routed) or _beside_floor(unit, suspected)
-                if beside is not None:  # no truth, so no side
-                    unit.why, unit.limit_usage = beside, max(unit.limit_usage, unit.between)
-                    continue
-                excused.append(unit)
-            unit.why = None if unit.blame is None else unit.blame.why
-            if unit.blame is not None and unit.blame.why == "gain" and unit.blame.place is not None:
-                unit.why = "forward"
-                for look in unit.looks:
-                    if look.place == unit.blame.place:
-                        look.usage = max(look.usage, unit.blame.limit_usage)
-            if unit.why is None:
-                for look in unit.looks:
-                    look.usage, look.of_token = min(look.usage, 1.0), min(look.of_token, 1.0)
-        if len(family) >= 3:
+        excused += [unit for unit in family if _is_excused(unit, in_routed, thresholds)]
+        if len(family) >= FEWEST:
             _blame_family(family, thresholds)
-            if not is_routed:
+            if not in_routed:
                 _blame_columns(family, thresholds)
         for unit in family:  # what is asked later needs no table of rows
             assert unit.judged is not None
-            unit.judged = (
-                replace(unit.judged[0], rows=None, channels=None, gains=[]),
-                unit.judged[1],
-            )
+            together, number = unit.judged
+            unit.judged = replace(together, rows=None, channels=None, gains=[]), number
     return excused
 
 
-def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
+def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
+    """Asks what the truth says of one unit, and gives it its blame. Is it beyond a limit of the two
+    sides' difference, and both are equally near the truth?"""
+    assert unit.judged is not None and unit.stats is not None
+    judged, member = unit.judged
+    if unit.results[0].role == "block":
+        unit.visible = _visible_sizes(unit, judged, member, routed=routed)
+    answers = questions(judged, member, routed=routed, widened=unit.widened, thresholds=thresholds)
+    # forwards in which the sides differ by more than rounding, and one is farther from the truth
+    # than any healthy kernel, however its siblings fare: they may have the same fault there
+    shown = forwards_of(judged, member, unit.widened)
+    tokens = dict.fromkeys(unit.stats.forwards, 0.0)
+    tokens |= _tokens_used(judged, member, unit.widened)
+    suspected = [look.place for look in unit.beyond]
+    for look in unit.looks:
+        forward, answer = unit.stats.forwards.get(look.place), shown.get(look.place)
+        look.of_token = tokens.get(look.place, look.of_token)
+        if answer is not None:
+            look.usage, look.from_nothing = answer.limit_usage, answer.share_used
+        if look.place in suspected and forward is not None:
+            x = unit.x_at(look.place)
+            width = spread(forward.num_values, num_looks=len(unit.looks)) * unit.widened
+            far = Blame(
+                SIDES[x > 0], "forward", math.exp(min(abs(x), 700.0)), 1.0,
+                thresholds.truth_systematic * width, forward.result, "others", look.place,
+            )  # fmt: skip
+            if far.limit_usage > 1:
+                answers.append(far)
+                look.usage = max(far.limit_usage, 0.0 if answer is None else answer.limit_usage)
+    # what is off in a whole forward is so at its tokens, too
+    answers.sort(key=lambda answer: answer.why not in ("typical", "both", "forward"))
+    unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
+    unit.from_nothing = max((answer.share_used for answer in answers), default=0.0)
+    unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
+    was_beyond = unit.why is not None
+    if unit.blame is None and was_beyond:
+        unheld = _beyond_unheld(unit, suspected, routed)
+        if unheld is not None:  # no truth, so no side
+            unit.why, unit.limit_usage = unheld, max(unit.limit_usage, unit.between)
+            return False
+    unit.why = None if unit.blame is None else unit.blame.why
+    if unit.blame is not None and unit.blame.why == "gain" and unit.blame.place is not None:
+        unit.why = "forward"
+        for look in unit.looks:
+            if look.place == unit.blame.place:
+                look.usage = max(look.usage, unit.blame.limit_usage)
+    if unit.why is None:
+        for look in unit.looks:
+            look.usage, look.of_token = min(look.usage, 1.0), min(look.of_token, 1.0)
+    return unit.blame is None and was_beyond
+
+
+def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) -> Why | None:
+    """By which limit a unit is beyond rounding in forwards that excuse nothing: the truth does not
+    hold them, or one side's error is not measured there, and may be far smaller than the other's.
+    ``suspected``: the looks that were beyond their limits."""
+    assert unit.stats is not None
+    forwards = unit.stats.forwards
+    typical, token = (
+        [
+            look for look in unit.looks
+            if (known := forwards.get(look.place)) is None or not known.alike[number]
+        ]
+        for number in range(2)
+    )  # fmt: skip
+    if typical and statistics.median(look.typical for look in typical) > unit.limit:
+        return "typical"
+    unsure = [look for look in typical if look.place in suspected]
+    for look in unsure:
+        look.usage = max(look.usage, look.between)
+    if unsure:
+        return "forward"
+    far = not routed and any(look.worst > unit.worst_limit for look in token)
+    return "token" if far else None
+
+
+def _stats_of(units: Sequence[Unit]) -> list[TruthStats]:
     return [unit.stats for unit in units if unit.stats is not None]
 
 
-def _beside_truth(unit: Unit, routed: bool) -> Why | None:
-    """By which limit a unit is beyond rounding in forwards that the truth does not hold."""
-    rest = [result for result in unit.results if result.truth is None and result.ratio is not None]
-    if not rest:
-        return None
-    if statistics.median(result.ratio or 0.0 for result in rest) > unit.limit:
-        return "typical"
-    if any(look.result.truth is None for look in unit.beyond):
-        return "forward"
-    if routed:
-        return None
-    if any((result.ratio_max or 0.0) > unit.worst_limit for result in rest):
-        return "token"
-    return "sink" if any((result.ratio_sink or 0.0) > unit.worst_limit for result in rest) else None
-
-
-def _beside_floor(unit: Unit, suspected: set[PromptStep]) -> Why | None:
-    """By which limit a unit is beyond rounding where one side's error is not measured, and may be
-    far smaller than the other's: then the floor excuses nothing. ``suspected``: the looks that were
-    beyond their limits."""
-    assert unit.stats is not None
-    if unit.why == "typical":
-        return None if unit.stats.alike else "typical"
-    forwards = unit.stats.forwards
-    if unit.why == "forward":
-        unsure = {at for at in suspected if at in forwards and not forwards[at].alike[0]}
-        for look in unit.looks:
-            if look.place in unsure:
-                look.usage = max(look.usage, look.between)
-        return "forward" if unsure else None
-    far = {
-        (result.sample, result.step)
-        for result in unit.results
-        if max(result.ratio_max or 0.0, result.ratio_sink or 0.0) > unit.worst_limit
-    }
-    alike = all(forward.alike[1] for forward in forwards.values()
-                if (forward.result.sample, forward.result.step) in far)  # fmt: skip
-    return None if alike else "sink" if unit.why == "sink" else "token"
-
-
-def _no_measure(unit: Unit) -> bool:
-    """A rotary table is computed from float32 angles whatever the dtype: in two dtypes its
-    distances from the truth have nothing to do with either's rounding."""
-    first = unit.results[0]
-    two_dtypes = first.reference_dtype != first.candidate_dtype
-    return TABLES in (first.kind or "").lower() and two_dtypes
-
-
-def _limits(families: Sequence[Sequence[Unit]]) -> dict[Level, float]:
+def _limits(units: Sequence[Unit]) -> dict[Level, float]:
     """By level, the deviate of an outlier among all that are looked at."""
-    counts: dict[Level, int] = {"site": 0, "forward": 0, "row": 0, "channel": 0}
-    for stats in (stats for family in families for stats in _stats_of(family)):
-        counts["site"] += 1
-        counts["forward"] += len(stats.forwards)
-        counts["row"] += stats.num_rows
-        counts["channel"] += 0 if stats.channels is None else stats.channels.energy.shape[1]
+    stats = _stats_of(units)
+    counts: dict[Level, int] = {
+        "site": len(stats),
+        "forward": sum(len(each.forwards) for each in stats),
+        "row": sum(each.num_rows for each in stats),
+        "channel": sum(each.channels.energy.shape[1] for each in stats if each.channels),
+    }
     return {level: limit_of(count) for level, count in counts.items()}
-
-
-def _far_forwards(unit: Unit, thresholds: Thresholds) -> dict[PromptStep, Blame]:
-    """Forwards in which the sides differ by more than rounding, and one is farther from the truth
-    than any healthy kernel, however its siblings fare: they may have the same fault there."""
-    assert unit.stats is not None and unit.judged is not None
-    judged, member = unit.judged
-    far: dict[PromptStep, Blame] = {}
-    for look in unit.beyond:
-        forward, x = unit.stats.forwards.get(look.place), judged.x_of(member, look.place)
-        if forward is None or x is None:
-            continue
-        width = spread(forward.num_values, num_looks=len(unit.looks))
-        blame = Blame(
-            _side(x), "forward", math.exp(min(abs(x), 700.0)), 1.0,
-            thresholds.truth_systematic * width * unit.widened, forward.result, "others",
-            look.place,
-        )  # fmt: skip
-        if blame.limit_usage > 1:
-            far[look.place] = blame
-    return far
 
 
 def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     """All of one kind: their own median W, which no comparison among them would show."""
-    assert family[0].judged is not None
-    together = family[0].judged[0]
     limit = thresholds.truth_systematic
-    reach = math.log(limit * max(unit.widened for unit in family))
-    if limit <= thresholds.truth_standout:  # near enough to 1 for chance to matter
-        reach += together.usual_reach
-    if abs(together.usual) <= reach:
-        return
-    sign = 1 if together.usual > 0 else -1
-    for member, unit in enumerate(family):
-        value = math.exp(min(sign * (together.x_of(member) or 0.0), 700.0))
-        if value > max(limit / thresholds.truth_confirm, math.sqrt(limit)):  # itself, not its kin
-            unit.blame = Blame(
-                _side(together.usual), "typical", value, 1.0, limit, unit.results[0], "all"
-            )
-            unit.why = "typical"
-            unit.limit_usage = max(unit.limit_usage, value / limit)
-            for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
-                x = together.x_of(member, look.place)
-                if x is not None:
-                    look.usage = max(look.usage, math.exp(min(sign * x, 700.0)) / limit)
-
-
-def _side(x: float) -> Side:
-    return "candidate" if x > 0 else "reference"
+    side, _ = farther_side(family, limit) or (None, 0.0)
+    sign = 1 if side == "candidate" else -1
+    for unit in family if side is not None else ():
+        value = math.exp(min(sign * unit.x_at(), 700.0))
+        if value <= max(limit / thresholds.truth_confirm, math.sqrt(limit)):
+            continue  # its kin are off, and not itself
+        assert side is not None
+        unit.blame = Blame(side, "typical", value, 1.0, limit, unit.results[0], "all")
+        unit.why = "typical"
+        unit.limit_usage = max(unit.limit_usage, value / limit)
+        for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
+            x = min(sign * unit.x_at(look.place), 700.0)
+            look.usage = max(look.usage, math.exp(x) / limit)
 
 
 def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
@@ -741,12 +636,10 @@ def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
             if blame is None or (unit.blame is not None and unit.blame.side != blame.side):
                 continue
             used = max(blame.limit_usage, 1.0 + 1e-9)
-            for look in unit.looks:
-                if look.place != blame.place:  # a channel is that of all forwards
-                    continue
-                if blame.why == "token":
+            for look in unit.looks:  # a channel is that of all forwards
+                if look.place == blame.place and blame.why == "token":
                     look.of_token = max(look.of_token, used)
-                else:
+                elif look.place == blame.place:
                     look.usage = max(look.usage, used)
             if unit.why is None:
                 unit.blame, unit.why = blame, blame.why

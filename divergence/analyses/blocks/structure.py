@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from divergence.analyses.blocks.units import TABLES
+from divergence.analyses.blocks.units import is_table
 from divergence.comparison.align.pairs import Pair, Pieces, same_positions
 from divergence.comparison.invariances import EXPLAINS
 from divergence.comparison.measure.truth import inputs_of
@@ -317,7 +317,7 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
     parts: list[tuple[Floats, ...]] = []
     numbers = 0
     sites = [unit.site]
-    if TABLES in (first.kind or "").lower():  # cosine and sine: a point on a circle
+    if is_table(first):  # cosine and sine: a point on a circle
         sites = [f"{module_of(unit.site)}:{port}" for port in ("out", "out.1")]
     forwards: dict[tuple[int, int], list[Pair]] = {}
     for pair in measured.alignment.pairs:

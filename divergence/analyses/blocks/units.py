@@ -13,8 +13,9 @@ import numpy as np
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.judge import limit_of, observed, outliers
+from divergence.comparison.limits import CANCELS, FEW_ROWS, FEWEST
 from divergence.comparison.preflight.code import truth_tells
-from divergence.comparison.results import SiteResult, Visible, num_rows, order_of
+from divergence.comparison.results import PromptRatio, SiteResult, Visible, num_rows, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import (
     ALLOWED,
@@ -24,12 +25,10 @@ from divergence.numerics.floor import (
     share_from_nothing,
     spread,
 )
-from divergence.numerics.formats import format_named
 from divergence.run.command import Command
 from divergence.run.site import (
     BACKWARD,
     OPTIMIZER,
-    PHASES,
     ROOT,
     is_codes,
     is_norm,
@@ -97,14 +96,14 @@ class Escalation:
         if not mine:
             return []
         worst = max(mine, key=lambda u: u.limit_usage)
-        blame, of_token = worst.blame, worst.why in OF_TOKEN
+        of_token = worst.why == "token"
         ratio, limit = worst.typical, worst.limit
         if of_token:
-            ratio, limit = max(worst.worst, worst.sink), worst.worst_limit
-        stays = any(u in self.flagged for u in mine)
+            ratio, limit = worst.worst, worst.worst_limit
         return [
             fact("blocks.escalated", site=worst.site, of_token=of_token, ratio=ratio, limit=limit,
-                 side=worst.side, times=blame and blame.value, stays=stays)
+                 side=worst.side, times=worst.blame and worst.blame.value,
+                 stays=any(u in self.flagged for u in mine))
         ]  # fmt: skip
 
     def healthy(self) -> list[Fact]:
@@ -123,8 +122,7 @@ def escalated_units(
     units: list[Unit] = []
     sides = {site.of for site in sites if site.pass_ == "escalated"}
     for of in sorted(sides, key=str):
-        mine = [s for s in sites if s.of == of and TABLES not in (s.kind or "").lower()]
-        built = build_units(mine, "escalated")
+        built = build_units((s for s in sites if s.of == of and not is_table(s)), "escalated")
         flag(built, routed=routed, thresholds=thresholds, wider=thresholds.escalated)
         units += built
     return Escalation(units, sides)
@@ -133,10 +131,6 @@ def escalated_units(
 def side_of(unit: Unit) -> SideOrBoth | None:
     """Which side is wrong: the one that is judged by itself, or that the truth blames."""
     return unit.results[0].of or unit.side
-
-
-_MATMULS = ("Linear", "Conv1D")
-_LEAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +157,6 @@ def find_family(
     judged.sort(key=lambda unit: order_of(unit.first))
     for unit in judged:
         kin = [other for other in units if other.kind == unit.kind]
-        if len(kin) < _LEAST:
-            continue
         places = places_of(unit)
         members = [
             other
@@ -174,82 +166,76 @@ def find_family(
             and places & places_of(other)
         ]
         if 2 * len(members) <= len(kin):
-            confirm = measured.thresholds.truth_confirm
-            unexplained = None
-            # a training step hands on the errors of what it is given
-            if measured.unexplained and not measured.reference.manifest.training.train:
-                unexplained = confirm if measured.narrow else confirm**2  # float32 sums have order
-            members = _off_alike(unit, kin, measured.thresholds, unexplained)
-        if 2 * len(members) > len(kin):
+            members = _off_alike(unit, kin, measured)
+        if 2 * len(members) > len(kin) >= FEWEST:
             return Family(_name(unit, units, judged), members, len(kin))
     return None
 
 
 def places_of(unit: Unit) -> set[PromptStep]:
     """The forwards in which a flagged unit is off: all, where it is so by its typical token."""
-    if unit.why in ("forward", *OF_TOKEN):
+    if unit.why in ("forward", "token"):
         beyond = {look.place for look in unit.beyond}
         return beyond or {(unit.first.sample, unit.first.step)}
     return {look.place for look in unit.looks}
 
 
-def _off_alike(
-    unit: Unit, kin: Sequence[Unit], thresholds: Thresholds, unexplained: float | None
-) -> list[Unit]:
+def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit]:
     """Those of a kind that are off as a flagged one of them is, although within their own limits:
-    it is the first to pass, and not what is wrong. None where it stands out from them by itself.
-    ``unexplained``: there are no other kernels, and what is beyond so many floors is no rounding.
-    """
+    it is the first to pass, and not what is wrong. None where it stands out from them by itself."""
     if unit.why not in ("typical", "forward"):
         return []
-    near, places = thresholds.truth_confirm, places_of(unit)
-    if unit.blame is None:
-        # a limit that its siblings set is far above them: near to it is nobody but it
-        usual = statistics.median(other.typical for other in kin if other is not unit)
-        stands_out = unit.typical > thresholds.standout**2 * usual
+    thresholds, places = measured.thresholds, places_of(unit)
+    near = thresholds.truth_confirm
+    others = [other for other in kin if other is not unit]
+    if unit.blame is not None:
+        beside_them = unit.blame.like is None and unit.blame.why != "gain"  # among its siblings
+        if beside_them and unit.blame.value > thresholds.truth_systematic * unit.blame.control:
+            return []
+        side, times = farther_side(kin, thresholds.truth_standout) or (None, 0.0)
+        if side != unit.side or times <= near:
+            return []
+        sign = 1 if side == "candidate" else -1
+        alike = (
+            other
+            for other in others
+            if statistics.median(sign * other.x_at(place) for place in places) > math.log(near)
+        )
+        return [unit, *alike]
+    # Where nothing lets the runs differ there are no other kernels, and what is beyond so many
+    # floors is no rounding; but float32 sums have an order, and a training step hands on the errors
+    # of what it is given. A limit that its siblings set is far above them: near to it is nobody but
+    # the unit.
+    unexplained = measured.unexplained and not measured.reference.manifest.training.train
+    if unit.typical > thresholds.standout**2 * statistics.median(o.typical for o in others):
+        unexplained = False
+    limits = {look.place: look.limit for look in unit.beyond}
 
-        limits = {look.place: look.limit for look in unit.beyond}
+    def is_off(other: Unit) -> bool:
+        ratios = [(other.typical, unit.limit)]
+        if unit.why == "forward":
+            looks = (look for look in other.looks if look.place in limits)
+            ratios = [(look.typical, limits[look.place]) for look in looks] or [(0.0, 1.0)]
+        if unexplained:
+            beyond = near if measured.narrow else near**2
+            return statistics.median(ratio for ratio, _ in ratios) > beyond
+        return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
 
-        def is_off(other: Unit) -> bool:
-            ratios = [(other.typical, unit.limit)]
-            if unit.why == "forward":
-                looks = (look for look in other.looks if look.place in limits)
-                ratios = [(look.typical, limits[look.place]) for look in looks] or [(0.0, 1.0)]
-            if unexplained is not None and not stands_out:
-                return statistics.median(ratio for ratio, _ in ratios) > unexplained
-            return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
-
-        return [unit, *(other for other in kin if other is not unit and is_off(other))]
-    blame = unit.blame
-    beside_them = blame.like is None and blame.why != "gain"  # an outlier among its siblings
-    if beside_them and blame.value > thresholds.truth_systematic * blame.control:
-        return []
-    side, times = farther_side(kin, thresholds) or (None, 0.0)
-    if side != unit.side or times <= near:
-        return []
-
-    def x(other: Unit) -> float:
-        assert other.judged is not None  # of all or of none
-        judged, member = other.judged
-        known = [x for place in places if (x := judged.x_of(member, place)) is not None]
-        middle = statistics.median(known) if known else judged.x_of(member) or 0.0
-        return middle if side == "candidate" else -middle
-
-    return [unit, *(other for other in kin if other is not unit and x(other) > math.log(near))]
+    return [unit, *filter(is_off, others)]
 
 
-def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> tuple[Side, float] | None:
-    """(side, times): the side that is so many times as far from the truth as the other in all of a
-    kind, by their median, and by more than other kernels and chance make; None where there is none,
-    or not all were judged."""
-    judged = [unit.judged for unit in family if unit.judged is not None]
-    if len(judged) < max(3, len(family)):
+def farther_side(family: Sequence[Unit], times: float) -> tuple[Side, float] | None:
+    """(side, W): the side that is farther from the truth than the other in all of a kind, by their
+    median, and by more than so many ``times`` and chance; None where there is none, or not all were
+    judged together."""
+    judged = [unit.judged[0] for unit in family if unit.judged is not None]
+    if len(judged) < max(FEWEST, len(family)):
         return None
-    together = judged[0][0]
-    limit = math.log(thresholds.truth_standout * max(unit.widened for unit in family))
-    if abs(together.usual) <= limit + together.usual_reach:
+    usual = judged[0].usual
+    limit = math.log(times * max(unit.widened for unit in family))
+    if not abs(usual) > limit + judged[0].usual_reach:
         return None
-    return SIDES[together.usual > 0], math.exp(min(abs(together.usual), 700.0))
+    return SIDES[usual > 0], math.exp(min(abs(usual), 700.0))
 
 
 _WHOLE = ("typical", "both", "gain", "forward")
@@ -269,30 +255,28 @@ def _name(unit: Unit, units: Sequence[Unit], judged: Sequence[Unit]) -> str | Fa
         if outer:
             return fact("blocks.kind_entering", kind=outer, place=where, module=place)
         return fact("blocks.kind_input", kind=kind, place=place)
-    # outputs of the same class in the same phase whose module was entered by what passes, or
     entering = {u.site: u for u in units if u.kind[2] == "in"}
-    sources = []
-    for other in units:
+
+    def is_source(other: Unit) -> bool:
+        """An output of the same class in the same phase, whose module was entered by what passes,
+        or by an error that its own stands out from."""
         if other.kind[0] != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind[1]:
-            continue
+            return False
         fed = entering.get(other.site.rpartition(":")[0] + ":in")
-        if other.kind == unit.kind or (fed is not None and (fed.why is None or _adds(other, fed))):
-            sources.append(other)
-    if len({u.kind[1] for u in sources}) > 1 and all(u in judged for u in sources):
-        if kind in _MATMULS:
-            dtype = unit.results[0].candidate_dtype
-            return fact("blocks.kind_products", kind=kind, dtype=dtype)
-        return kind or place
-    return fact("blocks.kind_at", kind=kind, place=place)
+        if other.kind == unit.kind or fed is None or fed.why is None:
+            return other.kind == unit.kind or fed is not None
+        given, own = (each.results[0].truth for each in (fed, other))
+        if given is None or own is None or other.side not in ("reference", "candidate"):
+            return False
+        before, after = (getattr(truth, f"{other.side}_error") for truth in (given, own))
+        return bool(after > THRESHOLDS.truth_confirm * before)
 
-
-def _adds(out: Unit, entering: Unit) -> bool:
-    """The module's own error stands out from the one that it was given."""
-    given, own = entering.results[0].truth, out.results[0].truth
-    if given is None or own is None or out.side not in ("reference", "candidate"):
-        return False
-    before, after = (getattr(truth, f"{out.side}_error") for truth in (given, own))
-    return bool(after > THRESHOLDS.truth_confirm * before)
+    sources = [other for other in units if is_source(other)]
+    if len({u.kind[1] for u in sources}) == 1 or not all(u in judged for u in sources):
+        return fact("blocks.kind_at", kind=kind, place=place)
+    if kind in ("Linear", "Conv1D"):
+        return fact("blocks.kind_products", kind=kind, dtype=unit.results[0].candidate_dtype)
+    return kind or place
 
 
 def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation) -> list[Command]:
@@ -312,11 +296,14 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
             return commands
     if unit is not None:
         block = unit.results[0].block
-        inside = block is not None and (made_before(measured, unit) or _of_block(unit.site, block))
-        if block is None or not inside:
-            commands += [*advice.descent(), *advice.look_at(unit.site)]
-        else:
+        # the block's own, or a gradient of its parameters: then its operators tell more
+        path = unit.site.partition(":")[0]
+        own = block is not None and path in (block, block + BACKWARD)
+        own = own or (of_parameter(unit.site) and BACKWARD in unit.site)
+        if block is not None and (own or made_before(measured, unit)):
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
+        else:
+            commands += [*advice.descent(), *advice.look_at(unit.site)]
         sides = measured.reference.manifest, measured.candidate.manifest
         if measured.truth is None and unit.side is None and truth_tells(*sides, block):
             commands += advice.judged() or advice.truth(full=bool(again))
@@ -341,12 +328,6 @@ def made_before(measured: Measured, unit: Unit) -> bool:
     )
 
 
-def _of_block(site: str, block: str) -> bool:
-    """Is it the block's own, or a gradient of its parameters? Then its operators tell more."""
-    own = site.partition(":")[0] in (block, block + BACKWARD)
-    return own or (of_parameter(site) and BACKWARD in site)
-
-
 def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
     """Flagged sites that recording the blocks' own inputs and outputs would leave out."""
     return list(dict.fromkeys(s.site for s in sites if s.flagged and s.role == "inner"))
@@ -357,20 +338,11 @@ def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
 # A fault in one prompt of eight, or in one decode step of 64, disappears in a median over all of
 # them. So each forward is an observation of its own, held against the same forward at the siblings
 # of its site (the same place in the other blocks) by the judge (comparison.judge): the rounding
-# model stands for the side whose error is known, and the ratio for the other's.
+# model stands for the side whose error is known, and the ratio for the other's. An error that a few
+# numbers hold, as the last bit of a massive activation, convicts hardly anything by itself.
 #
 # It refuses to judge a forward of few tokens in a block that routes tokens to experts where the
-# routing is not known: rounding may send one token elsewhere. Nor one whose difference is a single
-# step of the format in a single number (``one_step``): trained models have channels a hundred times
-# as large as the others, whose last bit is then the whole error of a decode step.
-
-FEW_ROWS = 8
-"""With fewer rows the typical row is held to the limits of a single token."""
-_CANCELS = 2
-"""Inside a block the terms of a few rows may cancel, which the rounding model does not know: so
-many times ``least_sibling`` is added to them."""
-_LEAST_BLOCKS = 0.25
-"""The blocks' typical ratio counts for no less where a site without siblings is held against it."""
+# routing is not known: rounding may send one token elsewhere.
 
 
 @dataclass(slots=True)
@@ -400,31 +372,16 @@ class Look:
         return self.sample, self.result.step
 
     @property
+    def used(self) -> float:
+        """Of any limit."""
+        return max(self.usage, self.of_token)
+
+    @property
     def share_used(self) -> float:
         """Of its limit, as it is told: 0 where nothing is off."""
-        if max(self.usage, self.of_token) > 1:
-            return max(self.usage, self.of_token)
+        if self.used > 1:
+            return self.used
         return self.usage if self.from_nothing is None else min(1.0, self.from_nothing)
-
-
-def one_step(result: SiteResult) -> bool:
-    """Is most of the difference (of its squares) that of one number, and that the smallest which
-    there is: 1 ulp?
-
-    No fault can be told from it. Two correct results on either side of a rounding boundary differ
-    by as much.
-    """
-    if result.ulp_format is None or not result.rel_l2 or not result.reference_norm:
-        return False
-    values = result.max_abs, result.max_abs_reference, result.max_abs_candidate
-    if any(value is None or not math.isfinite(value) for value in values):
-        return False
-    largest, reference, candidate = (abs(value) for value in values if value is not None)
-    if math.sqrt(2) * largest <= result.rel_l2 * result.reference_norm:  # no square: it overflows
-        return False
-    form = format_named(result.ulp_format)
-    exponent = math.frexp(max(reference, candidate, form.smallest_normal))[1] - 1
-    return largest <= math.ldexp(1.0, exponent - form.mantissa_bits)
 
 
 # Units: all measurements of one site, over samples and steps, brought together for judging.
@@ -439,12 +396,19 @@ Kind = tuple[str, str, str, str | None, str, str] | tuple[str, str, str, str | N
 """(block, place inside it, port, class, phase, stack of blocks) or (trunk, path, port, class,
 phase): units that are alike."""
 
-Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
+Why = Literal["typical", "forward", "token", "channel", "gain", "both"]
 """The questions that a truth is asked (blocks.sides)."""
 
-OF_TOKEN: tuple[Why, Why] = ("token", "sink")
 
-TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
+def is_table(result: SiteResult) -> bool:
+    """Is it a rotary table? Its float32 angles are the convention, and are off the truth by
+    position times u, whatever the dtype: that distance has nothing to do with rounding."""
+    return "rotary" in (result.kind or "").lower()
+
+
+def worst_of(result: SiteResult) -> float:
+    """The largest ratio of any token, sinks too."""
+    return max(result.ratio_max or 0.0, result.ratio_sink or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,12 +430,12 @@ class Blame:
     factor: float = 1.0
     channel: int | None = None
     """Of a channel's error: which."""
+    sink: bool = False
+    """Of a token's error: is it a sink?"""
 
     @property
     def limit_usage(self) -> float:
-        if self.control <= 0:
-            return math.inf
-        return self.value / self.control / self.limit
+        return self.value / self.control / self.limit if self.control > 0 else math.inf
 
     @property
     def share_used(self) -> float:
@@ -479,9 +443,9 @@ class Blame:
         is no difference, until it is beyond its limit."""
         if self.why == "gain" or self.limit_usage > 1:
             return self.limit_usage
-        if self.why == "both":
-            return 0.0
-        return share_from_nothing(self.value / self.control, self.limit)
+        return (
+            0.0 if self.why == "both" else share_from_nothing(self.value / self.control, self.limit)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,10 +461,6 @@ class JudgedGains:
     """(2, M, K): each side's own."""
 
 
-SURE = 3.0
-"""Log odds of 20 to 1."""
-
-
 @dataclass(frozen=True, slots=True)
 class JudgedFamily:
     """The sites of one kind, judged together; the places and rows are those that all of them have.
@@ -514,9 +474,10 @@ class JudgedFamily:
     sites: JudgedTable
     typical: Sequence[float]
     """Of each member the median row's x."""
-    usual: float
-    """Their median ``w``, in log; ``usual_reach``: by how much chance may move that."""
+    typical_at: Sequence[Mapping[PromptStep, float]]
+    """The same of each forward."""
     usual_reach: float
+    """By how much chance may move the median of ``typical``."""
     places: list[PromptStep]
     forwards: JudgedTable | None
     rows: JudgedTable | None
@@ -530,21 +491,9 @@ class JudgedFamily:
     """Of each member, in log: that the farther side's error is larger than in its siblings, against
     that the other's is smaller."""
 
-    def x_of(self, member: int, place: PromptStep | None = None) -> float | None:
-        """log W of the two sides' median rows, in one forward or in all; None where not known."""
-        stats = self.stats[member]
-        forward = stats if place is None else stats.forwards.get(place)
-        return None if forward is None else log_ratio(forward.typical, self.least)
-
-
-def log_ratio(typical: Mapping[Side, float], least: float) -> float | None:
-    """log W of a candidate's and a reference's error, ``least`` added to both; None where both are
-    without bound, or not known."""
-    a, b = (math.hypot(typical[side], least) for side in ("reference", "candidate"))
-    if not (a + b > 0 and min(a, b) < math.inf):  # nan, too
-        return None
-    ends = (min(max(error, 1e-300), 1e300) for error in (b, a))
-    return math.log(next(ends)) - math.log(next(ends))
+    @property
+    def usual(self) -> float:
+        return statistics.median(self.typical)
 
 
 @dataclass(slots=True)
@@ -560,16 +509,16 @@ class Unit:
     typical: float = 0.0
     """Median over forwards of the median token's ratio."""
     worst: float = 0.0
-    """Largest ratio of any token, sink tokens left out."""
-    sink: float = 0.0
-    """Largest ratio of any sink token."""
+    """Largest ratio of any token."""
+    sink: bool = False
+    """Is that a sink's?"""
     control: float = 0.0
     """Median of the siblings' ``typical``."""
     num_siblings: int = 0
     limit: float = 0.0
     """Limit of ``typical``."""
     worst_limit: float = 0.0
-    """Limit of ``worst`` and ``sink``."""
+    """Limit of ``worst``."""
     why: str | None = None
     """The limit that was exceeded, or what the truth blames (blocks.sides); None where the unit is
     within all limits."""
@@ -619,18 +568,44 @@ class Unit:
         return None if self.blame is None else self.blame.side
 
     @property
+    def of_token(self) -> bool:
+        """Is it a single token that is off?"""
+        return (self.why if self.blame is None else self.blame.why) == "token"
+
+    def x_at(self, place: PromptStep | None = None) -> float:
+        """log W of the median rows, in one forward or in all; 0 where no truth tells it."""
+        if self.judged is None:
+            return 0.0
+        judged, member = self.judged
+        x = judged.typical[member] if place is None else judged.typical_at[member].get(place, 0.0)
+        return 0.0 if math.isnan(x) else x
+
+    @property
     def first(self) -> SiteResult:
         """The first result in execution order that is beyond the limit (else the first)."""
         if self.why == "forward" and self.beyond:
             return self.beyond[0].result
-        if self.blame is not None and self.blame.why in ("forward", *OF_TOKEN):
+        if self.blame is not None and self.blame.why in ("forward", "token"):
             return self.blame.at
-        if self.why in OF_TOKEN:
-            limit = self.worst_limit
-            beyond = [r for r in self.results if max(r.ratio_max or 0, r.ratio_sink or 0) > limit]
+        if self.why == "token":
+            beyond = [result for result in self.results if worst_of(result) > self.worst_limit]
         else:
-            beyond = [r for r in self.results if (r.ratio or 0) > self.limit]
+            beyond = [result for result in self.results if (result.ratio or 0) > self.limit]
         return min(beyond or self.results, key=order_of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedUnits:
+    """The units of the pass that counts, held against their limits."""
+
+    units: list[Unit]
+    flagged: list[Unit]
+    """Beyond what rounding explains, in execution order."""
+    excused: list[Unit]
+    """The sides differ by more than the rounding model has it, and are equally near the truth."""
+    unanchored: list[int]
+    """Steps that no anchor reached."""
+    escalation: Escalation
 
 
 def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
@@ -641,40 +616,43 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
     for result in results:
         if result.pass_ != pass_ or result.ratio is None:
             continue
-        port = result.site.partition(":")[2]
-        if is_codes(port):
+        path, _, port = result.site.partition(":")
+        # what an optimizer gets is made by clipping
+        made = pass_ != "free" and (result.role == "inner" or OPTIMIZER in result.site)
+        within = "" if result.block is None else result.site[len(result.block) :]
+        if (
+            is_codes(port)
+            or (port.startswith("in") and not made)  # judged where it goes out
+            or ".experts." in within  # rows are whatever tokens were sent there
+            or (pass_ == "free" and is_whole(path, stacks))  # what it inherits is everything
+        ):
             continue
-        made = result.role == "inner" or OPTIMIZER in result.site  # by clipping
-        if port.startswith("in") and (not made or pass_ == "free"):
-            continue  # what comes in is judged where it goes out
-        if result.block is not None and ".experts." in result.site[len(result.block) :]:
-            continue  # rows are whatever tokens were sent there; judged where they come together
-        if pass_ == "free" and is_whole(module_of(result.site), stacks):
-            continue  # the model, or a whole stack of it: what it inherits is everything
         phase = result.phase
-        unit = units.setdefault(
-            (result.site, phase), Unit(result.site, pass_, phase, _kind(result, phase))
-        )
+        kind: Kind = ("trunk", path, port, result.kind, phase)
+        if result.block is not None:
+            # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj; an encoder's
+            # blocks are no controls for a decoder's, which run at other shapes
+            stack = result.block.rpartition(".")[0]
+            kind = ("block", path[len(result.block) :], port, result.kind, phase, stack)
+        unit = units.setdefault((result.site, phase), Unit(result.site, pass_, phase, kind))
         unit.results.append(result)
+        # one look a forward; of a batch, one for each of its prompts
+        whole = PromptRatio(
+            sample=result.sample, ratio=result.ratio, num_rows=num_rows(result),
+            ratio_max=worst_of(result),
+        )  # fmt: skip
+        members = result.prompts or [whole]
+        total = sum(member.num_rows for member in members)
+        unit.looks += [
+            Look(result, each.sample, each.ratio, each.num_rows, each.num_rows / total,
+                 worst=each.ratio_max or 0.0)
+            for each in members
+        ]  # fmt: skip
     for unit in units.values():
-        unit.typical = statistics.median(
-            0.0 if num_rows(r) < FEW_ROWS and one_step(r) else r.ratio or 0.0 for r in unit.results
-        )
-        unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
-        unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
-        for result in unit.results:  # one look a forward; of a batch, one for each of its prompts
-            rows, worst = num_rows(result), max(result.ratio_max or 0.0, result.ratio_sink or 0.0)
-            if not result.prompts:
-                ratio = result.ratio or 0.0
-                unit.looks.append(Look(result, result.sample, ratio, rows, worst=worst))
-            total = sum(prompt.num_rows for prompt in result.prompts)
-            unit.looks += [
-                Look(
-                    result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total,
-                    worst=prompt.ratio_max or 0.0,
-                )
-                for prompt in result.prompts
-            ]  # fmt: skip
+        unit.typical = statistics.median(result.ratio or 0.0 for result in unit.results)
+        farthest = max(unit.results, key=worst_of)
+        unit.worst = worst_of(farthest)
+        unit.sink = unit.worst > (farthest.ratio_max or 0.0)
     return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
 
 
@@ -688,101 +666,84 @@ def flag(
     """Set limits, ``wider`` times as wide, and flags; returns the flagged units in execution order.
 
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or stands out among
-    its siblings (is beyond ``lone`` times that of all blocks' outputs, where it has none, and of a
-    parameter's gradient that of the blocks' gradients, if they differ by more: how prompts are
-    added up moves them and no output); where one forward of one prompt is or does; or where a
-    single token is beyond its limit (not in ``routed`` blocks: there, rounding may send a
-    token to another expert). Limits are wider where few numbers are judged.
+    its siblings (beside all blocks' outputs, where it has none, and of a parameter's gradient
+    beside the blocks' gradients, if they differ by more: how prompts are added up moves them and no
+    output); where one forward of one prompt is or does; or where a single token is beyond its limit
+    (not in ``routed`` blocks: there, rounding may send a token to another expert). Limits are wider
+    where few numbers are judged.
     """
-    outputs = block_outputs(units)
-    blocks = medians((unit.phase, unit.typical) for unit in outputs)
-    gradients = medians(
-        (unit.phase, unit.typical)
-        for unit in units
-        if unit.pass_ != "free" and unit.kind[0] == "block" and of_parameter(unit.site)
-    )
-    at_blocks = {
-        phase: medians((look.place, look.typical) for unit in outputs if unit.phase == phase
-                       for look in unit.looks)
-        for phase in PHASES
-    }  # fmt: skip
-    families = families_of(units)
     # In a free pass a block is allowed what it may make of an error that came in, the first one
     # nothing: their ratios are no measure for each other.
-    judged = [family for family in families if len(family) >= 3 and family[0].pass_ != "free"]
-    limits = (
-        limit_of(sum(len(family) for family in judged)),
-        limit_of(sum(len(unit.looks) for family in judged for unit in family)),
+    judged = [unit for unit in units if unit.pass_ != "free"]
+    limits = limit_of(len(judged)), limit_of(sum(len(unit.looks) for unit in judged))
+    outputs = block_outputs(units)
+    gradients = [u for u in judged if u.kind[0] == "block" and of_parameter(u.site)]
+    usual, usual_gradient = (
+        medians((unit.phase, unit.typical) for unit in group) for group in (outputs, gradients)
     )
-    for family in families:
-        alone = len(family) < 3 or family[0].pass_ == "free"
-        sites, forwards = ([], []) if alone else _beside_siblings(family, limits, thresholds)
+    usual_at = medians(((u.phase, look.place), look.typical) for u in outputs for look in u.looks)
+    for family in families_of(units):
+        first, siblings = family[0], len(family) >= FEWEST
+        sites, forwards = [math.inf] * len(family), [dict[PromptStep, float]()] * len(family)
+        if first.pass_ != "free" and (siblings or first.phase in usual):
+            control = None
+            if not siblings:
+                least = usual[first.phase]
+                if of_parameter(first.site):
+                    least = max(least, usual_gradient.get(first.phase, 0.0))
+                control = {look.place: max(least, usual_at.get((first.phase, look.place), 0.0))
+                           for unit in family for look in unit.looks}  # fmt: skip
+                control[None] = least
+            sites, forwards = _limits_beside(family, limits, thresholds, control)
         for number, unit in enumerate(family):
-            others = [other for other in family if other is not unit]
-            unit.limit = absolute = thresholds.typical
-            unit.worst_limit = max(thresholds.token, 2 * absolute)
-            numel = sum(num_values(result) for result in unit.results)
+            in_routed = unit.results[0].block in routed
+            if siblings and first.pass_ != "free":
+                unit.num_siblings = len(family) - 1
+                unit.control = statistics.median(o.typical for o in family if o is not unit)
             few = [few_numbers(r) if num_rows(r) < FEW_ROWS else 1.0 for r in unit.results]
-            width = spread(numel) * statistics.median(few)
-            if not alone:
-                unit.num_siblings = len(others)
-                unit.control = statistics.median(other.typical for other in others)
-                unit.limit = min(absolute * width, sites[number])
-            elif unit.phase in blocks and unit.pass_ != "free":
-                control = max(blocks[unit.phase], _LEAST_BLOCKS)
-                if of_parameter(unit.site):
-                    control = max(control, gradients.get(unit.phase, 0.0))
-                unit.limit = min(absolute, thresholds.lone * control) * width
-            else:
-                unit.limit = absolute * width
-            farthest = max(unit.results, key=lambda r: max(r.ratio_max or 0.0, r.ratio_sink or 0.0))
-            columns = min(_num_columns(result) for result in unit.results)
-            unit.limit *= unit.widened * wider
-            unit.worst_limit *= spread(columns) * few_numbers(farthest) * unit.widened * wider
-            usual = None if unit.pass_ == "free" else blocks.get(unit.phase)
+            width = spread(sum(map(num_values, unit.results))) * statistics.median(few)
+            unit.limit = min(thresholds.typical * width, sites[number]) * unit.widened * wider
+            columns = min(num_columns(result) for result in unit.results)
+            width = spread(columns) * few_numbers(max(unit.results, key=worst_of))
+            worst_limit = max(thresholds.token, 2 * thresholds.typical)
+            unit.worst_limit = worst_limit * width * unit.widened * wider
             # the only look of a unit is judged as the unit is
-            far = forwards[number] if forwards else {}
             for look in unit.looks if len(unit.looks) > 1 else ():
                 few_rows = look.num_rows < FEW_ROWS
-                if few_rows and (unit.results[0].block in routed or one_step(look.result)):
+                if few_rows and in_routed:
                     continue
                 count = round(num_values(look.result) * look.share)
-                look_width = spread(count, num_looks=len(unit.looks))
-                look_width *= few_numbers(look.result) if few_rows else 1.0
-                look.limit = (thresholds.token if few_rows else thresholds.typical) * look_width
-                if look.place in far:
-                    look.limit = min(look.limit, far[look.place])
-                elif usual is not None:
-                    # of one row, a few bits are the whole error
-                    lower = _LEAST_BLOCKS * (2 if few_rows else 1)
-                    lower *= _CANCELS if few_rows and look.result.role == "inner" else 1
-                    beside = max(usual, at_blocks[unit.phase].get(look.place, 0.0), lower)
-                    look.limit = min(look.limit, thresholds.lone * look_width * beside)
-                look.limit *= unit.widened * wider
+                width = spread(count, num_looks=len(unit.looks))
+                limit = thresholds.typical * width
+                if few_rows:  # then the typical row is a single token
+                    limit = thresholds.token * width * few_numbers(look.result)
+                limit = min(limit, forwards[number].get(look.place, math.inf))
+                look.limit = limit * unit.widened * wider
                 look.usage = look.between = look.typical / look.limit
-            unit.limit_usage = unit.typical / unit.limit
-            in_routed = unit.results[0].block in routed
+            used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]
             if not in_routed:
-                worst = max(unit.worst, unit.sink)
-                unit.limit_usage = max(unit.limit_usage, worst / unit.worst_limit)
+                used.append(unit.worst / unit.worst_limit)
                 for look in unit.looks:
                     look.of_token = look.worst / unit.worst_limit
+            unit.limit_usage = unit.between = max(used)
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.beyond:
                 unit.why = "forward"
-            elif max(unit.worst, unit.sink) > unit.worst_limit and not in_routed:
-                unit.why = "token" if unit.worst > unit.worst_limit else "sink"
-            unit.limit_usage = max(unit.limit_usage, *(look.usage for look in unit.looks))
-            unit.between = unit.limit_usage
+            elif unit.worst > unit.worst_limit and not in_routed:
+                unit.why = "token"
     return [unit for unit in units if unit.why is not None]
 
 
-def _beside_siblings(
-    family: Sequence[Unit], limits: tuple[float, float], thresholds: Thresholds
+def _limits_beside(
+    family: Sequence[Unit],
+    limits: tuple[float, float],
+    thresholds: Thresholds,
+    control: Mapping[PromptStep | None, float] | None,
 ) -> tuple[list[float], list[dict[PromptStep, float]]]:
     """The ratios beyond which each member stands out among its family: over all forwards, and in
-    each. ``limits``: the deviates of an outlier among sites, and among forwards."""
+    each. ``limits``: the deviates of an outlier among sites, and among forwards. ``control``: what
+    a unit without siblings is held against, in each forward and, None, over all."""
     places = sorted({look.place for unit in family for look in unit.looks})
     at = {place: column for column, place in enumerate(places)}
     ratios = np.full((len(family), len(places)), math.nan)
@@ -794,33 +755,43 @@ def _beside_siblings(
             ratios[place] = look.typical
             numbers[place] = numbers_alike(look.result) * look.share
             if look.result.role == "inner" and look.num_rows < FEW_ROWS:
-                least[place] *= _CANCELS
+                least[place] *= CANCELS
+
+    def far(
+        values: tuple[Floats, Floats, Floats], limit: float, sigma: float,
+        columns: Sequence[PromptStep | None],
+    ) -> Floats:  # fmt: skip
+        """(M, K): the ratio beyond which each would stand out. The floor is a model: no chance is
+        in it, and the error that it is held against is of ``numbers``."""
+        ratios, numbers, least = values
+        energy = np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))])
+        x, own = observed(energy, np.stack([np.full_like(numbers, 1e12), numbers]), least)
+        beside = None
+        if control is not None:
+            sigma = thresholds.lone_spread
+            squares = np.square([[control[column] for column in columns]])
+            beside = np.log((squares + least**2) / (1 + least**2)) / 2 + np.zeros_like(x)
+        table = outliers(x, own, sigma, limit, control=beside)
+        far = np.exp(2 * np.minimum(table.control + table.reach, 300.0)) * (1 + least**2)
+        return np.asarray(np.sqrt(np.maximum(far - least**2, 0.0)))
+
     # rows may round alike: the median of many forwards is no more certain than they are
     of_sites, least_of_sites = (
         np.nanmedian(values, axis=1, keepdims=True) for values in (numbers, least)
     )
-    typical = np.array([[unit.typical] for unit in family])
-    sites = _far(typical, of_sites, least_of_sites, limits[0], thresholds.ratio_spread)
+    typical = np.array([[unit.typical] for unit in family]), of_sites, least_of_sites
+    sites = far(typical, limits[0], thresholds.ratio_spread, [None])[:, 0].tolist()
     forwards = np.full_like(ratios, math.nan)
     if len(places) > 1:
-        sigma = thresholds.ratio_forward_spread
-        forwards = _far(ratios, numbers, least, limits[1], sigma)
-        forwards[:, (~np.isnan(ratios)).sum(axis=0) < 3] = math.nan
+        by_place = ratios, numbers, least
+        forwards = far(by_place, limits[1], thresholds.ratio_forward_spread, places)
+        if control is None:
+            forwards[:, (~np.isnan(ratios)).sum(axis=0) < FEWEST] = math.nan
     beyond = [
         {place: float(far) for place, far in zip(places, row, strict=True) if far == far}
         for row in forwards
     ]
-    return sites[:, 0].tolist(), beyond
-
-
-def _far(ratios: Floats, numbers: Floats, least: Floats, limit: float, sigma: float) -> Floats:
-    """(M, K): the ratio beyond which each would stand out. The floor is a model: no chance is in
-    it, and the error that it is held against is of ``numbers``."""
-    energy = np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))])
-    x, own = observed(energy, np.stack([np.full_like(numbers, 1e12), numbers]), least)
-    table = outliers(x, own, sigma, limit)
-    far = np.exp(2 * np.minimum(table.control + table.reach, 300.0)) * (1 + least**2) - least**2
-    return np.asarray(np.sqrt(np.maximum(far, 0.0)))
+    return sites, beyond
 
 
 def num_values(result: SiteResult) -> int:
@@ -830,7 +801,8 @@ def num_values(result: SiteResult) -> int:
     return result.numel if result.estimated is None else result.estimated.num_values
 
 
-def _num_columns(result: SiteResult) -> int:
+def num_columns(result: SiteResult) -> int:
+    """How many numbers a row's error is made of."""
     if result.estimated is not None:
         return result.estimated.num_projections
     return result.shape[-1] if result.shape else 1
@@ -842,10 +814,11 @@ def numbers_alike(result: SiteResult) -> float:
     largest, size = result.max_abs, (result.rel_l2 or 0.0) * (result.reference_norm or 0.0)
     if result.estimated is not None or is_norm(result.site):
         return float(ENOUGH)
+    most = float(max(1, result.numel))
     if not largest or not 0 < size / largest < math.inf:
-        return float(max(1, result.numel))
+        return most
     alike = max(1.0, (size / largest) ** 2)
-    return min(float(max(1, result.numel)), alike * max(1.0, 2 * math.log(alike)))
+    return min(most, alike * max(1.0, 2 * math.log(alike)))
 
 
 def few_numbers(result: SiteResult) -> float:
@@ -854,12 +827,11 @@ def few_numbers(result: SiteResult) -> float:
     The floor is a model, so the error of n numbers in floors is √(χ²_n / n); its quantile that one
     in a million exceeds (Wilson and Hilferty 1931), over that of as many as limits are made for.
     """
-    numbers = numbers_alike(result)
 
     def quantile(n: float) -> float:
         return math.pow(1 - 2 / (9 * n) + 4.75 * math.sqrt(2 / (9 * n)), 1.5)
 
-    return max(1.0, quantile(numbers) / quantile(ENOUGH))
+    return max(1.0, quantile(numbers_alike(result)) / quantile(ENOUGH))
 
 
 def families_of(units: Iterable[Unit]) -> list[list[Unit]]:
@@ -874,12 +846,12 @@ def block_outputs(units: Iterable[Unit]) -> list[Unit]:
 
 
 def medians(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
-    """The median by key, where at least three values tell."""
+    """The median by key, where enough values tell."""
     by_key = grouped(values, lambda item: item[0])
     return {
         key: statistics.median(value for _, value in items)
         for key, items in by_key.items()
-        if len(items) >= 3
+        if len(items) >= FEWEST
     }
 
 
@@ -892,25 +864,22 @@ def is_whole(path: str, stacks: set[str]) -> bool:
     return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
 
 
-def _kind(result: SiteResult, phase: str) -> Kind:
-    path, _, port = result.site.partition(":")
-    if result.block is not None:
-        # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj; an encoder's
-        # blocks are no controls for a decoder's, which run at other shapes
-        stack = result.block.rpartition(".")[0]
-        return ("block", path[len(result.block) :], port, result.kind, phase, stack)
-    return ("trunk", path, port, result.kind, phase)
-
-
 def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
     """Of the middle block, the larger one of prefill and decode; None where there is no block."""
     blocks = [unit for unit in units if unit.results[0].role == "block"]
-    levels: dict[str, float] = {}
+    levels: dict[Level, float] = {}
     for group in grouped(blocks, lambda unit: unit.phase).values():
-        members = [
-            unit.visible or _of_limits(unit, routed=unit.results[0].block in routed)
-            for unit in group
-        ]
+        members = []
+        for unit in group:
+            sizes, floors = unit.visible, [r.floor for r in unit.results if r.floor]
+            if not sizes and floors:  # without a truth: what the two sides may differ by
+                floor = statistics.median(floors)
+                sizes = {"site": unit.limit * floor}
+                if looks := [k.limit * (k.result.floor or floor) for k in unit.looks if k.limit]:
+                    sizes["forward"] = statistics.median(looks)
+                if unit.results[0].block not in routed:
+                    sizes["row"] = unit.worst_limit * floor
+            members.append(narrowed(sizes))
         for level in dict.fromkeys(level for sizes in members for level in sizes):
             known = [sizes[level] for sizes in members if level in sizes]
             levels[level] = max(levels.get(level, 0.0), statistics.median(known))
@@ -923,24 +892,11 @@ def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
     )  # fmt: skip
 
 
-def _of_limits(unit: Unit, *, routed: bool) -> dict[Level, float]:
-    """Without a truth: what the two sides may differ by."""
-    floors = [result.floor for result in unit.results if result.floor]  # of equal ones it is 0
-    if not floors:
-        return {}
-    floor = statistics.median(floors)
-    sizes: dict[Level, float] = {"site": unit.limit * floor}
-    looks = [look.limit * (look.result.floor or floor) for look in unit.looks if look.limit]
-    if looks:
-        sizes["forward"] = statistics.median(looks)
-    if not routed:
-        sizes["row"] = unit.worst_limit * floor
-    return narrowed(sizes)
-
-
 def narrowed(sizes: dict[Level, float]) -> dict[Level, float]:
     """What is seen in one row is so where it is in all of a forward, or of a block."""
-    for level, narrower in (("forward", "row"), ("site", "forward"), ("site", "row")):
-        if level in sizes and narrower in sizes:
-            sizes[level] = min(sizes[level], sizes[narrower])
-    return sizes
+    order: list[Level] = ["row", "forward", "site"]
+    least, made = math.inf, dict(sizes)
+    for level in order:
+        if level in sizes:
+            made[level] = least = min(least, sizes[level])
+    return made

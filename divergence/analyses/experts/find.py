@@ -26,13 +26,12 @@ from divergence.comparison.experts import (
     routed_blocks,
     same_experts,
 )
-from divergence.comparison.measure.truth import SIDES
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import Format, format_named
 from divergence.run.reader import Run
 from divergence.run.site import module_of
-from divergence.words import Side
+from divergence.words import SIDES, Side
 
 
 def find(measured: Measured) -> AnalysisResult:

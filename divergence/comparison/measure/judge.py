@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +13,8 @@ import numpy as np
 
 from divergence.comparison.align.pairs import Pair, Piece, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing
-from divergence.comparison.measure.truth import SamplesBySite, grouped, medians, truth_diffs
+from divergence.comparison.limits import BY_CHANCE
+from divergence.comparison.measure.truth import SamplesBySite, medians, truth_diffs
 from divergence.comparison.results import (
     LogitsDiff,
     NonfiniteCount,
@@ -30,7 +32,7 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import COLUMNS, Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, LOSS, is_gradient, module_of, of_parameter
-from divergence.words import Side
+from divergence.words import SIDES, Side, grouped
 
 if TYPE_CHECKING:
     from divergence.run.reader import OwnFloor
@@ -62,9 +64,6 @@ if TYPE_CHECKING:
 # whose terms cancel.
 #
 # *The loss*, and what passes the last norm backward, are small where a model predicts well.
-
-_BY_CHANCE = 4.0
-"""A row is smaller than the median one by chance by no more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ class ModelFloor:
             usual = real & ~sinks
             # a single row may be small by chance, and its error is not: that of what cancelled
             own = allowed * norm
-            single = made * norm / np.clip(medians(own, usual)[:, None], own, _BY_CHANCE * own)
+            single = made * norm / np.clip(medians(own, usual)[:, None], own, BY_CHANCE * own)
             rows_usual, rows_sink = (
                 np.where(kept, values, -math.inf)
                 for kept, values in ((usual, single), (sinks, ratio))
@@ -448,9 +447,7 @@ class Judge:
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
         self._routing, self._floor, self._own_floor = routing, floor, own_floor
-        self._floor_side: Side = "reference"
-        if own_floor is not None and own_floor.run is candidate:
-            self._floor_side = "candidate"
+        self._floor_side = SIDES[own_floor is not None and own_floor.run is candidate]
         self._shared = shared
         self._work = work
         self._sums = gradient_format(work, reference.manifest, candidate.manifest)
@@ -462,46 +459,39 @@ class Judge:
         )  # fmt: skip
         self._of_site: dict[str, dict[str, str | None]] = {}
         self._entering: dict[_Forward, RowMetrics] = {}
-        self._beside: dict[_Forward, float] = {}
-        self._earlier: dict[tuple[int, str], float] = {}
-        self._entered_block: dict[str, float] = {}
+        self._beside: defaultdict[_Forward, float] = defaultdict(float)
+        self._earlier: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self._entered_block: defaultdict[str, float] = defaultdict(float)
         """The largest error of what entered a block, or a module outside them."""
 
     def results(
         self, pairs: Sequence[Pair], measured: Sequence[PairNumbers | None]
     ) -> list[SiteResult]:
         """A result for each pair, from what was measured of it. Call in the alignment's order."""
-        waiting: list[_Judged] = []
-        for pair, numbers in zip(pairs, measured, strict=True):
-            if numbers is not None and numbers.metrics is not None:
-                waiting.append(self._entered(pair, numbers, numbers.metrics))
-        for judged in grouped(waiting, self._kind_of):
-            self._rate(judged)
-        against = [None if numbers is None else numbers.against for numbers in measured]
+        judged = [
+            None
+            if numbers is None or numbers.metrics is None
+            else self._entered(pair, numbers, numbers.metrics)
+            for pair, numbers in zip(pairs, measured, strict=True)
+        ]
+        floored = [each for each in judged if each is not None and each.members is not None]
+        for alike in grouped(floored, self._kind_of).values():
+            self._rate(alike)
+        against = [numbers and numbers.against for numbers in measured]
         estimated: Side | None = None
         if self._own_floor is not None:
-            estimated = "candidate" if self._floor_side == "reference" else "reference"
-            entered = iter(waiting)
-            against = [
-                self._bounded(
-                    pair, next(entered) if numbers is not None and numbers.metrics else None
-                )
-                for pair, numbers in zip(pairs, measured, strict=True)
-            ]
+            estimated = SIDES[self._floor_side == "reference"]
+            against = [self._bounded(pair, each) for pair, each in zip(pairs, judged, strict=True)]
         # of a free pass it is what was made here, and no distance from the truth
-        diffs = truth_diffs(
-            [
-                None if estimated and pair.pass_ == "free" else errors
-                for pair, errors in zip(pairs, against, strict=True)
-            ],
-            estimated=estimated,
-        )
-        rated = iter(waiting)
+        distances = [
+            None if estimated and pair.pass_ == "free" else errors
+            for pair, errors in zip(pairs, against, strict=True)
+        ]
         results = [
-            self._identical(pair, truth)
-            if numbers is None or numbers.metrics is None
-            else self._result(next(rated), truth)
-            for pair, numbers, truth in zip(pairs, measured, diffs, strict=True)
+            self._identical(pair, truth) if each is None else self._result(each, truth)
+            for pair, each, truth in zip(
+                pairs, judged, truth_diffs(distances, estimated=estimated), strict=True
+            )
         ]
         self._keep_samples(pairs, results, against)
         return results
@@ -530,33 +520,28 @@ class Judge:
         if pair.pass_ != "free":
             return judged
         path, _, port = site.partition(":")
-        sample = pair.reference.sample
-        if of_parameter(site):  # made of what entered the block, forward and backward
-            judged.beside = self._entered_block.get(self._home_of(site), 0.0)
-            return judged
+        sample, home = pair.reference.sample, self._home_of(site)
         forward = sample, pair.candidate.record.step, path
-        if port.startswith("in"):
-            size, home = metrics.token_rel_l2_median or 0.0, self._home_of(site)
-            if module_of(site) == home and size > self._entered_block.get(home, 0.0):
-                self._entered_block[home] = size
+        size = metrics.token_rel_l2_median or 0.0
+        if of_parameter(site):  # made of what entered the block, forward and backward
+            judged.beside = self._entered_block[home]
+        elif port.startswith("in"):
+            if module_of(site) == home:
+                self._entered_block[home] = max(size, self._entered_block[home])
             if port == "in":
                 self._entering[forward] = judged.rows
-                if size > self._earlier.get((sample, path), 0.0):
-                    self._earlier[sample, path] = size
-            elif "mask" not in port and size > self._beside.get(forward, 0.0):
-                self._beside[forward] = size
+                self._earlier[sample, path] = max(size, self._earlier[sample, path])
+            elif "mask" not in port:
+                self._beside[forward] = max(size, self._beside[forward])
         else:
             inherited = self._entering.get(forward)
             if inherited is not None and inherited.rel_l2.shape == judged.rows.rel_l2.shape:
                 judged.inherited = inherited
-            earlier = self._earlier.get((sample, path), 0.0)
-            judged.beside = max(self._beside.get(forward, 0.0), earlier)
+            judged.beside = max(self._beside[forward], self._earlier[sample, path])
         return judged
 
-    def _kind_of(self, judged: _Judged) -> tuple[object, ...] | None:
-        """What pairs that are judged together have in common; None for one without a floor."""
-        if judged.members is None:
-            return None
+    def _kind_of(self, judged: _Judged) -> tuple[object, ...]:
+        """What pairs that are judged together have in common."""
         record, other = judged.pair.reference.record, judged.pair.candidate.record
         return (
             record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
@@ -686,9 +671,12 @@ class Judge:
     def _result(self, judged: _Judged, truth: TruthDiff | None) -> SiteResult:
         pair, numbers, ratios = judged.pair, judged.numbers, judged.ratios
         # a sketch's rows are all that lies behind the first two axes
-        shape = numbers.shape
+        shape, routed = numbers.shape, judged.routed
         rows = shape if numbers.estimate is None else (*shape[:2], 1)[: len(shape)]
-        sample, position = self._pieces.locate(pair.reference, rows, judged.metrics.worst_row)
+        worst, kept = judged.metrics.worst_row, None if routed is None else routed.kept
+        if kept is not None and bool(kept.any()):
+            worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
+        sample, position = self._pieces.locate(pair.reference, rows, worst)
         more: dict[str, Any] = {"truth": truth}
         if ratios is not None:
             more |= {
@@ -697,24 +685,19 @@ class Judge:
                 "ratio_max": ratios.worst,
                 "ratio_sink": ratios.sink,
                 "ratio_position": self._pieces.locate(pair.reference, rows, ratios.row)[1],
-            }
-            if ratios.members:
-                assert judged.members is not None
-                more["prompts"] = [
+                "prompts": [
                     PromptRatio(
-                        sample=judged.members[number], ratio=ratio, num_rows=count, ratio_max=worst
+                        sample=(judged.members or [])[number], ratio=ratio, num_rows=count,
+                        ratio_max=largest,
                     )
-                    for number, ratio, count, worst in ratios.members
-                ]
-        routed = judged.routed
+                    for number, ratio, count, largest in ratios.members
+                ],
+            }  # fmt: skip
         if routed is not None:
             more["num_rerouted"] = routed.num_rerouted
             real = self._pieces.row_mask(pair.reference, shape)
-            if routed.kept is not None and real is not None and len(real) == len(routed.kept):
-                more["num_rerouted"] = int((~routed.kept & real).sum())  # pads go anywhere
-            if routed.kept is not None and bool(routed.kept.any()):
-                worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
-                sample, position = self._pieces.locate(pair.reference, shape, worst)
+            if kept is not None and real is not None and len(real) == len(kept):
+                more["num_rerouted"] = int((~kept & real).sum())  # pads go anywhere
         fields = {name: getattr(judged.metrics, name) for name in _SHARED}
         fields |= self._place(pair)
         fields |= more
@@ -728,7 +711,7 @@ class Judge:
         )  # fmt: skip
         if routed is not None and ratios is not None and routed.experts is not None:
             norms = judged.rows.norm, judged.rows.update_norm
-            floor = self._row_floor(pair, _last(judged.numbers.shape), *norms)
+            floor = self._row_floor(pair, _last(shape), *norms)
             self.routes.add(result, routed, None if floor is None else judged.rows.rel_l2 / floor)
         return result
 
@@ -821,43 +804,35 @@ class Judge:
         """How far both sides are from the truth, for the statistics over a site. Where blocks did
         not get equal inputs, a truth blames none."""
         judged = [
-            item
-            for item in enumerate(zip(pairs, results, against, strict=True))
-            if item[1][2] is not None and (self._own_floor or item[1][0].pass_ != "free")
+            (number, pair, result, row)
+            for number, (pair, result, row) in enumerate(zip(pairs, results, against, strict=True))
+            if row is not None and (self._own_floor or pair.pass_ != "free")
         ]
-        floors: dict[int, np.ndarray] = {}
 
-        def kind_of(
-            numbered: tuple[int, tuple[Pair, SiteResult, AgainstTruth | None]],
-        ) -> tuple[object, ...]:
-            _, (pair, result, row) = numbered
-            assert row is not None
+        def kind_of(each: tuple[int, Pair, SiteResult, AgainstTruth]) -> tuple[object, ...]:
+            _, pair, result, row = each
             return (
                 self._formats(pair)[0].name, _last(result.shape), self._role(pair), row.num_rows,
                 row.update is None, cancels(result.site, result.role), self._shared(result.site),
             )  # fmt: skip
 
-        for alike in grouped(judged, kind_of):
-            _, (pair, result, _) = alike[0]
-            rows = [row for _, (_, _, row) in alike if row is not None]
-            updates = [row.update for row in rows if row.update is not None]
+        floors: dict[int, np.ndarray] = {}
+        for alike in grouped(judged, kind_of).values():
+            _, first, result, _ = alike[0]
+            norms = np.stack([row.norm for *_, row in alike])
+            updates = [row.update for *_, row in alike if row.update is not None]
             row_floors = self._row_floor(
-                pair, _last(result.shape), np.stack([row.norm for row in rows]),
-                np.stack(updates) if updates else None,
-            )  # fmt: skip
+                first, _last(result.shape), norms, np.stack(updates) if updates else None
+            )
             if row_floors is None:
                 continue
             if cancels(result.site, result.role):
-                norms = np.maximum(np.stack([row.norm for row in rows]), 1e-300)
-                usual = [
-                    self._usual(pair, row.norm) or 1.0
-                    for (_, (pair, _, _)), row in zip(alike, rows, strict=True)
-                ]
-                row_floors = row_floors * np.maximum(1.0, np.array(usual)[:, None] / norms)
-            floors |= {number: floor for (number, _), floor in zip(alike, row_floors, strict=True)}
-        for number, (_, result, row) in judged:
-            floor = floors.get(number)
-            if row is not None and floor is not None:
+                usual = [self._usual(pair, row.norm) or 1.0 for _, pair, _, row in alike]
+                small = np.array(usual)[:, None] / np.maximum(norms, 1e-300)
+                row_floors = row_floors * np.maximum(1.0, small)
+            floors |= {each[0]: floor for each, floor in zip(alike, row_floors, strict=True)}
+        for number, _, result, row in judged:
+            if (floor := floors.get(number)) is not None:
                 if not self._same_dtype or self._shared(result.site):
                     row = with_rounding(row, floor)
                 self.truth_samples.add(result, row, floor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -149,23 +150,35 @@ _SUMMARY_PRECISION = 2e-6
 """What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
 
 
+_MAKERS: dict[str, Callable[[torch.Tensor], str]] = {"xxh3": digest_tensor, "fold": fold_tensor}
+
+
 def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
     """Are the two tensors equal, bit for bit? None where no digest tells."""
     if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
         return False
+    tell = _teller(a, record_a, b, record_b)
+    return None if tell is None else tell()
+
+
+def _teller(a: Run, record_a: Record, b: Run, record_b: Record) -> Callable[[], bool] | None:
+    """What tells by digests whether two tensors are equal; None where nothing does. A digest that
+    one side alone has is made of the other's bytes."""
     mine, theirs = _digests(a, record_a), _digests(b, record_b)
-    if (kind := _common(mine, theirs)) is not None:
-        return bool(getattr(mine, kind) == getattr(theirs, kind))
+    for kind in _MAKERS if mine.cuts == theirs.cuts else ():
+        if getattr(mine, kind) and getattr(theirs, kind):
+            return functools.partial(operator.eq, getattr(mine, kind), getattr(theirs, kind))
     for run, record, known in ((a, record_a, theirs), (b, record_b, mine)):
-        kind = _first_kind(known)
-        if kind is not None and run.has_bytes(record):
-            tensor = run.read(record)
-            parts = [tensor[cut].contiguous() for cut in known.cuts]
-            return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
+        for kind in _MAKERS:
+            if getattr(known, kind) is not None and run.has_bytes(record):
+                return functools.partial(_has_digests, run, record, known, kind)
     return None
 
 
-_MAKERS = {"xxh3": digest_tensor, "fold": fold_tensor}
+def _has_digests(run: Run, record: Record, known: Digests, kind: str) -> bool:
+    tensor = run.read(record)
+    parts = [tensor[cut].contiguous() for cut in known.cuts]
+    return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
 
 
 def _digests(run: Run, record: Record) -> Digests:
@@ -174,18 +187,6 @@ def _digests(run: Run, record: Record) -> Digests:
     from divergence.run.ranks import digests_of
 
     return digests_of(run, record)
-
-
-def _first_kind(known: Digests) -> str | None:
-    return next((kind for kind in _MAKERS if getattr(known, kind) is not None), None)
-
-
-def _common(mine: Digests, theirs: Digests) -> str | None:
-    """The kind of digest that both have, of the same parts."""
-    if mine.cuts != theirs.cuts:
-        return None
-    both = (kind for kind in _MAKERS if getattr(mine, kind) and getattr(theirs, kind))
-    return next(both, None)
 
 
 def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | None:
@@ -204,12 +205,7 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | Non
     if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
         known = record_a.summary is not None and record_b.summary is not None
         return None if known else fact("align.other_digests")
-    mine, theirs = _digests(a, record_a), _digests(b, record_b)
-    if (
-        _common(mine, theirs) is not None
-        or (_first_kind(mine) is not None and b.has_bytes(record_b))
-        or (_first_kind(theirs) is not None and a.has_bytes(record_a))
-    ):
+    if _teller(a, record_a, b, record_b) is not None:
         return None
     summary_a, summary_b = record_a.summary, record_b.summary
     if summary_a is not None and summary_b is not None:  # do they show that the two are not equal?
@@ -218,7 +214,7 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | Non
             return None
         if (_least(piece, other) or 0.0) > 0.0:
             return None
-    if mine.cuts != theirs.cuts:
+    if _digests(a, record_a).cuts != _digests(b, record_b).cuts:
         return fact("align.parts_cut_otherwise")
     return fact("align.two_kinds_of_digests")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, PromptStep, replayed_from
+from divergence.comparison.limits import EXACT, FEW_ROWS, HARD
 from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.lines import other_weights
 from divergence.comparison.results import SiteResult, TruthDiff
@@ -20,7 +21,7 @@ from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_norm
-from divergence.words import Side
+from divergence.words import SIDES, Side, grouped
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs import AgainstTruth
@@ -123,10 +124,6 @@ def inputs_of(reference: Run, candidate: Run) -> Run | None:
     return candidate if a.plan.anchored_to == b.id else None
 
 
-MIN_ROWS = 8
-"""Fewer rows tell nothing about one channel, or about a scale."""
-
-
 _NO_CHANNELS = np.zeros((6, 0))  # a slice of the channels would keep them all
 
 
@@ -140,7 +137,7 @@ class ChannelSums:
         self.num_alone = 0
         """Forwards of one row."""
         self.sums: np.ndarray | None = None
-        """(10, D): the sums over all forwards, six; of the forwards of MIN_ROWS rows or more the
+        """(10, D): the sums over all forwards, six; of the forwards of FEW_ROWS rows or more the
         sums of the largest row, two; of the forwards of one row the largest, two."""
 
     def add(self, against: AgainstTruth) -> None:
@@ -154,7 +151,7 @@ class ChannelSums:
             self.is_mixed = True
             return
         self.sums[:6] += channels
-        if against.num_rows >= MIN_ROWS:
+        if against.num_rows >= FEW_ROWS:
             self.sums[6:8] += channels[4:]
         elif against.num_rows == 1:
             self.num_alone += 1
@@ -213,22 +210,14 @@ class SamplesBySite:
 #
 # Each side's errors are in floors of the rounding model. blocks.sides asks questions of them.
 
-SIDES: tuple[Side, Side] = ("reference", "candidate")
-_HARD = 2.0
-_LEAST_SIDE = 1e-3
-"""Of a side that is exact in every channel: its least error over the other's."""
-LEAST_LONE = 0.25
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardStats:
-    """One forward of one prompt: each side's median row error, in floor units. ``num_values``: of
-    how many independent numbers its error is made: rounding is relative, so of a row as many as its
-    participation ratio (ΣR²)²/ΣR⁴ says, not as many as it has columns."""
+    """One forward of one prompt. ``num_values``: of how many independent numbers its error is made:
+    rounding is relative, so of a row as many as its participation ratio (ΣR²)²/ΣR⁴ says, not as
+    many as it has columns."""
 
     result: SiteResult
-    typical: dict[Side, float]
-    num_rows: int
     num_values: int
     alike: tuple[bool, bool] = (True, True)
     """Where one side's error is not measured: is it certain that it is about as large as the
@@ -244,8 +233,6 @@ class RowErrors:
     place: np.ndarray
     """Index of its forward in ``places``."""
     places: list[PromptStep]
-    results: list[SiteResult]
-    """Of each place."""
     energy: np.ndarray
     """(2, R): each side's squared error, in floors²."""
     numbers: np.ndarray
@@ -282,8 +269,8 @@ class TruthStats:
     """How one site stands to the truth, all rows of a phase together, and forward by forward.
 
     ``typical``: each side's median row error in floor units of the rounding model; ``gains``:
-    [(mean difference, its standard error), …] over the stream and over the update, with
-    each side's own mean.
+    each side's mean scale error over the stream and over the update, the standard error of their
+    difference, and the part of that which all rows may share, in units of the typical error.
     """
 
     kind: str
@@ -293,8 +280,10 @@ class TruthStats:
     floor: float
     """Of the median row, relative to it."""
     channels: ChannelErrors | None = None
-    gains: list[dict[str, float]] = field(default_factory=list)
-    gains_at: dict[PromptStep, list[dict[str, float]]] = field(default_factory=dict)
+    gains: list[tuple[float, float, float, float]] = field(default_factory=list)
+    gains_at: dict[PromptStep, list[tuple[float, float, float, float]]] = field(
+        default_factory=dict
+    )
     """The same of each forward, where there are several."""
     first: SiteResult | None = None
     alike: bool = True
@@ -326,30 +315,23 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     # each forward of each prompt by itself, and where its rows belong
     keys: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
-    places: dict[PromptStep, SiteResult] = {}
+    places: dict[PromptStep, int] = {}
     spread = np.maximum(rows.spread, 1.0)
     for number, (result, against, _) in enumerate(forwards):
         mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
         usual, in_place = rows.usual[mine], np.zeros(against.num_rows, np.int64)
         for sample, members in _prompts(result, against):
             place = sample, result.step
-            places.setdefault(place, result)
-            in_place[slice(None) if members is None else members] = list(places).index(place)
-            if against.num_rows == 1:  # most are: a decode step's
-                typical = {side: float(rows.errors[side][mine.start]) for side in SIDES}
-                count, total = 1, float(spread[mine.start])
-            else:
-                both = usual if members is None else usual & members
-                keep = both if both.any() else members if members is not None else ~usual
-                typical = {side: _median(rows.errors[side][mine][keep]) for side in SIDES}
-                # of a few unlike rows the median is one row: no more certain than that one is
-                count = int(keep.sum())
-                total = count * _median(spread[mine][keep])
-            among = np.zeros(len(rows.norm), bool)
-            among[mine] = True if members is None else members
-            stats.forwards[place] = ForwardStats(
-                result, typical, count, max(1, round(total)), rows.alike(among)
+            in_place[slice(None) if members is None else members] = places.setdefault(
+                place, len(places)
             )
+            of_prompt = np.ones_like(usual) if members is None else members
+            # of a few unlike rows the median is one row: no more certain than that one is
+            kept = usual & of_prompt if (usual & of_prompt).any() else of_prompt
+            total = int(kept.sum()) * _median(spread[mine][kept])
+            among = np.zeros(len(rows.norm), bool)
+            among[mine] = of_prompt
+            stats.forwards[place] = ForwardStats(result, max(1, round(total)), rows.alike(among))
         numbers.append(in_place)
         keys.append((np.int64(result.sample) << 44) + (np.int64(result.step) << 24)
                     + against.row_index)  # fmt: skip
@@ -359,8 +341,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     if is_norm(first.site):  # one number, of many
         of_sides = np.full_like(of_sides, ENOUGH)
     stats.rows = RowErrors(
-        np.concatenate(keys), np.concatenate(numbers), list(places), list(places.values()),
-        energy, of_sides, rows.sink,
+        np.concatenate(keys), np.concatenate(numbers), list(places), energy, of_sides, rows.sink,
     )  # fmt: skip
     _gains(stats, rows)
     return stats
@@ -369,10 +350,10 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
 def _numbers_of(energy: np.ndarray, numbers: np.ndarray, usual: np.ndarray) -> np.ndarray:
     """(2, R): of how many numbers an error is made. ``numbers``: as its columns show. What makes a
     row hard on both sides enlarges the rounding of a few numbers, as sharp attention does that of
-    its scores: so what both have beyond ``_HARD`` times the usual error counts as one number."""
+    its scores: so what both have beyond ``HARD`` times the usual error counts as one number."""
     of_both = energy.min(axis=0)
     with np.errstate(all="ignore"):
-        enlarged = np.maximum(of_both - _HARD**2 * _median(of_both[usual]), 0.0) / energy
+        enlarged = np.maximum(of_both - HARD**2 * _median(of_both[usual]), 0.0) / energy
         enlarged = np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)
         return np.asarray(1 / (np.square(1 - enlarged) / numbers + np.square(enlarged)))
 
@@ -448,9 +429,9 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
     assert channels.sums is not None
     sums, largest, alone = channels.sums[:6], channels.sums[6:8], channels.sums[8:]
     count = int((~rows.sink).sum())
-    if count < MIN_ROWS or sums.shape[1] < 2 or not sums[:2].any():
+    if count < FEW_ROWS or sums.shape[1] < 2 or not sums[:2].any():
         return None
-    if channels.num_alone >= MIN_ROWS:
+    if channels.num_alone >= FEW_ROWS:
         largest = largest + alone
     least = []
     for number, side in enumerate(SIDES):
@@ -459,7 +440,7 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
         with np.errstate(all="ignore"):
             share = np.nan_to_num(np.square(np.float64(errors)) * sums[3])
         least.append(np.maximum(share, sums[number].mean()))
-    exact = np.maximum(*(each.max() for each in least)) * _LEAST_SIDE**2
+    exact = np.maximum(*(each.max() for each in least)) * EXACT**2
     return ChannelErrors(
         energy=np.maximum(sums[:2] - largest, 0.0),
         least=np.sqrt(np.maximum(np.minimum(*least), max(exact, 1e-300))),
@@ -471,7 +452,7 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
 
 def _gains(stats: TruthStats, rows: _Rows) -> None:
     """Over all rows, and over those of each forward that has enough of them."""
-    if stats.num_rows < MIN_ROWS:
+    if stats.num_rows < FEW_ROWS:
         return
     scales = {}
     for name in rows.gains:
@@ -480,22 +461,14 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
             scale = scale * (rows.norm / np.maximum(rows.update, 1e-300))
         scales[name] = scale / np.sqrt(np.maximum(rows.spread, 1.0))
 
-    def over(chosen: np.ndarray) -> list[dict[str, float]]:
+    def over(chosen: np.ndarray) -> list[tuple[float, float, float, float]]:
         statistics = []
         for name, gains in rows.gains.items():
             reference, candidate = (gains[side][chosen] for side in SIDES)
-            paired = candidate - reference
-            statistics.append(
-                {
-                    "difference": float(paired.mean()),
-                    "error": float(paired.std(ddof=1)) / math.sqrt(len(paired)),
-                    # all tokens may round a dominant channel the same way
-                    "common": _median(scales[name][chosen]),  # per unit of typical error
-                    "reference": float(reference.mean()),
-                    "candidate": float(candidate.mean()),
-                    "num_rows": float(len(paired)),
-                }
-            )
+            error = float((candidate - reference).std(ddof=1)) / math.sqrt(len(reference))
+            # all tokens may round a dominant channel the same way
+            common = _median(scales[name][chosen])
+            statistics.append((float(reference.mean()), float(candidate.mean()), error, common))
         return statistics
 
     stats.gains = over(rows.usual)
@@ -503,7 +476,7 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
     if len(stats.rows.places) > 1:
         for number, place in enumerate(stats.rows.places):
             chosen = rows.usual & (stats.rows.place == number)
-            if chosen.sum() >= MIN_ROWS:
+            if chosen.sum() >= FEW_ROWS:
                 stats.gains_at[place] = over(chosen)
 
 
@@ -514,7 +487,8 @@ def truth_diffs(
     ``estimated``: the side whose error is not measured (comparison.measure.judge)."""
     by_number: dict[int, TruthDiff] = {}
     numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
-    for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
+    kinds = grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1]))
+    for alike in kinds.values():
 
         def joined(name: str, alike: Sequence[tuple[int, AgainstTruth]] = alike) -> np.ndarray:
             """(N, …): sooner than np.stack, which looks at each array by itself."""
@@ -557,19 +531,6 @@ def _over(top: np.ndarray, bottom: np.ndarray, *, both_zero: float) -> np.ndarra
     with np.errstate(all="ignore"):
         of_zero = np.where(top == 0, both_zero, math.inf)
         return np.where(bottom > 0, top / bottom, of_zero)
-
-
-_Item = TypeVar("_Item")
-
-
-def grouped(items: Iterable[_Item], kind_of: Callable[[_Item], object]) -> list[list[_Item]]:
-    """Items of one kind together; those of kind None are left out."""
-    groups: dict[object, list[_Item]] = {}
-    for item in items:
-        kind = kind_of(item)
-        if kind is not None:
-            groups.setdefault(kind, []).append(item)
-    return list(groups.values())
 
 
 def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:

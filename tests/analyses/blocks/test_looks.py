@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from divergence.analyses.blocks.onset import is_everywhere, only_in
-from divergence.analyses.blocks.units import Escalation, build_units, flag, one_step
+from divergence.analyses.blocks.units import Escalation, build_units, flag
 from divergence.comparison.results import PromptRatio, SiteResult
 from divergence.facts import sentence
 from divergence.numerics.floor import spread
@@ -223,28 +223,6 @@ def step_site(block, ratio, step, *, large=0.0, off=1.0, norm=1.25, form="bfloat
         "max_abs_candidate": large + off, "ulp_format": form,
     }  # fmt: skip
     return site(block, ratio, step=step, rows=1, **values)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"large": 173.0}, True),
-        ({"large": 173.0, "off": 2.0, "norm": 2.1}, False),  # two steps
-        ({"large": 100.0}, False),  # there a step is 0.5
-        ({"large": 127.5, "off": 0.5, "norm": 0.6}, True),  # across a power of two
-        ({"large": 173.0, "norm": 1.5}, False),  # less than half of it is that number's
-        ({"large": 173.0, "form": None}, False),
-        ({"large": 173.0, "form": "float32"}, False),
-        ({"large": math.inf}, False),
-    ],
-)
-def test_a_single_step_of_a_single_number_is_told_apart(changes, expected):
-    assert one_step(step_site(0, 2.4, 1, **changes)) is expected
-
-
-def test_a_difference_of_any_size_is_looked_at():
-    """A float64 number that damage made huge: its square would overflow."""
-    assert not one_step(step_site(0, 2.4, 1, off=1e300, large=1e300, norm=1e300))
 
 
 def test_the_last_bit_of_a_massive_channel_convicts_nothing():

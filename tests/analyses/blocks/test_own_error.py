@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from divergence.analyses.blocks.sides import _odds_of_own
-from divergence.analyses.blocks.units import SURE
 from divergence.comparison.judge import limit_of, outliers
+from divergence.comparison.limits import SURE
+from divergence.numerics.floor import THRESHOLDS
 
 
 def odds(a, b):
@@ -20,10 +21,10 @@ def odds(a, b):
     ]
     x = np.log(np.array(b) / np.array(a))[:, None]
     table = outliers(x, np.where(x == 0, 0.0, 0.001), 0.01, limit_of(12))
-    return _odds_of_own(table, errors, 0.0, False)
+    return _odds_of_own(table, errors, 0.0, False, THRESHOLDS)
 
 
-@pytest.mark.parametrize("size", [1.3, 2.0, 10.0])
+@pytest.mark.parametrize("size", [1.4, 2.0, 10.0])
 def test_an_error_of_its_own_is_likelier(size):
     assert odds([1, 1, 1, 1, 1, 1], [1, 1, size, 1, 1, 1])[2] > 1
 

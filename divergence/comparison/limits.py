@@ -1,0 +1,61 @@
+"""The constants by which comparisons decide, beside ``Thresholds`` (numerics.floor), which a policy
+may set. Each with its source, and what changes where it moves.
+
+"Recorded pairs" are those of benchmarks/observations.py: 900 healthy, 541 faults in blocks, 60 with
+massive activations, in three dtypes, with a truth, with the one that a run carries, and without
+one. ``python benchmarks/observations.py judge`` tells what an edit here changes in their answers.
+"""
+
+from __future__ import annotations
+
+RATE = 1e-4
+"""The chance that a healthy comparison has a false alarm of the outlier question, over all it looks
+at (comparison.judge). Chosen: one in ten thousand comparisons."""
+
+FEWEST = 3
+"""Siblings, or forwards, from which on their median is a control and a kind is a kind: of two that
+are unlike it cannot be told which is."""
+
+FEW_ROWS = 8
+"""With fewer rows the typical row is held to the limits of a single token, and nothing is told of
+one channel, of a scale, or, where a row may be sent elsewhere, of the forward: in the median of
+seven three such rows are nearly all."""
+
+CLEAR = 2.0
+"""So many times as much is clearly more: beyond twice a limit confidence is high, and forwards are
+off alone where the least of them uses twice as much of its limit as any other. Limits themselves
+are known to less than that: 2.2 is the largest W of healthy kernels (docs/verdicts.md)."""
+
+SURE = 3.0
+"""Log odds of 20 to 1, from which on an answer is taken as one."""
+
+LEAST = 0.05
+"""Floors: what is added at least to both errors of a family that the truth judges
+(``truth_least``), and what siblings differ by at least where a block stands out beside them. Where
+all are exact but for a few bits, these are no large ratio."""
+
+CANCELS = 2.0
+"""Inside a block the terms of a few rows may cancel, which the rounding model does not know: so
+many times ``least_sibling`` is added to them. Without it healthy decode steps of trained models are
+named (tests/analyses/blocks/test_looks.py has the case)."""
+
+HARD = 2.0
+"""Times the usual error of both sides: what both are off by beyond that is one number that both
+enlarge, as sharp attention does a score's rounding (comparison.measure.truth)."""
+
+EXACT = 1e-3
+"""Of a side that is exact in every channel: its least error over the other's, so that a ratio to it
+is finite."""
+
+BY_CHANCE = 4.0
+"""A row of a tensor is smaller than the median one by chance by no more than that, and is then held
+against so much more than its own norm (comparison.measure.judge)."""
+
+NEAR_BITS = 0.6
+"""Products whose inputs keep 10 bits, or 7, are told from others by so many bits: what a test holds
+Llama, GPT-2, Qwen3 and Gemma to (numerics.floor, ``input_bits``). It decides a word of the cause
+alone."""
+
+OF_NOISE = 3.0
+"""Standard errors: rounding makes no larger a part of a difference that is in step with what it is
+a difference of. It decides whether such inputs are named as the cause."""

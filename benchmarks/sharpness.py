@@ -111,8 +111,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     # a side or a number swapped
     (
         "analyses/blocks/sides.py",
-        'return "candidate" if x > 0 else "reference"',
-        'return "candidate" if x < 0 else "reference"',
+        "return Blame(SIDES[x > 0], why,",
+        "return Blame(SIDES[x < 0], why,",
         "^compare .*--truth",
     ),
     ("report/experiments.py", "99% {_nats(cost.kl_p99)}", "99% {_nats(cost.kl_p90)}", "^quantize"),

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, Piece, piece_like
-from divergence.comparison.judge import RATE
+from divergence.comparison.limits import RATE
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named

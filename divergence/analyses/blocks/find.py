@@ -299,23 +299,24 @@ def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
 
 def _equal(measured: Measured, shared: Sequence[Unit], num_compared: int) -> Finding:
     """Every bit. ``shared``: units of which both sides are far from the truth."""
-    from divergence.analyses.blocks.onset import unit_evidence
-
-    missing = measured.missing
+    missing, evidence = measured.missing, list[Fact]()
     headline = [fact("blocks.all_equal", num=num_compared)]
     if missing > num_compared:  # as those of a training step and a decoding
         headline.append(fact("blocks.most_without_partner", num=missing))
     elif missing:
         headline.append(fact("blocks.without_partner", num=missing))
     if shared:
+        from divergence.analyses.blocks.onset import unit_evidence
+
         headline.append(fact("blocks.both_far"))
+        evidence += map(unit_evidence, shared[:3])
     return Finding(
         claim="equal",
         kind="identical",
         headline=headline,
         rests_on=[check("coverage", not missing, fact("blocks.not_all_compared"))],
         side="both" if shared else "neither",
-        evidence=[*map(unit_evidence, shared[:3]), *_weights_evidence(measured)],
+        evidence=[*evidence, *_weights_evidence(measured)],
     )
 
 
@@ -371,7 +372,7 @@ def _with_limits(
         looks = grouped(unit.looks if many else (), lambda look: id(look.result))
         for result in unit.results:
             used = {look.sample: look.share_used for look in looks.get(id(result), ())}
-            values = {
+            values: dict[str, Any] = {
                 "limit": unit.limit,
                 "limit_usage": unit.share_used,
                 "usage": max(used.values(), default=0.0 if many else unit.share_used),
@@ -379,11 +380,9 @@ def _with_limits(
                             for row in result.prompts],
             }  # fmt: skip
             if id(unit) in beyond:
+                # by all forwards together, perhaps, and by no single one
                 values["flagged"] = _is_beyond(unit, result)
-                if values[
-                    "flagged"
-                ]:  # by all forwards together, each within its own limit, perhaps
-                    values["usage"] = max(values["usage"], 1.0)
+                values["usage"] = max(values["usage"], float(values["flagged"]))
             fields[id(result)] = values
     return [replace(site, **fields[id(site)]) if id(site) in fields else site for site in sites]
 

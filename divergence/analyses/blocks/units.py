@@ -686,14 +686,14 @@ def flag(
         first, siblings = family[0], len(family) >= FEWEST
         sites, forwards = [math.inf] * len(family), [dict[PromptStep, float]()] * len(family)
         if first.pass_ != "free" and (siblings or first.phase in usual):
-            control = None
+            control: dict[PromptStep | None, float] | None = None
             if not siblings:
                 least = usual[first.phase]
                 if of_parameter(first.site):
                     least = max(least, usual_gradient.get(first.phase, 0.0))
-                control = {look.place: max(least, usual_at.get((first.phase, look.place), 0.0))
-                           for unit in family for look in unit.looks}  # fmt: skip
-                control[None] = least
+                control = {None: least}
+                for place in (look.place for unit in family for look in unit.looks):
+                    control[place] = max(least, usual_at.get((first.phase, place), 0.0))
             sites, forwards = _limits_beside(family, limits, thresholds, control)
         for number, unit in enumerate(family):
             in_routed = unit.results[0].block in routed
@@ -758,15 +758,14 @@ def _limits_beside(
                 least[place] *= CANCELS
 
     def far(
-        values: tuple[Floats, Floats, Floats], limit: float, sigma: float,
+        ratios: Floats, numbers: Floats, least: Floats, limit: float,
         columns: Sequence[PromptStep | None],
     ) -> Floats:  # fmt: skip
         """(M, K): the ratio beyond which each would stand out. The floor is a model: no chance is
         in it, and the error that it is held against is of ``numbers``."""
-        ratios, numbers, least = values
         energy = np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))])
         x, own = observed(energy, np.stack([np.full_like(numbers, 1e12), numbers]), least)
-        beside = None
+        beside, sigma = None, thresholds.ratio_spread
         if control is not None:
             sigma = thresholds.lone_spread
             squares = np.square([[control[column] for column in columns]])
@@ -779,12 +778,11 @@ def _limits_beside(
     of_sites, least_of_sites = (
         np.nanmedian(values, axis=1, keepdims=True) for values in (numbers, least)
     )
-    typical = np.array([[unit.typical] for unit in family]), of_sites, least_of_sites
-    sites = far(typical, limits[0], thresholds.ratio_spread, [None])[:, 0].tolist()
+    typical = np.array([[unit.typical] for unit in family])
+    sites = far(typical, of_sites, least_of_sites, limits[0], [None])[:, 0].tolist()
     forwards = np.full_like(ratios, math.nan)
     if len(places) > 1:
-        by_place = ratios, numbers, least
-        forwards = far(by_place, limits[1], thresholds.ratio_forward_spread, places)
+        forwards = far(ratios, numbers, least, limits[1], places)
         if control is None:
             forwards[:, (~np.isnan(ratios)).sum(axis=0) < FEWEST] = math.nan
     beyond = [

@@ -477,7 +477,7 @@ class Judge:
         floored = [each for each in judged if each is not None and each.members is not None]
         for alike in grouped(floored, self._kind_of).values():
             self._rate(alike)
-        against = [numbers and numbers.against for numbers in measured]
+        against = [None if numbers is None else numbers.against for numbers in measured]
         estimated: Side | None = None
         if self._own_floor is not None:
             estimated = SIDES[self._floor_side == "reference"]
@@ -546,7 +546,7 @@ class Judge:
         return (
             record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
             len(judged.rows.rel_l2), judged.rows.update_norm is None,
-            judged.inherited is None, len(judged.members), is_gradient(record.site),
+            judged.inherited is None, len(judged.members or ()), is_gradient(record.site),
             self._shared(record.site),
         )  # fmt: skip
 

@@ -189,7 +189,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     whole = [np.abs(pair.whole[0]) for pair in held]
     x, own = _observed(whole, scale=scale.value)
     limit = limit_of(len(held))
-    judged = outliers(x[:, None], own[:, None], THRESHOLDS.ratio_forward_spread, limit)
+    judged = outliers(x[:, None], own[:, None], THRESHOLDS.ratio_spread, limit)
     control = judged.control[:, 0]
     out = (x > control + judged.reach[:, 0]) & (x > 0)
     alike = x > (control + x[out].min(initial=math.inf)) / 2

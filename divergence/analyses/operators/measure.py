@@ -30,6 +30,7 @@ from divergence.analyses.operators.operands import (
 from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.analysis import Measured
 from divergence.comparison.calls import (
+    SAME,
     CallNode,
     Forward,
     IntegerCodes,
@@ -73,9 +74,6 @@ from divergence.words import SIDES, Side, other_side
 # Operators measured: each call of the reference, its partner, and what is right there.
 #
 # Right is what the same call of the float64 run gave; in a run computed in float64, its own result.
-
-_ANOTHER, _ANOTHER_NEAR = 0.2, 0.02
-"""How far a call of the truth must be from both sides', which are nearer, to be another one."""
 
 _Item = TypeVar("_Item", OtherInput, OtherOperand)
 
@@ -347,8 +345,7 @@ def _measure(
 def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
     """Is the truth's call another than both sides'? Autograd adds up gradients in the order in
     which they come, which is another where the model's code casts and the truth needs not."""
-    near = distance_of(x, y)
-    return min(distance_of(r, x), distance_of(r, y)) > _ANOTHER > _ANOTHER_NEAR > near
+    return min(distance_of(r, x), distance_of(r, y)) > SAME >= distance_of(x, y)
 
 
 def num_terms(node: CallNode) -> int:
@@ -446,9 +443,8 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # A region of products and additions is held against an ideal product (operators.products): beyond
 # ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
-_ENOUGH_ROWS = 16
-_ENOUGH_NUMBERS = 16
-"""A row whose error is made of fewer may be small by chance."""
+_ENOUGH = 16
+"""Rows, or numbers that make a row's error: of fewer it may be small by chance."""
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
 _ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
@@ -591,7 +587,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     numbers = torch.cat([errors.numbers for errors in measured], dim=1).minimum(counts)
     rows = _Parts(torch.stack([reference, candidate]).square(), floor, numbers)
     columns = None
-    if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
+    if len(widths) == 1 and len(reference) >= _ENOUGH:
         squares = torch.stack([
             sum((getattr(errors, f"column_{side}") for errors in finite), torch.zeros(1))
             for side in ("reference", "candidate")
@@ -605,7 +601,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         norm=norm,
         rows=rows,
         columns=columns,
-        slices=slices_of(finite, least=_ENOUGH_ROWS),
+        slices=slices_of(finite, least=_ENOUGH),
         num_values=sum(len(e.reference) * len(e.column_floor) for e in finite),
         raw=[float(x.median()) if len(x) else 0.0 for x in (reference, candidate)],
         nonfinite=[sum(e.num_nonfinite[side] for e in measured) for side in (0, 1)],
@@ -663,7 +659,7 @@ def _against_truth(
 
 def _typical(rows: torch.Tensor) -> float:
     """The median row; of a few rows their rms, as their median is one of a few."""
-    few = len(rows) < _ENOUGH_ROWS
+    few = len(rows) < _ENOUGH
     return float(rows.square().mean().sqrt() if few else rows.median())
 
 
@@ -732,7 +728,7 @@ def _against_each_other(
         return result
     base = math.hypot(math.sqrt(2) * result.floor, carried)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    few = pooled.rows.numbers[1] < _ENOUGH_NUMBERS
+    few = pooled.rows.numbers[1] < _ENOUGH
     difference = pooled.between.where(~few, pooled.between * _sizes(pooled.norm))
     usage = float(difference.square().mean().sqrt()) / base / limit if base > 0 else 0.0
     if usage > 1:

@@ -24,7 +24,8 @@ from divergence.comparison.calls import (
 )
 from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
-from divergence.numerics.formats import format_named
+from divergence.numerics.floor import THRESHOLDS, floor_weights
+from divergence.numerics.formats import format_named, format_of
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Record, other_scalars, scalar_words
@@ -52,10 +53,7 @@ _SMALL = 64
 _SHOWN = 4
 """Elements that are printed."""
 _ROUNDINGS = 4
-_ONE_ROUNDING = 1.01
-"""Unit roundoffs: a number rounded to float32 first, and then to a narrower dtype."""
-_MEASURED = 2.0**-5
-"""Four ulp of bfloat16."""
+"""Unit roundoffs by which two numbers may differ that are the same one, rounded twice each."""
 
 
 def other_operands(
@@ -64,14 +62,15 @@ def other_operands(
     """Scalars and constants that differ between the reference's call and its partner.
 
     ``measured``: the model takes numbers out of tensors (``.item()``), so a scalar may be a result,
-    which rounding moves: one that is off by less than ``_MEASURED`` is told, and is no fact.
+    which rounding moves: one that is off by less than four ulp of bfloat16 is told, and no fact.
     """
     if ours.name != theirs.name:
         return []
     operands = []
     for item in other_scalars(ours.call, theirs.call):
         difference = _relative(item.reference, item.candidate)
-        near = measured and difference is not None and difference < _MEASURED
+        ulps = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
+        near = measured and difference is not None and difference < ulps
         scalar = OtherOperand(
             argument=item.argument, kind="scalar", is_value=item.is_number and not near,
             reference_value=plain(scalar_words(item.reference)),
@@ -79,27 +78,23 @@ def other_operands(
         )  # fmt: skip
         operands.append(scalar)
     operands += _tensors_for_numbers((ours, a), (theirs, b))
-    for name, mine, other, records in _paired_operands(ours, theirs, a, b):
-        changes = ours.call.operator.partition(".")[2].partition(".")[0].endswith("_")
-        if name == "out" or (name == "self" and changes):
-            continue  # what it writes to may be memory that nothing was written to before
-        if maker_of(mine) is None and maker_of(other) is None and records is not None:
-            constant = _other_constant(name, (mine, other), records, (a, b))
+    changes = ours.call.operator.partition(".")[2].partition(".")[0].endswith("_")
+    for name, mine, other in _paired_operands(ours, theirs):
+        # what it writes to may be memory that nothing was written to before
+        written = name == "out" or (name == "self" and changes)
+        if not written and maker_of(mine) is None and maker_of(other) is None:
+            constant = _other_constant(name, (ours, theirs), (mine, other), (a, b))
             operands += [] if constant is None else [constant]
     return operands
 
 
-def _paired_operands(
-    ours: CallNode, theirs: CallNode, a: Run, b: Run
-) -> Iterator[tuple[str, Operand, Operand, tuple[Record, Record] | None]]:
-    """Each argument's name, both operands, and the records of their values where both have one."""
-    names = argument_names(ours.call)
-    if len(ours.call.operands) == len(theirs.call.operands):
-        both = zip(ours.call.operands, theirs.call.operands, strict=True)
-        for number, (mine, other) in enumerate(both):
-            left, right = operand_record(ours, mine, a), operand_record(theirs, other, b)
-            records = None if left is None or right is None else (left, right)
-            yield names.get(number, str(number)), mine, other, records
+def _paired_operands(ours: CallNode, theirs: CallNode) -> Iterator[tuple[str, Operand, Operand]]:
+    """Each argument's name, and both operands."""
+    names, both = argument_names(ours.call), (ours.call.operands, theirs.call.operands)
+    for number, (mine, other) in enumerate(
+        zip(*both, strict=True) if len(both[0]) == len(both[1]) else ()
+    ):
+        yield names.get(number, str(number)), mine, other
 
 
 def _tensors_for_numbers(
@@ -127,7 +122,7 @@ def _tensors_for_numbers(
         if len(numbers) < 2:
             continue
         difference = _relative(*numbers)
-        if difference is not None and difference > _ONE_ROUNDING * max(*units, 2.0**-24):
+        if difference is not None and difference > _ROUNDINGS * max(*units, 2.0**-24):
             operands.append(OtherOperand(
                 argument=name, kind="constant", reference_value=plain(f"{numbers[0]:.9g}"),
                 candidate_value=plain(f"{numbers[1]:.9g}"), difference=difference,
@@ -156,39 +151,45 @@ def region_operands(region: Region, a: Run, b: Run, *, measured: bool) -> list[O
 
 
 def _other_constant(
-    name: str, operands: tuple[Operand, Operand], records: tuple[Record, Record],
+    name: str, calls: tuple[CallNode, CallNode], operands: tuple[Operand, Operand],
     runs: tuple[Run, Run],
 ) -> OtherOperand | None:  # fmt: skip
-    if records[0].xxh3 == records[1].xxh3:
-        return None
-    weights = [operand.weight is not None for operand in operands]
-    if any(weights) and (not all(weights) or records[0].numel > _SMALL):
-        return None  # a weight; a small buffer is a constant
     if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
         return None
-    if not all(run.has_bytes(record) for run, record in zip(runs, records, strict=True)):
+    weights = [operand.weight is not None for operand in operands]
+    num = math.prod(operands[0].shape)
+    if any(weights) and (not all(weights) or num > _SMALL):
+        return None  # a weight; a small buffer is a constant
+    form = format_named(operands[0].dtype)
+    read = _values(calls, operands, runs) if form.kind in ("int", "bool", "float") else None
+    if read is None or {t.numel() for t in read} != {num}:
         return None
-    x, y = runs[0].read(records[0]), runs[1].read(records[1])
-    if x.numel() != y.numel():
-        return None
+    x, y = read
     difference = relative_difference(x, y)
-    if not _differs(x, y, operands[0].dtype, difference):
-        return None
-    return OtherOperand(
+    if form.kind != "float":
+        differs = bool((x.reshape(-1) != y.reshape(-1)).any())
+    elif _is_mask(x) and _is_mask(y):
+        differs = bool(difference)
+    else:
+        differs = num <= _SMALL and (difference or 0.0) > _ROUNDINGS * form.unit_roundoff
+    return None if not differs else OtherOperand(
         argument=name, kind="constant", reference_value=_value(x), candidate_value=_value(y),
         is_value=True, difference=difference,
     )  # fmt: skip
 
 
-def _differs(x: torch.Tensor, y: torch.Tensor, dtype: str, difference: float | None) -> bool:
-    form = format_named(dtype)
-    if form.kind in ("int", "bool"):
-        return bool((x.reshape(-1) != y.reshape(-1)).any())
-    if form.kind != "float" or difference is None:
-        return False
-    if _is_mask(x) and _is_mask(y):
-        return difference > 0
-    return x.numel() <= _SMALL and difference > _ROUNDINGS * form.unit_roundoff
+def _values(
+    calls: tuple[CallNode, CallNode], operands: tuple[Operand, Operand], runs: tuple[Run, Run]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both sides' values of an argument, as the calls saw them; None where they are equal bit for
+    bit, or a side has not recorded its own."""
+    records = [operand_record(*each) for each in zip(calls, operands, runs, strict=True)]
+    x, y = records
+    if x is None or y is None or x.xxh3 == y.xxh3:
+        return None
+    if not (runs[0].has_bytes(x) and runs[1].has_bytes(y)):
+        return None
+    return runs[0].read(x), runs[1].read(y)
 
 
 def _is_mask(values: torch.Tensor) -> bool:
@@ -240,16 +241,16 @@ def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[Other
     """By how much each tensor operand of two calls differs, the largest first; equal ones are left
     out. For a pair that is right on both sides: what it is given then tells."""
     inputs = []
-    for name, mine, other, records in _paired_operands(ours, theirs, a, b):
-        if records is None or mine.shape != other.shape or records[0].xxh3 == records[1].xxh3:
-            continue
-        given = OtherInput(
-            argument=name,
-            origin_in_reference=fact("operators.origin", name=_maker(mine)),
-            origin_in_candidate=fact("operators.origin", name=_maker(other)),
-            difference=relative_difference(a.read(records[0]), b.read(records[1])),
-        )
-        inputs.append(given)
+    for name, mine, other in _paired_operands(ours, theirs):
+        read = _values((ours, theirs), (mine, other), (a, b)) if mine.shape == other.shape else None
+        if read is not None:
+            given = OtherInput(
+                argument=name,
+                origin_in_reference=fact("operators.origin", name=_maker(mine)),
+                origin_in_candidate=fact("operators.origin", name=_maker(other)),
+                difference=relative_difference(*read),
+            )
+            inputs.append(given)
     return worded(sorted(inputs, key=lambda item: -(item.difference or 0.0)))
 
 
@@ -261,7 +262,7 @@ def other_inputs(
     inputs: list[OtherInput] = []
     if ours.name != theirs.name:
         return inputs
-    for name, mine, other, records in _paired_operands(ours, theirs, a, b):
+    for name, mine, other in _paired_operands(ours, theirs):
         weights = mine.weight is not None and other.weight is not None
         if weights and (mine.xxh3, mine.offset) == (other.xxh3, other.offset):
             continue
@@ -273,7 +274,8 @@ def other_inputs(
         seen_alike = same_maker and mine.via == other.via and mine.stride == other.stride
         if not weights and made != (None, None) and seen_alike:
             continue
-        if records is not None and records[0].xxh3 == records[1].xxh3:
+        x, y = operand_record(ours, mine, a), operand_record(theirs, other, b)
+        if x is not None and y is not None and x.xxh3 == y.xxh3:
             continue
         origins = [
             fact("operators.origin", name=_maker(operand), via=list(operand.via),
@@ -285,9 +287,8 @@ def other_inputs(
                 fact("operators.strided", origin=origins[0], strides=operand.stride or None)
                 for operand in (mine, other)
             ]
-        difference = None
-        if records is not None and mine.shape == other.shape:
-            difference = relative_difference(a.read(records[0]), b.read(records[1]))
+        read = _values((ours, theirs), (mine, other), (a, b)) if mine.shape == other.shape else None
+        difference = None if read is None else relative_difference(*read)
         elsewhere = OtherInput(
             argument=name, origin_in_reference=origins[0], origin_in_candidate=origins[1],
             viewed=same_maker and mine.weight == other.weight and made[0] is not None,
@@ -347,7 +348,6 @@ def _maker(operand: Operand) -> str | None:
 
 _PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
              "aten.linear")  # fmt: skip
-_IDEAL = 0.41  # u, rms of one rounding (numerics.floor)
 _SUMS = ("aten.add", "aten.sub", "aten.cat", "aten.stack", "aten.sum")
 CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "aten.full_like")
 """What sums begin with."""
@@ -420,8 +420,9 @@ def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
     if not bool(kept.any()):
         return None
     parts = [((out - truth)[kept].norm(dim=1) / norm[kept]).square() for out in (value, stored)]
-    num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
-    ideal = float(parts[1].sum()) or num_rows * (_IDEAL * u) ** 2
+    num_rows, form = int(kept.sum()), format_named(last.dtype)
+    rounding = floor_weights(form, num_features=columns, role="inner")[0] / math.sqrt(2)
+    ideal = float(parts[1].sum()) or num_rows * rounding**2
     return RegionError(float(parts[0].sum()), ideal, num_rows * columns)
 
 
@@ -508,8 +509,6 @@ def _computed(node: CallNode, values: list[torch.Tensor]) -> torch.Tensor | None
 # takes numbers), and no operator is blamed to which such a result leads. Decode steps have no pads:
 # what their keys and values hold of them comes from before attention.
 
-_APART = 16  # ulp of the coarser dtype, relative L2: rounding alone leaves pads nearer
-
 
 class Pads:
     """Of one forward. ``rows``: (B T,) where the pads are, None where it has none; ``apart``: were
@@ -580,7 +579,9 @@ def _are_apart(where: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     x, y = x[both], y[both]
     norm, gap = max(float(x.norm()), float(y.norm())), float((x - y).norm())
-    return gap > _APART * max(torch.finfo(t.dtype).eps for t in (a, b)) * norm
+    form = max((format_of(t.dtype) for t in (a, b)), key=lambda form: form.unit_roundoff)
+    floor = math.hypot(*floor_weights(form, num_features=where.shape[-1], role="inner"))
+    return gap > THRESHOLDS.typical * floor * norm
 
 
 # Regions: where the sides compute one thing by other operators, as one step.

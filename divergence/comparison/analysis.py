@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from divergence._version import __version__
 from divergence.comparison.decide import decide, nothing_explains
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import Finding, PreflightLine, Verdict, Visible
+from divergence.comparison.results import (
+    Finding,
+    PreflightLine,
+    Verdict,
+    Visible,
+    onset_at,
+    order_of,
+)
 from divergence.domain import domains
 from divergence.facts import Fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -111,6 +118,14 @@ class Measured:
     def partial(self) -> bool:
         """Was the truth cut off?"""
         return self.truth is not None and not self.truth.run.manifest.complete
+
+    def finding_at(self, result: SiteResult, **claimed: Any) -> Finding:
+        """A finding about the place of one result, which it flags and says how to look at."""
+        usual = {
+            "onset": onset_at(result), "place": order_of(result), "flags": [result.key],
+            "commands": self.advice.look_at(result.site),
+        }  # fmt: skip
+        return Finding(**(usual | claimed))
 
 
 class Parts(TypedDict, total=False):

@@ -252,8 +252,6 @@ _Job = tuple[object, ...]
 SAME = 0.2
 """Two results are the same value where they differ by less, relatively: far beyond any rounding
 and any fault worth the name, and far below what two different values of a block differ by."""
-_NEARER = 0.25
-"""A pair moves behind calls of one side alone where what those make is four times as near."""
 _JOINS = ("aten.cat", "aten.stack")
 _MOST = 32
 """Of one module, operator and shape: how many, in order, one call is held against."""
@@ -520,7 +518,7 @@ class _Matcher:
                 pairs = [(other, end) if side == 1 else (end, other) for end in ends]
                 here = self._distance(match.reference, match.candidate)
                 best = min(pairs, key=lambda pair: self._distance(*pair))
-                if self._distance(*best) < _NEARER * here and self._distance(*best) <= SAME:
+                if self._distance(*best) < here and self._distance(*best) <= SAME:
                     self._replace(match, best)
                     break
 

@@ -46,7 +46,7 @@ from divergence.run.command import command_line
 from divergence.run.location import folder_of
 from divergence.run.manifest import Environment, Manifest, digest_tensor
 from divergence.run.reader import Run
-from divergence.run.record import Call, Record, operand_indices, other_scalars, scalar_words
+from divergence.run.record import Call, Record, other_scalars, scalar_words
 from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.words import Progress, printable, silent
 
@@ -278,12 +278,8 @@ def what_differs(
             f"{item.argument}={scalar_words(item.candidate)} there, "
             f"{scalar_words(item.reference)} here"
         )
-    names: dict[int, str] = {}
-    for argument in mine.arguments:
-        for place, number in enumerate(operand_indices(mine, argument)):
-            names[number] = argument if place == 0 else f"{argument}[{place}]"
-    for number, (x, y) in enumerate(zip(mine.operands, call.operands, strict=True)):
-        name = names.get(number, str(number))
+    named = zip(operand_names(mine), mine.operands, call.operands, values, strict=True)
+    for name, x, y, own in named:
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             return f"{name} is {y.dtype} {y.shape} there, {x.dtype} {x.shape} here"
         if x.weight is not None and y.weight is not None:
@@ -294,8 +290,8 @@ def what_differs(
             value = operand_value(other, theirs.first, y, None)
         except Refusal:
             return f"what {name} was is not recorded there"
-        if digest_tensor(value) != digest_tensor(values[number]):
-            apart = difference(value, values[number])
+        if digest_tensor(value) != digest_tensor(own):
+            apart = difference(value, own)
             by = "" if apart is None else f" by rel L2 {apart.rel_l2:.3g}"
             return f"{name} differs{by}"
     return None
@@ -1062,32 +1058,27 @@ def _find(run: Run, pass_: str, record: Record) -> Record | None:
 def _pass_of(other: Run, source: Run, pass_: str) -> str:
     """The pass of the other run that holds the partner's records."""
     plan = other.manifest.plan
-    if plan.anchored_to == source.manifest.id:
-        return "replayed" if plan.replayed_pass is not None else "anchored"
-    return "replayed" if plan.replayed_pass is not None else pass_
+    if plan.replayed_pass is not None:
+        return "replayed"
+    return "anchored" if plan.anchored_to == source.manifest.id else pass_
 
 
 def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
     """The call whose first result differs most between the two runs."""
     pass_ = _pass_of(other, source, calls[0].first.pass_)
-    best: tuple[float, RecordedCall] | None = None
-    for call in calls:
-        record = _find(other, pass_, call.first)
-        if record is None:
-            continue
+    sizes: list[float] = []
+    partners = [(call, record) for call in calls if (record := _find(other, pass_, call.first))]
+    for call, record in partners:
         apart = difference(other.read(record), source.read(call.first))
-        size = float("inf") if apart is None else apart.rel_l2
-        size = float("inf") if size != size else size
-        if best is None or size > best[0]:
-            best = size, call
-    if best is None:
+        sizes.append(math.inf if apart is None or math.isnan(apart.rel_l2) else apart.rel_l2)
+    if not sizes:
         paths = {r.site.partition(":")[0] for r in other.records if r.pass_ == pass_}
         raise UsageError(
             f"{other.path} does not hold {calls[0].path}",
             hint=did_you_mean(calls[0].path, paths)
             or f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
         )
-    return best[1]
+    return partners[sizes.index(max(sizes))][0]
 
 
 def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSide:

@@ -20,7 +20,7 @@ from divergence.comparison.align.pairs import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
 from divergence.comparison.measure.judge import work_format
-from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
@@ -106,20 +106,12 @@ def find(measured: Measured) -> AnalysisResult:
             place, told = _place(where.site, entering=False), list(map(_look, looks))
             whose = who if by_truth else None
             evidence.append(fact("codes.beyond", place=place, side=whose, looks=told))
-    wrong = Finding(
-        claim="codes_wrong",
-        kind="systematic" if family else "localized",
-        headline=[headline],
-        onset=onset_at(at),
-        place=order_of(first.results[0]),
-        equal_inputs=True,
-        side=side,
+    wrong = measured.finding_at(
+        at, claim="codes_wrong", kind="systematic" if family else "localized",
+        headline=[headline], place=order_of(first.results[0]), equal_inputs=True, side=side,
         rests_on=[check("truth", by_truth, fact("codes.no_truth"), made=by_truth)],
-        evidence=evidence,
-        beside=evidence[:1],
-        commands=measured.advice.look_at(at.site),
-        flags=[at.key],
-    )
+        evidence=evidence, beside=evidence[:1],
+    )  # fmt: skip
     return AnalysisResult(findings=[wrong, *uncoded])
 
 

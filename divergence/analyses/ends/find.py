@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from divergence.comparison.align.pairs import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
-from divergence.comparison.results import Finding, Onset, Verdict, onset_at, order_of
+from divergence.comparison.results import Finding, Onset, Verdict, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -74,75 +74,14 @@ def find(measured: Measured) -> AnalysisResult:
     if unequal:
         gap = unequal[0]
         code = "ends.choice_not_of_scores" if gap.choice else "ends.integers_differ"
-        findings.append(
-            Finding(
-                claim="integers_differ",
-                kind="localized",
-                headline=[
-                    fact(code, site=gap.result.site),
-                    fact("by", by=gap.side, both=False),
-                ],
-                onset=onset_at(gap.result),
-                place=order_of(gap.result),
-                side=gap.side,
-                evidence=[_integer_evidence(gap)],
-                beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
-                commands=measured.advice.look_at(gap.result.site),
-                flags=[gap.result.key],
-            )
-        )
+        findings.append(measured.finding_at(
+            gap.result, claim="integers_differ", kind="localized", side=gap.side,
+            headline=[fact(code, site=gap.result.site), fact("by", by=gap.side, both=False)],
+            evidence=[_integer_evidence(gap)],
+            beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
+        ))  # fmt: skip
     if broken:
-        first = broken[0]
-        by_place: dict[tuple[str, str], Seam] = {}
-        for seam in broken:
-            by_place.setdefault((seam.before, seam.site), seam)
-        places = list(by_place.values())
-        entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
-        blocks = [seam for seam in places if seam.site in entered]
-        many = in_most(len(blocks), len(entered))
-        wrong = None if len({seam.side for seam in broken}) > 1 else first.side
-        runs = (measured.candidate.manifest, measured.reference.manifest)
-        modules = runs[0].plan.modules | runs[1].plan.modules
-        outer = {path for path, note in modules.items() if note.role in ("block", "trunk")}
-        all_compared = not any(
-            (item.sample, item.step) == (first.result.sample, first.result.step)
-            and ":out" in item.site
-            and module_of(item.site) in outer
-            for item in measured.alignment.unmatched
-        )
-        times = first.size / first.limit if first.limit else float("inf")
-        next_ = measured.advice.look_at(first.site)
-        if measured.truth_samples is None and first.way == "changed":
-            next_ = [*next_, *(measured.advice.judged() or measured.advice.truth())]
-        findings.append(
-            Finding(
-                claim="error_between",
-                kind="systematic" if many else "localized",
-                headline=[
-                    fact(
-                        "made_between",
-                        seems=first.way != "changed",
-                        first=first.before,
-                        then=first.site,
-                        num=len(blocks) if many else None,
-                        total=len(entered),
-                        by=wrong,
-                        outside=all_compared and not many,
-                    )
-                ],
-                onset=onset_at(first.result),
-                place=order_of(first.result),
-                side=wrong,
-                rests_on=[
-                    check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
-                    check("clear", times > 2, fact("not_clear", margin=times)),
-                ],
-                evidence=[_seam_evidence(first)],
-                beside=[_seam_evidence(seam) for seam in places[:_SHOWN]],
-                commands=next_,
-                flags=[seam.result.key for seam in broken],
-            )
-        )
+        findings.append(_between(measured, broken))
     if misfits:
         site = measured.reference.manifest.plan.logits_site or ".:out"
         (sample, step), side, chosen, (largest, behind) = min(misfits, key=lambda misfit: misfit[0])
@@ -150,45 +89,67 @@ def find(measured: Measured) -> AnalysisResult:
             "ends.misfits", num_misfits=len(misfits), side=side, sample=sample, step=step,
             chosen=chosen, largest=largest, behind=behind,
         )  # fmt: skip
-        findings.append(
-            Finding(
-                claim="not_the_largest_logit",
-                kind="localized",
-                headline=[fact("ends.not_largest", sample=sample, step=step, side=side)],
-                onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
-                side=common_side(side for _, side, *_ in misfits),
-                evidence=[evidence],
-                beside=[evidence],
-                commands=measured.advice.look_at(site),
-            )
-        )
+        findings.append(Finding(
+            claim="not_the_largest_logit", kind="localized",
+            headline=[fact("ends.not_largest", sample=sample, step=step, side=side)],
+            onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
+            side=common_side(side for _, side, *_ in misfits), evidence=[evidence],
+            beside=[evidence], commands=measured.advice.look_at(site),
+        ))  # fmt: skip
     # what is no fault by itself and worth knowing: seams within their limits, and choices of which
     # nothing more is known than that they differ
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
     small = {(seam.before, seam.site, seam.by): seam for seam in seams if not seam.beyond}
     notes = [
-        fact(
-            "ends.changed_within",
-            before=before,
-            site=site,
-            side=by,
-            size=seam.size,
-            meet=seam.limit == float("inf"),
-        )
+        fact("ends.changed_within", before=before, site=site, side=by, size=seam.size,
+             meet=seam.limit == float("inf"))
         for (before, site, by), seam in list(small.items())[:_SHOWN]
-    ]
+    ]  # fmt: skip
     if unjudged:
         most = max(unjudged, key=lambda choice: choice.num_different / max(1, choice.num_compared))
-        notes.append(
-            fact(
-                "ends.choices_differ",
-                num_sites=len({c.result.site for c in unjudged}),
-                site=most.result.site,
-                num_different=most.num_different,
-                num_compared=most.num_compared,
-            )
-        )
+        num_sites = len({choice.result.site for choice in unjudged})
+        notes.append(fact(
+            "ends.choices_differ", num_sites=num_sites, site=most.result.site,
+            num_different=most.num_different, num_compared=most.num_compared,
+        ))  # fmt: skip
     return AnalysisResult(findings=findings, notes=notes)
+
+
+def _between(measured: Measured, broken: list[Seam]) -> Finding:
+    """Of what is made between modules, beyond its limit, the first."""
+    first, places = broken[0], {(seam.before, seam.site): seam for seam in reversed(broken)}
+    seams = sorted(places.values(), key=broken.index)
+    entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
+    num = sum(seam.site in entered for seam in seams)
+    many = in_most(num, len(entered))
+    wrong = None if len({seam.side for seam in broken}) > 1 else first.side
+    modules = measured.candidate.manifest.plan.modules | measured.reference.manifest.plan.modules
+    outer = {path for path, note in modules.items() if note.role in ("block", "trunk")}
+    all_compared = not any(
+        (item.sample, item.step) == (first.result.sample, first.result.step)
+        and ":out" in item.site
+        and module_of(item.site) in outer
+        for item in measured.alignment.unmatched
+    )
+    times = first.size / first.limit if first.limit else float("inf")
+    commands = measured.advice.look_at(first.site)
+    if measured.truth_samples is None and first.way == "changed":
+        commands = [*commands, *(measured.advice.judged() or measured.advice.truth())]
+    made = fact(
+        "made_between", seems=first.way != "changed", first=first.before, then=first.site,
+        num=num if many else None, total=len(entered), by=wrong,
+        outside=all_compared and not many,
+    )  # fmt: skip
+    return measured.finding_at(
+        first.result, claim="error_between", kind="systematic" if many else "localized",
+        headline=[made], side=wrong,
+        rests_on=[
+            check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
+            check("clear", times > 2, fact("not_clear", margin=times)),
+        ],
+        evidence=[_seam_evidence(first)], beside=[_seam_evidence(s) for s in seams[:_SHOWN]],
+        commands=commands, flags=[seam.result.key for seam in broken],
+    )  # fmt: skip
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -206,25 +167,23 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     onset = None if verdict.onset is None else orders.get(verdict.onset.site)
     before = onset is not None and any(orders[site] <= onset for site in sites)
     unseen = check("fed_by_compared", False, fact("ends.fed_by_uncompared"))
+    addition = fact("ends.and_not_compared", first=facts[0], num_more=len(facts) - 1)
     return [
         Finding(
-            claim="explanation",
-            role="explains",
-            addition=[fact("ends.and_not_compared", first=facts[0], num_more=len(facts) - 1)],
-            rests_on=[unseen] if before else [],
-            evidence=facts[:_SHOWN],
+            claim="explanation", role="explains", addition=[addition],
+            rests_on=[unseen] if before else [], evidence=facts[:_SHOWN],
         )
-    ]
+    ]  # fmt: skip
 
 
 def _not_compared(measured: Measured) -> dict[str, _Shapes]:
     """Both shapes, by site, of what blocks and trunk modules take or give and both sides have,
     where neither shape is that of the other's copies; in execution order."""
+    from divergence.analyses.ends.seams import is_passage
+
     a, b, rename = measured.reference, measured.candidate, measured.rename
     sites: dict[str, _Shapes] = {}
     for item in measured.alignment.skipped:
-        from divergence.analyses.ends.seams import is_passage
-
         ours = a.find(("free", item.sample, item.step, item.site))
         theirs = b.find(("free", item.sample, item.step, rename(item.site)))
         if ours is None or theirs is None or ours.shape == theirs.shape:
@@ -238,28 +197,17 @@ def _not_compared(measured: Measured) -> dict[str, _Shapes]:
 def _integer_evidence(gap: Integers) -> Fact:
     result = gap.result
     return fact(
-        "ends.num_differ",
-        site=result.site,
-        pass_=result.pass_,
-        sample=result.sample,
-        step=result.step,
-        tokens=gap.choice,
-        num_different=gap.num_different,
-        num_compared=gap.num_compared,
-        reference=gap.reference,
-        candidate=gap.candidate,
-    )
+        "ends.num_differ", site=result.site, pass_=result.pass_, sample=result.sample,
+        step=result.step, tokens=gap.choice, num_different=gap.num_different,
+        num_compared=gap.num_compared, reference=gap.reference, candidate=gap.candidate,
+    )  # fmt: skip
 
 
 def _seam_evidence(seam: Seam) -> Fact:
     values: dict[str, Any] = {
-        "before": seam.before,
-        "site": seam.site,
-        "size": seam.size,
-        "limit": seam.limit,
-        "sample": seam.result.sample,
-        "step": seam.result.step,
-    }
+        "before": seam.before, "site": seam.site, "size": seam.size, "limit": seam.limit,
+        "sample": seam.result.sample, "step": seam.result.step,
+    }  # fmt: skip
     if seam.way == "grown":
         return fact("ends.grown", **values)
     return fact("ends.changed", **values, side=seam.by, other=other_side(seam.by))

@@ -148,27 +148,16 @@ def _real_tokens(
     pair: Pair, manifest: Manifest, shape: Sequence[int], *, mask: bool
 ) -> torch.Tensor | None:
     """True where a real token's row is; None where nothing is padded, or rows cannot be told."""
-    import torch
-
     piece = pair.reference
-    if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
-        return None
-    group = next((g for g in manifest.tokens.groups if g and g[0] == piece.record.sample), [])
-    samples = [manifest.tokens.samples[number] for number in group]
-    if not any(s.num_left_pad or s.num_right_pad for s in samples) or shape[0] != len(samples):
-        return None
-    length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
+    pads = None
+    if piece.row is None and piece.record.step == 0 and len(shape) > 1:
+        pads = manifest.tokens.pads(piece.record.sample)  # (B, T)
     axis = len(shape) - 2 if mask and len(shape) >= 3 else 1
-    if shape[axis] != length:
+    if pads is None or pads.shape != (shape[0], shape[axis]):
         return None
-    real = torch.ones(len(samples), length, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        real[row, : sample.num_left_pad] = False
-        if sample.num_right_pad:
-            real[row, -sample.num_right_pad :] = False
     view = [1] * len(shape)
-    view[0], view[axis] = len(samples), length
-    return real.reshape(view)
+    view[0], view[axis] = pads.shape
+    return ~pads.reshape(view)
 
 
 def _choice(pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces) -> Integers | None:

@@ -72,23 +72,14 @@ def find(measured: Measured) -> AnalysisResult:
         reference=first.experts[0][0].tolist(), candidate=first.experts[1][0].tolist(),
     )  # fmt: skip
     position = first.tokens[0] if behind.step == 0 else seen.worst_position
-    return AnalysisResult(
-        findings=[
-            Finding(
-                claim="integers_differ",
-                kind="systematic" if many else "localized",
-                headline=[sends, fact("by", by=side, both=False)],
-                onset=replace(onset_at(seen), position=position, sample=behind.sample),
-                place=order_of(seen),
-                equal_inputs=behind.pass_ != "free",
-                side=side,
-                evidence=[evidence],
-                beside=[evidence],
-                commands=measured.advice.look_at(first.site),
-                flags=[seen.key],
-            )
-        ]
-    )
+    finding = measured.finding_at(
+        seen, claim="integers_differ", kind="systematic" if many else "localized",
+        headline=[sends, fact("by", by=side, both=False)],
+        onset=replace(onset_at(seen), position=position, sample=behind.sample),
+        equal_inputs=behind.pass_ != "free", side=side, evidence=[evidence], beside=[evidence],
+        commands=measured.advice.look_at(first.site),
+    )  # fmt: skip
+    return AnalysisResult(findings=[finding])
 
 
 def _coarse_routers(measured: Measured) -> list[Finding]:
@@ -131,20 +122,14 @@ def _coarse_routers(measured: Measured) -> list[Finding]:
         num_routed=len(routers), side=side, dtype=forms[narrow].name, other=other,
         other_dtype=forms[1 - narrow].name,
     )  # fmt: skip
-    return [
-        Finding(
-            claim="error_everywhere_of_kind" if many else "error_made_here",
-            kind="systematic" if many else "localized",
-            headline=[headline],
-            onset=onset_at(first),
-            place=order_of(first),
-            equal_inputs=True,
-            side=side if measured.truth is not None and side == "candidate" else None,
-            rests_on=[check("clear", False, fact("experts.hidden"))],
-            commands=measured.advice.look_at(first.site),
-            flags=[site.key for site, _ in coarse],
-        )
-    ]
+    finding = measured.finding_at(
+        first, claim="error_everywhere_of_kind" if many else "error_made_here",
+        kind="systematic" if many else "localized", headline=[headline], equal_inputs=True,
+        side=side if measured.truth is not None and side == "candidate" else None,
+        rests_on=[check("clear", False, fact("experts.hidden"))],
+        flags=[site.key for site, _ in coarse],
+    )  # fmt: skip
+    return [finding]
 
 
 def _format_of_numbers(

@@ -25,7 +25,7 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.invariances import EXPLAINS
 from divergence.comparison.parameters import together
-from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
 from divergence.facts import fact
 from divergence.run.site import OPTIMIZER, of_parameter
 
@@ -53,26 +53,15 @@ def find(measured: Measured) -> AnalysisResult:
         return AnalysisResult()
     first, rounding, bound = min(beyond, key=lambda item: order_of(item[0]))
     evidence = fact(
-        "gradients.free_alone",
-        site=first.site,
-        rel_l2=first.rel_l2,
-        limit=bound,
-        rounding=rounding,
-        num_beyond=len(beyond),
-        num=len(own),
-    )
-    finding = Finding(
-        claim="error_between",
-        kind="localized",
+        "gradients.free_alone", site=first.site, rel_l2=first.rel_l2, limit=bound,
+        rounding=rounding, num_beyond=len(beyond), num=len(own),
+    )  # fmt: skip
+    finding = measured.finding_at(
+        first, claim="error_between", kind="localized", evidence=[evidence], beside=[evidence],
         headline=[fact("gradients.made_in_free", site=first.site)],
-        onset=onset_at(first),
-        place=order_of(first),
         rests_on=[check("repeats", False, fact("gradients.anchored_passes"))],
-        evidence=[evidence],
-        beside=[evidence],
-        commands=measured.advice.look_at(first.site),
         flags=[site.key for site, *_ in beyond],
-    )
+    )  # fmt: skip
     return AnalysisResult(findings=[finding])
 
 

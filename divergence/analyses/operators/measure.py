@@ -69,7 +69,7 @@ from divergence.numerics.operator import (
 from divergence.run.manifest import NO_TENSOR, Manifest, ModuleNote
 from divergence.run.reader import Run
 from divergence.run.site import BACKWARD, module_of, phase_of
-from divergence.words import SIDES, Side, other_side
+from divergence.words import SIDES, Side
 
 # Operators measured: each call of the reference, its partner, and what is right there.
 #
@@ -501,6 +501,11 @@ class _Pooled:
     nonfinite: list[int]
     over_1_ulp: list[float]
 
+    @property
+    def sizes(self) -> torch.Tensor:
+        """(T,): how small each row is beside the median one, at most 1."""
+        return (self.norm / self.norm.median()).clamp_max(1.0)
+
 
 def judge_unit(
     result: OperatorResult,
@@ -595,7 +600,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         fourth = sum((errors.column_fourth for errors in finite), torch.zeros(1))
         base = sum((errors.column_floor for errors in finite), torch.zeros(1)).sqrt()
         columns = _Parts(squares, base, numbers_of(squares, fourth).clamp_max(len(reference)))
-    weight = max(1, len(reference))
+    num_rows = max(1, len(reference))
     return _Pooled(
         between=between,
         norm=norm,
@@ -606,7 +611,8 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         raw=[float(x.median()) if len(x) else 0.0 for x in (reference, candidate)],
         nonfinite=[sum(e.num_nonfinite[side] for e in measured) for side in (0, 1)],
         over_1_ulp=[
-            sum(e.over_1_ulp[side] * len(e.reference) for e in measured) / weight for side in (0, 1)
+            sum(e.over_1_ulp[side] * len(e.reference) for e in measured) / num_rows
+            for side in (0, 1)
         ],
     )
 
@@ -633,7 +639,8 @@ def _against_truth(
         parts.append((pooled.columns, "column", thresholds.operator_column))
     for part, why, limit in parts:
         excess = _excess(part, limit) if result.phase != "backward" else {}
-        for side, (times, usage) in (excess or _excess_of_largest(part, limit * wider)).items():
+        largest = _excess_of_largest(part.errors, [limit * wider] * 2)
+        for side, (times, usage) in (excess or largest).items():
             asked.append((usage, why, side))
             peak = max(peak, times)
     if result.phase != "backward":
@@ -685,13 +692,15 @@ def _excess(parts: _Parts, limit: float) -> _Excess:
     return excess
 
 
-def _excess_of_largest(parts: _Parts, limit: float) -> _Excess:
-    """Each side's largest error over the other's largest. Of a gradient a row's error may come of
-    one number, a sum whose terms cancel (as in a norm's backward): then rows differ so much by
-    chance that a row tells nothing beside the same row of the other side."""
-    reference, candidate = parts.errors.amax(1)
-    times = float(candidate / reference)
-    return {"candidate": (times, times / limit), "reference": (1 / times, 1 / times / limit)}
+def _excess_of_largest(errors: torch.Tensor, limits: Sequence[float]) -> _Excess:
+    """Each side's largest error (2, N) over the other's largest, by side's limits. Of a gradient a
+    row's error may come of one number, a sum whose terms cancel (as in a norm's backward): then
+    rows differ so much by chance that a row tells nothing beside the same row of the other side."""
+    times = [
+        float(own / other)
+        for own, other in zip(errors.amax(1), errors.amax(1).flip(0), strict=True)
+    ]
+    return {side: (x, x / limit) for side, x, limit in zip(SIDES, times, limits, strict=True)}
 
 
 def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
@@ -700,21 +709,11 @@ def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
     and where that number is small by chance, neither does the row's own size."""
     rows = pooled.rows
     squares = (rows.errors.square() - rows.floor.square()).clamp_min(0.0)
-    squares = squares * _sizes(pooled.norm).square()
-    excess: _Excess = {}
-    for side, (times, usage) in _excess_of_largest(
-        _Parts(squares, rows.floor, rows.numbers), limit
-    ).items():
-        other = SIDES.index(other_side(side))
-        made_of = (squares[other].square() / rows.numbers[other]).sum().clamp_min(1e-300)
-        together = float((squares[other].sum().square() / made_of).nan_to_num(1.0))
-        excess[side] = times, usage / rare_ratio(max(1, round(together)))
-    return excess
-
-
-def _sizes(norm: torch.Tensor) -> torch.Tensor:
-    """Of rows (T,): how small each is beside the median one, at most 1."""
-    return (norm / norm.median()).clamp_max(1.0)
+    squares = squares * pooled.sizes.square()
+    made_of = (squares.square() / rows.numbers).sum(1).clamp_min(1e-300)
+    together = (squares.sum(1).square() / made_of).nan_to_num(1.0).tolist()  # numbers, by side
+    wider = [limit * rare_ratio(max(1, round(number))) for number in reversed(together)]
+    return _excess_of_largest((squares + rows.floor.square()).sqrt(), wider)
 
 
 def _against_each_other(
@@ -729,7 +728,7 @@ def _against_each_other(
     base = math.hypot(math.sqrt(2) * result.floor, carried)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
     few = pooled.rows.numbers[1] < _ENOUGH
-    difference = pooled.between.where(~few, pooled.between * _sizes(pooled.norm))
+    difference = pooled.between.where(~few, pooled.between * pooled.sizes)
     usage = float(difference.square().mean().sqrt()) / base / limit if base > 0 else 0.0
     if usage > 1:
         return replace(result, limit_usage=usage, verdict="differs", why="typical")
@@ -882,22 +881,25 @@ def judge_operators(
         if two_dtypes:  # casts are to other dtypes by right
             numbers = [operand for operand in result.other_operands if operand.is_value]
             result = replace(result, other_operands=numbers)
-        if two_dtypes and result.why != "nonfinite":
+        place, entering = (result.site, unit.phase), set(_keys(unit.feeds, unit.phase))
+        judged = not (two_dtypes and result.why != "nonfinite")
+        beyond = judged and result.limit_usage > 1
+        # what rounds to whole numbers, alike on both sides, or is fed by it; not what one side
+        # computes besides, which is no tie
+        rounds = bool(entering & steps) or _is_step(result)
+        if beyond and unit.region is None and result.why != "nonfinite" and rounds:
+            judged = beyond = False
+            steps.add(place)
+        # fed by what pads may have made, and beyond its limit or not judged: it may be that
+        inherits = beyond or not judged or result.verdict == "unjudged"
+        if unit.untold or (inherits and entering & untold.keys()):
+            judged = False
+            untold[place] = None
+        if not judged:
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
-        if (
-            unit.region is None  # what one side computes besides is no tie
-            and result.why != "nonfinite"
-            and result.limit_usage > 1
-            and (any(key in steps for key in _keys(unit.feeds, unit.phase)) or _is_step(result))
-        ):
-            result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
-            steps.add((result.site, unit.phase))
-        if unit.untold or _inherits(unit, result, untold):
-            result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
-            untold[result.site, unit.phase] = None
         if feeds and measured.frame == "block":
-            entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
-            result = replace(result, w_entering=math.exp(max(entering)) if entering else None)
+            logs = [abs(math.log(feed.w)) for feed in feeds if feed.w]
+            result = replace(result, w_entering=math.exp(max(logs)) if logs else None)
         for side in reversed(SIDES):
             if not result.fed_by and result.region is None:
                 alone = extra[side]
@@ -919,7 +921,7 @@ def judge_operators(
         elsewhere = [x for x in unit.other_inputs if x.difference is None or x.difference > most]
         result = replace(result, other_inputs=elsewhere)
         results.append(result)
-        by_path[result.site, unit.phase] = result
+        by_path[place] = result
     way = first_source(measured, by_path, thresholds)
     verdict = way[0].verdict if way else None
     moved = {id(result) for result in way[1:]}
@@ -968,14 +970,6 @@ def _is_step(result: OperatorResult) -> bool:
     names = {name.rpartition(".")[0] if name.count(".") > 1 else name
              for name in (result.operator, result.candidate_operator)}  # fmt: skip
     return len(names) == 1 and names <= set(_STEPS)
-
-
-def _inherits(
-    unit: OperatorUnit, result: OperatorResult, untold: dict[tuple[str, str], None]
-) -> bool:
-    """Beyond its limit, or not judged, and fed by what pads may have made: is it that?"""
-    fed = any(key in untold for key in _keys(unit.feeds, unit.phase))
-    return fed and (result.verdict == "unjudged" or result.limit_usage > 1)
 
 
 _NEAR = 0.55  # of the limit: as far as healthy operators go

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -144,15 +144,28 @@ class Calls:
     def free(self, node: CallNode) -> bool:
         return node.path not in self._claimed
 
+    def left(self) -> Iterator[CallNode]:
+        """The calls on floats that belong to no part yet, in order."""
+        return (node for node in self.nodes if self.free(node) and is_float(node))
+
     def add(
         self, part: Part, nodes: Iterable[CallNode], root: CallNode, *, kernel: bool = False
     ) -> None:
-        kept = tuple(sorted(nodes, key=lambda node: node.order))
+        """The nodes that belong to no part yet, as one."""
+        kept = tuple(sorted(filter(self.free, nodes), key=lambda node: node.order))
+        if not kept:
+            return
         self._claimed.update(node.path for node in kept)
         casts = [n for call in kept for n in self.feeders(call) if n.is_cast]
         takers = [n for call in kept for n in self.eaters.get(call.path, [])]
         near = tuple(dict.fromkeys(node.path for node in (*casts, *takers)))
         self.found.append(PartOperators(part, kept, root, kernel, near))
+
+    def add_kernel(self, node: CallNode, parts: Sequence[Part]) -> None:
+        """One kernel that does all of these parts."""
+        for part in parts:
+            self._claimed.discard(node.path)
+            self.add(part, [node], node, kernel=True)
 
     def feeders(self, node: CallNode) -> list[CallNode]:
         return [self.by_path[path] for path in node.feeds]
@@ -244,14 +257,11 @@ def _routers(graph: Calls) -> None:
             if same and fed and is_float(node) and bare(node) in _ON_ROUTES:
                 after.append(node)
                 own.add(node.path)
-        chain = [node for node in (*inside, *after) if graph.free(node)]
         kernels = ("_softmax", "sigmoid", "_safe_softmax")
         scored = next((node for node in inside if bare(node) in kernels), top)
-        chain += [top] if is_float(top) else []
-        graph.add("router", chain, scored)
+        graph.add("router", [*inside, *after, *([top] if is_float(top) else [])], scored)
         for node in products:
-            if graph.free(node):
-                graph.add("router product", [node], node)
+            graph.add("router product", [node], node)
 
 
 def _takes_weight(graph: Calls, node: CallNode) -> bool:
@@ -261,25 +271,19 @@ def _takes_weight(graph: Calls, node: CallNode) -> bool:
 
 
 def _fused(graph: Calls) -> None:
-    for node in graph.nodes:
-        name = bare(node)
-        if not graph.free(node) or not is_float(node):
-            continue
+    for node in graph.left():
+        name, parts = bare(node), list[Part]()
         if is_attention(node):
-            graph.add("softmax", [node], node, kernel=True)
-            graph.add("attention scores", [node], node, kernel=True)
+            parts = ["softmax", "attention scores"]
         elif is_norm_kernel(node):
-            graph.add("norm statistics", [node], node, kernel=True)
-            if "add" in name:
-                graph.add("residual add", [node], node, kernel=True)
+            parts = ["norm statistics", "residual add"] if "add" in name else ["norm statistics"]
         elif "rotary" in name or "rope" in name:
-            graph.add("rotary", [node], node, kernel=True)
+            parts = ["rotary"]
+        graph.add_kernel(node, parts)
 
 
 def _softmaxes(graph: Calls) -> None:
-    for root in graph.nodes:
-        if not graph.free(root) or not is_float(root):
-            continue
+    for root in graph.left():
         fused = bare(root) in SOFTMAX or "softmax" in bare(root)
         chain = [root] if fused else _written_out(graph, root)
         if not chain:
@@ -289,7 +293,7 @@ def _softmaxes(graph: Calls) -> None:
         graph.add("softmax", chain, root)
         products = [node for node in ends if is_product(node) and graph.free(node)]
         if products:
-            scores = [n for n in inside if graph.free(n) and not n.is_cast]
+            scores = [n for n in inside if not n.is_cast]
             graph.add("attention scores", [*products, *scores], products[0])
 
 
@@ -313,9 +317,7 @@ def _written_out(graph: Calls, root: CallNode) -> list[CallNode]:
 
 
 def _rotary(graph: Calls) -> None:
-    for root in graph.nodes:
-        if not graph.free(root) or not is_float(root):
-            continue
+    for root in graph.left():
         if bare(root) in ("cos", "sin"):
             graph.add("rotary table", [root], root)
         elif bare(root) == "mul" and format_named(root.results[0].dtype).kind == "complex":
@@ -323,11 +325,10 @@ def _rotary(graph: Calls) -> None:
         elif bare(root) == "add":
             sides = [n for n in graph.feeders(root) if bare(n) == "mul"]
             if len(sides) == 2 and any(_is_turned(graph, side) for side in sides):
-                graph.add("rotary", [n for n in (*sides, root) if graph.free(n)], root)
+                graph.add("rotary", [*sides, root], root)
         elif bare(root) in ("cat", "stack"):
             halves = _halves(graph, root)
-            if halves:
-                graph.add("rotary", [n for n in halves if graph.free(n)], halves[-1])
+            graph.add("rotary", halves, halves[-1] if halves else root)
 
 
 def _halves(graph: Calls, root: CallNode) -> list[CallNode]:
@@ -381,9 +382,7 @@ def _residuals(graph: Calls) -> None:
 
 
 def _caches(graph: Calls) -> None:
-    for node in graph.nodes:
-        if not graph.free(node) or not is_float(node):
-            continue
+    for node in graph.left():
         file = (node.call.source or "").partition(":")[0]
         writes = bare(node) in ("cat", "index_copy", "copy", "index_put", "slice_scatter")
         if "cache" in bare(node) or ("cache" in file and writes):
@@ -391,9 +390,7 @@ def _caches(graph: Calls) -> None:
 
 
 def _rest(graph: Calls) -> None:
-    for node in graph.nodes:
-        if not graph.free(node) or not is_float(node):
-            continue
+    for node in graph.left():
         if is_product(node):
             made = node.module == graph.logits or node.module.rpartition(".")[2] == "lm_head"
             graph.add("logits" if made else "matrix product", [node], node)
@@ -418,12 +415,11 @@ def find_norms(graph: Calls) -> None:
     ]
     alone = [node for node in graph.nodes if bare(node) in ("var", "var_mean", "std", "std_mean")]
     for root in (*roots, *alone):
-        if not graph.free(root):
-            continue
         inside = [node for node in _between(graph, root) if graph.free(node)]
-        if not any(bare(node) in _REDUCTIONS for node in (root, *inside)):
+        reduces = any(bare(node) in _REDUCTIONS for node in (root, *inside))
+        if not graph.free(root) or not reduces:
             continue
-        after = [n for n in graph.eaters.get(root.path, []) if n.is_cast and graph.free(n)]
+        after = [n for n in graph.eaters.get(root.path, []) if n.is_cast]
         graph.add("norm statistics", [*inside, root, *after], root)
         for node in graph.nodes:
             near = node.module == root.module and node.order > root.order
@@ -574,9 +570,8 @@ def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bo
     """Who does it in which dtype: the side that is below what is expected, or both alike."""
     code = _STEP_PARTS[row.part][1]
     dtypes = [cell[0] if cell else None for cell in (row.reference, row.candidate)]
-    odd = 0 if row.below == "reference" else 1
-    if alone or row.below == "both" or (row.below is None and dtypes[1] == "float32"):
-        odd = 0
+    wide = row.below is None and dtypes[1] == "float32"
+    odd = 0 if alone or wide or row.below in ("reference", "both") else 1
     both = not alone and row.below == "both" and not row.differs
     other = dtypes[1 - odd] if not alone and not both else None
     values: dict[str, Any] = {
@@ -781,26 +776,20 @@ def differing(
     ours: list[AuditedPlace], theirs: list[AuditedPlace], rename: Callable[[str], str]
 ) -> list[PlacePair]:
     """Places of the same module and part whose dtypes are known on both sides, and differ."""
-    reference = _by_module(ours, lambda path: rename(f"{path}:out").rpartition(":")[0])
-    candidate = _by_module(theirs, lambda path: path)
+    by_module: dict[str, tuple[dict[str, AuditedPlace], ...]] = {}
+    for side, places in enumerate((ours, theirs)):
+        for place in places:
+            name = place.module if side else rename(f"{place.module}:out").rpartition(":")[0]
+            if place.computed is not None:
+                by_dtype = by_module.setdefault(name, ({}, {}))[side]
+                by_dtype.setdefault(place.computed, place)
     pairs = []
-    for module in reference.keys() & candidate.keys():
-        mine, other = reference[module], candidate[module]
-        if mine.keys() != other.keys():
+    for mine, other in by_module.values():
+        if mine and other and mine.keys() != other.keys():
             odd = [place for dtype, place in mine.items() if dtype not in other]
             new = [place for dtype, place in other.items() if dtype not in mine]
             pairs.append(((odd or list(mine.values()))[0], (new or list(other.values()))[0]))
     return sorted(pairs, key=lambda pair: pair[0].site)
-
-
-def _by_module(
-    places: list[AuditedPlace], named: Callable[[str], str]
-) -> dict[str, dict[str, AuditedPlace]]:
-    by_module: dict[str, dict[str, AuditedPlace]] = {}
-    for place in places:
-        if place.computed is not None:
-            by_module.setdefault(named(place.module), {}).setdefault(place.computed, place)
-    return by_module
 
 
 def finding(
@@ -814,24 +803,23 @@ def finding(
     """What there is to say of one part; None where nothing is. ``pairs``: see ``differing``."""
     accused = row.below if row.own else None
     if pairs:
-        reference, candidate = pairs[0]
-        sides = [("reference", reference, candidate), ("candidate", candidate, reference)]
-        (odd, first, second) = max(
-            sides,
-            key=lambda side: (
-                side[1].below,
-                side[1].computed not in side[1].expected,
-                is_below(side[1].computed or "", [side[2].computed or ""]),
-                side[0] == "candidate",
-            ),
-        )
+        # the side that is below what is expected, is not as expected, or below the other; else B
+
+        def oddness(side: int) -> tuple[bool, ...]:
+            first, second = pairs[0][side], pairs[0][1 - side]
+            unexpected = first.computed not in first.expected
+            narrower = is_below(first.computed or "", [second.computed or ""])
+            return first.below, unexpected, narrower, side == 1
+
+        number = max((0, 1), key=oddness)
+        odd, first, second = SIDES[number], pairs[0][number], pairs[0][1 - number]
         what = fact(
             "precision.computes", side=odd, part=row.part, place=_dtype_and_place(first),
             other=other_side(odd), dtype=second.computed, expected=row.expected,
             num_more=len({place.module for place, _ in pairs}) - 1 or None,
             expected_from=row.expected_from,
         )  # fmt: skip
-        what, places = what, [place for pair in pairs for place in pair]
+        places = [place for pair in pairs for place in pair]
     elif accused:
         places = [place for place in (*ours, *theirs) if place.below]
         other = {"reference": theirs, "candidate": ours}.get(accused, [])

@@ -126,18 +126,15 @@ def difference_at(
 
 
 def _top(row: torch.Tensor | None, texts: dict[str, str]) -> list[TokenChoice]:
-    if row is None:
-        return []
     return [
         TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
-        for token, logprob in top_choices(row, _TOP)
+        for token, logprob in (() if row is None else top_choices(row, _TOP))
     ]
 
 
 def _choice(token: int, row: torch.Tensor | None, texts: dict[str, str]) -> TokenChoice:
-    logprob = float("nan")
-    if row is not None and token < row.shape[0]:
-        logprob = float(row.double().log_softmax(0)[token])
+    known = row is not None and token < row.shape[0]
+    logprob = float(row.double().log_softmax(0)[token]) if row is not None and known else math.nan
     return TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
 
 

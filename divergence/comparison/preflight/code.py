@@ -40,87 +40,53 @@ SHARP = 64.0
 """How much wider than the rounding model two float64 runs may differ."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TruthDisagreement:
-    """The first site where two float64 runs differ by more than ``limit`` (relative L2)."""
-
-    site: str
-    sample: int
-    step: int
-    rel_l2: float
-    limit: float
-
-    @property
-    def fact(self) -> Fact:
-        """The same as a fact."""
-        return fact(
-            "preflight.truths_apart", site=self.site, sample=self.sample, step=self.step,
-            rel_l2=self.rel_l2, limit=self.limit,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """``num_compared``: sites and forwards that both runs hold; ``first``: where they disagree."""
-
-    num_compared: int
-    first: TruthDisagreement | None
-
-
-def disagreement(a: Run, b: Run, *, inside: str | None = None) -> Agreement:
-    """Hold two float64 runs that are anchored to the same run against each other. ``inside``: in
-    this block alone."""
+def disagreement(a: Run, b: Run, *, inside: str | None = None) -> tuple[int, Fact | None]:
+    """Hold two float64 runs that are anchored to the same run against each other, ``inside`` one
+    block where one is named: (at how many sites and forwards, the first where they differ)."""
     if a.manifest.plan.anchored_to != b.manifest.plan.anchored_to:
-        return Agreement(num_compared=0, first=None)
-    num_compared, beyond = 0, []
+        return 0, None
+    num_compared, apart = 0, None
     within = ("",) if inside is None else (f"{inside}.", f"{inside}:", f"{inside}#")
-    for record in a.records:
+    for record in sorted(a.records, key=lambda r: (r.sample, r.step, r.order)):
         if record.pass_ != "anchored" or is_operator_site(record.site):
             continue
-        if not record.site.startswith(within):
-            continue
-        other = b.find(record.coordinates)
+        other = b.find(record.coordinates) if record.site.startswith(within) else None
         if other is None or other.positions != record.positions:
             continue
         num_compared += 1
-        distance = _distance(a, record, b, other)
-        if distance is not None:
-            beyond.append((record, *distance))
-    if not beyond:
-        return Agreement(num_compared=num_compared, first=None)
-    record, rel_l2, limit = min(
-        beyond, key=lambda entry: (entry[0].sample, entry[0].step, entry[0].order)
-    )
-    first = TruthDisagreement(
-        site=record.site, sample=record.sample, step=record.step, rel_l2=rel_l2, limit=limit
-    )
-    return Agreement(num_compared=num_compared, first=first)
+        if apart is None:
+            limit = SHARP * floor_of(a.manifest, record, dtype="float64")
+            distance = _distance(a, record, b, other)
+            if distance > limit:
+                apart = fact(
+                    "preflight.truths_apart", site=record.site, sample=record.sample,
+                    step=record.step, rel_l2=distance, limit=limit,
+                )  # fmt: skip
+    return num_compared, apart
 
 
-def _distance(a: Run, record: Record, b: Run, other: Record) -> tuple[float, float] | None:
-    """(relative L2, limit) where it is beyond the limit."""
+def _distance(a: Run, record: Record, b: Run, other: Record) -> float:
+    """Relative L2 over what is no pad; 0 where nothing can be said, and infinity where what does
+    not round differs, or nan and inf stand at other places."""
     if record.xxh3 is not None and record.xxh3 == other.xxh3:
-        return None
-    form = format_named(record.dtype)
-    limit = SHARP * floor_of(a.manifest, record, dtype="float64")
+        return 0.0
     if record.shape != other.shape or record.dtype != other.dtype:
-        return math.inf, limit
+        return math.inf
     if not (a.has_bytes(record) and b.has_bytes(other)):
-        return None
-    x, y = a.read(record), b.read(other)
-    if form.kind != "float":
-        return None if bool((x == y).all()) else (math.inf, 0.0)
-    kept = [without_pads(a.manifest, record, tensor.double()) for tensor in (x, y)]
-    if kept[0] is None or kept[1] is None:
-        return None
-    x, y = kept[0], kept[1]
-    same = x.isfinite()
-    if not bool((same == y.isfinite()).all()):
-        return math.inf, limit
-    x, y = x.where(same, x.new_zeros(())), y.where(same, y.new_zeros(()))
-    norm, apart = float(x.norm()), float((x - y).norm())
-    distance = apart / norm if norm else (math.inf if apart else 0.0)
-    return (distance, limit) if distance > limit else None
+        return 0.0
+    x, y = (
+        without_pads(a.manifest, record, run.read(own).double())
+        for run, own in ((a, record), (b, other))
+    )
+    if x is None or y is None:
+        return 0.0
+    finite = x.isfinite()
+    if not bool((finite == y.isfinite()).all()):
+        return math.inf
+    gap, norm = float((x - y)[finite].norm()), float(x[finite].norm())
+    if not gap or not norm or format_named(record.dtype).kind != "float":
+        return math.inf if gap else 0.0
+    return gap / norm
 
 
 def without_pads(manifest: Manifest, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:

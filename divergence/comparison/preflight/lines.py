@@ -85,14 +85,12 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
         names, apart = kinds.setdefault(how, ([], []))
         names.append(name)
         apart += [] if near is None else [near]
-    relations = [
-        fact(
-            "preflight.relation", names=list(dict.fromkeys(map(starred, names))), how=how,
-            apart=_apart(apart),
-        )
-        for how, (names, apart) in kinds.items()
-        if how or apart
-    ]  # fmt: skip
+    relations = []
+    for how, (names, apart) in kinds.items():
+        ends = [f"{100 * near:.2g}%" for near in (min(apart), max(apart))] if apart else []
+        kind, shown = list(dict.fromkeys(map(starred, names))), list(dict.fromkeys(ends)) or None
+        if how or apart:
+            relations.append(fact("preflight.relation", names=kind, how=how, apart=shown))
     return Relations(only_dtypes, relations)
 
 
@@ -145,10 +143,11 @@ def _relation(
         _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
     )
     alike = abs(b.norm / a.norm - 1) < _SAME
-    if alike and by_column < _SAME and by_row > _MOVED:
-        return fact("preflight.rows_moved"), False, None
-    if alike and by_row < _SAME and by_column > _MOVED:
-        return fact("preflight.columns_moved"), False, None
+    for code, equal, other in (
+        ("rows_moved", by_column, by_row), ("columns_moved", by_row, by_column)
+    ):  # fmt: skip
+        if alike and equal < _SAME and other > _MOVED:
+            return fact(f"preflight.{code}"), False, None
     factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
     rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
     if _size(rest) / b.norm < min(_SAME, near / 10):
@@ -168,13 +167,6 @@ def _relation(
     return None, False, None
 
 
-def _apart(nears: Sequence[float]) -> list[str] | None:
-    """``5.6%``, ``13%``: the ends, of all parameters that are so related; None without any."""
-    if not nears:
-        return None
-    return list(dict.fromkeys(f"{100 * near:.2g}%" for near in (min(nears), max(nears))))
-
-
 def _size(sums: Sequence[float]) -> float:
     return math.sqrt(math.fsum(x * x for x in sums) / len(sums))
 
@@ -186,12 +178,16 @@ def _size(sums: Sequence[float]) -> float:
 def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
     """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
     that are not the other side's."""
-    shown = [_with(str(m.model.quantization or "none"), _migration(m.engine)) for m in (a, b)]
+    shown = []
+    for manifest in (a, b):
+        note = manifest.engine
+        simulated = note is not None and note.name == "quantize"
+        alpha = note.options.get("smooth") if note is not None and simulated else None
+        more = "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
+        shown.append(_with(str(manifest.model.quantization or "none"), more))
     if shown[0] == shown[1]:
-        shown = [
-            _with(text, own)
-            for text, own in zip(shown, _simulated_apart(a.engine, b.engine), strict=True)
-        ]
+        apart = _simulated_apart(a.engine, b.engine)
+        shown = [_with(text, own) for text, own in zip(shown, apart, strict=True)]
     return _same("quantization", shown[0], shown[1])
 
 
@@ -199,11 +195,6 @@ def _with(text: str, more: str) -> str:
     """``W8A8: ... (simulated)`` with one more of its parts, before who made the codes."""
     told, by, name = text.rpartition(" (")
     return f"{told}; {more}{by}{name}" if more and told else text
-
-
-def _migration(note: EngineNote | None) -> str:
-    alpha = note.options.get("smooth") if note is not None and note.name == "quantize" else None
-    return "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
 
 
 def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
@@ -222,21 +213,18 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
         ("migrated_scales", a.calibration.scales, b.calibration.scales),
     ):
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if names:
-            texts = []
-            for own, other in ((here.get(names[0]), there.get(names[0])),
-                               (there.get(names[0]), here.get(names[0]))):  # fmt: skip
-                what = "none"
-                if own is not None and len(own) == 2:  # a range as it is
-                    what = f"{own[0]:g} to {own[1]:g}"
-                elif own is not None:  # of more numbers the first that differs
-                    pairs = enumerate(zip(own, other or [], strict=False))
-                    channel = next((k for k, (x, y) in pairs if x != y), 0)
-                    what = f"{own[channel]:g} at channel {channel}"
-                more = len(names) - 1
-                texts.append(
-                    sentence(fact(f"preflight.{code}", name=names[0], num_more=more, what=what))
-                )
+        texts = []
+        for mine, theirs in ((here, there), (there, here)) if names else ():
+            own, other, what = mine.get(names[0]), theirs.get(names[0]), "none"
+            if own is not None and len(own) == 2:  # a range as it is
+                what = f"{own[0]:g} to {own[1]:g}"
+            elif own is not None:  # of more numbers the first that differs
+                pairs = enumerate(zip(own, other or [], strict=False))
+                channel = next((k for k, (x, y) in pairs if x != y), 0)
+                what = f"{own[channel]:g} at channel {channel}"
+            first = {"name": names[0], "num_more": len(names) - 1, "what": what}
+            texts.append(sentence(fact(f"preflight.{code}", **first)))
+        if texts:
             return texts
     return "", ""
 
@@ -403,29 +391,22 @@ def attention_of(manifest: Manifest) -> str:
 def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[PreflightLine]:
     """A line where the two have other blocks; none where they have not, or where the runs' sites
     do not tell. By the modules that were hooked, so also where digests cannot be compared."""
-    if not (_tells_blocks(a) and _tells_blocks(b)):
-        return []
-    ours, theirs = (
-        [unescape_path(path) for path, note in side.plan.modules.items() if note.role == "block"]
-        for side in (a, b)
-    )
+    blocks = []
+    for side in (a, b):
+        sites = side.plan.sites
+        own = side.engine is not None and "blocks" in side.engine.facts  # what ran tells them not
+        if own or side.mesh is not None or not ("blocks" in sites or "modules" in sites):
+            return []
+        notes = side.plan.modules.items()
+        blocks.append([unescape_path(path) for path, note in notes if note.role == "block"])
+    ours, theirs = blocks
     matching = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
     parts = matching.left_over()
-    if not parts:
-        return []
     # all under other names: no architecture's difference, and nothing to compare them by
-    status: PreflightStatus = "differs"
-    if matching.pairs or len(ours) != len(theirs):
-        status = "blocking"
-    return [_same("blocks", str(len(ours)), str(len(theirs)), *parts, status=status)]
-
-
-def _tells_blocks(manifest: Manifest) -> bool:
-    """Did the capture put a hook on every block, and on this machine alone?"""
-    if manifest.engine is not None and "blocks" in manifest.engine.facts:
-        return False  # what ran there does not tell them
-    sites = manifest.plan.sites
-    return manifest.mesh is None and ("blocks" in sites or "modules" in sites)
+    of_one = matching.pairs or len(ours) != len(theirs)
+    status: PreflightStatus = "blocking" if of_one else "differs"
+    numbers = str(len(ours)), str(len(theirs))
+    return [_same("blocks", *numbers, *parts, status=status)] if parts else []
 
 
 _ANYWHERE = ("factor", "type", "name", "value", "rope_type")
@@ -510,66 +491,53 @@ _CONTEXT = 24
 def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[Fact]:
     """What the names and digests of two models' weights look like. ``guess``: what changed the
     values is not known otherwise."""
-    causes = (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b) if guess else None)
-    return [text for text in causes if text is not None]
-
-
-def _adapters(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    for side, mine, other in (("candidate", b, a), ("reference", a, b)):
-        names = [name for name in mine.digests if ".lora_" in name and name not in other.digests]
-        if names and not any(".lora_" in name for name in other.digests):
+    causes: list[Fact] = []
+    sides = (("reference", "candidate", a, b), ("candidate", "reference", b, a))
+    for side, _, mine, theirs in sides:
+        names = [name for name in mine.digests if ".lora_" in name]
+        if names and not any(".lora_" in name for name in theirs.digests):
             notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
             told = notes[0].partition(" (")[0] if notes else "LoRA"
-            return fact(
+            causes.append(fact(
                 "preflight.adapters", side=side, num=len(names), adapter=told,
                 merged="merged" in told,
-            )  # fmt: skip
-    return None
-
-
-def _vocabulary(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    for what, rows_a, rows_b in (
+            ))  # fmt: skip
+    rows = (
         ("embedding", a.embedding_rows, b.embedding_rows),
         ("head", a.head_rows, b.head_rows),
-    ):
-        if rows_a is None or rows_b is None or rows_a == rows_b:
-            continue
-        sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
-        size = sizes.pop() if len(sizes) == 1 else None
-        padded = size is not None and min(rows_a, rows_b) >= size
-        return fact(
-            "preflight.vocabulary", size=size if padded else None, what=what, reference=rows_a,
-            candidate=rows_b,
-        )  # fmt: skip
-    return None
-
-
-def _tied(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    """Weights that are one tensor on one side, and two different ones on the other."""
-    for side, other, mine, theirs in (
-        ("reference", "candidate", a, b), ("candidate", "reference", b, a)
-    ):  # fmt: skip
-        for names in mine.tied:
-            known = [name for name in names if name in theirs.digests]
-            if len({theirs.digests[name] for name in known}) > 1:
-                return fact("preflight.tied", names=known, side=side, other=other)
-    return None
-
-
-def _trained(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    """Differing weights that all lie in one block, or are of few kinds in every block."""
+    )
+    for what, ours, others in rows:
+        if ours is not None and others is not None and ours != others:
+            sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
+            size = sizes.pop() if len(sizes) == 1 else None
+            padded = size is not None and min(ours, others) >= size
+            causes.append(fact(
+                "preflight.vocabulary", size=size if padded else None, what=what, reference=ours,
+                candidate=others,
+            ))  # fmt: skip
+            break
+    # weights that are one tensor on one side, and two different ones on the other
+    tied = (
+        fact("preflight.tied", names=known, side=side, other=other)
+        for side, other, mine, theirs in sides
+        for names in mine.tied
+        if (known := [name for name in names if name in theirs.digests])
+        and len({theirs.digests[name] for name in known}) > 1
+    )
+    causes += [cause for cause in (next(tied, None),) if cause is not None]
     common = [name for name in a.digests if name in b.digests]
     different = [name for name in common if a.digests[name] != b.digests[name]]
-    if not different or len(different) == len(common) or a.quantization is not None:
-        return None
-    blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
-    if len(blocks) == 1 and "" not in blocks:
-        return fact("preflight.one_layer", module=blocks.pop())
-    kinds = sorted({starred(name) for name in different})
-    everywhere = sum(starred(name) in kinds for name in common)
-    if "" not in blocks and everywhere == len(different) and len(kinds) <= 4:
-        return fact("preflight.one_kind", names=[kind.rpartition("*.")[2] for kind in kinds])
-    return None
+    if guess and 0 < len(different) < len(common) and a.quantization is None:
+        # all of one block, or of few kinds in every block
+        blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
+        kinds = sorted({starred(name) for name in different})
+        everywhere = sum(starred(name) in kinds for name in common) == len(different)
+        if len(blocks) == 1 and "" not in blocks:
+            causes.append(fact("preflight.one_layer", module=blocks.pop()))
+        elif "" not in blocks and everywhere and len(kinds) <= 4:
+            names = [kind.rpartition("*.")[2] for kind in kinds]
+            causes.append(fact("preflight.one_kind", names=names))
+    return causes
 
 
 def template_cause(a: Manifest, b: Manifest) -> Fact | None:
@@ -831,13 +799,13 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if not given or ids[0] != ids[1]:
         return []
     detail = None
-    for number, (sample_a, sample_b) in enumerate(zip(*samples, strict=True)):
-        if sample_a.used_labels != sample_b.used_labels:
-            pairs = enumerate(zip(sample_a.used_labels, sample_b.used_labels, strict=False), 1)
-            place, both = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-            here, there = (None if label == NO_LABEL else label for label in both)
+    for number, both in enumerate(zip(*samples, strict=True)):
+        labels = both[0].used_labels, both[1].used_labels
+        if labels[0] != labels[1]:
+            place = first_apart(*labels)
+            here, there = (None if side[place] == NO_LABEL else side[place] for side in labels)
             detail = fact(
-                "preflight.labels", sample=number, token=place, reference=here, candidate=there
+                "preflight.labels", sample=number, token=place + 1, reference=here, candidate=there
             )
             break
     own = sentence(fact("preflight.labels_own"))
@@ -951,23 +919,20 @@ def _engines(a: Manifest, b: Manifest) -> PreflightLine:
 
 def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Operators that a side's device does not have; nothing where there are none."""
-    fallbacks_a, fallbacks_b = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
-    if not fallbacks_a and not fallbacks_b:
-        return []
-    shown = list_names(fallbacks_a) or "none", list_names(fallbacks_b) or "none"
-    return [_same(CPU_OPERATORS, *shown, fact("preflight.no_kernel"))]
+    lacking = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
+    shown = [list_names(names) or "none" for names in lacking]
+    line = _same(CPU_OPERATORS, shown[0], shown[1], fact("preflight.no_kernel"))
+    return [line] if any(lacking) else []
 
 
 def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """How many processes made each run; nothing where one made both."""
-    if a.mesh is None and b.mesh is None:
-        return []
-    odd = [m.mesh for m in (a, b) if m.mesh is not None and m.mesh.environments]
-    detail = None
-    if odd:
-        labels = list(dict.fromkeys(environment.label for environment in odd[0].environments))
-        detail = fact("preflight.unlike_ranks", machines=labels[:5])
-    return [_same("ranks", a.processes, b.processes, detail)]
+    meshes = [m.mesh for m in (a, b) if m.mesh is not None]
+    details = []
+    for mesh in [mesh for mesh in meshes if mesh.environments][:1]:
+        labels = list(dict.fromkeys(environment.label for environment in mesh.environments))
+        details.append(fact("preflight.unlike_ranks", machines=labels[:5]))
+    return [_same("ranks", a.processes, b.processes, *details)] if meshes else []
 
 
 def _same(

@@ -32,7 +32,6 @@ from divergence.comparison.decide import RANK, check, confidence_of, decide
 from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.code import (
-    TruthDisagreement,
     disagreement,
     other_code,
     without_pads,
@@ -349,22 +348,21 @@ def _by_both_codes(
     other = maker.truth("truth-by-candidate", goal, side="candidate")
     if other is None:
         return BlamedSide(doubt=fact("experiments.only_by_reference_code"))
-    apart = disagreement(truth, other, inside=goal.block)
-    if apart.num_compared == 0:
+    num_compared, first = disagreement(truth, other, inside=goal.block)
+    if num_compared == 0:
         return BlamedSide(doubt=fact("experiments.no_common_site"))
-    first = apart.first
-    if first is None or _is_small(first, truth, other, made["candidate"], output):
+    if first is None or _is_small(truth, other, made["candidate"], output):
         return BlamedSide(side="candidate")
     manifests = made["reference"].manifest, made["candidate"].manifest
     doubt = doubt_of_code(*manifests, goal.block)
     if doubt is None and all(manifest.model.code for manifest in manifests):
-        return BlamedSide(side="candidate", code=first.site)
+        return BlamedSide(side="candidate", code=first["site"])
     return BlamedSide(
-        doubt=fact("experiments.codes_apart", apart=first.fact, doubt=doubt), code=first.site
+        doubt=fact("experiments.codes_apart", apart=first, doubt=doubt), code=first["site"]
     )
 
 
-def _is_small(apart: TruthDisagreement, truth: Run, other: Run, run: Run, output: str) -> bool:
+def _is_small(truth: Run, other: Run, run: Run, output: str) -> bool:
     """Is the candidate's error at the block's ``output`` far beyond what the codes differ by?"""
     errors, differ = 0.0, 0.0
     for record in truth.records:
@@ -512,11 +510,11 @@ def _descend(
     if "reference" in made:  # also where the other side is still to come
         ops_truth = maker.truth("truth-operators", goal)
     assert true_run is not None
-    first_apart = None if ops_truth is None else disagreement(true_run, ops_truth).first
+    first_apart = None if ops_truth is None else disagreement(true_run, ops_truth)[1]
     if ops_truth is not None and first_apart is not None:
         refusal = fact(
             "experiments.two_truths", made=str(ops_truth.path), truth=str(true_run.path),
-            apart=first_apart.fact, verified=maker.folder.is_verified(ops_truth),
+            apart=first_apart, verified=maker.folder.is_verified(ops_truth),
         )  # fmt: skip
         maker.refusals.insert(0, refusal)
         maker.ask("reference", fact("experiments.makes_truths_again"))

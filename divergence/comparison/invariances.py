@@ -23,7 +23,7 @@ Nothing of this is looked at where nothing is beyond its limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -448,8 +448,8 @@ class _Map:
 def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
     """Of each part of a block (its attention, its MLP) in which sites are beyond their limit, where
     all of them have the reference's channels in another order, with other signs or of another size,
-    and the part takes that back: a module is given it and gives what the other side's gives; or the
-    keys have the queries' signs and the reciprocal of their factor."""
+    and the part takes that back: a module is given it and gives what the other side's gives; or
+    queries and keys have it and what attention makes of them has not."""
     anchored = [site for site in report.sites if site.pass_ == "anchored" and site.block]
     flagged: dict[str, list[SiteResult]] = {}
     for site in anchored:
@@ -466,13 +466,10 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
         last = sites[-1]
         by = module_of(last)
         if not (last == f"{by}:in" and _gives_the_same(last, f"{by}:out", anchored)):
-            by = f"{part}.o_proj"
-            if not (
-                _cancel(measured.reference.manifest.model.config, part, known)
-                and _gives_the_same(sites[0], f"{by}:in", anchored)
-            ):
-                continue
             by = part
+            of_scores = set(sites) == {f"{part}.{name}_proj:out" for name in "qk"}
+            if not of_scores or not _gives_the_same(sites[0], f"{part}.o_proj:in", anchored):
+                continue
         site_of = measured.rename
         names = {site_of(site): site for site in sites}
         changed = {
@@ -546,26 +543,3 @@ def _map_of(measured: Measured, site: str) -> _Map | None:
     if not factor > 0 or not bool(rest <= (1 - EXPLAINS) * apart):
         return None
     return _Map(order, signs, factor)
-
-
-def _cancel(config: Mapping[str, object], part: str, maps: Mapping[str, _Map]) -> bool:
-    """Have the queries and keys of an attention, alone, the same signs in each head, and factors
-    whose product is 1?"""
-    import torch
-
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if not isinstance(heads, int) or set(maps) != {f"{part}.{n}_proj:out" for n in "qk"}:
-        return False
-    kv_heads = kv_heads if isinstance(kv_heads, int) else heads
-    q, k = maps[f"{part}.q_proj:out"], maps[f"{part}.k_proj:out"]
-    if any(bool((m.order != torch.arange(len(m.order))).any()) for m in (q, k)):
-        return False
-    if len(q.signs) % heads or len(k.signs) % kv_heads or heads % kv_heads:
-        return False
-    of_q, of_k = q.signs.reshape(heads, -1), k.signs.reshape(kv_heads, -1)
-    if of_q.shape[1] != of_k.shape[1]:
-        return False
-    return (
-        bool((of_q == of_k.repeat_interleave(heads // kv_heads, 0)).all())
-        and abs(q.factor * k.factor - 1) < 1 / 256
-    )

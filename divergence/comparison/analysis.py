@@ -170,10 +170,11 @@ def applying(measured: Measured, names: Sequence[str] | None = None) -> list[Ana
         module = _module_of(name, "find")
         analyses.append(
             Analysis(
-                name=name, find=getattr(module, "find", None),
+                name=name,
+                find=getattr(module, "find", None),
                 explain=getattr(module, "explain", None),
             )
-        )  # fmt: skip
+        )
     return analyses
 
 

@@ -98,13 +98,15 @@ def logits_decide(manifest: Manifest, router: str) -> bool:
     parameter next to it but its matrix, as of a bias, and no groups of experts?"""
     parent = router.rpartition(".")[0] + "."
     beside = (
-        name.rpartition(".")[2] for name in manifest.model.digests
+        name.rpartition(".")[2]
+        for name in manifest.model.digests
         if name.startswith(parent) and "expert" not in name.removeprefix(parent).partition(".")[0]
-    )  # fmt: skip
+    )
     groups = (
-        value for key, value in manifest.model.config.items()
+        value
+        for key, value in manifest.model.config.items()
         if key.rpartition(".")[2].endswith(("n_group", "topk_group", "expert_group"))
-    )  # fmt: skip
+    )
     return all(leaf == "weight" for leaf in beside) and all(
         value in (None, 0, 1) for value in groups
     )
@@ -431,8 +433,9 @@ class Routing:
                 pieces = [
                     (run, own, Piece(own, own.sample)) for run, own in ((a, record), (b, other))
                 ]
-                chosen = [rows for rows in (self._rows(*side) for side in pieces)
-                          if rows is not None]  # fmt: skip
+                chosen = [
+                    rows for rows in (self._rows(*side) for side in pieces) if rows is not None
+                ]
                 if len(chosen) == 2 and chosen[0].shape == chosen[1].shape:
                     forwards.append(Flips.of(chosen, [self._logits(*side) for side in pieces]))
             flips = Flips.together(forwards or [Flips.of(rows, logits)])
@@ -572,8 +575,9 @@ def free_routes_differ(runs: Sequence[Run], sample: int, step: int) -> bool:
             continue
         for place, record in enumerate(records):
             chosen = [(first[0], record)]
-            chosen += [(run, index[key][place]) for run, index in others
-                      if len(index.get(key, ())) > place]  # fmt: skip
+            chosen += [
+                (run, index[key][place]) for run, index in others if len(index.get(key, ())) > place
+            ]
             if len(chosen) < len(runs) or not all(run.has_bytes(choice) for run, choice in chosen):
                 return True
             rows = [run.read(choice).flatten(0, -2).sort().values for run, choice in chosen]

@@ -948,7 +948,7 @@ class AuditedPlace(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The source of that expectation."""
     expected_by: str = ""
     own: bool = False
-    """The expectation comes from the model's own code; otherwise it is common practice."""
+    """The run's own dtype and settings promise it; otherwise it is common practice."""
     below: bool = False
     """``computed`` is narrower than all expected dtypes."""
     num_calls: int = 1
@@ -969,7 +969,7 @@ class AuditRow(msgspec.Struct, Worded, frozen=True, kw_only=True):
     expected_from: Fact | None = None
     expected_by: str = ""
     own: bool = False
-    """The expectation comes from the model's own code; otherwise it is common practice."""
+    """The run's own dtype and settings promise it; otherwise it is common practice."""
     below: SideOrBoth | None = None
     """The side that is narrower than expected."""
     differs: bool = False

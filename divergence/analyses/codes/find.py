@@ -147,10 +147,12 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     why = fact("codes.not_recorded", what=lacking)
     return [
         Finding(
-            claim="side_not_told", role="abstains", rests_on=[check("measured", False, why)],
+            claim="side_not_told",
+            role="abstains",
+            rests_on=[check("measured", False, why)],
             evidence=[why],
         )
-    ]  # fmt: skip
+    ]
 
 
 def _uncoded(measured: Measured) -> Iterator[Finding]:

@@ -42,9 +42,11 @@ if TYPE_CHECKING:
 # practice accuses nobody: see ``own``. ``nn.LayerNorm`` is one kernel, and judged by nobody.
 
 _PRACTICE: dict[Part, tuple[str, ...]] = {
-    "norm statistics": ("float32",), "softmax": ("float32",), "rotary table": ("float32",),
+    "norm statistics": ("float32",),
+    "softmax": ("float32",),
+    "rotary table": ("float32",),
     "router": ("float32", "bfloat16"),
-}  # fmt: skip
+}
 _CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 

@@ -27,7 +27,6 @@ _MOST_STRIPS = 8
 _MOST_TOKENS = 128
 """Of one prompt."""
 _MOST_FLIPS = 60
-_NUM_TOP = 5
 
 
 def sections(report: Report, *, background: Background | None = None, **_: object) -> list[Section]:
@@ -98,7 +97,7 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
         ], indent=4),
         *_judgement(first),
     ]  # fmt: skip
-    tops = itertools.zip_longest(first.reference_top[:_NUM_TOP], first.candidate_top[:_NUM_TOP])
+    tops = itertools.zip_longest(first.reference_top, first.candidate_top)
     rows = [(a, a and a.logprob, b, b and b.logprob) for a, b in tops]
     if rows:
         body.append(Table(

@@ -248,9 +248,10 @@ def _alone(name: str, note: CodeNote, side: str, others: dict[str, CodeNote]) ->
     """A class that one side alone has; what stands at its places on the other side is named."""
     if note.replaced and not note.places:  # of torch: its functions and kernels
         return CodeDifference(
-            name=name, deliberate=True,
+            name=name,
+            deliberate=True,
             text=fact("preflight.replaced_of_torch", what=note.replaced[:_MOST], side=side),
-        )  # fmt: skip
+        )
     there = [other for other, code in others.items() if set(code.places) & set(note.places)]
     return CodeDifference(
         name=name,
@@ -271,12 +272,14 @@ def _counted(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) ->
     """Differences of text: the first few, or how many where versions explain them."""
     versions = [
         fact(
-            "preflight.version", name=name, reference=a.environment.versions.get(name, "-"),
+            "preflight.version",
+            name=name,
+            reference=a.environment.versions.get(name, "-"),
             candidate=b.environment.versions.get(name, "-"),
         )
         for name in ("transformers", "torch")
         if a.environment.versions.get(name) != b.environment.versions.get(name)
-    ]  # fmt: skip
+    ]
     if len(differences) <= _MOST:
         texts = [difference.text for difference in differences]
         return fact("preflight.few_codes", differences=texts, versions=versions)

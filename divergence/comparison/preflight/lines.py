@@ -97,8 +97,9 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
 def _of_models(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     """What the model says of one parameter: its checkpoint lacks it, or it is another one too."""
     sides: Sequence[tuple[str, ModelIdentity, str, ModelIdentity]] = (
-        ("reference", a, name, b), ("candidate", b, other, a)
-    )  # fmt: skip
+        ("reference", a, name, b),
+        ("candidate", b, other, a),
+    )
     for side, model, path, _ in sides:
         if path in model.missing:
             return fact("preflight.initialised", side=side)
@@ -125,8 +126,9 @@ def _relation(
     if a.values == b.values:
         return fact("preflight.values_in_dtypes", **dtypes), True, None
     for side, other, mine, theirs in (
-        ("candidate", "reference", b, a), ("reference", "candidate", a, b)
-    ):  # fmt: skip
+        ("candidate", "reference", b, a),
+        ("reference", "candidate", a, b),
+    ):
         for form, digest in theirs.rounded.items():
             if digest == mine.values or digest == mine.rounded.get(form) == mine.values:
                 narrower = mine.dtype == form != theirs.dtype
@@ -144,8 +146,9 @@ def _relation(
     )
     alike = abs(b.norm / a.norm - 1) < _SAME
     for code, equal, other in (
-        ("rows_moved", by_column, by_row), ("columns_moved", by_row, by_column)
-    ):  # fmt: skip
+        ("rows_moved", by_column, by_row),
+        ("columns_moved", by_row, by_column),
+    ):
         if alike and equal < _SAME and other > _MOVED:
             return fact(f"preflight.{code}"), False, None
     factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
@@ -648,9 +651,11 @@ def _weights_differ(
         if relations and details and relations.status == "differs" and matching.is_one_to_one:
             return "differs", details
         differ = fact(
-            "preflight.parameters_differ", num=len(different), total=len(matching.pairs),
+            "preflight.parameters_differ",
+            num=len(different),
+            total=len(matching.pairs),
             names=different,
-        )  # fmt: skip
+        )
         return "blocking", [differ, *details, *matching.describe()]
     if not matching.is_one_to_one:
         return say("blocking", "other_parameters", matching=matching.describe())
@@ -680,7 +685,6 @@ def other_weights(a: Manifest, b: Manifest) -> bool:
 # from where on and why.
 
 _SHOWN = 6
-_LONGEST = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -742,10 +746,10 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
         # from the word on in which they begin to differ
         text, place = parting.texts[0], first_apart(*parting.texts)
         spaces = text.rfind(" ", 0, place), text.rfind("\n", 0, place)
-        start = max(*spaces, place - _LONGEST, 0)
-        ends = [text[start : start + _LONGEST] for text in parting.texts]
+        start = max(*spaces, place - _CONTEXT, 0)
+        ends = [text[start : start + _CONTEXT] for text in parting.texts]
         shown = [
-            repr(end + "…" * (len(text) > start + _LONGEST))
+            repr(end + "…" * (len(text) > start + _CONTEXT))
             for end, text in zip(ends, parting.texts, strict=True)
         ]
     return fact(
@@ -1067,10 +1071,12 @@ def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
         repeated = manifest.repeatability
         return sentence(
             fact(
-                "preflight.repeats", runs=repeated.num_runs if repeated.num_runs > 1 else None,
-                num=repeated.num_different, total=repeated.num_compared,
+                "preflight.repeats",
+                runs=repeated.num_runs if repeated.num_runs > 1 else None,
+                num=repeated.num_different,
+                total=repeated.num_compared,
             )
-        )  # fmt: skip
+        )
 
     noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
     detail = None

@@ -53,7 +53,7 @@ def test_one_line_per_part():
 
 
 def test_marks():
-    """``!`` where the sides differ or the model's own code is not met, ``?`` below practice."""
+    """``!`` where the sides differ or the run's own dtype is not met, ``?`` below practice."""
     below = {"differs": False, "below": "both"}
     assert texts(audit(**below))[2].startswith("  ! ")
     asked = texts(audit(**below, own=False))

@@ -249,7 +249,7 @@ Apart = Callable[[CallNode, CallNode], float]
 _Job = tuple[object, ...]
 """What two calls that do the same job have in common: module, operator, shapes."""
 
-SAME = 0.2
+SAME_VALUE = 0.2
 """Two results are the same value where they differ by less, relatively: far beyond any rounding
 and any fault worth the name, and far below what two different values of a block differ by."""
 _JOINS = ("aten.cat", "aten.stack")
@@ -393,7 +393,7 @@ class _Matcher:
             if set(places) == {"rewired"} and best.path != named:
                 continue  # nothing that it is given is the same
             unknown = set(places) == {"open"} and self._apart is not None and not is_copy(a)
-            if unknown and self._distance(a, best) > SAME:
+            if unknown and self._distance(a, best) > SAME_VALUE:
                 continue  # nor known to be, nor what it makes of it
             if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
                 fits_another = (
@@ -411,7 +411,7 @@ class _Matcher:
                     continue
                 self._add(a, best)
                 return True
-            near = [b for b, _ in fits if self._distance(a, b) <= SAME]
+            near = [b for b, _ in fits if self._distance(a, b) <= SAME_VALUE]
             if near:
                 self._add(a, min(near, key=lambda b: self._distance(a, b)))
                 return True
@@ -442,7 +442,7 @@ class _Matcher:
                 for index in reversed(range(end)):
                     b = theirs[index]
                     common = mine & places.leaves(1, ("made", b.path))
-                    if common and self._distance(a, b) <= SAME:
+                    if common and self._distance(a, b) <= SAME_VALUE:
                         self._add(a, b, "value")
                         added, end = True, index
                         break
@@ -518,7 +518,7 @@ class _Matcher:
                 pairs = [(other, end) if side == 1 else (end, other) for end in ends]
                 here = self._distance(match.reference, match.candidate)
                 best = min(pairs, key=lambda pair: self._distance(*pair))
-                if self._distance(*best) < here and self._distance(*best) <= SAME:
+                if self._distance(*best) < here and self._distance(*best) <= SAME_VALUE:
                     self._replace(match, best)
                     break
 

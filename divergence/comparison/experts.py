@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # difference of a tie, and few tokens lie so near one. A router of which far more tokens differ is
 # not excused.
 
-_TIE = 8 * 2.0**-24
+ROUTER_TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
 roundings of the dtype they are recorded in, where that is more: they may have decided before."""
 WITNESSES = 10
@@ -61,7 +61,7 @@ class Flips:
         values, apart = a.double(), (a.double() - b.double()).abs().amax(-1)
         # sigmoids and softmaxes are flat at large logits: what is rounded there moves more of them
         slope = (values.abs().amax(-1).neg()).sigmoid()
-        near = 2 * apart - tie(a) + _TIE / slope
+        near = 2 * apart - tie(a) + ROUTER_TIE / slope
         middle = values.median(-1, keepdim=True).values
         width = (1.5 * (values - middle).abs().median(-1).values).minimum(values.std(-1))
         # E logits lie around one boundary: their density there is at most about E over their width
@@ -194,7 +194,7 @@ def tie(logits: torch.Tensor) -> torch.Tensor:
     """(T,): of logits (T, E), how far the chosen may lie behind and still be the largest; < 0."""
     import torch
 
-    unit = max(_TIE, torch.finfo(logits.dtype).eps)
+    unit = max(ROUTER_TIE, torch.finfo(logits.dtype).eps)
     return -unit * logits.double().abs().amax(-1)
 
 

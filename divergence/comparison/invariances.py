@@ -355,7 +355,7 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     further = {sample: offset for sample, offset in offsets.items() if offset}
     if not further:
         return None
-    whole = all(abs(offset - round(offset)) < _WHOLE for offset in further.values())
+    whole = all(abs(offset - round(offset)) < WHOLE_SHIFT for offset in further.values())
     told = fact(
         "tables_turned", site=f"{min(tables)}:out", samples=sorted(further),
         total=len(measured.reference.manifest.tokens.samples),
@@ -364,7 +364,7 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     return _Form(told, changed, rounding)
 
 
-_WHOLE = 0.05
+WHOLE_SHIFT = 0.05
 """Positions: a shift is said in whole ones where it is so near to them."""
 
 
@@ -423,9 +423,9 @@ def _tensors(pieces: Pieces, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
 
 # Channels in another order, with other signs or of another size, which a module takes back.
 
-_LEAST_ROWS = 8
+LEAST_ROWS = 8
 """Fewer rows tell no order of channels."""
-_SEEN_BACK = 10.0
+SEEN_BACK = 10.0
 """What is taken back was so many times as large, before, as what differs behind it."""
 
 
@@ -498,7 +498,7 @@ def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bo
     if not given_on or any(s.flagged or s.ratio is None or not s.reference_norm for s in given_on):
         return False
     apart = min(site.rel_l2 or 0.0 for site in given)
-    return apart > _SEEN_BACK * max(site.rel_l2 or 0.0 for site in given_on)
+    return apart > SEEN_BACK * max(site.rel_l2 or 0.0 for site in given_on)
 
 
 def _map_of(measured: Measured, site: str) -> _Map | None:
@@ -521,7 +521,7 @@ def _map_of(measured: Measured, site: str) -> _Map | None:
     if not rows or len({a.shape[1] for a, _ in rows}) > 1:
         return None
     a, b = (torch.cat(side) for side in zip(*rows, strict=True))
-    if len(a) < _LEAST_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+    if len(a) < LEAST_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return None
     sizes = a.norm(dim=0), b.norm(dim=0)
     if not bool((sizes[0] > 0).all() and (sizes[1] > 0).all()):

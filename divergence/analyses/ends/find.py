@@ -17,7 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.align.pairs import Piece, PromptStep, logits_row, why_no_pair
+from divergence.comparison.align.pairs import (
+    Piece,
+    PromptStep,
+    logits_record,
+    logits_row,
+    why_no_pair,
+)
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
 from divergence.comparison.results import Finding, Onset, Verdict, order_of
@@ -219,13 +225,9 @@ def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
     chosen = run.manifest.tokens.samples[sample].chosen_ids[step]
     if sample >= len(samples) or samples[sample].chosen_ids[step : step + 1] != [chosen]:
         return False
-    digests = []
-    for side in (run, other):
-        group = next((g for g in side.manifest.tokens.groups if sample in g), [sample])
-        site = side.manifest.plan.logits_site
-        record = side.find(("free", group[0], step, site)) if site else None
-        digests.append(record and record.xxh3)
-    return digests[0] is not None and digests[0] == digests[1]
+    mine, theirs = (logits_record(side, sample, step)[0] for side in (run, other))
+    digests = {record and record.xxh3 for record in (mine, theirs)}
+    return len(digests) == 1 and None not in digests
 
 
 def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:

@@ -41,7 +41,7 @@ from divergence.words import SIDES, Side, other_side
 if TYPE_CHECKING:
     import torch
 
-_CASTS = 2.0
+CASTS = 2.0
 """Roundings to nearest that a tensor may pass on its way: to a narrower format, and back."""
 
 Way = Literal["changed", "grown"]
@@ -228,7 +228,7 @@ class _Looked:
             rows = rows[torch.isfinite(rows)]
             size = float(rows.max()) if len(rows) else 0.0
         unit = max(form.unit_roundoff for form in self._formats(record, before))
-        limit = _CASTS * unit
+        limit = CASTS * unit
         if result.token_rel_l2_max is not None and result.token_rel_l2_max < size / 2:
             # the outputs before it were apart, and meet here: other code, the same tensor
             limit = math.inf

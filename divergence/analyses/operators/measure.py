@@ -30,7 +30,7 @@ from divergence.analyses.operators.operands import (
 from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.analysis import Measured
 from divergence.comparison.calls import (
-    SAME,
+    SAME_VALUE,
     CallNode,
     Forward,
     IntegerCodes,
@@ -345,7 +345,7 @@ def _measure(
 def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
     """Is the truth's call another than both sides'? Autograd adds up gradients in the order in
     which they come, which is another where the model's code casts and the truth needs not."""
-    return min(distance_of(r, x), distance_of(r, y)) > SAME >= distance_of(x, y)
+    return min(distance_of(r, x), distance_of(r, y)) > SAME_VALUE >= distance_of(x, y)
 
 
 def num_terms(node: CallNode) -> int:
@@ -443,7 +443,7 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # A region of products and additions is held against an ideal product (operators.products): beyond
 # ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
-_ENOUGH = 16
+ENOUGH_ROWS = 16
 """Rows, or numbers that make a row's error: of fewer it may be small by chance."""
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
@@ -592,7 +592,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     numbers = torch.cat([errors.numbers for errors in measured], dim=1).minimum(counts)
     rows = _Parts(torch.stack([reference, candidate]).square(), floor, numbers)
     columns = None
-    if len(widths) == 1 and len(reference) >= _ENOUGH:
+    if len(widths) == 1 and len(reference) >= ENOUGH_ROWS:
         squares = torch.stack([
             sum((getattr(errors, f"column_{side}") for errors in finite), torch.zeros(1))
             for side in ("reference", "candidate")
@@ -606,7 +606,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         norm=norm,
         rows=rows,
         columns=columns,
-        slices=slices_of(finite, least=_ENOUGH),
+        slices=slices_of(finite, least=ENOUGH_ROWS),
         num_values=sum(len(e.reference) * len(e.column_floor) for e in finite),
         raw=[float(x.median()) if len(x) else 0.0 for x in (reference, candidate)],
         nonfinite=[sum(e.num_nonfinite[side] for e in measured) for side in (0, 1)],
@@ -666,7 +666,7 @@ def _against_truth(
 
 def _typical(rows: torch.Tensor) -> float:
     """The median row; of a few rows their rms, as their median is one of a few."""
-    few = len(rows) < _ENOUGH
+    few = len(rows) < ENOUGH_ROWS
     return float(rows.square().mean().sqrt() if few else rows.median())
 
 
@@ -727,7 +727,7 @@ def _against_each_other(
         return result
     base = math.hypot(math.sqrt(2) * result.floor, carried)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    few = pooled.rows.numbers[1] < _ENOUGH
+    few = pooled.rows.numbers[1] < ENOUGH_ROWS
     difference = pooled.between.where(~few, pooled.between * pooled.sizes)
     usage = float(difference.square().mean().sqrt()) / base / limit if base > 0 else 0.0
     if usage > 1:
@@ -972,7 +972,7 @@ def _is_step(result: OperatorResult) -> bool:
     return len(names) == 1 and names <= set(_STEPS)
 
 
-_NEAR = 0.55  # of the limit: as far as healthy operators go
+NEAR_LIMIT = 0.55  # of the limit: as far as healthy operators go
 
 
 def first_source(
@@ -1021,7 +1021,7 @@ def _moved_back(
             feed
             for feed in feeds(onset)
             if feed.leans == side
-            and feed.limit_usage > _NEAR
+            and feed.limit_usage > NEAR_LIMIT
             and onset.limit_usage / feed.limit_usage < thresholds.operator
         ]
         if not before:

@@ -48,11 +48,11 @@ from divergence.run.record import Call, Operand, Record, other_scalars, scalar_w
 # integers and masks must be equal. Large tables (rotary angles) count as tensors, since correct
 # code makes them differ by more.
 
-_SMALL = 64
+MOST_OF_CONSTANT = 64
 """Elements of a constant: more are a table."""
 _SHOWN = 4
 """Elements that are printed."""
-_ROUNDINGS = 4
+ROUNDED_TWICE = 4
 """Unit roundoffs by which two numbers may differ that are the same one, rounded twice each."""
 
 
@@ -69,7 +69,7 @@ def other_operands(
     operands = []
     for item in other_scalars(ours.call, theirs.call):
         difference = _relative(item.reference, item.candidate)
-        ulps = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
+        ulps = ROUNDED_TWICE * torch.finfo(torch.bfloat16).eps
         near = measured and difference is not None and difference < ulps
         scalar = OtherOperand(
             argument=item.argument, kind="scalar", is_value=item.is_number and not near,
@@ -122,7 +122,7 @@ def _tensors_for_numbers(
         if len(numbers) < 2:
             continue
         difference = _relative(*numbers)
-        if difference is not None and difference > _ROUNDINGS * max(*units, 2.0**-24):
+        if difference is not None and difference > ROUNDED_TWICE * max(*units, 2.0**-24):
             operands.append(OtherOperand(
                 argument=name, kind="constant", reference_value=plain(f"{numbers[0]:.9g}"),
                 candidate_value=plain(f"{numbers[1]:.9g}"), difference=difference,
@@ -158,7 +158,7 @@ def _other_constant(
         return None
     weights = [operand.weight is not None for operand in operands]
     num = math.prod(operands[0].shape)
-    if any(weights) and (not all(weights) or num > _SMALL):
+    if any(weights) and (not all(weights) or num > MOST_OF_CONSTANT):
         return None  # a weight; a small buffer is a constant
     form = format_named(operands[0].dtype)
     read = _values(calls, operands, runs) if form.kind in ("int", "bool", "float") else None
@@ -171,7 +171,9 @@ def _other_constant(
     elif _is_mask(x) and _is_mask(y):
         differs = bool(difference)
     else:
-        differs = num <= _SMALL and (difference or 0.0) > _ROUNDINGS * form.unit_roundoff
+        differs = (
+            num <= MOST_OF_CONSTANT and (difference or 0.0) > ROUNDED_TWICE * form.unit_roundoff
+        )
     return None if not differs else OtherOperand(
         argument=name, kind="constant", reference_value=_value(x), candidate_value=_value(y),
         is_value=True, difference=difference,

@@ -250,7 +250,7 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
     return places
 
 
-_TOKENS = 8
+KL_TOKENS = 8
 """Independent numbers that are taken to make up the KL of one position: the tokens that are
 likely. It sets how much wider the limit of few positions is."""
 
@@ -340,4 +340,4 @@ def _over(top: float, bottom: float) -> float:
 
 def _kl_limit(num_positions: float, thresholds: Thresholds) -> float:
     """Wider where few positions count. KL goes with the square of the error."""
-    return thresholds.kl * spread(round(num_positions * _TOKENS)) ** 2
+    return thresholds.kl * spread(round(num_positions * KL_TOKENS)) ** 2

@@ -368,17 +368,21 @@ def is_given(manifest: Manifest, site: str) -> bool:
     return port.startswith("in") and note is not None and note.role in ("block", "trunk")
 
 
-def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
-    """The logits (V,) that decided this token, if they were recorded."""
+def logits_record(run: Run, sample: int, step: int) -> tuple[Record | None, int]:
+    """The logits that decided this token, if they were recorded, and which of their rows did."""
     site = run.manifest.plan.logits_site
     group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
     record = run.find(("free", group[0], step, site)) if site else None
+    return record, group.index(sample)
+
+
+def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
+    """The logits (V,) that decided this token, if they were recorded."""
+    record, row = logits_record(run, sample, step)
     if record is None or not run.has_bytes(record):
         return None
     tensor = run.read(record)
-    if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):
-        return None
-    return tensor[group.index(sample), -1]
+    return tensor[row, -1] if tensor.ndim == 3 and row < tensor.shape[0] else None
 
 
 # Name maps: the same module under two names.

@@ -38,13 +38,13 @@ from divergence.words import first_apart, list_names
 # cause is named as far as digests and twelve sums with signs tell it: of D = B - A each sum has the
 # size of D's norm, unless D's rows, or its columns, were only put in another order.
 
-_SAME = 1e-4
+SUMS_EQUAL = 1e-4
 """Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
-_SHORT = {name: format_named(name).unit_roundoff for name in ("bfloat16", "float16")}
+SHORT_FORMATS = {name: format_named(name).unit_roundoff for name in ("bfloat16", "float16")}
 """Of the norm: rounding to it takes numbers no farther apart."""
-_MOVED = 1e-2
+SUMS_MOVED = 1e-2
 """Of the norm: sums that an order of rows changes are farther apart, and small changes nearer."""
-_NEAR = 0.25
+WEIGHTS_NEAR = 0.25
 """Of the norm: what coarse codes make of weights, and hardly anything else."""
 
 
@@ -139,32 +139,32 @@ def _relation(
         return fact("preflight.all_zeros", side=zeros[0]) if zeros else None, False, None
     apart = [x - y for x, y in zip(b.sums, a.sums, strict=True)]
     near = _size(apart) / a.norm
-    if {a.dtype, b.dtype} == {"bfloat16", "float16"} and near < _SHORT["bfloat16"]:
+    if {a.dtype, b.dtype} == {"bfloat16", "float16"} and near < SHORT_FORMATS["bfloat16"]:
         return fact("preflight.dtypes_apart", **dtypes), True, None
     by_column, by_row, _ = (
         _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
     )
-    alike = abs(b.norm / a.norm - 1) < _SAME
+    alike = abs(b.norm / a.norm - 1) < SUMS_EQUAL
     for code, equal, other in (
         ("rows_moved", by_column, by_row),
         ("columns_moved", by_row, by_column),
     ):
-        if alike and equal < _SAME and other > _MOVED:
+        if alike and equal < SUMS_EQUAL and other > SUMS_MOVED:
             return fact(f"preflight.{code}"), False, None
     factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
     rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
-    if _size(rest) / b.norm < min(_SAME, near / 10):
+    if _size(rest) / b.norm < min(SUMS_EQUAL, near / 10):
         return fact("preflight.scaled", factor=factor), False, None
     steps = [
         fact("preflight.one_step", side=side)
         for side, note in (("reference", a), ("candidate", b))
         if note.levels
     ]
-    if near < _NEAR:
+    if near < WEIGHTS_NEAR:
         cause = fact("preflight.as_quantised", steps=steps) if steps else None
         if not (steps or has_codes):
             cause = fact("preflight.as_trained")
-            if a.dtype == b.dtype and a.dtype in _SHORT and near < _SHORT[a.dtype]:
+            if a.dtype == b.dtype and a.dtype in SHORT_FORMATS and near < SHORT_FORMATS[a.dtype]:
                 cause = fact("preflight.as_merged", dtype=a.dtype)
         return cause, False, near
     return None, False, None

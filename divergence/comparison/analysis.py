@@ -121,7 +121,7 @@ class Measured:
 
     def finding_at(self, result: SiteResult, **claimed: Any) -> Finding:
         """A finding about the place of one result, which it flags and says how to look at."""
-        usual = {
+        usual: dict[str, Any] = {
             "onset": onset_at(result), "place": order_of(result), "flags": [result.key],
             "commands": self.advice.look_at(result.site),
         }  # fmt: skip

@@ -185,11 +185,11 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 def _not_compared(measured: Measured) -> dict[str, _Shapes]:
     """Both shapes, by site, of what blocks and trunk modules take or give and both sides have,
     where neither shape is that of the other's copies; in execution order."""
-    from divergence.analyses.ends.seams import is_passage
-
     a, b, rename = measured.reference, measured.candidate, measured.rename
     sites: dict[str, _Shapes] = {}
     for item in measured.alignment.skipped:
+        from divergence.analyses.ends.seams import is_passage
+
         ours = a.find(("free", item.sample, item.step, item.site))
         theirs = b.find(("free", item.sample, item.step, rename(item.site)))
         if ours is None or theirs is None or ours.shape == theirs.shape:

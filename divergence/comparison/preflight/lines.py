@@ -145,11 +145,11 @@ def _relation(
         _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
     )
     alike = abs(b.norm / a.norm - 1) < SUMS_EQUAL
-    for code, equal, other in (
+    for code, equal, moved in (
         ("rows_moved", by_column, by_row),
         ("columns_moved", by_row, by_column),
     ):
-        if alike and equal < SUMS_EQUAL and other > SUMS_MOVED:
+        if alike and equal < SUMS_EQUAL and moved > SUMS_MOVED:
             return fact(f"preflight.{code}"), False, None
     factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
     rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
@@ -225,8 +225,9 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
                 pairs = enumerate(zip(own, other or [], strict=False))
                 channel = next((k for k, (x, y) in pairs if x != y), 0)
                 what = f"{own[channel]:g} at channel {channel}"
-            first = {"name": names[0], "num_more": len(names) - 1, "what": what}
-            texts.append(sentence(fact(f"preflight.{code}", **first)))
+            more = len(names) - 1
+            first = fact(f"preflight.{code}", name=names[0], num_more=more, what=what)
+            texts.append(sentence(first))
         if texts:
             return texts
     return "", ""

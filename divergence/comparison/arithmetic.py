@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from divergence.comparison.analysis import is_probe
+from divergence.comparison.limits import POOR_ULP
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
@@ -39,8 +40,6 @@ _ORDER = (
 """Probes, that which explains most first."""
 _PRECISION = ("input bits", "accumulator", "rounding")
 """Differences here are more than another correct rounding."""
-_POOR_ULP = 16.0
-"""A function whose worst error passes this on one side alone is coarser, not rounded otherwise."""
 _MOST_LINES = 3
 
 FactPair = tuple[ArithmeticFact, ArithmeticFact]
@@ -158,7 +157,7 @@ def _format(item: ArithmeticFact) -> str:
 def _is_precision(a: ArithmeticFact, b: ArithmeticFact) -> bool:
     if a.probe == "ulp":
         worst = sorted(item.numbers.get("worst", 0.0) for item in (a, b))
-        return worst[1] > _POOR_ULP >= worst[0]
+        return worst[1] > POOR_ULP >= worst[0]
     return a.probe in _PRECISION
 
 

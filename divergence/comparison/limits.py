@@ -14,7 +14,7 @@ at (comparison.judge). Chosen: one in ten thousand comparisons."""
 
 FEWEST = 3
 """Siblings, or forwards, from which on their median is a control and a kind is a kind: of two that
-are unlike it cannot be told which is."""
+are unlike it cannot be told which is. Fewer rows show no vector that they share, and no order."""
 
 FEW_ROWS = 8
 """With fewer rows the typical row is held to the limits of a single token, and nothing is told of
@@ -23,7 +23,8 @@ seven three such rows are nearly all."""
 
 CLEAR = 2.0
 """So many times as much is clearly more: beyond twice a limit confidence is high, and forwards are
-off alone where the least of them uses twice as much of its limit as any other. Limits themselves
+off alone where the least of them uses twice as much of its limit as any other, and a difference
+grows with the position where its last third is twice its first. Limits themselves
 are known to less than that: 2.2 is the largest W of healthy kernels (docs/verdicts.md)."""
 
 SURE = 3.0
@@ -43,10 +44,6 @@ HARD = 2.0
 """Times the usual error of both sides: what both are off by beyond that is one number that both
 enlarge, as sharp attention does a score's rounding (comparison.measure.truth)."""
 
-EXACT = 1e-3
-"""Of a side that is exact in every channel: its least error over the other's, so that a ratio to it
-is finite."""
-
 BY_CHANCE = 4.0
 """A row of a tensor is smaller than the median one by chance by no more than that, and is then held
 against so much more than its own norm (comparison.measure.judge)."""
@@ -59,3 +56,15 @@ alone."""
 OF_NOISE = 3.0
 """Standard errors: rounding makes no larger a part of a difference that is in step with what it is
 a difference of. It decides whether such inputs are named as the cause."""
+
+BEGINS = 100.0
+"""A difference begins at a token whose squared error, as of nearly all that follow, is so many
+times that of each before. Chosen: ten times the error. It decides a sentence of the structure
+alone."""
+
+POOR_ULP = 16.0
+"""A function whose worst error passes so many ulp on one side alone is coarser, not rounded
+otherwise. Chosen: four bits are lost. It decides a word of the arithmetic alone."""
+
+SUMMARY_PRECISION = 2e-6
+"""What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""

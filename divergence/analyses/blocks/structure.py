@@ -25,6 +25,7 @@ import torch
 from divergence.analyses.blocks.units import is_table
 from divergence.comparison.align.pairs import Pair, Pieces, same_positions
 from divergence.comparison.invariances import EXPLAINS
+from divergence.comparison.limits import BEGINS, CLEAR, FEWEST
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
 from divergence.numerics.signs import signs
@@ -39,12 +40,6 @@ if TYPE_CHECKING:
 
 _MOST_NUMBERS = 1 << 23
 """Of a larger site the first rows are looked at: 200 MB."""
-_FEW = 4
-"""Fewer rows show no vector that they share, and no order."""
-_GROWS = 2.0
-"""A difference grows with the position where its last third is so many times its first."""
-_BEGINS = 100.0
-"""It begins at a token whose squared error, as of all that follow, is so many times each before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +124,7 @@ def _head(x: OnsetRows) -> tuple[float, Fact] | None:
 
 def _vector(x: OnsetRows) -> tuple[float, Fact] | None:
     """d = 1 cᵀ: one vector at all tokens, and the parameter that it is a multiple of."""
-    if len(x.d) < _FEW:
+    if len(x.d) < FEWEST:
         return None
     mean = x.d.mean(0)
     share = len(x.d) * _square(mean) / _square(x.d)
@@ -145,7 +140,7 @@ def _vector(x: OnsetRows) -> tuple[float, Fact] | None:
 
 def _constants(x: OnsetRows) -> tuple[float, Fact] | None:
     """d = c 1ᵀ: one constant in all channels of a row."""
-    if x.d.shape[1] < _FEW:
+    if x.d.shape[1] < FEWEST:
         return None
     means = x.d.mean(1)
     share = x.d.shape[1] * _square(means) / _square(x.d)
@@ -175,7 +170,7 @@ def _token_id(x: OnsetRows) -> tuple[float, Fact] | None:
 
 def _token(x: OnsetRows) -> tuple[float, Fact] | None:
     """One token, of all those of all prompts."""
-    if (x.position < 0).any() or len(x.position) < 2 * _FEW:
+    if (x.position < 0).any() or len(x.position) < 2 * FEWEST:
         return None
     energy = _row_energy(x)
     top = int(energy.argmax())
@@ -192,7 +187,7 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
     if sizes is None:
         return None
     size = np.sqrt(sizes)
-    first = int(np.flatnonzero(sizes * _BEGINS > sizes.max())[0])
+    first = int(np.flatnonzero(sizes * BEGINS > sizes.max())[0])
     best = 0.0, 0
     for begin in {0, max(0, first - 1)}:
         line = np.maximum(0.0, np.arange(len(size)) - begin)
@@ -200,7 +195,7 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
         best = max(best, (share, begin))
     third = len(size[best[1] :]) // 3
     tail = size[best[1] :]
-    if third < 1 or tail[-third:].mean() < _GROWS * max(tail[:third].mean(), 1e-300):
+    if third < 1 or tail[-third:].mean() < CLEAR * max(tail[:third].mean(), 1e-300):
         return None
     share = best[0]
     return share, fact("blocks.growing", share=share, site=x.site, token=best[1] or None)
@@ -213,7 +208,7 @@ def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
         return None
     for begin in range(1, len(sizes) - 1):
         before, behind = sizes[:begin].max(), sizes[begin:]
-        clear = behind > _BEGINS * before
+        clear = behind > BEGINS * before
         if clear[0] and clear.mean() >= EXPLAINS:
             share = float(behind.sum() / sizes.sum())
             return share, fact("blocks.beginning", share=share, site=x.site, token=begin)
@@ -278,12 +273,12 @@ def _by_position(x: OnsetRows) -> Floats | None:
     """(T,): the mean squared relative error of the rows at each position from 0 on, of the prompts
     that are beyond their limit; None where positions are not known or few."""
     known = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
-    if known.sum() < 2 * _FEW:
+    if known.sum() < 2 * FEWEST:
         return None
     position, energy = x.position[known].astype(int), _row_energy(x)[known]
     count = np.bincount(position)
     length = int(np.argmin(count > 0)) if (count == 0).any() else len(count)
-    if length < 2 * _FEW:
+    if length < 2 * FEWEST:
         return None
     sums = np.bincount(position, energy)[:length] / count[:length]
     return sums if sums.sum() > 0 else None

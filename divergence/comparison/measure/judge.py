@@ -748,49 +748,48 @@ class Judge:
         whole = torch.from_numpy(held).reshape(*shape[:-1], held.shape[1])
         floor = self._pieces.rows_of(whole, piece).reshape(-1, held.shape[1]).numpy()
         columns = dict(zip(COLUMNS, floor.T, strict=True))
+        if judged is None:
+            mask = self._pieces.row_mask(piece, shape)
+            real = np.zeros(len(floor))
+            if mask is not None and len(mask) == len(floor):
+                real[~mask.numpy()] = math.nan
+            rows = RowMetrics(rel_l2=real, diff=np.zeros(len(floor)), norm=columns["size"],
+                              update_norm=columns["update"])  # fmt: skip
+            width, inherited, beside = shape[-1], None, 0.0
+        else:
+            rows, inherited, beside = judged.rows, judged.inherited, judged.beside
+            estimate = judged.numbers.estimate
+            width = shape[-1] if estimate is None else estimate.num_projections
+        if len(rows.rel_l2) != len(floor):  # or nothing was measured
+            return None
         # d, nan in rows that do not count; of a free pass what was made here, beyond what may be
         # made of what came in
-        if judged is None:
-            width, norm, update = shape[-1], columns["size"], columns["update"]
-            between, mask = np.zeros(len(floor)), self._pieces.row_mask(piece, shape)
-            if mask is not None and len(mask) == len(floor):
-                between[~mask.numpy()] = math.nan
-        elif judged.metrics.rel_l2 is None or len(judged.rows.rel_l2) != len(floor):
-            return None
-        else:
-            rows, estimate = judged.rows, judged.numbers.estimate
-            width = shape[-1] if estimate is None else estimate.num_projections
-            norm, update = rows.norm, rows.update_norm
-            between = np.where(np.isfinite(rows.rel_l2), rows.diff, math.nan)
-            if pair.pass_ == "free":
-                between = made_here(rows, judged.inherited, judged.beside, thresholds)
+        between = np.where(np.isfinite(rows.rel_l2), rows.diff, math.nan)
+        if pair.pass_ == "free":
+            between = made_here(rows, inherited, beside, thresholds)
+        norm, update = rows.norm, rows.update_norm
         kept = np.isfinite(between) & np.isfinite(columns["error"]) & np.isfinite(norm) & (norm > 0)
         index = np.flatnonzero(kept)
-        if not len(index):
-            return None
         norm, between, error = norm[index], between[index], columns["error"][index]
         update = None if update is None else update[index]
         model = self._row_floor(pair, shape[-1], norm, update)
-        if model is None:
+        if model is None or not len(index):
             return None
         figure = np.sqrt(np.abs(np.square(between) - np.square(error)))
         usual = np.minimum(error, thresholds.typical / thresholds.truth_confirm * model * norm)
-        other = np.maximum(usual, figure)
         fourth = columns["fourth"][index]
         ratio = np.divide(error, fourth, out=np.ones_like(error), where=fourth > 0)
+        numbers = np.clip(ratio**4, 1.0, max(1, width))
         zeros = np.zeros(len(index))
         none = None if update is None else zeros
-        is_reference = self._floor_side == "reference"
-        sides = (error, other) if is_reference else (other, error)
-        numbers = np.clip(ratio**4, 1.0, max(1, width))
+        own, other = self._floor_side, SIDES[self._floor_side == "reference"]
+        sides = {own: error, other: np.maximum(usual, figure)}
+        # how much of d lies along e is not known: the figure is made of half as many numbers
+        spreads = {f"spread_{own}": numbers, f"spread_{other}": numbers / 2}
         return AgainstTruth(
-            norm=norm, update=update, reference=sides[0], candidate=sides[1], between=between,
-            gain_reference=zeros, gain_candidate=zeros,
-            update_gain_reference=none, update_gain_candidate=none,
-            # how much of d lies along e is not known: the figure is made of half as many numbers
-            spread=numbers, spread_reference=numbers / (1 if is_reference else 2),
-            spread_candidate=numbers / (2 if is_reference else 1),
-            sink=norm > SINK_FACTOR * np.median(norm),
+            **sides, **spreads, norm=norm, update=update, between=between, gain_reference=zeros,
+            gain_candidate=zeros, update_gain_reference=none, update_gain_candidate=none,
+            spread=numbers, sink=norm > SINK_FACTOR * np.median(norm),
             channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
             alike=figure >= error / thresholds.truth_confirm,
         )  # fmt: skip

@@ -39,6 +39,7 @@ from divergence.comparison.align.pairs import (
 )
 from divergence.comparison.analysis import Measured, is_probe, numbers_of
 from divergence.comparison.experts import Routes, Routing, routing_notes, unknown_blocks
+from divergence.comparison.limits import SUMMARY_PRECISION
 from divergence.comparison.measure.judge import Judge, ModelFloor, PairNumbers, work_format
 from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
 from divergence.comparison.results import LogitsDiff, PreflightLine, SiteResult, Skipped
@@ -146,8 +147,6 @@ class SharedRounding:
 # and how many elements are no finite numbers; of digests alone nothing but that they differ.
 
 Rows = TypeVar("Rows", np.ndarray, "torch.Tensor")
-_SUMMARY_PRECISION = 2e-6
-"""What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
 
 
 _MAKERS: dict[str, Callable[[torch.Tensor], str]] = {"xxh3": digest_tensor, "fold": fold_tensor}
@@ -392,7 +391,7 @@ def _least(ref: Piece, cand: Piece) -> float | None:
     if any(s.num_nan + s.num_posinf + s.num_neginf for s in (first, second)):
         return None
     apart = max(abs(first.rms - second.rms), abs((first.mean or 0.0) - (second.mean or 0.0)))
-    return max(0.0, apart / first.rms - _SUMMARY_PRECISION)
+    return max(0.0, apart / first.rms - SUMMARY_PRECISION)
 
 
 # Measuring the pairs: reads both tensors ahead and checks them, calls numerics.

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, PromptStep, replayed_from
-from divergence.comparison.limits import EXACT, FEW_ROWS, HARD
+from divergence.comparison.limits import FEW_ROWS, HARD
 from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.lines import other_weights
 from divergence.comparison.results import SiteResult, TruthDiff
@@ -440,10 +440,9 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
         with np.errstate(all="ignore"):
             share = np.nan_to_num(np.square(np.float64(errors)) * sums[3])
         least.append(np.maximum(share, sums[number].mean()))
-    exact = np.maximum(*(each.max() for each in least)) * EXACT**2
     return ChannelErrors(
         energy=np.maximum(sums[:2] - largest, 0.0),
-        least=np.sqrt(np.maximum(np.minimum(*least), max(exact, 1e-300))),
+        least=np.sqrt(np.maximum(np.minimum(*least), 1e-300)),
         num_rows=count,
         total=float(sums[3].sum()),
         values=sums[3],

@@ -71,6 +71,7 @@ def probe(
             determinism=state,
         )  # fmt: skip
         plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
+        manifest.tokens.samples[0].prompt_ids = []
         manifest.model.config_digest = xxhash.xxh3_128_hexdigest(plan.encode())
         with RunWriter(place, manifest, force=force) as writer:
             notebook = Notebook()

@@ -109,8 +109,7 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
         if not sample.prompt_ids:
             raise UsageError(f"{like.path} does not tell the tokens of prompt {number}",
                              hint="capture without --like, from the same prompts")  # fmt: skip
-        fed, chosen = sample.generated_ids, sample.chosen_ids
-        answer = [*fed, *(chosen[len(fed) :] if chosen[: len(fed)] == fed else ())][:count]
+        answer = sample.answer_ids[:count]
         given = tuple(sample.prompt_ids)
         free = Question(
             model="", ids=given, num_tokens=count, seed=seed + again[given] * drawn, top=top,

@@ -552,6 +552,13 @@ class SampleTokens(_Strict, kw_only=True):
         return (self.prompt_ids if self.labels is None else self.labels)[1:]
 
     @property
+    def answer_ids(self) -> list[int]:
+        """What it was answered: with the last token, which was its own choice and never fed, where
+        no other tokens were forced."""
+        own = self.chosen_ids[: len(self.generated_ids)] == self.generated_ids
+        return self.chosen_ids if own else self.generated_ids
+
+    @property
     def num_padded(self) -> int:
         """Length of its row in the batch: the prompt and its pads."""
         return self.num_left_pad + len(self.prompt_ids) + self.num_right_pad

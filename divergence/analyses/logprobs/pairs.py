@@ -141,10 +141,7 @@ def _recorded(run: Run, number: int) -> Sequence:
 def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) -> Sequence:  # type: ignore[type-arg]  # (Piece, row)
     sample = run.manifest.tokens.samples[number]
     num_prompt = len(sample.prompt_ids)
-    fed, chosen = sample.generated_ids, sample.chosen_ids
-    ids = [*sample.prompt_ids, *fed]
-    if chosen[: len(fed)] == fed:  # its own choice: the last one was never fed
-        ids += chosen[len(fed) :]
+    ids = [*sample.prompt_ids, *sample.answer_ids]
     order = sorted(place for place in places if 0 < place < len(ids))
 
     def log_softmax(place: int) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ import torch
 from divergence.arithmetic.quick import quick_facts
 from divergence.errors import RunFormatError, UsageError, first_line
 from divergence.numerics.formats import format_of
-from divergence.ops.allowed import Unsafe
+from divergence.ops.allowed import Refusal, Unsafe
 from divergence.ops.bounds import Checking
-from divergence.ops.replay import span_of
+from divergence.ops.replay import check_names, decoded, laid_out, operand_value
 from divergence.ops.suite.catalog import (
     DEFAULT,
     ChosenOperator,
@@ -128,54 +129,23 @@ def calls_in(run: Run) -> list[Record]:
     return [record for record in run.records if record.call is not None]
 
 
-def arguments_of(run: Run, record: Record, *, known: Collection[str] | None = None) -> Arguments:
-    """The recorded arguments of a call, with their recorded strides. ``known``: those that the
-    operator has."""
+def arguments_of(run: Run, record: Record) -> Arguments:
+    """The recorded arguments of a call, with their recorded strides. Raises RunFormatError."""
     call = record.call
     assert call is not None
-    strange = [] if known is None else sorted(set(call.arguments) - set(known))
-    if strange:
-        raise _damaged(run, record, f"it has no argument {strange[0][:80]!r}")
-    operands = [_operand(run, record, operand) for operand in call.operands]
-    arguments: Arguments = {}
-    for name, value in call.arguments.items():
-        if isinstance(value, dict):
-            number = value.get("tensor")
-            if (
-                set(value) != {"tensor"}
-                or not isinstance(number, int)
-                or number not in range(len(operands))
-            ):
-                raise _damaged(run, record, f"argument {name} is no operand of the call")
-            value = operands[number]
-        arguments[name] = value
-    return arguments
-
-
-def _operand(run: Run, record: Record, operand: Operand) -> torch.Tensor:
-    operand_record = (
-        None
-        if operand.site is None
-        else run.find((record.pass_, record.sample, record.step, operand.site))
-    )
-    if operand_record is None:
-        raise _damaged(run, record, f"the run does not hold its operand {operand.site}")
-    if operand_record.shape != operand.shape or operand_record.dtype != operand.dtype:
-        raise _damaged(run, record, f"{operand.site} is not of the operand's shape and dtype")
-    values = run.read(operand_record)
-    if operand.stride is None:
-        return values.clone()
-    known = len(operand.stride) == len(operand.shape) and 0 not in operand.stride
-    if not known or span_of(operand.shape, operand.stride) > 64 * max(1, operand_record.numel):
-        raise _damaged(run, record, f"{operand.site} has impossible strides")
-    strided = torch.empty_strided(operand.shape, operand.stride, dtype=values.dtype)
-    return strided.copy_(values)
-
-
-def _damaged(run: Run, record: Record, what: str) -> RunFormatError:
-    return RunFormatError(
-        f"a call of the suite cannot be repeated: {what}", where=f"{run.path}, {record.site}"
-    )
+    try:
+        check_names(call)
+        tensors = []
+        for operand in call.operands:
+            if 0 in (operand.stride or ()):
+                raise Refusal("an operand's elements share memory")
+            tensors.append(laid_out(operand_value(run, record, operand, None), operand.stride))
+        return {name: decoded(value, tensors, "cpu") for name, value in call.arguments.items()}
+    except Refusal as refusal:
+        why = f"{refusal}: {refusal.detail}" if refusal.detail else str(refusal)
+        raise RunFormatError(
+            f"a call of the suite cannot be repeated: {why}", where=f"{run.path}, {record.site}"
+        ) from refusal
 
 
 # Captures a suite as a run: each operator called on its cases.
@@ -354,9 +324,6 @@ def _works(
 def _recorded(run: Run, skipped: dict[str, int]) -> list[CaseWork]:
     """The cases of a run; of operators that this version does not know, only their number."""
 
-    def loader(record: Any, operator: Operator) -> Callable[[], Arguments]:
-        return lambda: arguments_of(run, record, known=operator.arguments)
-
     works = []
     for record in calls_in(run):
         assert record.call is not None  # calls_in gives no others
@@ -366,7 +333,8 @@ def _recorded(run: Run, skipped: dict[str, int]) -> list[CaseWork]:
         except UsageError as error:
             skipped[error.message] = skipped.get(error.message, 0) + 1
             continue
-        works.append(CaseWork(module_of(record.site), operator, loader(record, operator)))
+        load = partial(arguments_of, run, record)
+        works.append(CaseWork(module_of(record.site), operator, load))
     if not works:
         raise UsageError(
             f"{run.path} holds no case of a suite",

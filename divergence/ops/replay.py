@@ -99,12 +99,15 @@ def check_names(call: Call) -> None:
     """Are all arguments of the call its operator's, by torch's schema or the suite's own function?
     Raises Refusal, which names the first that is not, or where there is no such operator."""
     if call.operator.startswith(PREFIX):
-        known = set(inspect.signature(suite_function(call.operator)).parameters)
+        function = suite_function(call.operator, truth=True)  # one that runs may take any
+        parameters = inspect.signature(function).parameters.items()
+        known = {name for name, kind in parameters if kind.kind is not kind.KEYWORD_ONLY}
     else:
         known = {argument.name for argument in find_operator(call.operator)._schema.arguments}
     strange = sorted(name for name in call.arguments if name not in known)
     if strange:
-        name = short_name(call.operator)
+        suite = call.operator.startswith(PREFIX)
+        name = call.operator if suite else short_name(call.operator)
         raise Unsafe(f"{name} has no argument {strange[0][:80]!r} here")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import Run, capture, compare
+from divergence import Run, capture, compare, replay
 from divergence import truth as make_truth
 from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.capturing import arguments_of
@@ -288,6 +288,17 @@ def test_damaged_calls(change, quick, tmp_path):
     damaged = edit_records(run, tmp_path / "damaged", change)
     with pytest.raises(RunFormatError, match="cannot be repeated"):
         capture(like=damaged, out=tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["attention_math", "rms_norm"])
+def test_a_case_is_replayed_like_any_call(name, quick, tmp_path):
+    """By the names of its definition: what runs may take any."""
+    run, _ = quick
+    again = replay(run, out=tmp_path / "again", sites=[f"{name}.float32.odd.normal*"])
+    assert again.manifest.plan.skipped_operators == {}
+    for record in again.records:
+        assert record.xxh3 == run.at_site(record.site)[0].xxh3
+    assert again.records
 
 
 def test_operators_of_another_version(quick, tmp_path):

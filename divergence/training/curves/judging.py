@@ -17,8 +17,10 @@ import numpy as np
 
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
+from divergence.numerics.sums import ratio
 from divergence.training.curves.reading import Curves, is_losses, read_losses
 from divergence.training.curves.result import CurveDiff, Kind, LossReport, LossVerdict, Trend
+from divergence.words import SIDES
 
 # Does the difference of two curves leave its own noise, and from which step on?
 #
@@ -110,7 +112,17 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
     parts = [diffs] + [
         diffs[-(len(diffs) // share) :] for share in (2, 4, 8) if len(diffs) // share >= MIN_PART
     ]
-    statistic, limit = max(map(_weaker, parts), key=lambda pair: pair[0] / pair[1])
+    looks = []
+    for (
+        part
+    ) in parts:  # (statistic, limit) for the number of blocks with which the sum goes less far
+        sums = []
+        for num_blocks, limit in LIMITS.items():
+            means = block_means(part, num_blocks)
+            noise = successive_noise(means) * math.sqrt(num_blocks)
+            sums.append((ratio(float(np.max(np.abs(np.cumsum(means)))), noise), limit))
+        looks.append(min(sums, key=lambda pair: pair[0] / pair[1]))
+    statistic, limit = max(looks, key=lambda pair: pair[0] / pair[1])
     leaves = statistic > limit
     return Trend(
         state="parts" if leaves else "within_noise",
@@ -118,17 +130,6 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
         limit=limit,
         parts_at=int(steps[_onset(diffs)]) if leaves else None,
     )
-
-
-def _weaker(diffs: np.ndarray) -> tuple[float, float]:
-    """(statistic, limit) for the number of blocks with which the sum goes less far."""
-    pairs = []
-    for num_blocks, limit in LIMITS.items():
-        means = block_means(diffs, num_blocks)
-        noise = successive_noise(means) * math.sqrt(num_blocks)
-        reach = float(np.max(np.abs(np.cumsum(means))))
-        pairs.append((reach / noise if noise else math.inf if reach else 0.0, limit))
-    return min(pairs, key=lambda pair: pair[0] / pair[1])
 
 
 def _onset(diffs: np.ndarray) -> int:
@@ -216,7 +217,16 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
     for name in sorted(a.metrics.keys() ^ b.metrics.keys()):
         side = "reference" if name in a.metrics else "candidate"
         remarks.append(fact("training.alone", metric=name, side=side))
-    remarks += _coverage(a.metrics["loss"], b.metrics["loss"], common)
+    losses = a.metrics["loss"], b.metrics["loss"]
+    if not len(losses[0]) == len(losses[1]) == len(common):
+        remarks.append(fact(
+            "training.other_steps", num_reference=len(losses[0]), num_candidate=len(losses[1]),
+            num_common=len(common),
+        ))  # fmt: skip
+        ends = [max(curve) for curve in losses]
+        if common and ends[0] != ends[1]:
+            side = SIDES[ends[1] > ends[0]]
+            remarks.append(fact("training.goes_on", side=side, step=max(ends), end=min(ends)))
     loss = metrics[0]
     verdict = _with_jump(_verdict(loss, a.metrics["loss"], b.metrics["loss"], common), loss)
     return LossReport(
@@ -273,22 +283,6 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
         jump_to=None if jump_at is None else abs(b[jump_at] / a[jump_at] - 1),
         jump_before=0 if jump is None else jump[0],
     )
-
-
-def _coverage(a: dict[int, float], b: dict[int, float], common: list[int]) -> list[Fact]:
-    if len(a) == len(b) == len(common):
-        return []
-    num_a, num_b, num_common = len(a), len(b), len(common)
-    remarks = [
-        fact(
-            "training.other_steps", num_reference=num_a, num_candidate=num_b, num_common=num_common
-        )
-    ]
-    if common and max(a) != max(b):
-        side = "reference" if max(a) > max(b) else "candidate"
-        end, step = sorted((max(a), max(b)))
-        remarks.append(fact("training.goes_on", side=side, step=step, end=end))
-    return remarks
 
 
 def _interval(curve: dict[int, float]) -> float:

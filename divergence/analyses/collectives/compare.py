@@ -677,18 +677,17 @@ class _Judge:
     num_missing: int = 0
 
     def add(
-        self, case: RecordedCase, check: CollectiveCheck, wrong: torch.Tensor | int,
-        ranks: tuple[int, ...], *what: Fact, elements: int = 0, assumed: bool = False,
+        self, case: RecordedCase, check: CollectiveCheck, wrong: torch.Tensor,
+        ranks: tuple[int, ...], *what: Fact, assumed: bool = False,
         wrong_ranks: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        count = wrong if isinstance(wrong, int) else int(wrong.sum())
-        size = elements if isinstance(wrong, int) else len(wrong)
+        """``wrong``: which elements are."""
         spec = case.case
         self.faults.append(
             CollectiveFault(
                 check=check, collective=spec.collective, dtype=spec.dtype, size=spec.size,
-                values=spec.values, site=case.site, elements=size, num_wrong=count, ranks=ranks,
-                what=list(what), assumed=assumed,
+                values=spec.values, site=case.site, elements=len(wrong), num_wrong=int(wrong.sum()),
+                ranks=ranks, what=list(what), assumed=assumed,
                 wrong_ranks=tuple(r for r in sorted(wrong_ranks) if r not in ranks),
             )
         )  # fmt: skip
@@ -795,7 +794,7 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     misfits = grouped(wrong.misfits, lambda rank: (len(case.results[rank]), wrong.misfits[rank]))
     for (num, size), ranks in misfits.items():
         misfit = fact("collectives.misfit", num=num, size=size)
-        all_of.add(case, check, num, tuple(ranks), misfit, elements=num)
+        all_of.add(case, check, torch.ones(num, dtype=torch.bool), tuple(ranks), misfit)
     if not wrong.elements:
         if case.case.adds and not wrong.found:
             _look_below(all_of, case)
@@ -843,10 +842,8 @@ def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bo
 
 def _look_below(all_of: _Judge, case: RecordedCase) -> None:
     """A rank that adds in another dtype than the others, below what the bound shows."""
-    spec = case.case
-    stretches = all_of.orders.get(_key(spec))
-    out = case.whole
-    if stretches is None or out is None or spec.values != "random":
+    stretches, out = all_of.orders.get(_key(case.case)), case.whole
+    if stretches is None or out is None or case.case.values != "random":
         return
     if replay(stretches, [(case.inputs, out)]) is not None:
         return
@@ -855,7 +852,7 @@ def _look_below(all_of: _Judge, case: RecordedCase) -> None:
         ranks, dtype = narrow
         what = fact("collectives.adds_unlike_others", dtype=dtype)
         told = ranks if len(ranks) == 1 else ()
-        all_of.add(case, "sum", len(out), told, what, elements=len(out))
+        all_of.add(case, "sum", torch.ones(len(out), dtype=torch.bool), told, what)
 
 
 def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool:

@@ -284,14 +284,13 @@ def cases_of(
     *,
     shapes: Mapping[str, tuple[int, ...]] = ROWS,
     plan: Plan = PLAN,
-    dtypes: Sequence[str] = FLOATS,
     suffix: str = "",
 ) -> Callable[[], Iterator[OperatorCase]]:
     """Cases ``DTYPE.SHAPE.DISTRIBUTION[.SUFFIX]`` for every dtype and entry of ``plan``.
     ``build(source, shape)`` makes the arguments."""
 
     def cases() -> Iterator[OperatorCase]:
-        for dtype in dtypes:
+        for dtype in FLOATS:
             for place, values in plan:
                 shape, _, strided = place.partition(".")
                 source = TensorSource(dtype, values, bool(strided))

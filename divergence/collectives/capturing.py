@@ -58,6 +58,7 @@ from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import PlannedSite, SuiteRequest
 from divergence.recording.processes import TIMEOUT, PeerStoppedError, Ranks, closed, started
 from divergence.run.command import command_line, quoted
+from divergence.run.contents import site_names
 from divergence.run.manifest import COLLECTIVES as SOURCE
 from divergence.run.manifest import ModuleNote, Plan, Repeatability
 from divergence.run.reader import Run
@@ -499,6 +500,11 @@ def _started_ranks(like: Run | None) -> int:
 def _work(like: Run | None, options: CaptureOptions) -> CollectiveWork:
     """What is run. Raises UsageError where --sites leaves nothing."""
     patterns = list(options.sites) or (["*"] if like is None else like.manifest.plan.sites)
+    if like is not None and not options.sites and any(p.startswith("re:") for p in patterns):
+        # a run's regular expressions may be anything: they stand for what it holds
+        cases = {site.partition("/")[0] for site in site_names(like.records)}
+        cases |= {path.rpartition(".")[0] for path in cases if path.startswith("bandwidth.")}
+        patterns = [p for p in patterns if not p.startswith("re:")] + [f"{c}:*" for c in cases]
     matches = compile_patterns(patterns)
     work = CollectiveWork(
         [case for case in all_cases() if matches(f"{case.path}:out")],

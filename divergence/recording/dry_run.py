@@ -125,7 +125,7 @@ def plan_capture(
         groups = request.like.manifest.tokens.groups
     lengths = [sample.num_padded for sample in samples]
     notes = describe_modules(loaded.module)
-    selection = SiteSelection(request.sites, notes)
+    selection = SiteSelection(request.sites, notes, recorded=request.recorded_sites)
     check_operators(selection, store=request.store, only_changed=request.only_changed)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]

@@ -210,7 +210,7 @@ class Execution:
         like = None if request.like is None else request.like.manifest
         session.settle(self.samples, self.forced, like)
         self.notes = session.notes()
-        self.selection = SiteSelection(request.sites, self.notes)
+        self.selection = SiteSelection(request.sites, self.notes, recorded=request.recorded_sites)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
         self._made: list[Pass] = []

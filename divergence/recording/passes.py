@@ -60,7 +60,7 @@ from divergence.run.manifest import (
     Training,
     digest_tensor,
 )
-from divergence.run.process_tuning import frozen_heap, quick_thread_switches
+from divergence.run.process_tuning import collect_garbage_rarely, quick_thread_switches
 from divergence.run.reader import OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
 from divergence.run.site import module_of, of_parameter
@@ -153,7 +153,7 @@ def run_pass(
 ) -> None:
     """Run every group once under the recorder's hooks; forced steps ``together`` where it suits,
     and as far as the ``allowance`` goes."""
-    with recorder.installed(), quick_thread_switches(), frozen_heap():
+    with recorder.installed(), quick_thread_switches(), collect_garbage_rarely():
         for group in groups:
             if allowance is not None and not allowance.begins():
                 recorder.cut_short()

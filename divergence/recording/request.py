@@ -25,6 +25,7 @@ from divergence.recording.plant import Plant, Substitute, parse_plant, parse_sub
 from divergence.recording.prompts import Prompt, padded_right_alone
 from divergence.recording.selection import chosen_store, select_positions, step_selected
 from divergence.run.captured import DEFAULT_BUFFER_BYTES, buffer_bytes
+from divergence.run.contents import site_names
 from divergence.run.location import Location
 from divergence.run.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
 from divergence.run.ranks import unsharded
@@ -72,6 +73,13 @@ class Request(CaptureOptions):
         names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code",
                  "device_map")  # fmt: skip
         return Loading(self.model, **{name: getattr(self, name) for name in names})
+
+    @property
+    def recorded_sites(self) -> set[str] | None:
+        """What the repeated run holds, where its own sites are recorded again."""
+        if self.like is None or self.sites != self.like.manifest.plan.sites:
+            return None
+        return site_names(self.like.records)
 
     @property
     def regrouped(self) -> bool:

@@ -17,7 +17,7 @@ pattern on site names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -34,6 +34,7 @@ from divergence.run.site import (
     did_you_mean,
     is_codes,
     join_site,
+    module_of,
 )
 
 OPERATORS = "ops@"
@@ -42,9 +43,15 @@ OPERATORS = "ops@"
 
 class SiteSelection:
     """``wanted(path, port, tensor)`` and the set of modules that need a hook. Raises UsageError for
-    a pattern that no module of this model can satisfy."""
+    a pattern that no module of this model can satisfy.
 
-    def __init__(self, sites: Sequence[str], notes: Mapping[str, ModuleNote]) -> None:
+    ``recorded``: where the sites are those of a run that is repeated, the sites that it holds. They
+    stand for its regular expressions, which may be anything, and are not matched."""
+
+    def __init__(
+        self, sites: Sequence[str], notes: Mapping[str, ModuleNote],
+        *, recorded: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
         self.sites = expand_sites(sites or ["blocks"])
         self._notes = notes
         self._modules = "modules" in self.sites
@@ -60,6 +67,10 @@ class SiteSelection:
             path for path in inner if not any(path.startswith(f"{outer}.") for outer in inner)
         }
         patterns = [site for site in self.sites if site not in (*BUILTIN_SITES, *operators)]
+        self._held = set[str]()
+        if recorded is not None and any(pattern.startswith("re:") for pattern in patterns):
+            self._held = {join_site(module_of(s), s.rpartition(":")[2]) for s in recorded}
+            patterns = [pattern for pattern in patterns if not pattern.startswith("re:")]
         for pattern in patterns:
             _check(pattern, notes)
         self._match = compile_patterns(patterns)
@@ -67,6 +78,7 @@ class SiteSelection:
         self._routing = routing_modules(notes)
         everything = self._modules or any(pattern.startswith("re:") for pattern in patterns)
         heads = compile_patterns([_path_part(pattern) + ":*" for pattern in patterns])
+        held = set(map(module_of, self._held))
         self.hooked = {
             path
             for path, note in notes.items()
@@ -74,6 +86,7 @@ class SiteSelection:
             or (self._blocks and note.role != "inner")
             or path in self.operators
             or (self._blocks and path in self._routing)
+            or path in held
             or heads(f"{path}:")
         }
 
@@ -90,7 +103,8 @@ class SiteSelection:
                 or (plain and trunk and (path != ROOT or port == "out"))
                 or (plain and path in self.operators)
                 or (self._blocks and (is_codes(port) or self.is_routing(path, port, tensor)))
-                or self._match(join_site(path, port))
+                or (site := join_site(path, port)) in self._held
+                or self._match(site)
             )
             self._known[key] = known
         return known

@@ -96,8 +96,9 @@ def collect_garbage_rarely() -> Iterator[None]:
     """Raises the garbage collector's threshold to 100,000 objects (``gc.set_threshold``).
 
     A block, or a decorator. Where several overlap, in whatever threads, the last one restores.
-    Why: a large run has many records, which form no cycles, and the collector would walk through
-    them over and over. Off: Python's own threshold stays.
+    Why: a large run has many records, and a pass makes many that wait for the writer; they form no
+    cycles, and the collector would walk through them, and the model, over and over. Off: Python's
+    own threshold stays.
     """
     if not enabled():
         yield
@@ -114,24 +115,6 @@ def collect_garbage_rarely() -> Iterator[None]:
             before = _thresholds.pop()
             if not _thresholds:
                 gc.set_threshold(*before)
-
-
-@contextlib.contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Hides all objects that exist already, the model above all, from the garbage collector.
-
-    It does nothing where the program goes without the collector or has frozen objects itself
-    (``gc.freeze``). Why: records that wait for the writer start the collector, which would walk
-    through the whole model. Off: it does walk through it.
-    """
-    frozen = enabled() and gc.isenabled() and not gc.get_freeze_count()
-    if frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if frozen:
-            gc.unfreeze()
 
 
 # --- OpenMP -------------------------------------------------------------------------------------

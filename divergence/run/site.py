@@ -72,6 +72,9 @@ BUILTIN_SITES = ("blocks", "modules")
 MAX_PATTERNS = 1_000
 """With wildcards, in one list; names in full are not counted."""
 
+_MAX_MATCHED = 4_000
+"""Letters of a name that a regular expression is tried on: a run's may be of any length."""
+
 _WILD = re.compile(r"[*?[]")
 
 _SITE = re.compile(r"(?P<path>[^:\s]+):(?P<port>(?:in|out)(?:\.[^:\s]+)?)")
@@ -178,12 +181,24 @@ def operator_of(site: str) -> str:
     return site.partition(":")[0].partition("/")[2].partition("#")[0]
 
 
+def _short_alone(expression: re.Pattern[str]) -> Callable[[str], object]:
+    def test(site: str) -> object:
+        if len(site) > _MAX_MATCHED:
+            raise UsageError(
+                f"a site has {len(site):,} letters, too many for re:{expression.pattern}",
+                hint="name it in full, or use a glob such as 'model.layers.*.mlp:out'",
+            )
+        return expression.fullmatch(site)
+
+    return test
+
+
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
     """A predicate on sites that is true where any of the patterns matches.
 
-    The patterns may be a run's: matching takes time in proportion to pattern and site. Raises
-    UsageError for a regular expression that does not compile, and for more patterns with wildcards
-    than MAX_PATTERNS.
+    Globs take time in proportion to pattern and site. A regular expression may take any: only one
+    that the user gave is matched (a run's stands for the sites that the run holds). Raises
+    UsageError for one that does not compile, and for more than MAX_PATTERNS with wildcards.
     """
     names: set[str] = set()
     tests: list[Callable[[str], object]] = []
@@ -194,11 +209,9 @@ def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
                 hint="name the sites in full, or say more with one pattern",
             )
         if pattern.startswith("re:"):
-            from divergence.run.linear import fullmatcher
-
             try:
-                tests.append(fullmatcher(pattern[3:]))
-            except re.error as error:
+                tests.append(_short_alone(re.compile(pattern[3:])))
+            except (re.error, OverflowError, RecursionError) as error:
                 raise UsageError(
                     f"{pattern!r} is not a regular expression: {error}",
                     hint="quote it for the shell, or use a glob such as 'model.layers.*.mlp:out'",

@@ -141,8 +141,8 @@ def _settings() -> str:
         *rows,
         "",
         "`DIVERGENCE_PROCESS_TUNING=0` is a variable alone. It switches off what is done to the",
-        "process for speed: quicker thread switches, a garbage collector that runs rarely and",
-        "leaves the model out, one OpenMP thread for the writer, huge pages, pages given back",
+        "process for speed: quicker thread switches, a garbage collector that runs rarely,",
+        "one OpenMP thread for the writer, huge pages, pages given back",
         "early, files written past the system's cache. Results have the same bits; a capture may",
         "be slower.",
     ]

@@ -188,6 +188,17 @@ def test_a_run_without_block_inputs_cannot_anchor(captured, replay):
     assert compare(run, other).verdict.kind == "identical"
 
 
+def test_a_regular_expression_is_repeated_by_what_it_selected(captured, replay):
+    """The sites of the run that is repeated, and its pattern in the manifest."""
+    pattern = r"re:model\.layers\.\d\.mlp\.(up|down)_proj:out"
+    run = captured("llama", capture_options={"sites": ["blocks", pattern]})
+    again = replay(run)
+    assert "model.layers.1.mlp.up_proj:out" in run.sites()
+    assert again.sites() == run.sites()
+    assert again.manifest.plan.sites == ["blocks", pattern]
+    assert not again.manifest.overrides
+
+
 def test_anchoring_can_be_left_out(captured, replay):
     """anchor=False records the free pass alone."""
     other = replay(captured("llama"), anchor=False)

@@ -79,12 +79,9 @@ def test_the_switch_turns_every_part_off(off, monkeypatch):
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     monkeypatch.setattr("ctypes.CDLL", lambda *_: pytest.fail("OpenMP was asked"))
     tuning.disable_openmp()
-    with (
-        tuning.quick_thread_switches(), tuning.frozen_heap(), tuning.collect_garbage_rarely(),
-    ):  # fmt: skip
+    with tuning.quick_thread_switches(), tuning.collect_garbage_rarely():
         assert sys.getswitchinterval() == interval
         assert gc.get_threshold() == thresholds
-        assert gc.get_freeze_count() == 0
     assert tuning.short_copy() is ctypes.memmove
     assert not tuning.DirectFiles().usable
     memory = mmap.mmap(-1, 1 << 20)
@@ -175,35 +172,18 @@ def test_results_have_the_same_bits_without_it(
 
 
 def test_a_pass_is_tuned_and_the_process_comes_back():
-    """Within it threads hand over sooner and old objects are set aside; after it, also by an
+    """Within it threads hand over sooner and the collector runs rarely; after it, also by an
     error, all is as before."""
-    interval, frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     with (
-        pytest.raises(KeyboardInterrupt), tuning.quick_thread_switches(), tuning.frozen_heap(),
+        pytest.raises(KeyboardInterrupt), tuning.quick_thread_switches(),
+        tuning.collect_garbage_rarely(),
     ):  # fmt: skip
         assert sys.getswitchinterval() < interval
-        assert gc.get_freeze_count() > frozen
+        assert gc.get_threshold()[0] > thresholds[0]
         raise KeyboardInterrupt
     assert sys.getswitchinterval() == interval
-    assert gc.get_freeze_count() == frozen == 0
-
-
-def test_what_somebody_else_set_aside_stays_so():
-    """A program that has frozen its objects, or goes without the collector, keeps it that way."""
-    gc.freeze()
-    try:
-        with tuning.frozen_heap():
-            pass
-        assert gc.get_freeze_count() > 0  # some may have died meanwhile
-    finally:
-        gc.unfreeze()
-    gc.disable()
-    try:
-        with tuning.frozen_heap():
-            assert gc.get_freeze_count() == 0
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+    assert gc.get_threshold() == thresholds
 
 
 def test_thresholds_come_back_after_overlapping_blocks():

@@ -295,7 +295,7 @@ class _Ledger:
         if not a.plan.modules or a.mesh is not None or b.mesh is not None:
             return  # a rank hooks what it has
         ours = {self._rename(f"{path}:out").rpartition(":")[0] for path in a.plan.modules}
-        selects = _selects(a.plan.sites)
+        selects = _selects(a.plan.sites, b.plan.sites)
         for item in self._alignment.only_candidate:
             path = module_of(item.site)
             note = b.plan.modules.get(path)
@@ -306,18 +306,19 @@ class _Ledger:
                 self._row(item.pass_, "tensors").add("extra", why)
 
 
-def _selects(sites: Sequence[str]) -> Callable[[str, ModuleNote], bool]:
-    """Would a capture with these sites record something of a module?"""
-    patterns = [site for site in sites if site not in BUILTIN_SITES and not site.startswith("ops@")]
-    match = compile_patterns(
-        [
-            pattern if pattern.startswith("re:") else pattern.rpartition(":")[0] or pattern
-            for pattern in patterns
-        ]
-    )
+def _selects(sites: Sequence[str], others: Sequence[str]) -> Callable[[str, ModuleNote], bool]:
+    """Would a capture with these sites record something of a module, which one with ``others``
+    has recorded? A run's regular expressions may be anything: what one selected on the other side
+    it is taken to select here, and else to select nothing."""
+    again = set(others) <= set(sites) and any(site.startswith("re:") for site in others)
+    patterns = [
+        site for site in sites if site not in BUILTIN_SITES and not site.startswith(("ops@", "re:"))
+    ]
+    match = compile_patterns([pattern.rpartition(":")[0] or pattern for pattern in patterns])
 
     def selects(path: str, note: ModuleNote) -> bool:
-        if "modules" in sites or ("blocks" in sites and note.role in ("block", "trunk")):
+        trunk = "blocks" in sites and note.role in ("block", "trunk")
+        if again or "modules" in sites or trunk:
             return True
         return any(match(f"{path}:{port}") for port in ("out", "in"))
 

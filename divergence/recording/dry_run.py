@@ -26,15 +26,8 @@ from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import PlannedSite
-from divergence.recording.passes import (
-    can_anchor,
-    keeps_tensors,
-    mode_of,
-    unpadded,
-    why_not_escalated,
-    why_not_whole,
-)
-from divergence.recording.prompts import group_samples, plain_wishes, plan_options, tokenize
+from divergence.recording.passes import keeps_tensors, mode_of, planned_passes, tokens_of
+from divergence.recording.prompts import plain_wishes, plan_options
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
 from divergence.recording.structure import describe_modules, output_paths
@@ -114,15 +107,7 @@ def plan_capture(
     request = resolve_request(model, like=like, options=chosen)
     refuse_of_collectives(chosen, planned=bool(request.train))
     loaded = empty_model(request.loading)
-    if request.like is None:
-        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
-    else:
-        samples = request.like.manifest.tokens.samples
-    if request.like is None or request.regrouped:
-        samples = unpadded(samples)
-        groups = group_samples(samples, pad_left=not request.pad_right, **request.grouping)
-    else:
-        groups = request.like.manifest.tokens.groups
+    samples, groups, _ = tokens_of(request, loaded)
     lengths = [sample.num_padded for sample in samples]
     notes = describe_modules(loaded.module)
     selection = SiteSelection(request.sites, notes, recorded=request.recorded_sites)
@@ -149,31 +134,20 @@ def plan_capture(
                 bytes=prefill * kept_prefill + sum(decode) * kept_decode,
             )
         )
-    passes, total, said = ["free"], sum(row.bytes for row in rows), []
+    made, said = planned_passes(request, loaded, selection, notes, lacks={})
+    passes, total = [pass_.name for pass_ in made], sum(row.bytes for row in rows)
     if request.only_changed:
         said.append("of these bytes only those are stored that the run to be repeated has not")
-    anchors = request.like is not None and can_anchor(request.like, notes) is None
-    if anchors and request.anchor:
-        passes.append("anchored")
+    if "anchored" in passes:
         total *= 2
         said.append("the anchored pass is counted like the free one; equal tensors are stored once")
-    if request.escalate:
-        reason = why_not_escalated(request, loaded.module)
-        if reason is None and (anchors or request.like is None):
-            passes.append("escalated")
-            said.append(
-                "the escalated pass is not counted: 4 bytes a number of each output that it reaches"
-            )
-        elif reason is not None:
-            said.append(f"no escalated pass: {reason}")
-    if request.whole:
-        reason = why_not_whole(request, loaded.task, selection, notes)
-        if reason is None:
-            passes.append("whole")
-            total += sum(row.bytes - row.bytes_prefill for row in rows)
-            said.append("the whole pass is counted like the decode steps")
-        else:
-            said.append(f"no whole pass: {reason}")
+    if "escalated" in passes:
+        said.append(
+            "the escalated pass is not counted: 4 bytes a number of each output that it reaches"
+        )
+    if "whole" in passes:
+        total += sum(row.bytes - row.bytes_prefill for row in rows)
+        said.append("the whole pass is counted like the decode steps")
     if mode_of(request) != "no":
         if keeps_tensors(request):
             passes.append("truth")

@@ -35,33 +35,32 @@ from divergence.recording.machine import Determinism
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import probed, provenance, unlike
 from divergence.recording.passes import (
+    ESCALATED,
     LEAST_SECONDS,
     SHARE,
     FloorSink,
     Pass,
     RememberingSink,
     RepeatSink,
-    can_anchor,
     check_forwards,
     disagreement,
     keeps_tensors,
     mode_of,
     other_device,
     own_inputs,
+    planned_passes,
     recorded_inputs,
-    repeated_tokens,
     run_pass,
     run_whole,
+    tokens_of,
     why_no_room,
     why_no_truth,
     why_not_anchored,
-    why_not_escalated,
-    why_not_whole,
     widened,
 )
 from divergence.recording.plant import Plant, check_fired, check_places
 from divergence.recording.processes import Ranks, closed, on_all, own_part, started
-from divergence.recording.prompts import group_samples, token_texts, tokenize
+from divergence.recording.prompts import token_texts
 from divergence.recording.ranks import Division, LocalKeeper
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
@@ -180,8 +179,6 @@ def about_bytes(
 # one, and last the run's own truth, anchored to its own free pass, in float64. A truth of another
 # run makes the first two, in float64.
 
-ESCALATED = Pass("escalated", anchored=True, compute_dtype=torch.float32)
-
 
 class Execution:
     """One capture under way: the pieces that the passes share."""
@@ -200,13 +197,7 @@ class Execution:
         self.request, self.session, self.on_progress = request, session, on_progress
         loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
-        self.forced: list[list[int]] | None = None
-        if request.like is not None:
-            self.samples, self.groups, self.forced = repeated_tokens(request, loaded)
-        else:
-            self.samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
-            left = loaded.task == "causal-lm"
-            self.groups = group_samples(self.samples, pad_left=left, **request.grouping)
+        self.samples, self.groups, self.forced = tokens_of(request, loaded)
         like = None if request.like is None else request.like.manifest
         session.settle(self.samples, self.forced, like)
         self.notes = session.notes()
@@ -238,7 +229,13 @@ class Execution:
     def run(self, out: Location, *, force: bool, command: str | None) -> Run:
         """Write the run to ``out``, and open it."""
         request = self.request
-        passes = self._made = self._passes()
+        passes, missed = planned_passes(
+            request, self.loaded, self.selection, self.notes, lacks=self.session.lacks,
+            compute_dtype=self.compute_dtype,
+        )  # fmt: skip
+        for text in missed:
+            self._note(text)
+        self._made = passes
         plain = not (self.selection.operators or self.plants or request.substitutes)
         plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
@@ -447,38 +444,6 @@ class Execution:
 
     def _note(self, text: str) -> None:
         self.on_progress("note", 0, None, text)
-
-    def _passes(self) -> list[Pass]:
-        """What this capture makes; what it cannot make is said."""
-        request, lacks = self.request, self.session.lacks
-        passes, escalate = [Pass("free", compute_dtype=self.compute_dtype)], request.escalate
-        if request.like is not None and (request.anchor or escalate):
-            unfit = can_anchor(request.like, self.notes)
-            if "anchor" in lacks:
-                escalate = False
-                self._note(f"no anchored pass: {lacks['anchor']}")
-            elif unfit is not None:
-                missed = "anchored or escalated" if escalate else "anchored"
-                escalate = False
-                self._note(f"no {missed} pass: {request.like.path} cannot anchor one, {unfit}")
-            elif request.anchor:
-                passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
-        if escalate:
-            reason = lacks.get("anchor") or lacks.get("escalate")
-            reason = reason or why_not_escalated(request, self.loaded.module)
-            if reason is None:
-                passes.append(ESCALATED)
-            else:
-                self._note(f"no escalated pass: {reason}")
-        if request.whole:
-            reason = lacks.get("whole") or why_not_whole(
-                request, self.loaded.task, self.selection, self.notes
-            )
-            if reason is None:
-                passes.append(Pass("whole", whole=True))
-            else:
-                self._note(f"no whole pass: {reason}")
-        return passes
 
     def _is_own(self, pass_: Pass) -> bool:
         """An escalated pass that is anchored to this run's own free pass?"""

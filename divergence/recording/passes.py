@@ -37,13 +37,13 @@ from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import folds_of
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
-from divergence.recording.engines.engine import QUANTIZE, GroupResult, Session, pad_id
+from divergence.recording.engines.engine import QUANTIZE, Feature, GroupResult, Session, pad_id
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.together import Allowance, Enough, Together
 from divergence.recording.hooks import Anchor, Sink
 from divergence.recording.machine import free_bytes
 from divergence.recording.modules import Recorder
-from divergence.recording.prompts import group_samples
+from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
 from divergence.recording.structure import compiled_regions
@@ -178,6 +178,40 @@ def run_pass(
                     continue
             if on_group is not None:
                 on_group(group, result)
+
+
+ESCALATED = Pass("escalated", anchored=True, compute_dtype=torch.float32)
+
+
+def planned_passes(
+    request: Request, loaded: LoadedModel, selection: SiteSelection,
+    notes: Mapping[str, ModuleNote], *, lacks: Mapping[Feature, str],
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[list[Pass], list[str]]:  # fmt: skip
+    """What a capture makes, but for its own truth; and of what was asked for and cannot be made
+    why. ``lacks``: what the engine cannot do."""
+    passes, missed, escalate = [Pass("free", compute_dtype=compute_dtype)], [], request.escalate
+    if request.like is not None and (request.anchor or escalate):
+        unfit = can_anchor(request.like, notes)
+        if "anchor" in lacks:
+            escalate = False
+            missed.append(f"no anchored pass: {lacks['anchor']}")
+        elif unfit is not None:
+            what = "anchored or escalated" if escalate else "anchored"
+            escalate = False
+            missed.append(f"no {what} pass: {request.like.path} cannot anchor one, {unfit}")
+        elif request.anchor:
+            passes.append(Pass("anchored", anchored=True, compute_dtype=compute_dtype))
+    if escalate:
+        reason = lacks.get("anchor") or lacks.get("escalate")
+        reason = reason or why_not_escalated(request, loaded.module)
+        passes += [ESCALATED] if reason is None else []
+        missed += [] if reason is None else [f"no escalated pass: {reason}"]
+    if request.whole:
+        reason = lacks.get("whole") or why_not_whole(request, loaded.task, selection, notes)
+        passes += [Pass("whole", whole=True)] if reason is None else []
+        missed += [] if reason is None else [f"no whole pass: {reason}"]
+    return passes, missed
 
 
 def why_not_whole(
@@ -449,24 +483,22 @@ class FloorSink:
 # * masks, positions, whatever has no row of tokens for each prompt, and what does not fit.
 
 
-def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
-    """The same prompts without padding."""
-    return [
-        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
-        for sample in samples
-    ]
-
-
-def repeated_tokens(
+def tokens_of(
     request: Request, loaded: LoadedModel
-) -> tuple[list[SampleTokens], list[list[int]], list[list[int]]]:
-    """(samples, groups, forced tokens) of the run that is repeated, in the batches asked for."""
-    assert request.like is not None
+) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
+    """(samples, groups, forced tokens) in the batches asked for: of the prompts, or of the run that
+    is repeated."""
+    left = loaded.task == "causal-lm" and not request.pad_right
+    if request.like is None:
+        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+        return samples, group_samples(samples, pad_left=left, **request.grouping), None
     recorded = request.like.manifest.tokens
     forced = [sample.generated_ids for sample in recorded.samples]
-    samples = unpadded(recorded.samples)
+    samples = [
+        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
+        for sample in recorded.samples
+    ]
     if request.regrouped:
-        left = loaded.task == "causal-lm" and not request.pad_right
         groups = group_samples(samples, pad_left=left, **request.grouping)
         for group in groups:  # each is fed equally many tokens: padding after it has ended
             longest = max(len(forced[number]) for number in group)

@@ -98,8 +98,8 @@ class Captured:
         self._execution, self.manifest = execution, execution._manifest([Pass("free")], None)
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
-        from divergence.recording.execution import Pass, about_bytes, storage
-        from divergence.recording.passes import run_pass
+        from divergence.recording.engines.sessions import about_bytes
+        from divergence.recording.execution import Pass, run_pass, storage
 
         execution = self._execution
         self.manifest.sizes = type(self.manifest.sizes)()

@@ -8,37 +8,29 @@ equal ones cannot be told from shapes.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-from divergence.errors import ModelError, first_line
-from divergence.numerics.formats import format_named
-from divergence.numerics.summaries import sketch_bytes
+from divergence.errors import ModelError
 from divergence.options.commands import CaptureOptions
-from divergence.recording.engines.load import LoadedModel, Loading, empty_model
-from divergence.recording.keeper import ShapeKeeper
-from divergence.recording.modules import Recorder
+from divergence.recording.engines.load import Loading, empty_model
+from divergence.recording.execution import keeps_tensors, mode_of, planned_passes, tokens_of
 from divergence.recording.new_run import PlannedSite
-from divergence.recording.passes import keeps_tensors, mode_of, planned_passes, tokens_of
 from divergence.recording.prompts import plain_wishes, plan_options
-from divergence.recording.request import Request, resolve_request
+from divergence.recording.ranks import count_shapes
+from divergence.recording.request import resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
-from divergence.recording.structure import describe_modules, output_paths
+from divergence.recording.structure import describe_modules
 from divergence.recording.suites import (
     of_collectives,
     refuse_of_collectives,
     refuse_options,
     wants_suite,
 )
-from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import SUITE, ModuleNote, StoreMode
+from divergence.run.manifest import SUITE
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, module_of
 from divergence.training.plan.result import TrainingPlan
@@ -61,29 +53,6 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     training: TrainingPlan | None = None
     """Of a training step: the memory and traffic of the step itself."""
-
-
-class _Counter:
-    """A sink that keeps shapes and sizes by (step, site)."""
-
-    def __init__(self, store: StoreMode) -> None:
-        self._store = store
-        self.seen: dict[tuple[int, str], tuple[CapturedTensor, int]] = {}
-        self._counted: set[int] = set()
-        self._alive: list[CapturedTensor] = []
-
-    def put(self, item: CapturedTensor, *, step: int, site: str, **_: object) -> None:
-        fresh = id(item) not in self._counted
-        self._counted.add(id(item))
-        self._alive.append(item)  # keeps ids unique
-        self.seen[step, site] = (item, self._bytes_of(item) if fresh else 0)
-
-    def _bytes_of(self, item: CapturedTensor) -> int:
-        if self._store == "full":
-            return item.num_bytes
-        if self._store == "sketch":
-            return sketch_bytes(item.shape, format_named(item.dtype))
-        return 0  # statistics and digests stand in the records
 
 
 def plan_capture(
@@ -113,7 +82,7 @@ def plan_capture(
     selection = SiteSelection(request.sites, notes, recorded=request.recorded_sites)
     check_operators(selection, store=request.store, only_changed=request.only_changed)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
-    counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
+    counters = [count_shapes(request, loaded, selection, notes, group, lengths) for group in groups]
     kept_prefill = step_selected(request.steps, 0)
     kept_decode = sum(step_selected(request.steps, step) for step in range(1, steps))
     rows = []
@@ -177,102 +146,6 @@ def plan_capture(
         notes=said,
         training=training,
     )
-
-
-def forward_shapes(
-    request: Request,
-    loaded: LoadedModel,
-    selection: SiteSelection,
-    notes: Mapping[str, ModuleNote],
-    *,
-    batch: int,
-    tokens: int,
-) -> dict[str, tuple[int, ...]]:
-    """Site → shape in a prefill of ``loaded.structure`` whole, from shapes alone; as far as the
-    architecture can be run without values."""
-    whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
-    prefill = replace(request, max_new_tokens=1)
-    for attempt in range(2):
-        counter = _Counter(request.store)
-        try:
-            _count(prefill, whole, selection, notes, [0] * batch, [tokens], counter)
-            break
-        except ModelError:
-            experts: Any = getattr(whole.module, "set_experts_implementation", None)
-            if experts is None or attempt:
-                break
-            experts("batched_mm")  # the one way to run experts whose shapes need no values
-    return {site: item.shape for (_, site), (item, _) in counter.seen.items()}
-
-
-def _count(
-    request: Request,
-    loaded: LoadedModel,
-    selection: SiteSelection,
-    notes: Mapping[str, ModuleNote],
-    group: Sequence[int],
-    lengths: Sequence[int],
-    counter: _Counter | None = None,
-) -> _Counter:
-    """Shapes of one group's prefill (step 0) and of one decode step (step 1)."""
-    counter = counter or _Counter(request.store)
-    recorder = Recorder(
-        loaded.module,
-        notes,
-        wanted=selection.wanted,
-        hooked=selection.hooked,
-        flat=selection.is_routing,
-        sink=counter,
-        positions=request.positions,
-        logit_paths=output_paths(loaded.module) if loaded.task == "causal-lm" else (),
-        keeper=ShapeKeeper(),
-        operators=selection.operators,
-        weights=request.weights,
-    )
-    batch, tokens = len(group), lengths[group[0]]
-    recorder.begin(sample=group[0], batch=batch, num_tokens=tokens)
-    decode = loaded.task != "encoder" and request.max_new_tokens > 1
-    try:
-        with torch.no_grad():
-            steps = (0, 1) if decode else (0,)
-            forwards = [_inputs(loaded, batch, tokens, step, bool(request.train)) for step in steps]
-            with recorder.installed():
-                for inputs in forwards:
-                    loaded.module(**inputs)
-    except Exception as error:  # whatever an architecture raises without values
-        raise ModelError(
-            f"the shapes of {loaded.source} cannot be computed without weights: "
-            f"{first_line(error)}",
-            hint="capture with --max-new-tokens 1 --positions 0 to see its sites",
-        ) from error
-    return counter
-
-
-def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int, train: bool) -> dict[str, Any]:
-    """Arguments for a prefill (step 0) or decode step on the meta device, tried out."""
-    module: Any = loaded.module
-    known = inspect.signature(module.forward).parameters
-    length = tokens if step == 0 else 1
-    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in known:
-        inputs["use_cache"] = False
-    if "logits_to_keep" in known and not train:
-        inputs["logits_to_keep"] = 1
-    if loaded.task == "encoder-decoder":
-        inputs["decoder_input_ids"] = ids[:, :1]
-        inputs["input_ids"] = ids.new_zeros(batch, tokens)
-        if step > 0:  # the encoder ran once, before the first decoder step
-            width = module.config.hidden_size
-            encoded = torch.zeros(batch, tokens, width, dtype=module.dtype, device="meta")
-            inputs["encoder_outputs"] = (encoded,)
-    # A finished mask is tried first: building one from tokens looks at their values.
-    mask = torch.zeros(batch, 1, length, length, dtype=module.dtype, device="meta")
-    try:
-        module(**inputs, attention_mask=mask)
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return inputs
-    return {**inputs, "attention_mask": mask}
 
 
 def plantable_module(

@@ -1,75 +1,87 @@
-"""One capture, from top to bottom: what is run, in which order, and where it is kept."""
+"""One capture, from top to bottom: where it is kept, its passes, and what is run in which order.
+
+Free: the model runs on its own values (tokens forced where a run is repeated). Repeat: the free
+pass again, its digests compared with the first. Anchored: every block gets the recorded input of
+the run that is repeated, so that a difference at its output was made in it; caches are made from
+those inputs.
+
+Whole: one forward over the prompt and every token that was fed to decoding. A decode step with a
+cache must compute what one forward over the whole sequence computes for that token. So the tokens
+of this run's own free pass are run once more without a cache, and each block gets as input the rows
+that the free pass recorded. A difference in a block's output, in the row of a decoded token, was
+made there: by the cache or the state, or by the kernel of the other shape. Only those rows are
+kept. The recorded rows are read back from the shards written so far, one input at a time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
+import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
+import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from divergence.errors import ModelError, UsageError
+from divergence.layout import size
+from divergence.numerics.floor import floor_weights
+from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
-from divergence.numerics.summaries import sketch_tensor
+from divergence.numerics.summaries import folds_of, sketch_tensor
 from divergence.numerics.summary import summarize
 from divergence.options.commands import CaptureOptions, recorded_in
 from divergence.recording import optimizer as asked
+from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import (
+    QUANTIZE,
+    Feature,
     GroupResult,
     Session,
     check_ids,
+    pad_id,
     padded_right,
     refuse_lacking,
 )
-from divergence.recording.engines.load import map_text
-from divergence.recording.engines.together import Allowance, Together
-from divergence.recording.hooks import USUAL, Anchor
+from divergence.recording.engines.load import LoadedModel, map_text
+from divergence.recording.engines.together import Allowance, Enough, Together
+from divergence.recording.hooks import USUAL, Anchor, Sink
 from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
-from divergence.recording.machine import Determinism
+from divergence.recording.machine import Determinism, free_bytes
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import probed, provenance, unlike
-from divergence.recording.passes import (
-    ESCALATED,
-    LEAST_SECONDS,
-    SHARE,
-    FloorSink,
-    Pass,
-    RememberingSink,
-    RepeatSink,
-    check_forwards,
-    disagreement,
-    keeps_tensors,
-    mode_of,
-    other_device,
-    own_inputs,
-    planned_passes,
-    recorded_inputs,
-    run_pass,
-    run_whole,
-    tokens_of,
-    why_no_room,
-    why_no_truth,
-    why_not_anchored,
-    widened,
-)
 from divergence.recording.plant import Plant, check_fired, check_places
 from divergence.recording.processes import Ranks, closed, on_all, own_part, started
-from divergence.recording.prompts import token_texts
+from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks import Division, LocalKeeper
 from divergence.recording.request import Request
-from divergence.recording.selection import SiteSelection, check_operators
-from divergence.recording.structure import CompiledWatch, inside, noting_calls, output_paths
-from divergence.run.captured import Buffer, BufferLimits
-from divergence.run.contents import first_nonfinite, nonfinite_text
-from divergence.run.location import Location
+from divergence.recording.selection import SiteSelection, check_operators, step_selected
+from divergence.recording.structure import (
+    CompiledWatch,
+    compiled_regions,
+    inside,
+    noting_calls,
+    output_paths,
+)
+from divergence.recording.training import leaves
+from divergence.recording.widening import Widening, check_device
+from divergence.run.captured import Buffer, BufferLimits, CapturedTensor
+from divergence.run.contents import each_of, first_nonfinite, nonfinite_text, why_no_bytes
+from divergence.run.location import Location, Url
 from divergence.run.manifest import (
     Manifest,
+    ModuleNote,
     OwnTruth,
     Plan,
     Repeatability,
@@ -77,10 +89,13 @@ from divergence.run.manifest import (
     Settings,
     Sizes,
     Tokens,
+    Training,
+    digest_tensor,
 )
-from divergence.run.reader import Run
-from divergence.run.record import OWN_TRUTH
-from divergence.run.site import ROOT, escape_path
+from divergence.run.process_tuning import collect_garbage_rarely, quick_thread_switches
+from divergence.run.reader import OwnFloor, Run
+from divergence.run.record import OWN_TRUTH, PassName, Record
+from divergence.run.site import ROOT, module_of, of_parameter
 from divergence.run.writer import RunWriter, reducer_for, wants_fold
 from divergence.words import Progress
 
@@ -144,30 +159,706 @@ def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
     return kernel_for(num_bytes) if buffer_bytes >= _SHARE * RESIDENT_BYTES else "numpy"
 
 
-def about_bytes(
-    module: torch.nn.Module,
-    hooked: Collection[str],
-    samples: Sequence[SampleTokens],
-    max_new_tokens: int,
-) -> int:
-    """Bytes of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``: their
-    order of magnitude, before a forward is made.
+# The passes, and what stands in place of a block's own input.
 
-    A matrix (out, in) makes rows of ``out`` features of rows of ``in``; a module without one of its
-    own (a block, a norm) takes and gives rows as wide as the last axis of its first parameter.
-    """
-    num_tokens = sum(len(sample.prompt_ids) + max_new_tokens for sample in samples)
-    total = 0
-    for path, part in module.named_modules():
-        if escape_path(path) not in hooked:
-            continue
-        own = getattr(part, "weight", None)
-        weight = own if own is not None else next(part.parameters(), None)
-        if weight is None or weight.ndim == 0:
-            continue
-        features = sum(weight.shape) if own is not None and own.ndim == 2 else 2 * weight.shape[-1]
-        total += num_tokens * features * weight.element_size()
-    return total
+TensorKey = tuple[int, int, str]
+
+OWN_KEPT_BYTES = 256 << 20
+"""Widened weights that a capture's own truth keeps from forward to forward, where they are no more:
+it takes an operator's memory beside the model, not a second model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over all prompts."""
+
+    name: PassName
+    anchored: bool = False
+    """Each block gets the inputs that the repeated run recorded."""
+    compute_dtype: torch.dtype | None = None
+    """What every operator is computed in; None for the model's own dtype."""
+    whole: bool = False
+    """Prompt and fed tokens in one forward, anchored to this run's own free pass."""
+    device: str | None = None
+    """Where every operator is computed; None for where the model lies."""
+
+    @property
+    def is_own_truth(self) -> bool:
+        """Of this run's own weights, in float64: anchored to its own free pass, or free."""
+        return self.name in OWN_TRUTH
+
+
+class RememberingSink:
+    """Passes everything on to the writer and remembers what was seen where."""
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+        self.items: dict[TensorKey, CapturedTensor] = {}
+
+    def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **rest: Any) -> None:
+        self.items[sample, step, site] = item
+        self._writer.put(item, sample=sample, step=step, site=site, **rest)
+
+
+class RepeatSink:
+    """Holds a repeated run's digests against the first run's. ``first`` must be written out."""
+
+    def __init__(self, first: dict[TensorKey, CapturedTensor], result: Repeatability) -> None:
+        self._first = first
+        self._result = result
+        self._forwards: set[tuple[int, int]] = set()
+        self._begun: dict[int, int] = {}
+        """Of a sample the step in which it began to differ."""
+
+    def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **_: object) -> None:
+        if item.reduced is not None:
+            item.fold, item.reduced = folds_of([item.reduced.sums])[0], None
+        elif item.digest is None and item.fold is None:
+            tensor = item.tensor
+            assert tensor is not None  # no digest yet: it holds its bytes
+            item.digest, item.tensor = digest_tensor(tensor), None
+        earlier = self._first.get((sample, step, site))
+        self._result.num_compared += 1
+        if sample not in self._begun and (sample, step) not in self._forwards:
+            self._forwards.add((sample, step))
+            self._result.num_forwards += 1
+        same = earlier is not None and (
+            earlier.fold == item.fold if item.digest is None else earlier.digest == item.digest
+        )
+        if not same:
+            self._result.num_different += 1
+            if self._result.first_difference is None:
+                self._result.first_difference = f"{site} (prompt {sample}, step {step})"
+            if sample not in self._begun:
+                self._begun[sample] = step
+                self._result.begins[site] = self._result.begins.get(site, 0) + 1
+
+
+def run_pass(
+    session: Session,
+    recorder: Recorder,
+    samples: Sequence[SampleTokens],
+    groups: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    forced: Sequence[list[int]] | None = None,
+    on_group: Callable[[list[int], GroupResult], None] | None = None,
+    together: Together | None = None,
+    allowance: Allowance | None = None,
+) -> None:
+    """Run every group once under the recorder's hooks; forced steps ``together`` where it suits,
+    and as far as the ``allowance`` goes."""
+    with recorder.installed(), quick_thread_switches(), collect_garbage_rarely():
+        for group in groups:
+            if allowance is not None and not allowance.begins():
+                recorder.cut_short()
+                continue
+            members = [samples[number] for number in group]
+            first = members[0]
+            recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
+            wanted = (
+                None if forced is None else [forced[number][:max_new_tokens] for number in group]
+            )
+            chunked = together is not None and wanted and together.suits(len(wanted[0]))
+            if allowance is not None:
+                allowance.together = bool(chunked)
+            if together is not None and wanted and chunked:
+                result = together.run_group(recorder, members, wanted, allowance)
+            else:
+                try:
+                    result = session.run_group(
+                        recorder, members, max_new_tokens=max_new_tokens, forced=wanted
+                    )
+                except Enough:
+                    continue
+            if on_group is not None:
+                on_group(group, result)
+
+
+ESCALATED = Pass("escalated", anchored=True, compute_dtype=torch.float32)
+
+
+def planned_passes(
+    request: Request, loaded: LoadedModel, selection: SiteSelection,
+    notes: Mapping[str, ModuleNote], *, lacks: Mapping[Feature, str],
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[list[Pass], list[str]]:  # fmt: skip
+    """What a capture makes, but for its own truth; and of what was asked for and cannot be made
+    why. ``lacks``: what the engine cannot do."""
+    passes, missed, escalate = [Pass("free", compute_dtype=compute_dtype)], [], request.escalate
+    if request.like is not None and (request.anchor or escalate):
+        unfit = can_anchor(request.like, notes)
+        if "anchor" in lacks:
+            escalate = False
+            missed.append(f"no anchored pass: {lacks['anchor']}")
+        elif unfit is not None:
+            what = "anchored or escalated" if escalate else "anchored"
+            escalate = False
+            missed.append(f"no {what} pass: {request.like.path} cannot anchor one, {unfit}")
+        elif request.anchor:
+            passes.append(Pass("anchored", anchored=True, compute_dtype=compute_dtype))
+    if escalate:
+        reason = lacks.get("anchor") or lacks.get("escalate")
+        reason = reason or why_not_escalated(request, loaded.module)
+        passes += [ESCALATED] if reason is None else []
+        missed += [] if reason is None else [f"no escalated pass: {reason}"]
+    if request.whole:
+        reason = lacks.get("whole") or why_not_whole(request, loaded.task, selection, notes)
+        passes += [Pass("whole", whole=True)] if reason is None else []
+        missed += [] if reason is None else [f"no whole pass: {reason}"]
+    return passes, missed
+
+
+def why_not_whole(
+    request: Request, task: str, selection: SiteSelection, notes: Mapping[str, ModuleNote]
+) -> str | None:
+    """None if this capture can make a whole pass, else why it cannot."""
+    if task == "encoder":
+        return "an encoder makes no decode steps"
+    if not request.use_cache:
+        return "without a cache each decode step is such a forward"
+    if task == "encoder-decoder":
+        return "it is made for causal language models alone, and this is an encoder-decoder"
+    if request.max_new_tokens < 2:
+        return (
+            f"with --max-new-tokens {request.max_new_tokens} there is no decode step; "
+            "ask for 2 or more"
+        )
+    if request.positions is not None:
+        return f"only the token positions {request.positions} are recorded; leave out --positions"
+    if request.store != "full":
+        return (
+            f"it repeats the free pass block by block, of which --store {request.store} keeps no "
+            "bytes; give --store full"
+        )
+    like = request.like
+    if like is not None and request.only_changed and like.manifest.plan.store != "full":
+        return "what has not changed is in no run; leave out --only-changed"
+    if not all(step_selected(request.steps, step) for step in range(request.max_new_tokens)):
+        return f"only the steps {request.steps} are recorded; leave out --steps"
+    some = torch.empty(0)
+    missing = [
+        path
+        for path, note in notes.items()
+        if note.role == "block"
+        and not (path in selection.hooked and selection.wanted(path, "in", some))
+    ]
+    if missing:
+        return f"the input of {missing[0]} is not recorded; add --sites blocks"
+    return None
+
+
+@contextlib.contextmanager
+def widened(pass_: Pass, loaded: LoadedModel, training: Training) -> Iterator[Widening | None]:
+    """The dtype that a pass computes in. Widened weights are kept if there is ample room; those of
+    a training step are wide for its length, since their gradients are as wide as they are."""
+    with contextlib.ExitStack() as stack:
+        model: Any = loaded.module
+        if pass_.is_own_truth and hasattr(model, "set_attn_implementation"):
+            attention = getattr(model.config, "_attn_implementation", None)
+            if attention not in (None, "eager", "sdpa"):  # fused kernels have no float64
+                model.set_attn_implementation("eager")
+                stack.callback(model.set_attn_implementation, attention)
+        if training.train:
+            stack.enter_context(leaves(loaded.module, pass_.compute_dtype, training))
+        if pass_.compute_dtype is None:
+            yield None
+            return
+        # a tensor class that holds codes has no memory of its own
+        weights = [
+            parameter for parameter in loaded.module.parameters() if not hasattr(parameter, "qdata")
+        ]
+        needed = sum(weight.numel() for weight in weights) * pass_.compute_dtype.itemsize
+        room = OWN_KEPT_BYTES if pass_.is_own_truth else free_bytes(loaded.device) // 2
+        keep = needed if needed <= room and not training.train else 0
+        wide = Widening(
+            pass_.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes,
+            device=pass_.device,
+        )  # fmt: skip
+        yield stack.enter_context(wide)
+
+
+def check_forwards(request: Request, session: Session) -> None:
+    """Raise UsageError for forwards that this model or its engine cannot make."""
+    asked = {
+        "--no-hooks": not request.hooks,
+        "--no-cache": not request.use_cache,
+        "--prefill-chunk": request.prefill_chunk is not None,
+    }
+    options = [option for option, given in asked.items() if given]
+    if not options:
+        return
+    option, loaded = options[-1], session.loaded
+    if not getattr(session, "makes_forwards", False):
+        raise UsageError(f"{option}: the engine {session.note().name} cannot be told")
+    if option == "--no-hooks":
+        return
+    if loaded.task != "causal-lm":
+        raise UsageError(f"{option} is for causal language models, and this is an {loaded.task}")
+    if option != "--prefill-chunk":
+        return
+    if not request.use_cache:
+        raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
+    if not getattr(session, "has_cache", True):
+        raise UsageError(f"--prefill-chunk feeds a cache, and {session.note().name} runs without")
+    if "past_key_values" not in inspect.signature(loaded.module.forward).parameters:
+        raise UsageError(
+            "--prefill-chunk needs a cache of keys and values, and this model keeps a state"
+        )
+
+
+def own_inputs(run: Run) -> Anchor:
+    """An Anchor over a run's own free pass: the rows of all steps of a group, one after another.
+    None where a site was not seen in every step, or where its tensors are not made of rows."""
+    samples = run.manifest.tokens.samples
+
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        records = [
+            run.find(("free", sample, number, site))
+            for number in range(len(samples[sample].generated_ids))
+        ]
+        held = [record for record in records if record is not None]
+        if len(held) < len(records):
+            return None
+        rows = [record.shape[:1] + record.shape[2:] for record in held]
+        if any(len(record.shape) < 2 for record in held) or len(set(rows)) > 1:
+            return None
+        return torch.cat([run.read(record) for record in held], dim=1)  # (B, T, ...)
+
+    return anchor
+
+
+def run_whole(
+    session: Session,
+    recorder: Recorder,
+    samples: Sequence[SampleTokens],
+    groups: Sequence[list[int]],
+) -> None:
+    """Run every group that made decode steps once, whole. The last generated token was never fed
+    forward, so it is left out."""
+    with recorder.installed():
+        for group in groups:
+            num_decoded = len(samples[group[0]].generated_ids) - 1
+            if num_decoded < 1:
+                continue
+            members = [
+                msgspec.structs.replace(
+                    sample,
+                    prompt_ids=sample.prompt_ids + sample.generated_ids[:-1],
+                    generated_ids=[],
+                )
+                for sample in (samples[number] for number in group)
+            ]
+            first = members[0]
+            recorder.begin(
+                sample=group[0],
+                batch=len(group),
+                num_tokens=first.num_left_pad + len(first.prompt_ids),
+                num_kept=num_decoded,
+            )
+            # logits of the prefill's last token too: what the free pass handed to the head
+            session.run_group(recorder, members, max_new_tokens=1, num_logits=num_decoded + 1)
+
+
+# The sums of a run's own error, made while its float64 pass runs (run.floor).
+#
+# A's recorded tensor is read as its inputs are; the float64 one goes on to where it is stored, if
+# it is. The sums are written when the pass is over, into shards of their own: a golden takes them
+# along and leaves the tensors behind.
+
+
+class FloorSink:
+    """Takes the tensors of the float64 pass. ``own``: the run whose free pass it is anchored to;
+    ``sink``: where the tensors go, or None where none is to be kept."""
+
+    def __init__(self, own: Run, notes: Mapping[str, ModuleNote], sink: Sink | None) -> None:
+        self._own, self._notes, self._sink = own, notes, sink
+        self._rows: dict[tuple[int, str], dict[int, np.ndarray]] = defaultdict(dict)
+        self._channels: dict[str, np.ndarray] = {}
+        self._orders: dict[str, int] = {}
+        self._free: dict[str, dict[tuple[int, int], Record]] = defaultdict(dict)
+        """By site, and by prompt and step, what has a floor."""
+        for record in each_of(own.records):
+            note = notes.get(module_of(record.site))
+            outer = note is not None and note.role != "inner" and ":out" in record.site
+            rows = len(record.shape) >= 2 and record.numel > 0
+            rows = rows and format_named(record.dtype).kind == "float"
+            if record.pass_ == "free" and outer and rows and own.has_bytes(record):
+                self._free[record.site][record.sample, record.step] = record
+        self._scales: dict[str, np.ndarray] = {}
+
+    def put(
+        self, item: CapturedTensor, *, sample: int, step: int, site: str, order: int, **rest: Any
+    ) -> None:
+        record = self._free[site].get((sample, step))
+        if record is not None and item.tensor is not None:
+            with _disable_current_modes():
+                self._rows[sample, site][step] = self._sums(record, item.tensor)
+            self._orders[site] = order
+        if self._sink is not None:
+            self._sink.put(item, sample=sample, step=step, site=site, order=order, **rest)
+
+    def _sums(self, record: Record, truth: torch.Tensor) -> np.ndarray:
+        """Of each row, and into the channels'."""
+        columns = record.shape[-1]
+        num_rows = record.numel // columns
+        if tuple(truth.shape) != record.shape:
+            return np.full((num_rows, 6), np.nan)
+        a = self._read(record)
+        update = a
+        if self._is_block(record.site):
+            path = record.site.partition(":")[0]
+            entered = self._own.find(("free", record.sample, record.step, f"{path}:in"))
+            if entered is not None and entered.shape == record.shape:
+                update = a - self._read(entered)
+        error = a - truth.double().reshape(-1, columns).numpy()
+        with np.errstate(all="ignore"):
+            squares = np.square(error)
+            scaled = np.square(error / self._scale(record.site, columns))
+            if self._is_block(record.site):
+                good = np.isfinite(squares).all(axis=1)
+                sums = np.stack([squares[good].sum(axis=0), np.square(a[good]).sum(axis=0)])
+                self._channels[record.site] = self._channels.get(record.site, 0.0) + sums
+            seconds = [squares, np.square(a), np.square(update), scaled]
+            error2, size, updated, scaled2 = (np.sqrt(part.sum(axis=1)) for part in seconds)
+            fourth, scaled4 = (np.square(x).sum(axis=1) ** 0.25 for x in (squares, scaled))
+        return np.stack([error2, size, updated, fourth, scaled2, scaled4], axis=1)
+
+    def _scale(self, site: str, columns: int) -> np.ndarray:
+        """Each channel's rms over all forwards; of a channel that is 0 throughout any number."""
+        if site not in self._scales:
+            total, count = np.zeros(columns), 0
+            for record in self._free[site].values():
+                if record.shape[-1] == columns:
+                    total += np.square(np.nan_to_num(self._read(record))).sum(axis=0)
+                    count += record.numel // columns
+            rms = np.sqrt(total / max(1, count))
+            self._scales[site] = np.where(rms > 0, rms, 1.0)
+        scale = self._scales[site]
+        return scale if len(scale) == columns else np.ones(columns)
+
+    def _read(self, record: Record) -> np.ndarray:
+        rows: np.ndarray = self._own.read(record).double().reshape(-1, record.shape[-1]).numpy()
+        return rows
+
+    def _is_block(self, site: str) -> bool:
+        note = self._notes.get(module_of(site))
+        return note is not None and note.role == "block" and site.endswith(":out")
+
+    def write(self, writer: RunWriter) -> bool:
+        """The records of the pass ``floor``, by site and prompt. False where there is none."""
+        writer.flush()  # behind all shards of tensors
+        for (sample, site), steps in self._rows.items():
+            rows = np.concatenate([steps[step] for step in sorted(steps)])
+            self._put(writer, rows, sample=sample, step=0, site=site)
+        first = min((sample for sample, _ in self._rows), default=0)
+        for site, sums in self._channels.items():
+            self._put(writer, np.sqrt(sums), sample=first, step=1, site=site)
+        return bool(self._rows)
+
+    def _put(
+        self, writer: RunWriter, values: np.ndarray, *, sample: int, step: int, site: str
+    ) -> None:
+        tensor = torch.from_numpy(values).to(torch.bfloat16)
+        writer.put(
+            CapturedTensor(tensor), pass_="floor", sample=sample, step=step, site=site,
+            order=self._orders[site],
+        )  # fmt: skip
+
+
+# Anchors: recorded inputs that a pass puts in place of a block's own.
+#
+# ``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way round).
+# The anchored pass is then put together row by row: RUN's recorded tokens of each prompt go where
+# the new batch has them. Everything else stays the forward's own:
+#
+# * pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong mask,
+#   a kernel whose result depends on the whole batch), that must show;
+# * rows of prompts that had ended in RUN while others go on: they are fed padding;
+# * masks, positions, whatever has no row of tokens for each prompt, and what does not fit.
+
+
+def tokens_of(
+    request: Request, loaded: LoadedModel
+) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
+    """(samples, groups, forced tokens) in the batches asked for: of the prompts, or of the run that
+    is repeated."""
+    left = loaded.task == "causal-lm" and not request.pad_right
+    if request.like is None:
+        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+        return samples, group_samples(samples, pad_left=left, **request.grouping), None
+    recorded = request.like.manifest.tokens
+    forced = [sample.generated_ids for sample in recorded.samples]
+    samples = [
+        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
+        for sample in recorded.samples
+    ]
+    if request.regrouped:
+        groups = group_samples(samples, pad_left=left, **request.grouping)
+        for group in groups:  # each is fed equally many tokens: padding after it has ended
+            longest = max(len(forced[number]) for number in group)
+            for number in group:
+                padding = [pad_id(loaded)] * (longest - len(forced[number]))
+                forced[number] = forced[number] + padding
+        return samples, groups, forced
+    for sample, theirs in zip(samples, recorded.samples, strict=True):
+        sample.num_left_pad, sample.num_right_pad = theirs.num_left_pad, theirs.num_right_pad
+    return samples, recorded.groups, forced
+
+
+class _RecordedRows:
+    """An Anchor over a run's free pass, for ``samples`` that run in other ``groups`` than there."""
+
+    def __init__(
+        self, run: Run, samples: Sequence[SampleTokens], groups: Sequence[Sequence[int]]
+    ) -> None:
+        self._run, self._samples = run, samples
+        self._groups = {group[0]: list(group) for group in groups}
+        self._theirs = {
+            number: (group, row)
+            for group in run.manifest.tokens.groups
+            for row, number in enumerate(group)
+        }
+
+    def __call__(self, sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        """``own`` (B, ...) with the recorded rows in it; of the last tokens alone (B, n, ...) where
+        no more were recorded. None where nothing was, or it does not fit."""
+        if of_parameter(site):  # of all prompts together, recorded behind the first
+            record = self._run.find(("free", sample, step, site))
+            if record is None or not self._run.has_bytes(record):
+                return None
+            return self._run.read(record)
+        group = self._groups[sample]
+        recorded = [self._recorded(number, step, site) for number in group]
+        known = [rows for rows in recorded if rows is not None]
+        if not known or own.ndim < 2:
+            return None
+        records = (self._run.find(("free", self._theirs[n][0][0], step, site)) for n in group)
+        if any(record is not None and record.positions is not None for record in records):
+            # the last tokens alone were kept, as of what enters the head
+            return torch.cat(known) if len(known) == len(group) else None
+        if own.shape[0] == 1 < len(group):  # one table for all
+            same = all(rows.shape == own.shape and torch.equal(rows, known[0]) for rows in known)
+            return known[0] if same else None
+        if own.shape[0] != len(group):
+            return None
+        laid = own.clone()
+        for row, (number, rows) in enumerate(zip(group, recorded, strict=True)):
+            if rows is None:
+                continue
+            place = self._place(number, rows, own)
+            if place is None:
+                return None
+            laid[row, place] = rows[0].to(device=own.device, dtype=own.dtype)
+        return laid
+
+    def _recorded(self, number: int, step: int, site: str) -> torch.Tensor | None:
+        """A prompt's own rows (1, T, ...) in the recorded run, without the pads it had there."""
+        group, row = self._theirs[number]
+        record = self._run.find(("free", group[0], step, site))
+        if record is None or not self._run.has_bytes(record):
+            return None
+        tensor, theirs = self._run.read(record), self._run.manifest.tokens.samples[number]
+        pads = theirs.num_left_pad, theirs.num_right_pad
+        if len(group) > 1:
+            if tensor.ndim < 2 or (tensor.shape[0] == 1 and any(pads)):
+                return None
+            if tensor.shape[0] == len(group):
+                tensor = tensor[row : row + 1]
+        length = len(theirs.prompt_ids)
+        if any(pads) and tensor.ndim > 2 and tensor.shape[1] == sum(pads) + length:
+            tensor = tensor[:, pads[0] : tensor.shape[1] - pads[1]]
+        return tensor
+
+    def _place(self, number: int, rows: torch.Tensor, own: torch.Tensor) -> slice | None:
+        """Where in its row of ``own`` a prompt's recorded tokens belong."""
+        if rows.shape[0] != 1 or rows.shape[2:] != own.shape[2:]:
+            return None
+        mine = self._samples[number]
+        end = mine.num_left_pad + len(mine.prompt_ids)
+        padded = own.ndim > 2 and own.shape[1] == end + mine.num_right_pad
+        if padded and rows.shape[1] == len(mine.prompt_ids):
+            return slice(mine.num_left_pad, end)
+        return slice(None) if rows.shape[1] == own.shape[1] else None
+
+
+def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
+    """None if the run holds what an anchored pass over a model of these modules needs, else why
+    it does not, and what to do."""
+    plan = run.manifest.plan
+    if plan.positions is not None:
+        return f"it holds only the token positions {plan.positions}; capture it again without them"
+    if plan.steps is not None and not step_selected(plan.steps, 0):
+        return f"it holds only the steps {plan.steps}; capture it again with the prefill"
+    recorded = [
+        record
+        for record in run.records
+        if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
+    ]
+    inputs = {module_of(record.site) for record in recorded}
+    without = [
+        record
+        for record in recorded
+        if not run.has_bytes(record)
+        and (note := notes.get(module_of(record.site))) is not None
+        and note.role == "block"
+    ]
+    if without:
+        return f"it keeps no bytes of {without[0].site} ({why_no_bytes(run.manifest)})"
+    missing = [path for path, note in notes.items() if note.role == "block" and path not in inputs]
+    if missing:
+        return (
+            f"it holds no input of {missing[0]}"
+            + (f" and {len(missing) - 1} more blocks" if len(missing) > 1 else "")
+            + f" (its sites: {', '.join(plan.sites)}); capture it again with --sites blocks"
+        )
+    return None
+
+
+def recorded_inputs(
+    run: Run, samples: Sequence[SampleTokens], groups: Sequence[list[int]]
+) -> Anchor:
+    """An Anchor over a run's free pass, for these batches of its prompts."""
+    free: PassName = "free"
+    blocks = {path for path, note in run.manifest.plan.modules.items() if note.role == "block"}
+    run.expect(
+        record for record in run.records
+        if record.pass_ == free and ":in" in record.site and module_of(record.site) in blocks
+    )  # fmt: skip
+    if Tokens(samples=list(samples), groups=list(groups)).layout != run.manifest.tokens.layout:
+        return _RecordedRows(run, samples, groups)
+
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        record = run.find((free, sample, step, site))
+        # of what was not kept (an input beside the stream, say) the own value stays
+        return None if record is None or not run.has_bytes(record) else run.read(record)
+
+    return anchor
+
+
+# The truth that a run carries: its own anchored pass in float64, and with ``full`` the free one, in
+# which errors add up and tokens flip.
+#
+# The weights are there, so it takes no second command: each block gets the input that the free pass
+# recorded, and every operator is computed in float64 (recording.widening), on the CPU where the
+# device has none. It is made last, so that nothing else that is recorded depends on it.
+#
+# ``auto`` keeps to a share of the time that the capture has taken until then: the prompts' prefills
+# first, then as many decode steps as fit, equally long for each group of prompts. What was covered
+# stands in the manifest.
+
+DEFAULT_TRUTH = "auto"
+"""Where no run is repeated and nothing else is asked for."""
+SHARE = 0.5
+"""Of the time that the capture has taken before."""
+LEAST_SECONDS = 5.0
+"""Less is not worth a share: small models get all of their truth."""
+_BEYOND = 16.0
+"""Times what rounding makes, from which on a capture says that its own float64 disagrees. The
+widest limit of one token's ratio is 12."""
+
+
+def mode_of(request: Request) -> str:
+    """``auto``, ``full``, ``floor`` or ``no``. A run that repeats another is judged by that one's
+    truth."""
+    return request.truth or (DEFAULT_TRUTH if request.like is None and request.hooks else "no")
+
+
+def keeps_tensors(request: Request) -> bool:
+    """Are the truth's tensors kept, or its floor alone? No other tensors are kept, no true ones."""
+    return mode_of(request) in ("auto", "full") and request.store == "full"
+
+
+def why_no_truth(request: Request, session: Session, device: str, out: Location) -> str | None:
+    """None if a capture can make its own truth, else why it cannot."""
+    engine, plan = session.note().name, "divergence truth makes one"
+    if session.loaded.ranks is not None:
+        return f"the work is divided between processes; {plan} in a single one"
+    if engine not in (TRANSFORMERS, QUANTIZE):
+        return f"the engine {engine} has no weights that could be widened; {plan} with transformers"
+    if compiled_regions(session.loaded.module):
+        return "compiled code cannot be widened"
+    if request.device_map is not None:
+        return f"the weights are spread over devices; {plan} on a CPU"
+    if isinstance(out, Url):
+        return f"it reads the recorded inputs, which lie far away; {plan}"
+    if request.train and not keeps_tensors(request):
+        return "of a training step there is no floor; --store full keeps its truth"
+    model, elsewhere = session.loaded.module, other_device(device) is not None
+    if elsewhere and (request.train or session.loaded.codes is not None):
+        what = "gradients must lie" if request.train else "codes are dequantised"
+        return f"{device} has no float64, and there {what}; {plan} on a CPU"
+    if request.train and mode_of(request) != "full":  # gradients are as wide as their parameters
+        needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
+        if needed > free_bytes(session.loaded.device) // 2 > 0:
+            return (
+                f"of a training step it takes {needed / 2**30:,.1f} GiB, for all weights and "
+                "their gradients in float64; --truth full makes one"
+            )
+    return None
+
+
+def other_device(device: str) -> str | None:
+    """Where the operators of a truth are computed, if ``device`` has no float64."""
+    try:
+        check_device(device, torch.float64)
+    except UsageError:
+        return "cpu"
+    return None
+
+
+def why_no_room(num_bytes: int) -> str | None:
+    """None if what the float64 pass starts from fits beside a run that keeps none of it."""
+    place = tempfile.gettempdir()
+    free = shutil.disk_usage(place).free
+    if num_bytes <= free // 2:
+        return None
+    return (
+        f"its inputs take {size(num_bytes)} for the time of the capture, and {place} has "
+        f"{size(free)}; TMPDIR names another place"
+    )
+
+
+def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
+    """None if the free pass holds what the truth starts from, else why it does not."""
+    if not any(note.role == "block" for note in notes.values()):
+        return "the model has no blocks"
+    return can_anchor(own, notes)
+
+
+def why_not_escalated(request: Request, module: torch.nn.Module) -> str | None:
+    """None if the weights and what is kept allow an escalated pass, else why they do not."""
+    if all(parameter.dtype.itemsize >= 4 for parameter in module.parameters()):
+        return "the model is in float32, as such a pass would be"
+    if request.like is None and request.store != "full":
+        return (
+            f"without --like it repeats this run's own free pass, of which --store {request.store} "
+            "keeps no bytes"
+        )
+    return None
+
+
+def disagreement(run: Run) -> tuple[str, float] | None:
+    """The block whose own float64 is farthest from the free pass, in units of what rounding makes,
+    where that is far beyond it."""
+    ratios: dict[str, float] = {}
+    free = {record.site: record for record in run.records if record.pass_ == "free"}
+    work = format_named(run.manifest.model.dtype)
+    for site, record in OwnFloor(run).channels.items():
+        own = free[site]
+        forms = [format_named(own.dtype), work]  # a residual in float32 is of 16-bit products
+        weight = max(
+            max(floor_weights(form, num_features=own.shape[-1], role="block"))
+            for form in forms
+            if form.itemsize >= 2  # 8-bit weights are widened first
+        )
+        error, energy = run.read(record).double().square().sum(dim=1).tolist()
+        if weight and energy:
+            ratios[site] = math.sqrt(error / energy) / weight
+    worst = max(ratios, key=ratios.__getitem__, default=None)
+    if worst is None or not ratios[worst] > _BEYOND:
+        return None
+    return module_of(worst), ratios[worst]
 
 
 # One capture under way: tokens, plan, manifest, and the passes one after another.

@@ -2,24 +2,152 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
 
-from divergence.errors import UsageError
-from divergence.recording.dry_run import forward_shapes
+from divergence.errors import ModelError, UsageError, first_line
+from divergence.numerics.formats import format_named
+from divergence.numerics.summaries import sketch_bytes
 from divergence.recording.engines.load import LoadedModel, tensor_plan
 from divergence.recording.hooks import Sink
+from divergence.recording.keeper import ShapeKeeper
+from divergence.recording.modules import Recorder
 from divergence.recording.plant import Plant
 from divergence.recording.processes import Ranks
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
-from divergence.recording.structure import inside
+from divergence.recording.structure import inside, output_paths
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import Manifest, ModuleNote, SampleTokens
+from divergence.run.manifest import Manifest, ModuleNote, SampleTokens, StoreMode
 from divergence.run.site import ROOT, escape_path, module_of, of_parameter, split_site
+
+# The shapes of a forward, from the structure alone: what a dry run counts, and what a rank's parts
+# are held against.
+
+
+class ShapeCounter:
+    """A sink that keeps shapes and sizes by (step, site)."""
+
+    def __init__(self, store: StoreMode) -> None:
+        self._store = store
+        self.seen: dict[tuple[int, str], tuple[CapturedTensor, int]] = {}
+        self._counted: set[int] = set()
+        self._alive: list[CapturedTensor] = []
+
+    def put(self, item: CapturedTensor, *, step: int, site: str, **_: object) -> None:
+        fresh = id(item) not in self._counted
+        self._counted.add(id(item))
+        self._alive.append(item)  # keeps ids unique
+        self.seen[step, site] = (item, self._bytes_of(item) if fresh else 0)
+
+    def _bytes_of(self, item: CapturedTensor) -> int:
+        if self._store == "full":
+            return item.num_bytes
+        if self._store == "sketch":
+            return sketch_bytes(item.shape, format_named(item.dtype))
+        return 0  # statistics and digests stand in the records
+
+
+def forward_shapes(
+    request: Request,
+    loaded: LoadedModel,
+    selection: SiteSelection,
+    notes: Mapping[str, ModuleNote],
+    *,
+    batch: int,
+    tokens: int,
+) -> dict[str, tuple[int, ...]]:
+    """Site → shape in a prefill of ``loaded.structure`` whole, from shapes alone; as far as the
+    architecture can be run without values."""
+    whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
+    prefill = replace(request, max_new_tokens=1)
+    for attempt in range(2):
+        counter = ShapeCounter(request.store)
+        try:
+            count_shapes(prefill, whole, selection, notes, [0] * batch, [tokens], counter)
+            break
+        except ModelError:
+            experts: Any = getattr(whole.module, "set_experts_implementation", None)
+            if experts is None or attempt:
+                break
+            experts("batched_mm")  # the one way to run experts whose shapes need no values
+    return {site: item.shape for (_, site), (item, _) in counter.seen.items()}
+
+
+def count_shapes(
+    request: Request,
+    loaded: LoadedModel,
+    selection: SiteSelection,
+    notes: Mapping[str, ModuleNote],
+    group: Sequence[int],
+    lengths: Sequence[int],
+    counter: ShapeCounter | None = None,
+) -> ShapeCounter:
+    """Shapes of one group's prefill (step 0) and of one decode step (step 1)."""
+    counter = counter or ShapeCounter(request.store)
+    recorder = Recorder(
+        loaded.module,
+        notes,
+        wanted=selection.wanted,
+        hooked=selection.hooked,
+        flat=selection.is_routing,
+        sink=counter,
+        positions=request.positions,
+        logit_paths=output_paths(loaded.module) if loaded.task == "causal-lm" else (),
+        keeper=ShapeKeeper(),
+        operators=selection.operators,
+        weights=request.weights,
+    )
+    batch, tokens = len(group), lengths[group[0]]
+    recorder.begin(sample=group[0], batch=batch, num_tokens=tokens)
+    decode = loaded.task != "encoder" and request.max_new_tokens > 1
+    try:
+        with torch.no_grad():
+            steps = (0, 1) if decode else (0,)
+            forwards = [_inputs(loaded, batch, tokens, step, bool(request.train)) for step in steps]
+            with recorder.installed():
+                for inputs in forwards:
+                    loaded.module(**inputs)
+    except Exception as error:  # whatever an architecture raises without values
+        raise ModelError(
+            f"the shapes of {loaded.source} cannot be computed without weights: "
+            f"{first_line(error)}",
+            hint="capture with --max-new-tokens 1 --positions 0 to see its sites",
+        ) from error
+    return counter
+
+
+def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int, train: bool) -> dict[str, Any]:
+    """Arguments for a prefill (step 0) or decode step on the meta device, tried out."""
+    module: Any = loaded.module
+    known = inspect.signature(module.forward).parameters
+    length = tokens if step == 0 else 1
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in known:
+        inputs["use_cache"] = False
+    if "logits_to_keep" in known and not train:
+        inputs["logits_to_keep"] = 1
+    if loaded.task == "encoder-decoder":
+        inputs["decoder_input_ids"] = ids[:, :1]
+        inputs["input_ids"] = ids.new_zeros(batch, tokens)
+        if step > 0:  # the encoder ran once, before the first decoder step
+            width = module.config.hidden_size
+            encoded = torch.zeros(batch, tokens, width, dtype=module.dtype, device="meta")
+            inputs["encoder_outputs"] = (encoded,)
+    # A finished mask is tried first: building one from tokens looks at their values.
+    mask = torch.zeros(batch, 1, length, length, dtype=module.dtype, device="meta")
+    try:
+        module(**inputs, attention_mask=mask)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return inputs
+    return {**inputs, "attention_mask": mask}
+
 
 # What each rank holds of a tensor that a module handed over: known by rule, or not stated.
 #

@@ -24,7 +24,7 @@ from divergence.run.command import command_line
 from divergence.run.contents import (
     Content,
     Part,
-    StoredRecords,
+    RecordTable,
     check_parts,
     count_passes,
     each_of,
@@ -34,6 +34,7 @@ from divergence.run.contents import (
     parts_of,
     read_manifest,
     read_records,
+    read_table,
     records_at,
     records_by_content,
     shards_of,
@@ -125,8 +126,6 @@ class Run:
                 run = cls(place, manifest, [], store=store)
                 table = None
                 if is_large(store, manifest):
-                    from divergence.run.table import read_table
-
                     table = read_table(store, manifest)
                 run.records, run.torn_tail = table or read_records(store, manifest)
                 if table is None or not table[0].places_are_sound(run._shard, store.blob):
@@ -199,7 +198,7 @@ class Run:
     def find(self, coordinates: Coordinates) -> Record | None:
         """The record at (pass, sample, step, site), or None."""
         if not self._by_coordinates:
-            if isinstance(self.records, StoredRecords):
+            if isinstance(self.records, RecordTable):
                 self._num_found += 1
                 if self._num_found < max(_FEW, len(self.records) // _FEW):
                     return self.records.find(coordinates)

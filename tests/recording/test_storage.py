@@ -18,7 +18,7 @@ from divergence.errors import RunWriteError
 from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compiled
 from divergence.recording import execution as room
 from divergence.recording.api import capture
-from divergence.recording.execution import about_bytes
+from divergence.recording.engines.sessions import about_bytes
 from divergence.recording.keeper import BufferKeeper
 from divergence.run import target as directory_target
 from divergence.run.captured import (

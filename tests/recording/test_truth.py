@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.recording import passes
+from divergence.recording import execution as passes
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

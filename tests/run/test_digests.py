@@ -13,7 +13,6 @@ import torch
 from divergence.cli.main import app
 from divergence.errors import RunFormatError
 from divergence.run import contents as parsing
-from divergence.run import table
 from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run, without_passes
 from divergence.run.target import pack, unpack, write_directory
@@ -35,7 +34,7 @@ def test_every_flipped_bit_is_named(run, monkeypatch, name, large):
     """Whether what it makes is still JSON, still sound and still plausible, or not."""
     if large:
         monkeypatch.setattr(parsing, "LARGE_BYTES", 0)
-        monkeypatch.setattr(table, "KEPT_BYTES", 1 << 60)
+        monkeypatch.setattr(parsing, "KEPT_BYTES", 1 << 60)
     data = (run / name).read_bytes()
     draw = random.Random(7)
     for _ in range(150):

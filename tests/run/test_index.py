@@ -11,10 +11,8 @@ import pytest
 from divergence.errors import RunFormatError
 from divergence.run import contents as parsing
 from divergence.run import shards as store
-from divergence.run import table
-from divergence.run.contents import StoredRecords, count_sites
+from divergence.run.contents import RecordTable, count_sites, index_folder
 from divergence.run.reader import Run
-from divergence.run.table import index_folder
 from divergence.run.target import pack
 from tests.digests import without_digests
 from tests.run.test_table import write_many
@@ -38,18 +36,18 @@ def run(tmp_path, manifest, monkeypatch):
     """A run that counts as large, and has its index."""
     monkeypatch.setattr(parsing, "LARGE_BYTES", 0)
     monkeypatch.setattr(parsing, "_PORTION_BYTES", 2000)
-    monkeypatch.setattr(table, "KEPT_BYTES", 0)
+    monkeypatch.setattr(parsing, "KEPT_BYTES", 0)
     write_many(tmp_path / "a", manifest(), seed=3)
     without_digests(tmp_path / "a")
-    assert isinstance(Run.open(tmp_path / "a").records, StoredRecords)
+    assert isinstance(Run.open(tmp_path / "a").records, RecordTable)
     return tmp_path / "a"
 
 
 @pytest.fixture
 def read_again(monkeypatch):
     """Counts how often lines were read to make columns."""
-    times = []
-    monkeypatch.setattr(table, "portions", lambda *of: times.append(of) or parsing.portions(*of))
+    times, own = [], parsing.portions
+    monkeypatch.setattr(parsing, "portions", lambda *of: times.append(of) or own(*of))
     return times
 
 
@@ -171,7 +169,7 @@ def test_an_index_that_others_may_write_is_not_read(run, read_again):
 
 def test_the_cache_stays_small(run, monkeypatch, tmp_path):
     """The oldest indices go, and what killed processes left."""
-    monkeypatch.setattr("divergence.run.table._MOST_FILES", 3)
+    monkeypatch.setattr("divergence.run.contents._MOST_FILES", 3)
     (index_folder() / "left.tmp").touch()
     os.utime(index_folder() / "left.tmp", ns=(0, 0))
     for number in range(4):
@@ -186,7 +184,7 @@ def test_small_and_incomplete_runs_have_none(tmp_path, manifest, monkeypatch):
     Run.open(tmp_path / "a")
     monkeypatch.setattr(parsing, "LARGE_BYTES", 0)
     Run.open(tmp_path / "a")
-    monkeypatch.setattr(table, "KEPT_BYTES", 0)
+    monkeypatch.setattr(parsing, "KEPT_BYTES", 0)
     text = (without_digests(tmp_path / "a") / "manifest.json").read_text()
     (tmp_path / "a" / "manifest.json").write_text(
         text.replace('"complete": true', '"complete": false')

@@ -12,10 +12,9 @@ import xxhash
 
 from divergence.errors import RunFormatError
 from divergence.run import contents as parsing
-from divergence.run import table
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import (
-    StoredRecords,
+    RecordTable,
     call_passes,
     count_passes,
     count_sites,
@@ -76,12 +75,12 @@ def both(path, monkeypatch, *, kept=False) -> tuple[Run, Run]:
         patch.setattr(parsing, "LARGE_BYTES", 0)
         patch.setattr(parsing, "_PORTION_BYTES", 2000)
         if kept:
-            patch.setattr(table, "KEPT_BYTES", 0)
+            patch.setattr(parsing, "KEPT_BYTES", 0)
             Run.open(path)
-            patch.setattr(table, "portions", None)
+            patch.setattr(parsing, "portions", None)
         other = Run.open(path)
     assert isinstance(one.records, list)
-    assert isinstance(other.records, StoredRecords)
+    assert isinstance(other.records, RecordTable)
     return one, other
 
 

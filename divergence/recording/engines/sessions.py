@@ -22,7 +22,6 @@ from divergence.recording.engines.engine import (
 )
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
-from divergence.recording.execution import about_bytes
 from divergence.recording.modules import Recorder
 from divergence.recording.structure import describe_modules
 from divergence.run.manifest import (
@@ -39,6 +38,32 @@ __all__ = ["TorchSession", "TransformersEngine", "blocks_of", "loaded_by_transfo
 
 loaded_by_transformers = load_model
 """Under the name that engines of other packages import (docs/extending.md)."""
+
+
+def about_bytes(
+    module: torch.nn.Module,
+    hooked: Collection[str],
+    samples: Sequence[SampleTokens],
+    max_new_tokens: int,
+) -> int:
+    """Bytes of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``: their
+    order of magnitude, before a forward is made.
+
+    A matrix (out, in) makes rows of ``out`` features of rows of ``in``; a module without one of its
+    own (a block, a norm) takes and gives rows as wide as the last axis of its first parameter.
+    """
+    num_tokens = sum(len(sample.prompt_ids) + max_new_tokens for sample in samples)
+    total = 0
+    for path, part in module.named_modules():
+        if escape_path(path) not in hooked:
+            continue
+        own = getattr(part, "weight", None)
+        weight = own if own is not None else next(part.parameters(), None)
+        if weight is None or weight.ndim == 0:
+            continue
+        features = sum(weight.shape) if own is not None and own.ndim == 2 else 2 * weight.shape[-1]
+        total += num_tokens * features * weight.element_size()
+    return total
 
 
 class TorchSession:

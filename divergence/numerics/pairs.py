@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -774,34 +775,12 @@ def against_many(
     sums = np.zeros((13, a.numel() // columns))
     with np.errstate(all="ignore"):
         x, r, *rest = (_wide(t, columns) for t in (a, truth, base) if t is not None)
-        # by the number of the row sum, and of the row of ``channels`` that it adds to
-        terms = {(1, 0): x - r, (0, 3): r}
-        if b is not a:
-            y = _wide(b, columns)
-            terms |= {(2, 1): y - r, (3, 2): x - y}
-        sides = [(number, terms[number, number - 1]) for number in ((1,) if b is a else (1, 2))]
-        for number, error in sides:
-            sums[3 + number] = row_dots(error, r)
-        if rest:
-            update = r - rest[0]
-            sums[6] = row_dots(update, update)
-            for number, error in sides:
-                sums[6 + number] = row_dots(error, update)
-            np.square(update, out=update)
-            sums[10] = row_dots(update, update)
-        fourth = np.square(r)
-        sums[9] = row_dots(fourth, fourth)
-        for number, error in sides:
-            square = np.square(error)
-            sums[10 + number] = row_dots(square, square)
-        for (number, _), term in terms.items():
-            sums[number] = row_dots(term, term)
-        if b is a:
-            sums[[2, 5, 8, 12]] = sums[[1, 4, 7, 11]]
+        y = x if b is a else _wide(b, columns)
+        terms = _row_sums(x, y, r, rest[0] if rest else None, sums, row_dots)
         by_pair = sums.reshape(13, count, -1)
         sink, unusual = _apart(by_pair)
         channels = np.zeros((count, 6, columns))
-        for (_, number), term in terms.items():
+        for number, term in terms.items():
             if len(term) == count:
                 np.square(term, out=channels[:, number])
                 if number < 2:
@@ -949,7 +928,7 @@ def _in_chunks(
         part = slice(start, start + rows)
         x, y, r = (wide(t[part]) for t in (a, b, truth))
         part_sums = torch.full((13, len(r)), float("nan"), dtype=torch.float64, device=r.device)
-        _gather(x, y, r, None if base is None else wide(base[part]), part_sums)
+        _row_sums(x, y, r, None if base is None else wide(base[part]), part_sums, _dots)
         sums[:, part] = part_sums.cpu()
         good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
         good = good.to(r.device)
@@ -979,28 +958,35 @@ def _add_columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, out: tor
         torch.maximum(out[4:], largest, out=out[4:])
 
 
-def _gather(
-    a: torch.Tensor, b: torch.Tensor, r: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Thirteen sums per row, (T, D) → out (13, T)."""
-    da, db = a - r, b - r
-    squares = r.square()
-    out[0] = squares.sum(1)
-    for number, error in ((1, da), (2, db)):
-        square = error.square()
-        out[number] = square.sum(1)
-        out[10 + number] = square.square().sum(1)
-    out[3] = (a - b).square().sum(1)
-    out[4] = (da * r).sum(1)
-    out[5] = (db * r).sum(1)
-    out[9] = squares.square().sum(1)
-    if x is not None:
-        update = r - x
-        squares = update.square()
-        out[6] = squares.sum(1)
-        out[7] = (da * update).sum(1)
-        out[8] = (db * update).sum(1)
-        out[10] = squares.square().sum(1)
+def _row_sums(a: Any, b: Any, r: Any, base: Any, out: Any, dots: Callable[..., Any]) -> Any:
+    """Thirteen sums per row, (T, D) → out (13, T), of arrays or of tensors. ``b`` may be ``a``
+    itself: equal sides take half the work. Returns what the first four rows of channels are the
+    squares of, by row."""
+    terms = {3: r}
+    update = None if base is None else r - base
+    for number, side in enumerate((a,) if b is a else (a, b), 1):
+        error = terms[number - 1] = side - r
+        out[number], out[3 + number] = dots(error, error), dots(error, r)
+        if update is not None:
+            out[6 + number] = dots(error, update)
+        square = error * error
+        out[10 + number] = dots(square, square)
+    square = r * r
+    out[0], out[9] = dots(r, r), dots(square, square)
+    if update is not None:
+        out[6] = dots(update, update)
+        update *= update
+        out[10] = dots(update, update)
+    if b is a:
+        out[[2, 5, 8, 12]], out[3] = out[[1, 4, 7, 11]], 0.0
+    else:
+        terms[2] = a - b
+        out[3] = dots(terms[2], terms[2])
+    return terms
+
+
+def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b).sum(1)
 
 
 def _outliers(sums: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:

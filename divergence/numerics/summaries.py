@@ -21,28 +21,14 @@ if TYPE_CHECKING:
 #
 # xxh3 runs on hosts. A digest that an accelerator computes where the tensor lies must be made of
 # operations that every backend of torch has and that are exact: 64-bit products and sums, modulo
-# 2^64, in any order. So it is two independent multilinear hashes
+# 2^64, in any order. So it is two multilinear hashes over 32-bit words (docs/dump-format.md,
+# ``fold``), 2 x 64 bits; their constants, and those of sketches, are integers of splitmix64 (Steele,
+# Lea, Flood, OOPSLA 2014), computed on the host, so that they are the same on every machine.
 #
-#     h_s(w) = Σ_i m_s,i · w_i   mod 2^64,        s = 1, 2
-#
-# over the 32-bit words w_i of the bytes (little-endian, taken as signed, the last one padded with
-# zeros), with multipliers m_s,i = stream(SEEDS[s], i), see below. Words are taken
-# in chunks of 2^16, so that the multipliers are few and kept; the 64-bit results of the chunks, as
-# words (low, high), are hashed again in the same way until one chunk is left. In the end the
-# number of bytes is mixed in: mixed(h_s + gamma_s · num_bytes). 2 × 64 bits, 32 hex digits.
-#
-# Collisions: two unequal inputs of one length collide under one level of one h with probability at
-# most 2^-33 over random multipliers (Σ m_i δ_i = 0 mod 2^64 with |δ_i| < 2^32: δ = 2^v · odd with
-# v ≤ 31 leaves 2^v of 2^64 multipliers; Carter and Wegman, "Universal classes of hash functions",
-# 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014, section 3), so under
-# both of them at L levels with at most (L · 2^-33)² (L is 2 up to 8 GiB, 3 beyond): about 2^-64.
+# Unequal inputs of one length collide with probability at most (L 2^-33)^2 over random multipliers,
+# L levels of chunks (2 up to 8 GiB): about 2^-64 (Carter and Wegman, "Universal classes of hash
+# functions", 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014, section 3).
 # The multipliers are fixed, so it is no defence against someone who looks for a collision.
-#
-# ``stream`` is the integer mixer from which every constant of digests and sketches is made:
-# splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
-# the n-th output of a stream is a bijective mix of seed + (n + 1) · the golden gamma, all modulo
-# 2^64. Constants are computed on the host with integers and only then moved, so they are
-# bit-identical on every machine whatever its arithmetic does.
 
 CHUNK = 1 << 16
 """Words in a chunk."""
@@ -241,49 +227,24 @@ def _mixed(value: np.ndarray) -> np.ndarray:
 
 # Sketches: 1-2% of a tensor's bytes, from which the distance of two tensors can be estimated.
 #
-# Rows are what lies behind the first two axes (tokens) where there are three axes or more, the last
-# axis for two, the whole for one. A row x of n features becomes k signed sums, its projections:
-# feature j goes to bucket b = j mod k,
-#
-#     s_b = Σ_m  tau(t, m) · sigma(m·k + b) · x[m·k + b],        m = j // k,
-#
-# with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
-# streams (``fold.stream``): sigma(j) of number j of stream SIGMA, tau(t, m) of number
-# t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
-# bit-identical on every machine; the sums are float64 in any order (float32 on devices without it)
-# and rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
-#
-# Where few rows differ, few of these sums are left to tell by how much: one row of k = 8 is known
-# to ±50%. So rows are pooled as well, those of one block (what lies behind the first of three axes
-# or more, a sample; else all) into K further sums:
-#
-#     S_c = Σ  sigma(j) · tau(t, j // k) · x_t[j]  over the block's rows t and j with
-#           (j + 79 t) mod K = c,
-#
-# with the same signs. They estimate the block's ‖d‖² with the variance (2/K) ‖d‖⁴, in however few
-# rows it lies, and cost a row's sums of K in place of k buckets: folded to k those are the row's
-# own. 79 is odd and near K / golden ratio: a channel's errors in K rows go to K buckets.
+# Of each row k signed sums of its features, dealt out in turn to k buckets, and its norm; of each
+# block's rows together K further sums, which tell how much differs where few rows do
+# (docs/dump-format.md, ``sketch``, has signs, rows, blocks, k and K). Signs are top bits of integer
+# streams, so the matrix is bit-identical on every machine; sums are float64 in any order (float32
+# on devices without it), rounded to float32.
 #
 # The sketch is linear: sketch(a) - sketch(b) is that of d = a - b, and E ‖sketch(d)‖² = ‖d‖² with
 # the variance (2/k) (‖d‖⁴ - Σ d_j⁴) at most, that of a dense random projection at a k-th of its
 # cost (Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments",
 # 1996; Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", 2002: the count
-# sketch; buckets here are dealt out in turn, which leaves the variance as it is since signs of
-# features in one bucket are independent). tau makes the rows' errors independent even where all
-# rows differ in one direction, so that over T rows of comparable size the relative error of ‖d‖²
-# is √(2/(kT)).
+# sketch). Rows have signs of their own, so over T rows of comparable size the relative error of
+# ‖d‖² is √(2/(kT)); pooled sums estimate a block's ‖d‖² with the variance (2/K) ‖d‖⁴.
 #
 # Resolution: a sum rounds to float32 on either side, so no estimate below 0.58 · 2^-24 ‖a‖ is
 # told from 0 (numerics.floor's model of two roundings); sums in float32 add √(n/2k) such errors.
-#
-# k is the power of two below n/128, 8 at least and 64 at most; but where rows are fewer than 8, as
-# in a decode step, as many as make 64 projections of all rows together. K is the power of two
-# below a 2048th of a block's elements, between 64 and 128; no more than a 256th of them, and none
-# where rows stand alone or K would be no larger than k: some 0.1% of the bytes of a long prompt.
-#
-# What is not sketched: integers, bool and complex; float64 (the resolution would hide its errors);
-# rows so short that the sketch takes more than half of their bytes. Elements that are no finite
-# numbers count as 0; a row that float32 cannot hold leaves infinities, and is not estimated.
+# Elements that are no finite numbers count as 0; a row that float32 cannot hold leaves infinities,
+# and is not estimated. Integers, bool, complex and float64 (whose errors the resolution would hide)
+# are not sketched, nor rows so short that a sketch takes more than half of their bytes.
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 """Digits of π after those of divergence.numerics.summaries: chosen by nobody."""

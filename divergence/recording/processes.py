@@ -87,9 +87,10 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
     )
 
 
-def start_ranks(mesh: str | None, device: str) -> Ranks | None:
-    """Join the other processes; None where there is one alone. Raises UsageError for a mesh without
-    ranks, and for ranks without a mesh."""
+@contextlib.contextmanager
+def joined(mesh: str | None, device: str) -> Iterator[Ranks | None]:
+    """The other processes joined, and watched over; None where there is one alone. Raises
+    UsageError for a mesh without ranks, and for ranks without a mesh."""
     started, count = "RANK" in os.environ, int(os.environ.get("WORLD_SIZE", "1"))
     if mesh is None:
         if count > 1:
@@ -97,7 +98,8 @@ def start_ranks(mesh: str | None, device: str) -> Ranks | None:
                 f"this is one of {count} processes, and nothing says how they divide the work",
                 hint="--mesh tp, --mesh fsdp, --mesh dp, --mesh pp, or several: --mesh dp=2,tp=4",
             )
-        return None
+        yield None
+        return
     if not started:
         parse_mesh(mesh, math.prod(map(int, re.findall(r"=\s*(\d+)", mesh))))
         raise UsageError(
@@ -105,16 +107,10 @@ def start_ranks(mesh: str | None, device: str) -> Ranks | None:
             hint=f"torchrun --nproc-per-node N -m divergence capture ... --mesh {quoted(mesh)}",
         )
     parsed = parse_mesh(mesh, count)
-    return None if count == 1 else Ranks(parsed, device)
-
-
-@contextlib.contextmanager
-def joined(mesh: str | None, device: str) -> Iterator[Ranks | None]:
-    """``start_ranks``, watched over."""
-    ranks = start_ranks(mesh, device)
-    if ranks is None:
+    if count == 1:
         yield None
         return
+    ranks = Ranks(parsed, device)
     with ranks.watched():
         yield ranks
 

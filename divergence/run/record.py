@@ -133,26 +133,11 @@ def checked_file(root: Path, name: str) -> Path:
 
 # One line of records.jsonl: what was seen at one site in one forward.
 #
-# A record names its tensor three times over: by coordinates (pass, sample, step,
-# site), by place (shard and key; equal tensors share both) and by value (a digest of
-# its bytes, and a summary that needs no bytes). Shapes are those of the tensor as
-# the module returned it; nothing is converted on the way to disk. Where a run keeps no
-# bytes (``--store``), there is no place, perhaps a sketch, and the digest that was asked for.
-#
-# A call is one operator as it was run, with all that running it again alone needs. It stands on the
-# record of the operator's first result, ``PATH/OPERATOR[#CALL]:out``; the other results are the
-# records ``:out.1``, ``:out.2`` ... of the same operator. ``arguments`` go by the names of the
-# operator's schema. Each is plain JSON, but for objects of one key:
-#
-#     {"tensor": 2}            the operand of that number in ``operands``
-#     {"dtype": "float32"}     also "device", "layout", "memory_format"
-#     {"float": "-inf"}        a number that JSON has no word for: "nan", "inf", "-inf"
-#     {"complex": [re, im]}
-#
-# An operand's value is a record of the same forward (``site``: a result of another operator, an
-# input of the module, or a record of its own, ``PATH/OPERATOR[#CALL]:in.NAME``), or a weight of
-# the model, by name and digest, which has a record only on request. ``origin`` and ``via`` tell
-# where the value comes from: the site whose memory it lies in, and the views taken of that.
+# A record names its tensor three times over: by coordinates (pass, sample, step, site), by place
+# (shard and key; equal tensors share both) and by value (a digest of its bytes, and a summary that
+# needs no bytes). Shapes are those of the tensor as the module returned it; nothing is converted on
+# the way to disk. A call, on the record of an operator's first result, is one operator with all that
+# running it again alone needs; docs/dump-format.md has how its arguments are written.
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things, a size or an index: what torch holds in 64 bits."""

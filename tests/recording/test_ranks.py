@@ -20,7 +20,7 @@ from divergence.comparison.preflight.code import code_line
 from divergence.errors import UsageError
 from divergence.recording.api import capture
 from divergence.recording.engines.load import why_not
-from divergence.recording.processes import _own_device, parse_mesh, start_ranks
+from divergence.recording.processes import _own_device, joined, parse_mesh
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 
@@ -367,7 +367,7 @@ def test_a_mesh_without_ranks(monkeypatch):
     """--mesh in a single process names the command that starts several."""
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="one process for each") as caught:
-        start_ranks("tp=2", "cpu")
+        joined("tp=2", "cpu").__enter__()
     assert "torchrun --nproc-per-node" in caught.value.hint
 
 
@@ -376,9 +376,10 @@ def test_ranks_without_a_mesh(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="one of 2 processes"):
-        start_ranks(None, "cpu")
+        joined(None, "cpu").__enter__()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert start_ranks(None, "cpu") is None and start_ranks("tp", "cpu") is None
+    with joined(None, "cpu") as no_mesh, joined("tp", "cpu") as single:
+        assert no_mesh is None and single is None
 
 
 def test_more_processes_than_devices(monkeypatch):

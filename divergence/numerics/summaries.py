@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from divergence.numerics.formats import Format, format_of
+from divergence.numerics.formats import FORMATS, Format, format_of
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.sums import Grid
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # xxh3 runs on hosts. A digest that an accelerator computes where the tensor lies must be made of
 # operations that every backend of torch has and that are exact: 64-bit products and sums, modulo
 # 2^64, in any order. So it is two multilinear hashes over 32-bit words (docs/dump-format.md,
-# ``fold``), 2 x 64 bits; their constants, and those of sketches, are integers of splitmix64 (Steele,
-# Lea, Flood, OOPSLA 2014), computed on the host, so that they are the same on every machine.
+# ``fold``), 2 x 64 bits; their constants, and those of sketches, are integers of splitmix64
+# (Steele, Lea, Flood, OOPSLA 2014), computed on the host: the same on every machine.
 #
 # Unequal inputs of one length collide with probability at most (L 2^-33)^2 over random multipliers,
 # L levels of chunks (2 up to 8 GiB): about 2^-64 (Carter and Wegman, "Universal classes of hash
@@ -262,6 +262,8 @@ _USUAL_BYTES = 2
 _BLOCK = 1 << 18
 """Elements widened to float64 at a time on a host: 2 MiB, one buffer for all."""
 _DEVICE_BLOCK = 1 << 25
+_COPIED_BYTES = 1 << 20
+"""Of rows that are copied together."""
 _UNIT = 2.0**-24
 
 
@@ -410,32 +412,39 @@ def sketch_tensor(
 
 
 def sketch_many(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[tuple[str, memoryview, tuple[int, ...]]],
     ks: Sequence[int],
-    pooled: Sequence[int] | None = None,
+    pooled: Sequence[int],
     *,
     kernel: Kernel = "numpy",
 ) -> list[Projections]:
-    """``[sketch_tensor(t, k, num_pooled=p) for t, k, p in ...]``, faster where many are one row
-    each, as in a decode step: rows of one length are stacked."""
+    """``sketch_tensor`` of each tensor, given as (dtype, little-endian bytes, shape), with its k
+    and number of pooled sums: faster where many are one row each, as in a decode step, since rows
+    of one length are copied together. (A view of each costs more than its bytes.)"""
     import torch
 
+    def elements(dtype: str, data: Any) -> torch.Tensor:
+        return torch.frombuffer(data, dtype=torch.uint8).view(FORMATS[dtype].torch_dtype)
+
     results: list[Projections | None] = [None] * len(tensors)
-    groups: dict[tuple[torch.dtype, str, int, int], list[int]] = {}
-    for index, (tensor, k) in enumerate(zip(tensors, ks, strict=True)):
-        num_rows, features = rows_of(tensor.shape)
-        more = 0 if pooled is None else pooled[index]
+    groups: dict[tuple[str, int, int], list[int]] = {}
+    for index, ((dtype, data, shape), k, more) in enumerate(zip(tensors, ks, pooled, strict=True)):
+        num_rows, features = rows_of(shape)
         if num_rows == 1 and not more:
-            key = (tensor.dtype, str(tensor.device), features, k)
-            groups.setdefault(key, []).append(index)
+            groups.setdefault((dtype, features, k), []).append(index)
         else:
+            tensor = elements(dtype, data).view(grid_of(shape))
             results[index] = sketch_tensor(tensor, k, num_pooled=more, kernel=kernel)
-    for (_, _, features, k), members in groups.items():
-        stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
-        numbers = np.zeros(len(members), np.int64)
-        sketched = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
-        for index, row in zip(members, torch.split(sketched.rows, 1), strict=True):
-            results[index] = Projections(row, sketched.pooled)
+    for (dtype, features, k), members in groups.items():
+        step = max(1, _COPIED_BYTES // (features * FORMATS[dtype].itemsize))
+        for start in range(0, len(members), step):
+            part = members[start : start + step]
+            joined = bytearray().join([tensors[index][1] for index in part])
+            stack = elements(dtype, joined).view(len(part), features)
+            numbers = np.zeros(len(part), np.int64)
+            sketched = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
+            for index, row in zip(part, torch.split(sketched.rows, 1), strict=True):
+                results[index] = Projections(row, sketched.pooled)
     return [result for result in results if result is not None]
 
 

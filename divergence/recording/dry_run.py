@@ -104,7 +104,8 @@ def plan_capture(
             )
         )
     made, said = planned_passes(request, loaded, selection, notes, lacks={})
-    passes, total = [pass_.name for pass_ in made], sum(row.bytes for row in rows)
+    passes: list[str] = [pass_.name for pass_ in made]
+    total = sum(row.bytes for row in rows)
     if request.only_changed:
         said.append("of these bytes only those are stored that the run to be repeated has not")
     if "anchored" in passes:

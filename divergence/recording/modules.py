@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +43,27 @@ from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote
 from divergence.run.record import Call, PassName
 from divergence.run.site import ROOT, escape_path, join_site
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """What a recorder knows of the step under way, and where that is recorded. Usually there is one
+    lane; steps that are made beside others have lanes of their own."""
+
+    sink: Sink
+    keep: Callable[[torch.Tensor], CapturedTensor]
+    on_step: Callable[[int], None] | None = None
+    on_block: Callable[[str], None] | None = None
+    step: int = 0
+    order: int = 0
+    """Of the next record."""
+    num_tokens: int = 0
+    """That the forward is fed."""
+    selected: bool = True
+    """Is the step recorded?"""
+    calls: dict[str, str] = field(default_factory=dict)
+    """By path, what its last call in this forward adds to it."""
+    num_calls: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -81,27 +103,26 @@ class Recorder:
         self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
         if anchor is not None or on_block is not None:
             self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
-        self.sink = sink
         self._pass: PassName = pass_
         self._steps, self._positions, self._logit_paths = steps, positions, logit_paths
         self._plants = plants
         self._anchor = anchor
-        self._on_step, self._on_block = on_step, on_block
-        self._keep = (keeper or CopyKeeper()).keep
+        keep = (keeper or CopyKeeper()).keep
+        self.lane = Lane(sink=sink, keep=keep, on_step=on_step, on_block=on_block)
         self.operators: OperatorRecorder | None = None
         if operators:
             self.operators = self._operator_recorder(
                 model,
                 operators,
                 emit=self._put,
-                call_of=lambda path: self._calls.get(path, ""),
-                active=lambda: self._selected and not self._anchor_broken,
-                keep=self._keep,
+                call_of=lambda path: self.lane.calls.get(path, ""),
+                active=lambda: self.lane.selected and not self._anchor_broken,
+                keep=keep,
                 weights=weights,
                 substitute=None
                 if not substitutes
                 else lambda site: substituted(
-                    substitutes, self._pass, self._sample, self._step, site
+                    substitutes, self._pass, self._sample, self.lane.step, site
                 ),
             )
             self._hooked |= {path for path in notes if inside(path, operators)}
@@ -124,8 +145,7 @@ class Recorder:
         self.go_to(0)
         self._chunks = self._forwards.chunks(num_tokens)
         self._anchor_broken = False
-        self._calls: dict[str, str] = {}
-        self._num_calls: dict[str, dict[str, int]] = {}
+        self.lane.calls, self.lane.num_calls = {}, {}
         if self.operators is not None:
             self.operators.end_of_forward()
 
@@ -134,9 +154,9 @@ class Recorder:
 
     def go_to(self, step: int) -> None:
         """The next forward is this one."""
-        self._step, self._order = step, 0
-        self._num_tokens = self._num_prompt + (0 if self._forwards.cached else step)
-        self._selected = step_selected(self._steps, step)
+        self.lane.step, self.lane.order = step, 0
+        self.lane.num_tokens = self._num_prompt + (0 if self._forwards.cached else step)
+        self.lane.selected = step_selected(self._steps, step)
 
     @contextlib.contextmanager
     def held(
@@ -144,18 +164,31 @@ class Recorder:
     ) -> Iterator[None]:
         """The next forward is ``step``, or the steps of ``rows`` from there on; copies of what it
         gives go to ``sink`` alone, or nowhere. Progress is told ``num_told`` times."""
-        before = dict(self.__dict__)
-        self.go_to(step)
-        self.sink, self._selected = sink or self.sink, self._selected and sink is not None
-        self._keep = CopyKeeper().keep
-        if rows is not None and self._anchor is not None:
-            self._anchor = rows.of(self._anchor)
-        self._on_step = repeated(self._on_step, num_told)
-        self._on_block = repeated(self._on_block, num_told)
+        lane, anchor, broken = self.lane, self._anchor, self._anchor_broken
+        counts = self.num_emitted, self.anchored
+        on_step, on_block = (repeated(tell, num_told) for tell in (lane.on_step, lane.on_block))
+        held = replace(
+            lane, sink=sink or lane.sink, keep=CopyKeeper().keep, on_step=on_step, on_block=on_block
+        )
+        with self.on_lane(held):
+            self.go_to(step)
+            held.selected = held.selected and sink is not None
+            if rows is not None and anchor is not None:
+                self._anchor = rows.of(anchor)
+            try:
+                yield
+            finally:
+                self._anchor, self._anchor_broken = anchor, broken
+                self.num_emitted, self.anchored = counts
+
+    @contextlib.contextmanager
+    def on_lane(self, lane: Lane) -> Iterator[None]:
+        """The forwards made meanwhile are those of that lane."""
+        before, self.lane = self.lane, lane
         try:
             yield
         finally:
-            self.__dict__.update(before)
+            self.lane = before
 
     def record(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Record what forward ``step`` gave, by site."""
@@ -230,7 +263,7 @@ class Recorder:
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
             new = map_output(output, self._planter(plants)) if plants else output
-            call = self._calls.get(path, "")
+            call = self.lane.calls.get(path, "")
             if isinstance(new, torch.Tensor):  # nearly always
                 if id(new) in recent.items:
                     self._forget_given(args, kwargs)
@@ -241,8 +274,8 @@ class Recorder:
                     self._forget_given(args, kwargs)
                 for port, tensor in leaves:
                     self._emit(path, call, port, tensor)
-            if is_block and self._on_block is not None:
-                self._on_block(path)
+            if is_block and self.lane.on_block is not None:
+                self.lane.on_block(path)
             if path == ROOT:
                 self._end_of_forward()
             return new if plants else None
@@ -250,9 +283,9 @@ class Recorder:
         return post_hook
 
     def _numbered(self, path: str, call: str = "") -> str:
-        calls = self._calls
+        calls = self.lane.calls
         if path in calls:  # not its first call in this forward
-            counts = self._num_calls.setdefault(path, {calls[path]: 1})
+            counts = self.lane.num_calls.setdefault(path, {calls[path]: 1})
             count = counts[call] = counts.get(call, 0) + 1
             if count > 1:
                 call += f"#{count}"
@@ -265,16 +298,16 @@ class Recorder:
             self._recent.items.pop(id(tensor), None)
 
     def _end_of_forward(self) -> None:
-        done = self._step or self._chunks is None or self._chunks.end()
+        done = self.lane.step or self._chunks is None or self._chunks.end()
         if done:
-            self.go_to(self._step + 1)
-        self._calls.clear()
+            self.go_to(self.lane.step + 1)
+        self.lane.calls.clear()
         if self.operators is not None:
             self.operators.end_of_forward()
         self._recent.items.clear()  # nothing of a forward is held beyond it
-        self._num_calls.clear()
-        if done and self._on_step is not None:
-            self._on_step(self._step)
+        self.lane.num_calls.clear()
+        if done and self.lane.on_step is not None:
+            self.lane.on_step(self.lane.step)
 
     def _recorded_input(
         self, path: str, port: str, tensor: torch.Tensor, done: set[str]
@@ -304,7 +337,9 @@ class Recorder:
         self, path: str, port: str, codes: torch.Tensor, told: torch.Tensor
     ) -> torch.Tensor | None:
         """Record a quantiser's codes; the other run's, where it is anchored to one."""
-        call = self._calls.get(path, "") if path in self._hooked else self._numbered(path + port)
+        call = (
+            self.lane.calls.get(path, "") if path in self._hooked else self._numbered(path + port)
+        )
         if self._pass != "escalated":  # which repeats values: nothing has codes of that dtype
             self._emit(path, call, port, told)
         free = self._anchor is None or self._anchor_broken
@@ -314,13 +349,13 @@ class Recorder:
         """What the other run has there, of the rows of this forward."""
         assert self._anchor is not None  # asked where there is one
         return recorded_rows(
-            self._anchor, self._sample, self._step, site, own,
-            chunks=None if self._step else self._chunks, cached=self._forwards.cached,
+            self._anchor, self._sample, self.lane.step, site, own,
+            chunks=None if self.lane.step else self._chunks, cached=self._forwards.cached,
         )  # fmt: skip
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(port: str, tensor: torch.Tensor) -> torch.Tensor:
-            forward = self._sample * FORWARDS + self._step
+            forward = self._sample * FORWARDS + self.lane.step
             for plant in plants:
                 if plant.port == port and plant.meets(forward):
                     self.fired.add(plant.site)
@@ -331,7 +366,7 @@ class Recorder:
 
     def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
         """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
-        if not self._selected or self._anchor_broken:
+        if not self.lane.selected or self._anchor_broken:
             return
         try:
             site, flat = self._sites[path, call, port]
@@ -343,14 +378,14 @@ class Recorder:
             return
         if flat:
             tensor = by_token(tensor, self._batch)
-        if self._chunks is not None and not self._step:
+        if self._chunks is not None and not self.lane.step:
             deciding = path in self._logit_paths
             joined = self._chunks.joined(site, tensor, deciding=deciding)
             if joined is None:
                 return
             tensor = joined
-        if self._step and self._forwards.cached and self.operators is None:
-            item, positions = self._recent.kept(tensor, self._keep), None
+        if self.lane.step and self._forwards.cached and self.operators is None:
+            item, positions = self._recent.kept(tensor, self.lane.keep), None
         else:
             with self._quiet():
                 item, positions = self._kept(path, tensor)
@@ -361,26 +396,26 @@ class Recorder:
     ) -> tuple[CapturedTensor, tuple[int, ...] | None]:
         """The kept item, made now or when this very tensor last came by; and its token positions,
         where not all."""
-        if self._step == 0 or not self._forwards.cached:
-            own_alone = self._step > 0  # without a cache: its own token of the whole sequence
+        if self.lane.step == 0 or not self._forwards.cached:
+            own_alone = self.lane.step > 0  # without a cache: its own token of the whole sequence
             tensor, positions = narrowed(
-                tensor, tokens=self._num_tokens, batch=self._batch, positions=self._positions,
+                tensor, tokens=self.lane.num_tokens, batch=self._batch, positions=self._positions,
                 num_kept=1 if own_alone else self._num_kept or 0,
                 deciding=path in self._logit_paths,
             )  # fmt: skip
             if positions is not None:
-                return self._keep(tensor), positions
-        return self._recent.kept(tensor, self._keep), None
+                return self.lane.keep(tensor), positions
+        return self._recent.kept(tensor, self.lane.keep), None
 
     def _put(
         self, site: str, item: CapturedTensor, call: Call | None = None,
         positions: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        self.sink.put(
-            item, pass_=self._pass, sample=self._sample, step=self._step, site=site,
-            order=self._order, positions=positions, call=call,
+        self.lane.sink.put(
+            item, pass_=self._pass, sample=self._sample, step=self.lane.step, site=site,
+            order=self.lane.order, positions=positions, call=call,
         )  # fmt: skip
-        self._order += 1
+        self.lane.order += 1
         self.num_emitted += 1
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:

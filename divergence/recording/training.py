@@ -414,7 +414,7 @@ class TrainRecorder(Recorder):
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if inner or self._backward_runs:  # or a forward that is run again, for its activations
                 return
-            call = self._calls.get(path, "")
+            call = self.lane.calls.get(path, "")
             for port, tensor in input_leaves(args, kwargs, names):
                 if tensor.requires_grad:
                     handle = tensor.register_hook(
@@ -442,7 +442,7 @@ class TrainRecorder(Recorder):
         ) -> Any:
             if self._backward_runs:
                 return None
-            call = self._calls.get(path, "")
+            call = self.lane.calls.get(path, "")
 
             def cut(port: str, tensor: torch.Tensor) -> torch.Tensor:
                 site = join_site(path + call + BACKWARD, f"in{port[3:]}")
@@ -487,7 +487,7 @@ class TrainRecorder(Recorder):
 
     def _numbered(self, path: str, call: str = "") -> str:
         if self._backward_runs:  # run again: the call that it was
-            return self._calls.get(path, "")
+            return self.lane.calls.get(path, "")
         return super()._numbered(path, call)
 
     def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
@@ -560,7 +560,7 @@ class TrainRecorder(Recorder):
         if self._first is None or not self._is_whole:
             return
         self.begin(sample=0, batch=1, num_tokens=0)
-        self._order = 1 << 24  # behind all that the first prompt's forward and backward gave
+        self.lane.order = 1 << 24  # behind all that the first prompt's forward and backward gave
         named = parameters_of(self._model)
         held = self._stepping.reduce(named)
         for path, leaf, holder in reversed(held):
@@ -583,10 +583,10 @@ class TrainRecorder(Recorder):
                         holder.grad = _like(holder.grad, recorded)
         made = self._stepping.step(named, held)
         self._keep_as(join_site(ROOT + OPTIMIZER, GRAD_NORM), made.norm)
-        first = self._order
+        first = self.lane.order
         for number, (path, leaf, given, value, moments) in enumerate(made.updates()):
             where = path + OPTIMIZER
-            self._order = first + _UPDATE * number  # alike on ranks that hold other moments
+            self.lane.order = first + _UPDATE * number  # alike on ranks that hold other moments
             self._keep_as(join_site(where, f"in.{leaf}"), given)
             self._keep_as(
                 join_site(where, f"out.{leaf}"), self._planted(where, f"out.{leaf}", value)
@@ -599,8 +599,8 @@ class TrainRecorder(Recorder):
         self, site: str, tensor: torch.Tensor, placement: Mapping[str, str] | None = None
     ) -> None:
         """``placement``: how it lies on the mesh, where the tensor does not tell."""
-        if self._selected:
-            item = self._keep(tensor)
+        if self.lane.selected:
+            item = self.lane.keep(tensor)
             if placement is not None:
                 item.placement = dict(placement)
             self._put(site, item)

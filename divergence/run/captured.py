@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -307,13 +306,6 @@ class ShardEntry(msgspec.Struct, frozen=True):
         """xxh3-128 of the bytes."""
         return xxhash.xxh3_128_digest(self.data)
 
-    def flat(self) -> torch.Tensor:
-        """The elements on one axis, without a copy."""
-        if isinstance(self.holder, Slot):
-            return self.holder.tensor(FORMATS[self.dtype].torch_dtype, (math.prod(self.shape),))
-        assert not isinstance(self.holder, bytes)  # it waits for its shard, and is summarised
-        return self.holder.reshape(-1)
-
     def apart(self) -> ShardEntry:
         """A copy in memory of its own."""
         data = bytes(self.data)
@@ -324,45 +316,6 @@ def piece_of(tensor: torch.Tensor) -> ShardEntry:
     """A contiguous CPU tensor as a piece, without a copy."""
     name = str(tensor.dtype).removeprefix("torch.")
     return ShardEntry(name, tuple(tensor.shape), tensor_bytes(tensor), tensor)
-
-
-_FEW_BYTES = 1 << 15
-_COPIED_BYTES = 1 << 20
-
-
-def flat_parts(pieces: Iterable[ShardEntry]) -> Iterator[list[torch.Tensor]]:
-    """``[piece.flat() for piece in pieces]``, in parts. The short ones are copied together: a
-    decode step leaves thousands, and a view of each costs more than its bytes."""
-    part: list[ShardEntry] = []
-    copied = 0
-    for piece in pieces:
-        part.append(piece)
-        if piece.data.nbytes <= _FEW_BYTES:
-            copied += piece.data.nbytes
-        if copied >= _COPIED_BYTES:
-            yield _flat(part)
-            part, copied = [], 0
-    if part:
-        yield _flat(part)
-
-
-def _flat(pieces: list[ShardEntry]) -> list[torch.Tensor]:
-    import torch
-
-    flat: list[torch.Tensor | None] = [None] * len(pieces)
-    alike: dict[tuple[str, int], list[int]] = {}
-    for index, piece in enumerate(pieces):
-        num_bytes = piece.data.nbytes
-        if 0 < num_bytes <= _FEW_BYTES:
-            alike.setdefault((piece.dtype, num_bytes), []).append(index)
-        else:
-            flat[index] = piece.flat()
-    for (dtype, _), indices in alike.items():
-        together = bytearray().join([pieces[index].data for index in indices])
-        rows = torch.frombuffer(together, dtype=FORMATS[dtype].torch_dtype)
-        for index, row in zip(indices, rows.view(len(indices), -1).unbind(), strict=True):
-            flat[index] = row
-    return [tensor for tensor in flat if tensor is not None]
 
 
 def piece_of_item(item: CapturedTensor) -> ShardEntry:

@@ -136,8 +136,8 @@ def checked_file(root: Path, name: str) -> Path:
 # A record names its tensor three times over: by coordinates (pass, sample, step, site), by place
 # (shard and key; equal tensors share both) and by value (a digest of its bytes, and a summary that
 # needs no bytes). Shapes are those of the tensor as the module returned it; nothing is converted on
-# the way to disk. A call, on the record of an operator's first result, is one operator with all that
-# running it again alone needs; docs/dump-format.md has how its arguments are written.
+# the way to disk. A call, on the record of an operator's first result, is one operator with all
+# that running it again alone needs; docs/dump-format.md has how its arguments are written.
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things, a size or an index: what torch holds in 64 bits."""

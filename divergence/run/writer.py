@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from divergence.numerics.summaries import (
     Projections,
     fold_many,
     folds_of,
-    grid_of,
     num_pooled,
     num_projections,
     sketch_many,
@@ -38,7 +37,6 @@ from divergence.run.captured import (
     CapturedTensor,
     ShardEntry,
     Slot,
-    flat_parts,
     piece_of,
     piece_of_item,
 )
@@ -168,11 +166,7 @@ class Reducer:
         else:
             tensors = [(piece.dtype, piece.data) for piece in fresh.values()]
             summaries = summarize_many(tensors, kernel=self._kernel)
-            sketches: dict[Content, Sketch] = {}
-            contents = iter(fresh)
-            for part in flat_parts(fresh.values()) if self._store_mode == "sketch" else ():
-                flat = {content: tensor for tensor, content in zip(part, contents, strict=False)}
-                sketches |= self._sketched(flat, store)
+            sketches = self._sketched(fresh, store) if self._store_mode == "sketch" else {}
             for content, summary in zip(fresh, summaries, strict=True):
                 self._known[content] = (summary, sketches.get(content))
         for item, _ in items:
@@ -181,15 +175,14 @@ class Reducer:
             del self._known[next(iter(self._known))]
 
     def _sketched(
-        self, flat: dict[Content, torch.Tensor], store: StoreBytes
+        self, pieces: Mapping[Content, ShardEntry], store: StoreBytes
     ) -> dict[Content, Sketch]:
-        """By content, of its elements on one axis."""
         wanted = {
             content: k
-            for content in flat
+            for content in pieces
             if (k := num_projections(content[2], format_named(content[1]))) is not None
         }
-        tensors = [flat[content].view(grid_of(content[2])) for content in wanted]
+        tensors = [(content[1], pieces[content].data, content[2]) for content in wanted]
         pooled = [num_pooled(content[2], k) for content, k in wanted.items()]
         sketches = sketch_many(tensors, list(wanted.values()), pooled, kernel=self._kernel)
         return {

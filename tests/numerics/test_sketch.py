@@ -100,11 +100,17 @@ def test_row_numbers():
     assert torch.equal(block, sketch_tensor(x, 8, num_pooled=32).pooled[1:2])
 
 
+def stored(tensor: torch.Tensor) -> tuple[str, memoryview, tuple[int, ...]]:
+    """As the writer holds it."""
+    data = memoryview(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
+    return str(tensor.dtype).removeprefix("torch."), data, tuple(tensor.shape)
+
+
 def test_many_rows_alone():
     """Single rows of many tensors are stacked, and give what each gives alone."""
     tensors = [torch.randn(1, 1, 128), torch.randn(1, 3, 128), torch.randn(1, 1, 128),
                torch.randn(1, 1, 256).bfloat16()]  # fmt: skip
-    found = sketch_many(tensors, [8, 8, 8, 8])
+    found = sketch_many([*map(stored, tensors)], [8] * 4, [0] * 4)
     for tensor, one in zip(tensors, found, strict=True):
         assert torch.equal(one.rows, sketch_tensor(tensor, 8).rows)
 
@@ -219,7 +225,7 @@ def test_compiled_loops_find_the_same(shape, dtype):
         )
         assert torch.allclose(one.rows, two.rows, rtol=1e-5, atol=1e-4)
         assert torch.allclose(one.pooled, two.pooled, rtol=1e-5, atol=1e-3)
-    many = sketch_many([x[:1], x[:1]], [8, 8], kernel="compiled")
+    many = sketch_many([stored(x[:1])] * 2, [8, 8], [0, 0], kernel="compiled")
     assert torch.equal(many[0].rows, many[1].rows)
     assert torch.allclose(many[0].rows, sketch_tensor(x[:1], 8).rows, rtol=1e-5, atol=1e-4)
 

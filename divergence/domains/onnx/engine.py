@@ -839,7 +839,9 @@ class GraphRecorder(Recorder):
 
     def _rows(self, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Of a decode step the row of its token."""
-        whole = self._step == 0 or not self._forwards.cached  # then it is narrowed where it is kept
+        whole = (
+            self.lane.step == 0 or not self._forwards.cached
+        )  # then it is narrowed where it is kept
         if whole or tensor.ndim < 2 or tensor.shape[1] != num_tokens:
             return tensor
         return tensor[:, -1:].contiguous()
@@ -888,11 +890,11 @@ class GraphRecorder(Recorder):
     def _recorded(self, port: Port, own: torch.Tensor) -> torch.Tensor | None:
         """What was recorded of an input, of this step and those before it; None where that is not
         all there. Of what enters the head the deciding rows alone may be: the others stay own."""
-        if own.ndim < 2 or own.shape[1] != self._num_prompt + self._step:
+        if own.ndim < 2 or own.shape[1] != self._num_prompt + self.lane.step:
             return None
         assert self._anchor is not None  # asked where there is one
         whole, site = own.clone(), join_site(port.path, port.port)
-        for step in range(self._step + 1):
+        for step in range(self.lane.step + 1):
             stop = self._num_prompt + step
             rows = own[:, (stop - 1 if step else 0) : stop]
             if (site, step) not in self._given:

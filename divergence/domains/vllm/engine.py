@@ -35,7 +35,7 @@ from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks import patched
 from divergence.recording.keeper import CopyKeeper
-from divergence.recording.modules import Recorder
+from divergence.recording.modules import Lane, Recorder
 from divergence.recording.structure import describe_modules, output_paths, routing_modules
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import command_line
@@ -652,10 +652,6 @@ Choose = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 _OWN_CODE = "vllm.model_executor.models.transformers."
 """Where vLLM runs transformers' own code of a model, modules see all rows as a batch (1, N, H)."""
 
-_LANE = ("_step", "_order", "_num_tokens", "_selected", "_calls", "_num_calls", "sink", "_keep",
-         "_on_step", "_on_block")  # fmt: skip
-"""What a recorder knows of one step."""
-
 
 class VllmRecorder(Recorder):
     """``runner``: of vLLM's worker, which knows what each forward holds."""
@@ -679,7 +675,7 @@ class VllmRecorder(Recorder):
         self._has_batch = any(base.__module__.startswith(_OWN_CODE) for base in type(model).__mro__)
         self._forward = EngineForward((), (), (), 0)
         self._gathered: dict[int, Gathered] = {}
-        self._lanes: dict[int, dict[str, Any]] = {}
+        self._lanes: dict[int, Lane] = {}
         self._samples: list[SampleTokens] = []
         self._pad = 0
         self._choose: Choose = lambda places, logits: logits
@@ -727,26 +723,11 @@ class VllmRecorder(Recorder):
     ) -> torch.Tensor | None:
         changed, now = False, rows
         for part in parts:
-            with self._lane(part):
+            with self.on_lane(self._lanes.get(part.step, self.lane)):
                 new = shown(part.spread(rows, fill=fill))
             if new is not None:
                 changed, now = True, part.put(new, now)
         return now if changed else None
-
-    @contextlib.contextmanager
-    def _lane(self, part: StepRows) -> Iterator[None]:
-        """As the recorder is at this part's step."""
-        lane = self._lanes.get(part.step)
-        if lane is None:
-            yield
-            return
-        before = {name: getattr(self, name) for name in _LANE}
-        self.__dict__.update(lane)
-        try:
-            yield
-        finally:
-            self._lanes[part.step] = {name: getattr(self, name) for name in _LANE}
-            self.__dict__.update(before)
 
     def _begin_forward(self, num_rows: int) -> None:
         """Who is in the forward that begins, and a lane for each step that it does not make for the
@@ -767,11 +748,10 @@ class VllmRecorder(Recorder):
             gathered = self._gathered.setdefault(part.step, Gathered())
             gathered.part = part.members
             gathered.members.update(part.members)
-            own: dict[str, Any] = {
-                "_calls": {}, "_num_calls": {}, "sink": gathered, "_keep": CopyKeeper().keep,
-                "_on_step": None, "_on_block": None,
-            }  # fmt: skip
-            self._lanes[part.step] = {name: getattr(self, name) for name in _LANE} | own
+            self._lanes[part.step] = Lane(
+                sink=gathered, keep=CopyKeeper().keep, step=part.step,
+                num_tokens=self.lane.num_tokens, selected=self.lane.selected,
+            )  # fmt: skip
 
     def _end_parts(self, places: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """After a forward: records the steps that all prompts have made now."""
@@ -781,7 +761,7 @@ class VllmRecorder(Recorder):
                 continue
             self.go_to(step)
             for site, (tensor, positions) in gathered.tensors.items():
-                self._put(site, self._keep(tensor), None, positions)
+                self._put(site, self.lane.keep(tensor), None, positions)
             del self._gathered[step]
             self._end_of_forward()
         return self._choose(places, logits)

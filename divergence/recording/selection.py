@@ -33,6 +33,7 @@ from divergence.run.site import (
     compile_patterns,
     did_you_mean,
     is_codes,
+    is_operator_site,
     join_site,
     module_of,
 )
@@ -69,7 +70,8 @@ class SiteSelection:
         patterns = [site for site in self.sites if site not in (*BUILTIN_SITES, *operators)]
         self._held = set[str]()
         if recorded is not None and any(pattern.startswith("re:") for pattern in patterns):
-            self._held = {join_site(module_of(s), s.rpartition(":")[2]) for s in recorded}
+            modules = (site for site in recorded if not is_operator_site(site))
+            self._held = {join_site(module_of(s), s.rpartition(":")[2]) for s in modules}
             patterns = [pattern for pattern in patterns if not pattern.startswith("re:")]
         for pattern in patterns:
             _check(pattern, notes)

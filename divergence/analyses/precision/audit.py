@@ -73,7 +73,7 @@ def expectation(part: Part, manifest: Manifest) -> dict[str, Any]:
 def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:
     """Has ``dtype`` fewer significant bits or a narrower range than each of ``expected``? float16
     and bfloat16 are each below the other."""
-    if not expected or dtype in expected or dtype not in FORMATS:
+    if not expected or dtype in expected or not FORMATS.keys() >= {dtype, *expected}:
         return False
     form, wanted = format_named(dtype), [format_named(other) for other in expected]
     if form.kind != "float" or any(other.kind != "float" for other in wanted):

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from divergence.comparison.limits import SAME_VALUE
 from divergence.run.contents import call_passes
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Record, other_scalars
@@ -249,9 +250,6 @@ Apart = Callable[[CallNode, CallNode], float]
 _Job = tuple[object, ...]
 """What two calls that do the same job have in common: module, operator, shapes."""
 
-SAME_VALUE = 0.2
-"""Two results are the same value where they differ by less, relatively: far beyond any rounding
-and any fault worth the name, and far below what two different values of a block differ by."""
 _JOINS = ("aten.cat", "aten.stack")
 _MOST = 32
 """Of one module, operator and shape: how many, in order, one call is held against."""

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from divergence.comparison.limits import FEWEST
 from divergence.comparison.results import (
     Check,
     Finding,
@@ -376,7 +377,7 @@ def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
 
 def in_most(num: int, total: int) -> bool:
     """Is so much of a kind off that the kind is, and not one of it?"""
-    return num >= 3 and 2 * num > total
+    return num >= FEWEST and 2 * num > total
 
 
 def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool = True) -> Check:

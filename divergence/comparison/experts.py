@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, Piece, piece_like
-from divergence.comparison.limits import RATE
+from divergence.comparison.limits import RATE, ROUTER_TIE, WITNESSES
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
@@ -33,14 +33,6 @@ if TYPE_CHECKING:
 # known, but how often rounding may decide is: a choice changes within twice the logits' own
 # difference of a tie, and few tokens lie so near one. A router of which far more tokens differ is
 # not excused.
-
-ROUTER_TIE = 8 * 2.0**-24
-"""Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
-roundings of the dtype they are recorded in, where that is more: they may have decided before."""
-WITNESSES = 10
-"""That logits decide is known from tokens chosen for alike, and from a side that follows its own on
-every token. Something else that decides, a bias say, and overrules a lead of this size would have
-overruled half of the smaller leads: not one of ten is a chance of 1 in 1,000."""
 
 
 @dataclass(frozen=True, slots=True)

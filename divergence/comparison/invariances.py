@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from divergence.comparison.align.pairs import Pair, Pieces, repeated, same_positions
 from divergence.comparison.decide import check, confidence_of
+from divergence.comparison.limits import EXPLAINS, FEW_ROWS, SEEN_BACK, WHOLE_SHIFT
 from divergence.comparison.result import Report
 from divergence.comparison.results import Finding, SiteResult, order_of
 from divergence.facts import Fact, fact
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
     from divergence.run.record import Coordinates, Record
 
-EXPLAINS = 0.9
-"""A form is named where it explains so much of the squared difference."""
 _QUIET = ("identical", "within_floor")
 
 Changed = dict["Coordinates", tuple["Record", "torch.Tensor"]]
@@ -364,10 +363,6 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     return _Form(told, changed, rounding)
 
 
-WHOLE_SHIFT = 0.05
-"""Positions: a shift is said in whole ones where it is so near to them."""
-
-
 def _turned(
     number: int, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: float
 ) -> tuple[float, float] | None:
@@ -422,11 +417,6 @@ def _tensors(pieces: Pieces, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # Channels in another order, with other signs or of another size, which a module takes back.
-
-LEAST_ROWS = 8
-"""Fewer rows tell no order of channels."""
-SEEN_BACK = 10.0
-"""What is taken back was so many times as large, before, as what differs behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,7 +511,7 @@ def _map_of(measured: Measured, site: str) -> _Map | None:
     if not rows or len({a.shape[1] for a, _ in rows}) > 1:
         return None
     a, b = (torch.cat(side) for side in zip(*rows, strict=True))
-    if len(a) < LEAST_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+    if len(a) < FEW_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return None
     sizes = a.norm(dim=0), b.norm(dim=0)
     if not bool((sizes[0] > 0).all() and (sizes[1] > 0).all()):

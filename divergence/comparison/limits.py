@@ -68,3 +68,61 @@ otherwise. Chosen: four bits are lost. It decides a word of the arithmetic alone
 
 SUMMARY_PRECISION = 2e-6
 """What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
+
+SAME_VALUE = 0.2
+"""Two results are the same value where they differ by less, relatively: far beyond any rounding
+and any fault worth the name, and far below what two different values of a block differ by."""
+
+NEAR_LIMIT = 0.55
+"""Of an operator's limit: as far as healthy ones go. From there on what feeds an operator that is
+beyond its limit may have made its error. Without it three of 68 recorded faults of operators are
+named at a place before them."""
+
+ENOUGH_ROWS = 16
+"""Rows, or numbers that make a row's error: of fewer it may be small by chance."""
+
+MOST_OF_CONSTANT = 64
+"""Elements of a constant: more are a table."""
+
+ROUNDED_TWICE = 4
+"""Unit roundoffs by which two numbers may differ that are the same one, rounded twice each."""
+
+ROUTER_TIE = 8 * 2.0**-24
+"""Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
+roundings of the dtype they are recorded in, where that is more: they may have decided before."""
+
+WITNESSES = 10
+"""That logits decide is known from tokens chosen for alike, and from a side that follows its own on
+every token. Something else that decides, a bias say, and overrules a lead of this size would have
+overruled half of the smaller leads: not one of ten is a chance of 1 in 1,000."""
+
+CASTS = 2.0
+"""Roundings to nearest that a tensor may pass on its way: to a narrower format, and back."""
+
+TIE = 3.0
+"""Standard deviations up to which rounding of the floor's own size flips a token."""
+
+KL_TOKENS = 8
+"""Independent numbers that are taken to make up the KL of one position: the tokens that are
+likely. It sets how much wider the limit of few positions is."""
+
+EXPLAINS = 0.9
+"""A form is named where it explains so much of the squared difference."""
+
+WHOLE_SHIFT = 0.05
+"""Positions: a shift is said in whole ones where it is so near to them."""
+
+SEEN_BACK = 10.0
+"""What is taken back was so many times as large, before, as what differs behind it."""
+
+SUMS_EQUAL = 1e-4
+"""Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
+
+SUMS_MOVED = 1e-2
+"""Of the norm: sums that an order of rows changes are farther apart, and small changes nearer."""
+
+WEIGHTS_NEAR = 0.25
+"""Of the norm: what coarse codes make of weights, and hardly anything else."""
+
+SHARP = 64.0
+"""How much wider than the rounding model two float64 runs may differ."""

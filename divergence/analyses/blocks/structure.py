@@ -24,8 +24,7 @@ import torch
 
 from divergence.analyses.blocks.units import is_table
 from divergence.comparison.align.pairs import Pair, Pieces, same_positions
-from divergence.comparison.invariances import EXPLAINS
-from divergence.comparison.limits import BEGINS, CLEAR, FEWEST
+from divergence.comparison.limits import BEGINS, CLEAR, EXPLAINS, FEWEST
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
 from divergence.numerics.signs import signs

@@ -26,6 +26,7 @@ from divergence.comparison.align.pairs import (
 )
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
+from divergence.comparison.limits import CLEAR
 from divergence.comparison.results import Finding, Onset, Verdict, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
@@ -151,7 +152,7 @@ def _between(measured: Measured, broken: list[Seam]) -> Finding:
         headline=[made], side=wrong,
         rests_on=[
             check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
-            check("clear", times > 2, fact("not_clear", margin=times)),
+            check("clear", times > CLEAR, fact("not_clear", margin=times)),
         ],
         evidence=[_seam_evidence(first)], beside=[_seam_evidence(s) for s in seams[:_SHOWN]],
         commands=commands, flags=[seam.result.key for seam in broken],

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import Measured
+from divergence.comparison.limits import CASTS
 from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import Thresholds, floor_weights, spread
 from divergence.numerics.formats import Format, format_named
@@ -41,8 +42,6 @@ from divergence.words import SIDES, Side, other_side
 if TYPE_CHECKING:
     import torch
 
-CASTS = 2.0
-"""Roundings to nearest that a tensor may pass on its way: to a narrower format, and back."""
 
 Way = Literal["changed", "grown"]
 

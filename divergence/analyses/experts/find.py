@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
 from divergence.comparison.experts import (
-    WITNESSES,
     Routes,
     Unexplained,
     choices_in,
@@ -26,6 +25,7 @@ from divergence.comparison.experts import (
     routed_blocks,
     same_experts,
 )
+from divergence.comparison.limits import WITNESSES
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import Format, format_named

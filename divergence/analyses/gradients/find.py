@@ -23,7 +23,7 @@ from typing import Any
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.invariances import EXPLAINS
+from divergence.comparison.limits import EXPLAINS
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
 from divergence.facts import fact

@@ -17,6 +17,7 @@ from divergence.comparison.advice import Advice
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.arithmetic import Explained, differences, explain_arithmetic, is_about
 from divergence.comparison.decide import check
+from divergence.comparison.limits import CLEAR
 from divergence.comparison.results import (
     Finding,
     Onset,
@@ -76,7 +77,7 @@ def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Find
         by_truth, margin = operators.judged != "difference", first.limit_usage
         rests_on = [
             check("told_by_truth", by_truth, fact("operators.no_truth")),
-            check("clear", margin > 2, fact("not_clear", margin=margin)),
+            check("clear", margin > CLEAR, fact("not_clear", margin=margin)),
         ]
     return Finding(
         claim="operator_off",

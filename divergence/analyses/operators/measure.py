@@ -30,7 +30,6 @@ from divergence.analyses.operators.operands import (
 from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.analysis import Measured
 from divergence.comparison.calls import (
-    SAME_VALUE,
     CallNode,
     Forward,
     IntegerCodes,
@@ -45,6 +44,7 @@ from divergence.comparison.calls import (
     rerouted_in,
 )
 from divergence.comparison.judge import limit_of, observed, reach
+from divergence.comparison.limits import ENOUGH_ROWS, NEAR_LIMIT, SAME_VALUE
 from divergence.comparison.measure.judge import work_dtype
 from divergence.comparison.results import (
     OperatorResult,
@@ -443,8 +443,6 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # A region of products and additions is held against an ideal product (operators.products): beyond
 # ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
-ENOUGH_ROWS = 16
-"""Rows, or numbers that make a row's error: of fewer it may be small by chance."""
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
 _ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
@@ -970,9 +968,6 @@ def _is_step(result: OperatorResult) -> bool:
     names = {name.rpartition(".")[0] if name.count(".") > 1 else name
              for name in (result.operator, result.candidate_operator)}  # fmt: skip
     return len(names) == 1 and names <= set(_STEPS)
-
-
-NEAR_LIMIT = 0.55  # of the limit: as far as healthy operators go
 
 
 def first_source(

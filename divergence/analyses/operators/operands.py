@@ -22,6 +22,7 @@ from divergence.comparison.calls import (
     maker_of,
     reached,
 )
+from divergence.comparison.limits import MOST_OF_CONSTANT, ROUNDED_TWICE
 from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.floor import THRESHOLDS, floor_weights
@@ -48,12 +49,8 @@ from divergence.run.record import Call, Operand, Record, other_scalars, scalar_w
 # integers and masks must be equal. Large tables (rotary angles) count as tensors, since correct
 # code makes them differ by more.
 
-MOST_OF_CONSTANT = 64
-"""Elements of a constant: more are a table."""
 _SHOWN = 4
 """Elements that are printed."""
-ROUNDED_TWICE = 4
-"""Unit roundoffs by which two numbers may differ that are the same one, rounded twice each."""
 
 
 def other_operands(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from divergence.analyses.tokens.measure import TIE
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
+from divergence.comparison.limits import TIE
 from divergence.comparison.results import Finding, SiteResult, TokenDifference, TokensResult
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from divergence.comparison.align.pairs import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
+from divergence.comparison.limits import KL_TOKENS, TIE
 from divergence.comparison.measure.runs import num_threads
 from divergence.comparison.results import (
     Allowed,
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
 # Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more
 # (tokens.measure). A row is the last position's logits of one sample in one free forward.
 
-TIE = 3.0
-"""Standard deviations up to which rounding of the floor's own size flips a token."""
 _TOP = 5
 """Choices that are named of the first flip."""
 
@@ -248,11 +247,6 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
             if step < len(fed) and fed[step][0] != fed[step][1]:
                 break  # other tokens follow: no agreement to speak of
     return places
-
-
-KL_TOKENS = 8
-"""Independent numbers that are taken to make up the KL of one position: the tokens that are
-likely. It sets how much wider the limit of few positions is."""
 
 
 def _kl_fields(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from divergence.comparison.limits import SHARP
 from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import floor_weights
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 # below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
 #
 # What it cannot tell: code that is the same on both machines and wrong.
-
-SHARP = 64.0
-"""How much wider than the rounding model two float64 runs may differ."""
 
 
 def disagreement(a: Run, b: Run, *, inside: str | None = None) -> tuple[int, Fact | None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from divergence.comparison.align.pairs import NameMap, find_prefix
+from divergence.comparison.limits import SUMS_EQUAL, SUMS_MOVED, WEIGHTS_NEAR
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
@@ -38,14 +39,8 @@ from divergence.words import first_apart, list_names
 # cause is named as far as digests and twelve sums with signs tell it: of D = B - A each sum has the
 # size of D's norm, unless D's rows, or its columns, were only put in another order.
 
-SUMS_EQUAL = 1e-4
-"""Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
 SHORT_FORMATS = {name: format_named(name).unit_roundoff for name in ("bfloat16", "float16")}
 """Of the norm: rounding to it takes numbers no farther apart."""
-SUMS_MOVED = 1e-2
-"""Of the norm: sums that an order of rows changes are farther apart, and small changes nearer."""
-WEIGHTS_NEAR = 0.25
-"""Of the norm: what coarse codes make of weights, and hardly anything else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import torch
 
 from divergence.analyses.tokens import measure as flips
 from divergence.analyses.tokens.find import findings_of
-from divergence.analyses.tokens.measure import TIE, compare_tokens
+from divergence.analyses.tokens.measure import compare_tokens
 from divergence.comparison.api import compare
+from divergence.comparison.limits import TIE
 from divergence.facts import worded
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy

@@ -17,6 +17,7 @@ from divergence.analyses.blocks.units import (
     Escalation,
     Family,
     Unit,
+    Why,
     find_family,
     is_table,
     made_before,
@@ -97,13 +98,12 @@ def made_at(
         bits = None if no_rounding else _input_bits(family)
         cause = cause if bits is None else fact("cause_inputs", bits=bits)
         scope = None if everywhere else only_in(*alike)
-        if scope is not None and not scope["alone"] and len(alike) < len(family.members):
-            scope = None  # its members are off there, too, within their limits
-        if scope is not None:
-            if scope["alone"]:
-                cause = fact("cause_special")
-            since_alone = scope["since"] is not None and not scope["parts"]
-            scope = scope.with_values(comma=not scope["alone"] or since_alone)
+        if scope is not None and scope["alone"]:
+            cause = fact("cause_special")
+            scope = scope.with_values(comma=scope["since"] is not None and not scope["parts"])
+        elif scope is not None:  # else its members are off there, too, within their limits
+            every = len(alike) >= len(family.members)
+            scope = scope.with_values(comma=True) if every else None
         headline = [fact(
             "every_differs", off=off, site=first.first.site,
             scope=scope, cause=cause,
@@ -349,44 +349,34 @@ def unit_evidence(unit: Unit) -> Fact:
 
 
 def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
+    """One of ``both_off``, ``typical_off``, ``forward_off``, ``token_off``, ``channel_off`` and
+    ``gain_off``."""
     values: dict[str, Any] = {
         "site": unit.site, "phase": unit.phase, "value": blame.value, "control": blame.control,
         "limit": blame.limit, "like": blame.like,
     }  # fmt: skip
-    truth = unit.first.truth
+    at, truth, estimated = blame.at, unit.first.truth, None
+    errors: dict[str, float | None] = {"reference": None, "candidate": None}
     if truth is not None:
-        values["reference_error"] = truth.reference_error
-        values["candidate_error"] = truth.candidate_error
-    if blame.why == "both":
-        return fact("both_off", **values)
-    values |= {"side": blame.side, "other": other_side(blame.side)}
-    if blame.why == "gain":
-        place = (None, None) if blame.place is None else blame.place
-        return fact(
-            "gain_off", **values, what=blame.scaled, factor=blame.factor, sample=place[0],
-            step=place[1],
-        )  # fmt: skip
-    if blame.why == "forward":
-        return fact(
-            "forward_off", **values, step=blame.at.step or None, forward=blame.at.phase,
-            sample=blame.at.sample if blame.place is None else blame.place[0],
-            num_looks=len(unit.looks) or None,
-        )  # fmt: skip
-    if blame.why == "token":
-        return fact(
-            "token_off", **values, sink=blame.sink, step=blame.at.step or None,
-            forward=blame.at.phase,
-        )  # fmt: skip
-    if blame.why == "channel":
-        return fact("channel_off", **values, channel=blame.channel)
-    own = other = None
-    if truth is not None:
-        errors = (truth.reference_error, truth.candidate_error)
-        own, other = errors if blame.side == "reference" else errors[::-1]
-    return fact(
-        "typical_off", **values, own=own, other_error=other,
-        estimated=None if truth is None else truth.estimated,
-    )  # fmt: skip
+        errors = {"reference": truth.reference_error, "candidate": truth.candidate_error}
+        values |= {f"{side}_error": error for side, error in errors.items()}
+        estimated = truth.estimated
+    if blame.side != "both":
+        other = other_side(blame.side)
+        values |= {"side": blame.side, "other": other}
+    sample, step = (None, None) if blame.place is None else blame.place
+    forward = {"step": at.step or None, "forward": at.phase}
+    more: dict[Why, dict[str, Any]] = {
+        "both": {},
+        "typical": {"own": errors.get(blame.side), "estimated": estimated,
+                    "other_error": errors.get(str(values.get("other")))},
+        "forward": {**forward, "sample": at.sample if sample is None else sample,
+                    "num_looks": len(unit.looks) or None},
+        "token": {**forward, "sink": blame.sink},
+        "channel": {"channel": blame.channel},
+        "gain": {"what": blame.scaled, "factor": blame.factor, "sample": sample, "step": step},
+    }  # fmt: skip
+    return fact(f"{blame.why}_off", **values, **more[blame.why])
 
 
 def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:

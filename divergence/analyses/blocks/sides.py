@@ -434,6 +434,8 @@ def _judge_gains(
                     if len(gains) > number:
                         values[:, member, column] = gains[number]
             sides, error, common = values[:2], values[2], values[3] * typical
+            if np.isnan(error).all():
+                continue
             # of few rows a small error may be chance
             own = np.square(np.maximum(error, np.nanmedian(error))) + np.square(common)
             table = outliers(sides[1] - sides[0], own, 0.0, limits[level], linear=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import shutil
 import threading
@@ -99,6 +100,26 @@ def test_found_apart_and_judged_together_is_the_same(case):
     assert [result.site for result in whole if result.identical] == [
         "model.layers.3:out", "model.layers.4:in"
     ]  # fmt: skip
+
+
+def test_logits_of_which_most_rows_are_no_numbers_are_measured_in_the_others(dumps, tmp_path):
+    """Ten of forty rows are finite: the figures are theirs. Of none there are none."""
+    values = torch.randn(1, 40, 96, generator=torch.Generator().manual_seed(2))
+    for finite in (10, 0):
+        runs = []
+        for number in range(2):
+            manifest = Run.open(dumps[number]).manifest
+            manifest.sizes = Sizes()
+            logits = values * (1 + 0.01 * number)
+            logits[:, finite:] = math.nan
+            writer = RunWriter(tmp_path / f"{finite}-{number}", manifest)
+            writer.put(CapturedTensor(logits), pass_="free", sample=0, step=0, order=0,
+                       site=manifest.plan.logits_site)  # fmt: skip
+            writer.close(complete=True)
+            runs.append(Run.open(tmp_path / f"{finite}-{number}"))
+        (site,) = measure_all(Measurer(*runs, ModelFloor()), align(*runs).pairs)
+        assert (site.logits is not None) == (finite > 0)
+        assert site.logits is None or 0 < site.logits.kl_mean < 1
 
 
 def test_an_accelerator_finds_the_same(dumps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -161,3 +162,46 @@ def s3(_s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem().mkdir(bucket)
     yield f"s3://{bucket}"
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def invoke(capsys, monkeypatch, tmp_path):
+    """``invoke(*args)`` → (exit code, stdout, stderr) of one command, in an empty directory."""
+    from divergence.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            app([str(arg) for arg in args], prog_name="divergence")
+        captured = capsys.readouterr()
+        return caught.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def follow(invoke, tmp_path):
+    """``follow(*args, **places)`` runs a command, each that it prints under `next`, and each that
+    these print in turn: none is refused, none fails. OTHER is a second run; ``places``: what other
+    words in capitals stand for."""
+    tried = []
+
+    def call(*args: str, depth: int = 2, **places: object) -> list[str]:
+        code, out, err = invoke(*args)
+        assert code in (0, 1), (args, out, err)
+        for line in out.partition("\nnext\n")[2].splitlines() if depth else ():
+            command = line.partition("   #")[0].strip()
+            if not command.startswith("divergence ") or command in tried:
+                continue
+            tried.append(command)
+            made = "-o OTHER" in command or (tmp_path / "other").exists()
+            names = {"OTHER": "other" if made else "b", **places}
+            words = [str(names.get(word, word)) for word in shlex.split(command)]
+            call(*words[1:], depth=depth - 1, **places)
+        return tried
+
+    return call

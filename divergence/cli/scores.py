@@ -99,8 +99,9 @@ def scores(
     check_output(html, what="page")
     check_output(None if str(csv) == "-" else csv, what="CSV")
     from divergence.evaluations.api import scores
-    from divergence.evaluations.show import scores_csv, scores_documents, scores_markdown
+    from divergence.evaluations.show import scores_csv, scores_documents
     from divergence.layout import BLANK, print_lines
+    from divergence.report.text import document_markdown
 
     first, *others = candidates
     with progress_bars(quiet=output.silent or markdown) as progress:
@@ -117,7 +118,9 @@ def scores(
     if output.json:
         show(report.to_json(indent=2))
     elif markdown:
-        show(scores_markdown(report))
+        documents = scores_documents(report, verbose=True)
+        made_by = f"`divergence scores --markdown` {report.tool_version}"
+        show(document_markdown(*documents, made_by=made_by))
     elif str(csv) != "-":
         for number, document in enumerate(scores_documents(report, verbose=output.verbose)):
             print_lines([BLANK] if number and not output.quiet else [])

@@ -23,7 +23,7 @@ from divergence.evaluations.result import (
 from divergence.evaluations.rows import SeriesName
 from divergence.facts import sentence
 from divergence.layout import count
-from divergence.words import markdown_code, printable
+from divergence.words import printable
 
 _WORDS = {
     "equal": "EQUAL", "better": "BETTER", "worse": "WORSE", "undecided": "UNDECIDED",
@@ -53,7 +53,7 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
     """One of each candidate; what to run next stands in the last. ``verbose``: every task, every
     check."""
     documents = []
-    for candidate in report.candidates:
+    for number, candidate in enumerate(report.candidates):
         top = headline(candidate)
         if candidate.passed is not None:
             word, style = ("passed", "green") if candidate.passed else ("failed", "bold red")
@@ -65,29 +65,28 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
                 (task for task in tasks if task.verdict in order),
                 key=lambda task: order.index(task.verdict),
             )[:_DETAILED]
-        table = [Section(body=[score_table(candidate)])] if len(candidate.tasks) > 1 else []
+        several = len(candidate.tasks) > 1
+        table = Section(id=f"scores-{number}", heading=f"Scores of {candidate.side.path}",
+                        body=[score_table(candidate)])  # fmt: skip
         details = [
-            Section(title=name_of(task), body=[Facts([
-                fact for fact in facts_of(task, verbose=verbose)
-                if fact[0] != "verdict" or len(candidate.tasks) > 1
+            Section(id=f"score-{number}-{place}", title=name_of(task), body=[Facts([
+                fact for fact in facts_of(task, verbose=verbose) if fact[0] != "verdict" or several
             ], width=16)])
-            for task in tasks
+            for place, task in enumerate(tasks)
         ]  # fmt: skip
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
         told = [named("note", note) for note in dict.fromkeys(notes)]
-        reasons = [Sentence(reason, "-", indent=2) for reason in candidate.reasons]
+        if report.captured is not None and candidate is report.candidates[-1]:
+            prompts = count(report.captured.num_prompts, "prompt")
+            told.append(named("captured", f"{prompts} recorded in {report.captured.path}"))
+        last = Section(id=f"notes-{number}", heading="Notes", body=told)
         documents.append(Document(
-            headline=dataclasses.replace(top, facts=[*top.facts, *reasons]),
+            headline=top, why=candidate.reasons,
             known=[_side("A", report.reference), _side("B", candidate.side)],
-            sections=[*table, *details, *([Section(body=told)] if told else [])],
+            sections=[*[table] * (several or verbose), *details, *[last] * bool(told)],
+            next=report.next if candidate is report.candidates[-1] else (),
         ))  # fmt: skip
-    last = documents[-1]
-    made = []
-    if report.captured is not None:
-        what = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
-        made = [Section(body=[named("captured", what)])]
-    last = dataclasses.replace(last, sections=[*last.sections, *made], next=report.next)
-    return [*documents[:-1], last]
+    return documents
 
 
 def _side(name: str, side: EvaluationSummary) -> Sentence:
@@ -244,23 +243,6 @@ def _number(value: float | None) -> str:
 
 def _p(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}" if value >= 1e-4 else "<0.0001"
-
-
-def scores_markdown(report: ScoresReport) -> str:
-    """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
-    out: list[str] = []
-    for candidate in report.candidates:
-        top = headline(candidate)
-        out += [f"**{top.word}**: {markdown_code(top.text)}", ""]
-        out += score_table(candidate).markdown()
-        out += ["", f"A: {markdown_code(report.reference.path)}<br>"]
-        out += [f"B: {markdown_code(candidate.side.path)}", ""]
-        for task in candidate.tasks:
-            told = [f"{name}: {text}" for name, text in facts_of(task)]
-            out += [f"- {markdown_code(name_of(task))}: {markdown_code(text)}" for text in told]
-        out += [f"- {markdown_code(reason)}" for reason in candidate.reasons] + [""]
-    out += [f"Made by `divergence scores --markdown` {report.tool_version}."]
-    return "\n".join(out) + "\n"
 
 
 def scores_csv(report: ScoresReport) -> str:

@@ -252,6 +252,17 @@ def selfcheck(
         )  # fmt: skip
         chosen = [variation for variation in variations(base) if variation.name in wanted]
         lines = [worded(bench.line(way, n, len(chosen))) for n, way in enumerate(chosen)]
+        unlike = [line.name for line in lines if line.next]
+        if keep is None and unlike:  # what looks closer needs the runs
+            texts = [prompts] if isinstance(prompts, str) else prompts
+            again = command_line(
+                "selfcheck", model, prompt=[text for text in texts if isinstance(text, str)],
+                prompts=prompts_file, chat=chat, dtype=dtype,
+                attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
+                device=None if device == "auto" else device, only=",".join(unlike), truth=truth,
+                trust_remote_code=trust_remote_code, keep="RUNS",
+            )  # fmt: skip
+            lines = [replace(line, next=[again, *line.next] * bool(line.next)) for line in lines]
         manifest = base.manifest
         return SelfcheckResult(
             tool_version=__version__,

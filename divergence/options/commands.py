@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import re
@@ -108,6 +109,13 @@ def but(declared: Any, **changes: Any) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one command, each with the default of the Python API."""
+
+    def __init_subclass__(cls) -> None:
+        """Several commands share a declaration, and dataclass writes the name and type of its field
+        into it: so each class gets its own."""
+        for name, declared in list(vars(cls).items()):
+            if isinstance(declared, dataclasses.Field):
+                setattr(cls, name, copy.copy(declared))
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.analyses.operators.sections import sections as operator_sections
-from divergence.document import Document, Facts, Headline, Section, Sentence, Table, named
+from divergence.document import Document, Facts, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
 from divergence.layout import limit_share, times
@@ -85,20 +85,15 @@ def headline_of(result: Localization) -> Headline:
     return Headline(word, text, style, facts)
 
 
-def descent_section(result: Localization, *, page: bool = False) -> Section:
+def descent_section(result: Localization) -> Section:
     """Level by level, and the proof."""
-    proof = Facts(_proof(result), width=12)
-    if page:
-        table = Table(
-            caption="Level by level", columns=("level", "begins at", "wrong", "verdict", "why"),
-            rows=[(level.level, level.site or "nothing stands out", letter(level.side or "-"),
-                   level.verdict, level.why) for level in result.levels], num_left=5,
-        )  # fmt: skip
-        return Section(id="descent", heading="The descent", body=[table, proof],
-                       lead="From the block to the operator, and its proof.")  # fmt: skip
     named = result.side is not None
     levels = [(level.level, _level(level, named=named)) for level in result.levels]
-    return Section(id="descent", title="descent", body=[Facts(levels, width=12), proof])
+    return Section(
+        id="descent", title="descent", heading="The descent",
+        lead="From the block to the operator, and its proof.",
+        body=[Facts(levels, width=12), Facts(_proof(result), width=12)],
+    )  # fmt: skip
 
 
 def _level(level: Level, *, named: bool) -> str:

@@ -22,7 +22,7 @@ from divergence.comparison.result import Answer, Report, RunSummary, strict_json
 from divergence.comparison.results import Background
 from divergence.document import Document, Section
 from divergence.errors import UsageError
-from divergence.evaluations.result import Candidate, ScoresReport
+from divergence.evaluations.result import ScoresReport
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix
 from divergence.html import parts
@@ -270,7 +270,7 @@ def _framed(
 def _localization(result: Localization, background: Background) -> str:
     answer = localized.headline_of(result)
     top = opening(Document(headline=answer, next=result.commands), id="answer", label="Answer")
-    sections = [localized.descent_section(result, page=True)]
+    sections = [localized.descent_section(result)]
     if result.report is None:
         return frame(
             "localize", str(answer)[:120], [top], sections,
@@ -282,36 +282,14 @@ def _localization(result: Localization, background: Background) -> str:
 
 
 def _scores(report: ScoresReport) -> str:
-    from divergence.evaluations.show import headline as scores_headline  # it loads torch
+    from divergence.evaluations.show import scores_documents  # it loads torch
 
-    openings = [
-        opening(Document(headline=scores_headline(candidate), next=() if number else report.next),
-                facts([("A", report.reference.path), ("B", candidate.side.path)]),
-                id=f"verdict-{number}")
-        for number, candidate in enumerate(report.candidates)
-    ]  # fmt: skip
-    sections = [
-        _task_section(number, candidate) for number, candidate in enumerate(report.candidates)
-    ]
+    documents = scores_documents(report, verbose=True)
     return frame(
-        "scores", str(scores_headline(report.candidates[0]))[:120], openings, sections,
+        "scores", str(documents[0].headline)[:120],
+        [opening(whole, id=f"verdict-{number}") for number, whole in enumerate(documents)],
+        [section for whole in documents for section in whole.sections],
         attachment=report.to_json().encode(), made_by=report.tool_version,
-    )  # fmt: skip
-
-
-def _task_section(number: int, candidate: Candidate) -> Section:
-    from divergence.evaluations.show import facts_of, name_of, score_table
-
-    told = [
-        el("div", el("h3", name_of(task)), facts(list(facts_of(task, verbose=True))))
-        for task in candidate.tasks
-    ]
-    notes = [
-        el("p", text) for text in (*candidate.reasons, *candidate.notes, *candidate.side.notes)
-    ]
-    return Section(
-        id=f"scores-{number}", title=f"Scores of {candidate.side.path}",
-        body=(score_table(candidate), *told, *notes),
     )  # fmt: skip
 
 

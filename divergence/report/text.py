@@ -37,26 +37,28 @@ def document_lines(whole: Document) -> list[Line]:
     return [*lines, BLANK, *next_lines(whole.next)] if whole.next else lines
 
 
-def document_markdown(whole: Document, made_by: str) -> str:
+def document_markdown(*documents: Document, made_by: str) -> str:
     """The same to paste into an issue, with nothing in it that Markdown obeys. ``made_by``: the
     command and its version."""
-    headline = whole.headline
-    lines = [f"**{headline.word}**: {markdown_code(headline.text)}", ""]
-    lines += _listed_markdown([*headline.facts, *whole.known])
-    for section in whole.sections:
-        if section.title:
-            detail = f": {markdown_code(section.detail)}" if section.detail else ""
-            lines += [f"**{section.title}**{detail}", ""]
-        for block in section.body:
-            if isinstance(block, Table):
-                lines += [*block.markdown(), ""]
-            elif isinstance(block, Facts):
-                lines += _listed_markdown(
-                    Sentence(" ".join(what), term.strip()) for term, *what in block.rows
-                )
-            elif isinstance(block, Sentence):
-                lines += _listed_markdown([block])
-    lines += [f"Next: {markdown_code(command)}<br>" for command in whole.next]
+    lines = []
+    for whole in documents:
+        headline = whole.headline
+        lines += [f"**{headline.word}**: {markdown_code(headline.text)}", ""]
+        lines += _listed_markdown([*headline.facts, *whole.known, *map(Sentence, whole.why)])
+        for section in whole.sections:
+            if section.title:
+                detail = f": {markdown_code(section.detail)}" if section.detail else ""
+                lines += [f"**{markdown_code(section.title)}**{detail}", ""]
+            for block in section.body:
+                if isinstance(block, Table):
+                    lines += [*block.markdown(), ""]
+                elif isinstance(block, Facts):
+                    lines += _listed_markdown(
+                        Sentence(" ".join(what), term.strip()) for term, *what in block.rows
+                    )
+                elif isinstance(block, Sentence):
+                    lines += _listed_markdown([block])
+        lines += [f"Next: {markdown_code(command)}<br>" for command in whole.next]
     return "\n".join([*lines, "", f"Made by {made_by}."]) + "\n"
 
 

@@ -21,25 +21,6 @@ def reports() -> ModuleType:
 
 
 @pytest.fixture
-def invoke(capsys, monkeypatch, tmp_path):
-    """``invoke(*args)`` → (exit code, stdout, stderr) of one command, in an empty directory."""
-    from divergence.cli.main import app
-
-    monkeypatch.chdir(tmp_path)
-    for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            app([str(arg) for arg in args], prog_name="divergence")
-        captured = capsys.readouterr()
-        return caught.value.code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
 def replace_api(monkeypatch):
     """``replace_api("comparison", compare=function)`` puts functions in place of an API module."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 import pytest
 import torch
 
@@ -87,28 +85,6 @@ CASES = {
 """What is done to the second run."""
 
 
-@pytest.fixture
-def follow(invoke, tmp_path):
-    """``follow(*args)`` runs a command, each that it prints under `next`, and each that these
-    print in turn: none is refused, none fails. OTHER is a second run."""
-    tried = []
-
-    def call(*args: str, depth: int = 2) -> list[str]:
-        code, out, err = invoke(*args)
-        assert code in (0, 1), (args, out, err)
-        for line in out.partition("\nnext\n")[2].splitlines() if depth else ():
-            command = line.partition("   #")[0].strip()
-            if not command.startswith("divergence ") or command in tried:
-                continue
-            tried.append(command)
-            made = "-o OTHER" in command or (tmp_path / "other").exists()
-            words = shlex.split(command.replace(" OTHER", " other" if made else " b"))
-            call(*words[1:], depth=depth - 1)
-        return tried
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("case", "store"),
     [(case, "full") for case in CASES]
@@ -142,3 +118,44 @@ def test_every_command_that_others_offer_works(tmp_path, llama, follow, words, n
     capture(like=a, out=tmp_path / "b", probe=False, plants=["model.layers.1.mlp:out=scale:1.3"])
     tried = follow(*words.split())
     assert not needed or any(command.split()[1] == needed for command in tried), tried
+
+
+JOURNEYS = {
+    "suite": (
+        "capture suite:quick -o a --sites rms_norm.float32.odd* --sites argmax.*odd*",
+        "capture --like a -o b --impl rms_norm=mine:rms_norm",
+        "compare a b",
+    ),
+    "probe": ("probe -o b --quick", "probe -o a --quick"),
+    "training": (
+        "capture MODEL -o a --train --no-probe",
+        "capture --like a -o b --no-probe --plant model.layers.1.mlp:out=scale:1.3",
+        "compare a b -v",
+    ),
+    "a training step alone": ("capture MODEL -o b --train --no-probe", "capture --like b -o a"),
+    "sensitivity": (
+        "capture MODEL -o a --dtype bfloat16 --no-probe --truth no --max-new-tokens 2",
+        "capture --like a -o b --attn-implementation sdpa --no-probe",
+        "sensitivity a --candidate b --faults scale --blocks 0",
+    ),
+    "selfcheck": ("selfcheck MODEL --only again,attention --max-new-tokens 2",),
+    "selfcheck that keeps its runs": (
+        "selfcheck MODEL --only attention --max-new-tokens 2 --keep runs",
+    ),
+}
+"""Commands; of the last one, what it offers is run as well."""
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_every_command_that_an_experiment_offers_works(tmp_path, llama, invoke, follow, journey):
+    """Suites, probes, training, sensitivity, selfcheck."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\ndef rms_norm(x, weight, eps):\n    return x * weight\n"
+    )
+    (tmp_path / "prompts.txt").write_text("Snow fell on the town\n")
+    *first, last = ([str(llama) if word == "MODEL" else word for word in command.split()]
+                    for command in JOURNEYS[journey])  # fmt: skip
+    for words in first:
+        code, _, err = invoke(*words)
+        assert code == 0, err
+    assert follow(*last, FILE="prompts.txt")

@@ -235,7 +235,9 @@ def _rms(x: torch.Tensor) -> float:
 # What two runs of an operator suite show.
 
 
-def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Finding:
+def find_in_suites(
+    result: SuiteResult, a: Run, b: Run, coverage: Coverage, truth: Run | None
+) -> Finding:
     wrong = [item for item in result.operators if item.status == "wrong"]
     names = [_name(item) for item in wrong]
     num_differ, total = sum(c.status != "identical" for c in result.cases), len(result.cases)
@@ -274,7 +276,7 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
         )
         return finding(
             "nonfinite" if nonfinite else "systematic" if many else "localized", worse,
-            command("compare", a.path, b.path, truth="TRUTH", all=True), side=wrong_side,
+            command("compare", a.path, b.path, truth=truth.path if truth else None, all=True), side=wrong_side,
             rests_on=[],
             onset=Onset(site=bad[0].site, block=None, sample=0, step=0, position=None,
                         pass_=a.records[0].pass_),
@@ -415,7 +417,7 @@ def report_on(
     )
     coverage = Coverage.of(len(cases), skipped)
     lines, arithmetic = facts_of_operators(a, b)
-    finding = find_in_suites(result, a, b, coverage)
+    finding = find_in_suites(result, a, b, coverage, truth)
     if finding.kind != "identical":
         evidence = [*finding.evidence, *arithmetic.brief()]
         finding = msgspec.structs.replace(finding, evidence=evidence)

@@ -49,7 +49,8 @@ def doctor(
         checkup = examine(reference, candidate, progress=progress, **options)
     document = checkup_document(checkup, brief=output.quiet, verbose=output.verbose)
     if markdown:
-        show(document_markdown(document, f"`divergence doctor --markdown` {checkup.tool_version}"))
+        made_by = f"`divergence doctor --markdown` {checkup.tool_version}"
+        show(document_markdown(document, made_by=made_by))
     else:
         show_document(document, output, json=partial(checkup.to_json, indent=2))
     if exit_code:

@@ -34,7 +34,7 @@ def nasty(checkup, text):
 
 
 def markdown(checkup):
-    return document_markdown(checkup_document(checkup), "`divergence doctor --markdown` 1")
+    return document_markdown(checkup_document(checkup), made_by="`divergence doctor --markdown` 1")
 
 
 def test_the_answer_is_short(checkup):

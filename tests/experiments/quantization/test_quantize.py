@@ -13,7 +13,7 @@ from divergence.experiments.quantization.quantize import cost_of, forms, quantiz
 from divergence.numerics.logits import row_costs
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.api import capture
-from divergence.report.experiments import answer_line, quantization_document
+from divergence.report.experiments import quantization_document
 from divergence.report.text import document_lines
 from divergence.run.reader import Run
 
@@ -118,7 +118,7 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
 def test_a_target_that_holds_anyway_keeps_nothing(plain):
     found = quantize(plain, scheme="w8a16", target=10.0)
     assert found.policy.keep == []
-    assert "nothing kept" in answer_line(found).text
+    assert "nothing kept" in quantization_document(found).headline.text
 
 
 def test_static_scales_say_how_few_tokens_made_them(plain):

@@ -1,0 +1,23 @@
+"""The command under `next` can work with the server and the runs that it names."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("other", [None, "weights", "noise"])
+def test_every_command_that_is_offered_of_a_served_model_works(stub, follow, invoke, other):
+    """Of a run, and of two runs of the same server, or of one that answers otherwise."""
+    ask = ("capture", "--endpoint", stub.url, "--model", "tiny", "-o", "a", "--prompt",
+           "one two three", "--max-new-tokens", "4")  # fmt: skip
+    places = {"URL": stub.url, "MODEL": "tiny"}
+    assert follow(*ask, **places)
+    if other == "weights":
+        stub.weights = 1
+    elif other == "noise":
+        stub.noise = 0.02
+    code, _, err = invoke("capture", "--endpoint", stub.url, "--like", "a", "--model", "tiny",
+                          "-o", "b")  # fmt: skip
+    assert code == 0, err
+    follow("compare", "a", "b", **places)
+    follow("compare", "a", "b", "-v", **places)

@@ -19,5 +19,5 @@ def test_every_command_that_is_offered_of_a_served_model_works(stub, follow, inv
     code, _, err = invoke("capture", "--endpoint", stub.url, "--like", "a", "--model", "tiny",
                           "-o", "b")  # fmt: skip
     assert code == 0, err
-    follow("compare", "a", "b", **places)
+    follow("compare", "a", "b", "-v", **places)
     follow("compare", "a", "b", "-v", **places)

@@ -274,10 +274,11 @@ def find_in_suites(
             total=len(result.operators),
             wrong=names,
         )
+        true = None if truth is None else truth.path
         return finding(
             "nonfinite" if nonfinite else "systematic" if many else "localized", worse,
-            command("compare", a.path, b.path, truth=truth.path if truth else None, all=True), side=wrong_side,
-            rests_on=[],
+            command("compare", a.path, b.path, truth=true, all=True),
+            side=wrong_side, rests_on=[],
             onset=Onset(site=bad[0].site, block=None, sample=0, step=0, position=None,
                         pass_=a.records[0].pass_),
         )  # fmt: skip

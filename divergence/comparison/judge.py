@@ -104,7 +104,9 @@ def outliers(
         return np.asarray(limit * np.sqrt(variance)) if linear else reach(limit, variance)
 
     # of few members, one that stands out moves the others' deviation
-    apart = [np.delete(members, number) for number in range(num_members)]
+    apart = [members]
+    if num_members > 1:
+        apart = [np.delete(members, number) for number in range(num_members)]
     of_members = np.array([max(sigma0, _deviation(y - np.median(y))) for y in apart])
     if num_columns == 1:
         sigma, members = of_members, np.zeros(num_members)

@@ -32,7 +32,7 @@ def runs(llama, tmp_path_factory):
 
     def smaller(tensor, forward):
         return torch.cat(
-            [tensor[:, :last], 0.9 * tensor[:, last : last + 1], tensor[:, last + 1 :]], 1
+            [tensor[:, :last], 0.5 * tensor[:, last : last + 1], tensor[:, last + 1 :]], 1
         )
 
     with pytest.MonkeyPatch.context() as patched:
@@ -106,3 +106,33 @@ def test_its_command_is_one_of_the_others(example, runs, capsys):
     assert listed.index("inspect ") < listed.index("token-norms ") < listed.index("pack ")
     assert output("token-norms", a.path, b.path).startswith(SAID)
     assert output("token-norms", a.path, same.path) == "no type of token stands out\n"
+
+
+def test_prompts_that_one_side_batched_are_no_news(example, llama, tmp_path):
+    """Healthy runs of several prompts, together and alone: token by token the same."""
+    how = {"prompts": ["Snow fell, snow fell", "Snow", "A bridge, a bridge"], "probe": False}
+    a = capture(llama, out=tmp_path / "a", batch=True, max_new_tokens=1, **how)
+    b = capture(llama, out=tmp_path / "b", batch=False, max_new_tokens=1, **how)
+    assert not any("norms" in item.text for item in compare(a, b).verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "said"),
+    [
+        ("any(site.role", "any(1 / 0 == site.role", "division by zero"),
+        ('role="hints"', 'role="hint"', "role 'hint' is none of"),
+        ('"token_norms.most"', '"token_norms.least"', "least"),
+        ("least=min", "lest=min", "least"),
+    ],
+)
+def test_one_that_fails_takes_nothing_away(example, runs, tmp_path, text, fault, said):
+    """It is left out, with a note that names the package and the reason."""
+    for name in example:
+        path = tmp_path / name
+        path.write_text(path.read_text().replace(text, fault))
+    a, b, _ = runs
+    report = compare(a, b)
+    assert report.verdict.kind == "localized"
+    (note,) = [item.text for item in report.remarks if "token_norms" in item.text]
+    assert "the package token_norms failed and is left out" in note
+    assert said in note

@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -149,6 +150,12 @@ def commands() -> dict[str, Subcommand]:
     ]
     for command in (command for domain in domains() for command in domain.commands):
         names = [other.name for other in listed]
+        if command.name in names:
+            warnings.warn(
+                f"{command.function} is left out: there is a command {command.name} already",
+                stacklevel=2,
+            )
+            continue
         place = names.index(command.after) + 1 if command.after in names else len(names)
         listed.insert(place, command)
     return {command.name: command for command in listed}

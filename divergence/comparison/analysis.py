@@ -8,31 +8,37 @@ knows neither the others nor the verdict of which they become a part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 from divergence._version import __version__
-from divergence.comparison.decide import decide, nothing_explains
+from divergence.comparison.align.pairs import Pieces
+from divergence.comparison.decide import claim_named, decide, nothing_explains
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import (
     Finding,
     PreflightLine,
+    Role,
     Verdict,
     Visible,
     onset_at,
     order_of,
 )
 from divergence.domain import domains
-from divergence.facts import Fact
+from divergence.errors import first_line
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.contents import call_passes
 
 if TYPE_CHECKING:
+    import torch
+
     from divergence.comparison.advice import Advice
-    from divergence.comparison.align.pairs import Alignment
+    from divergence.comparison.align.pairs import Alignment, Pair
     from divergence.comparison.experts import Routes
     from divergence.comparison.measure.truth import SamplesBySite, Truth
     from divergence.comparison.result import ReplicaCheck
@@ -103,6 +109,26 @@ class Measured:
     missing: int = 0
     """Number of records without a partner or skipped, and of tokens without one."""
 
+    def tensors(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both tensors of one of ``alignment.pairs``, of the same tokens of the same prompts
+        however each run batched them; None where a side kept no bytes."""
+        sides = ((self.reference, pair.reference), (self.candidate, pair.candidate))
+        if not all(run.has_bytes(piece.record) for run, piece in sides):
+            return None
+        pieces = Pieces(self.reference, self.candidate)
+        x, y = (pieces.tensor(run, piece) for run, piece in sides)
+        return x, y
+
+    def tokens_of(self, pair: Pair) -> list[tuple[int, int] | None]:
+        """(prompt, token) of each row of the pair's tensors of shape (B, T, ...), flattened to
+        B · T; None of pads, and where it is not known."""
+        pieces, shape = Pieces(self.reference, self.candidate), (*pair.reference.shape[:2], 1)
+        rows = (pieces.locate(pair.reference, shape, row) for row in range(math.prod(shape)))
+        return [
+            None if sample is None or token is None or token < 0 else (sample, token)
+            for sample, token in rows
+        ]
+
     @property
     def unexplained(self) -> bool:
         """Does nothing that is recorded let the runs differ?"""
@@ -162,20 +188,62 @@ class Analysis:
 
 def applying(measured: Measured, names: Sequence[str] | None = None) -> list[Analysis]:
     """The analyses that have something to look at in these runs, imported; of ``names`` alone,
-    where they are given."""
+    where they are given. One of somebody's package that fails is left out, with a note: it must not
+    take the comparison away."""
     analyses = []
     for name in places() if names is None else names:
-        if not _module_of(name).applies(measured):
-            continue
-        module = _module_of(name, "find")
-        analyses.append(
-            Analysis(
-                name=name,
-                find=getattr(module, "find", None),
-                explain=getattr(module, "explain", None),
-            )
-        )
+        package = places().get(name, "")
+        if package and not package.startswith("divergence."):
+            analyses.append(_careful(name, package))
+        elif _module_of(name).applies(measured):
+            module = _module_of(name, "find")
+            find, explain = getattr(module, "find", None), getattr(module, "explain", None)
+            analyses.append(Analysis(name=name, find=find, explain=explain))
     return analyses
+
+
+def _careful(name: str, package: str) -> Analysis:
+    """An analysis of somebody's package: whatever it raises, or says that cannot be told, is a note
+    of its own."""
+
+    def left_out(error: Exception) -> Fact:
+        return fact("analysis_failed", name=name, package=package, error=first_line(error))
+
+    def find(measured: Measured) -> AnalysisResult:
+        try:
+            if not _module_of(name).applies(measured):
+                return AnalysisResult()
+            asked = getattr(_module_of(name, "find"), "find", None)
+            answer: AnalysisResult = asked(measured) if asked else AnalysisResult()
+            _check(answer.findings)
+        except Exception as error:
+            return AnalysisResult(notes=[left_out(error)])
+        return answer
+
+    def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
+        try:
+            if answer.notes or not _module_of(name).applies(measured):
+                return []
+            asked = getattr(_module_of(name, "find"), "explain", None)
+            findings: list[Finding] = asked(measured, verdict, answer) if asked else []
+            _check(findings)
+        except Exception as error:
+            evidence = [left_out(error)]
+            return [Finding(claim="explanation", role="explains", evidence=evidence)]
+        return findings
+
+    return Analysis(name=name, find=find, explain=explain)
+
+
+def _check(findings: Sequence[Finding]) -> None:
+    """Raises ValueError or KeyError for a finding that could not be told or decided about."""
+    for finding in findings:
+        if finding.role not in get_args(Role):
+            raise ValueError(f"role {finding.role!r} is none of {', '.join(get_args(Role))}")
+        if finding.role == "convicts":
+            claim_named(finding.claim)
+        for item in (*finding.headline, *finding.evidence, *finding.beside, *finding.addition):
+            sentence(item)
 
 
 def places() -> dict[str, str]:

@@ -293,4 +293,8 @@ SENTENCES: Mapping[str, str] = {
     "not_all_compared": "not everything was compared",
     # analyses.suite and analyses.collectives
     "not_every_case": "not every case was compared",
+    # an analysis of somebody's package
+    "analysis_failed": (
+        "the analysis {name} of the package {package} failed and is left out: {error}"
+    ),
 }

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from divergence.analyses.logprobs.pairs import (
+    MOST,
     PromptPair,
     facts_of,
     pair_runs,
@@ -267,9 +268,6 @@ def _choices(run: Run) -> _Choices:
 # they explain is 1 - Σ(Δ - Δ')² / ΣΔ², with Δ' theirs. Where it is small, what differs is not in
 # what they ran: another build, other weights or other settings of the server.
 
-_MOST = 0.5
-"""Share of Δ log p from which on the layer-level runs show the same difference: most of it."""
-
 
 def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
     """The layer-level run of each side: itself, or the next one of ``given``. Raises UsageError."""
@@ -330,7 +328,7 @@ def joined(finding: Finding, layers: LogprobLayers) -> Finding:
     """``finding`` with what the layers say: the block, where they show the same difference."""
     if layers.share is None:
         return finding
-    elsewhere = layers.share < _MOST
+    elsewhere = layers.share < MOST
     what = [fact("logprobs.not_in_layers")] if elsewhere else layers.headline
     shown = fact(
         "logprobs.layers_show", share=layers.share, num_tokens=layers.num_tokens, what=what

@@ -413,15 +413,13 @@ def renumbered(
 LEAST_TOKENS = 50
 _FITS = 0.99
 """Share of the listed distances that one ratio must explain."""
-FOLLOWS = 0.5
 _OTHER = 0.02
 """A ratio nearer to 1 is no other temperature."""
-FEW = 0.05
-"""Share of all tokens up to which some are few, and the others nearly all."""
+FEW, MOST = 0.05, 0.5
+"""Share of all up to which some are few, and the others nearly all; and from which on something is
+most of it: no top-p in use, for one, leaves out most of the probability."""
 _BOUNDED = 4.0
 """Times the median: no renormalised token is farther off, and other weights leave a longer tail."""
-_MOST_LOST = 0.5
-"""No top-p in use leaves out more than half of the probability."""
 
 
 def is_one_way(delta: np.ndarray) -> bool:
@@ -479,7 +477,7 @@ def _by_lists(held: abc.Sequence[PromptPair]) -> Fact | None:
 def _by_size(held: abc.Sequence[PromptPair]) -> Fact | None:
     """By the chosen tokens alone."""
     share = share_of_size(held)
-    if share < FOLLOWS:
+    if share < MOST:
         return None
     x, y = np.concatenate([values_of(pair) for pair in held], axis=1)
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
@@ -495,7 +493,7 @@ def _renormalised(held: abc.Sequence[PromptPair]) -> Fact | None:
     against, usual = int((delta * mean < 0).sum()), float(np.median(size))
     if not is_one_way(delta) or against > FEW * len(delta):
         return None
-    if float(size.max()) > min(_BOUNDED * usual, -math.log(_MOST_LOST)):
+    if float(size.max()) > min(_BOUNDED * usual, -math.log(MOST)):
         return None
     return fact(
         "logprobs.renormalised", side=SIDES[mean > 0], num_higher=len(delta) - against,

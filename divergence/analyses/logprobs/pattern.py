@@ -12,7 +12,7 @@ import numpy as np
 
 from divergence.analyses.logprobs.pairs import (
     FEW,
-    FOLLOWS,
+    MOST,
     PromptPair,
     is_one_way,
     pair_runs,
@@ -143,8 +143,6 @@ PatternName = Literal[
     "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
     "nothing",
 ]  # fmt: skip
-_ONE_WAY = 0.5
-"""Share of the mean |Δ| that a mean Δ is at least, where the tokens lie one way."""
 _LEAST = THRESHOLDS.truth_least
 """Of what rounding explains, as of every floor: added to both errors that are held against one
 another, and below it nothing tells a cause. The numbers of a chosen token lie below 0, for one, and
@@ -218,7 +216,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     bound = token_bound(together, scale.value)
     out = together > bound
     share, weight = float(out.mean()), float(together[out].sum() / together.sum())
-    if enough and share <= FEW and weight >= 0.5 and share > 2 * scale.usual_share(bound):
+    if enough and share <= FEW and weight >= MOST and share > 2 * scale.usual_share(bound):
         odd, rest = _tokens_over(held, sizes, bound)
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     if mean <= scale.value and not one_sided:
@@ -234,7 +232,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
         odd, rest = _tokens_over(held, sizes, bound)
         if odd:
             return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
-    one_way = abs(shift.mean) >= _ONE_WAY * mean and (shift.excludes_zero or one_sided)
+    one_way = abs(shift.mean) >= MOST * mean and (shift.excludes_zero or one_sided)
     name: PatternName = "shifted" if one_way or far else "everywhere"
     return Pattern(name=name, shift=shift, growth=growth, far=far)
 
@@ -319,13 +317,13 @@ def doubts_of(
     size: list[Fact] = []
     shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
     # one way, where rounding goes both
-    if shift.excludes_zero and abs(shift.mean) >= max(_ONE_WAY * mean, _LEAST * scale.value):
+    if shift.excludes_zero and abs(shift.mean) >= max(MOST * mean, _LEAST * scale.value):
         way = "below" if shift.mean < 0 else "above"
         size.append(fact("logprobs.rounding_both_ways", nats=abs(shift.mean), way=way))
     # a function of log p, as another temperature makes it; of rounding it is none
     if result.delta and mean >= _LEAST * scale.value:
         share = share_of_size(pairs)
-        size += [fact("logprobs.goes_with_size", share=share)] if share >= FOLLOWS else []
+        size += [fact("logprobs.goes_with_size", share=share)] if share >= MOST else []
     # answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
     # is computed at once for a long prompt is right where what follows step by step may not be
     explained = scale.value if scale.by_dtype else max(scale.value, WIDEST)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -211,6 +212,9 @@ class Policy(_Strict, frozen=True, kw_only=True):
         return next((item for item in self.tolerance if item.matches(site)), None)
 
 
+GONE = {"lone", "channel_spread", "ratio_forward_spread"}
+"""Thresholds of earlier versions, which are taken for nothing, with a warning."""
+
 RANGES: dict[str, tuple[float, float]] = {
     "rel_l2": (0.0, 2.0),
     "one_minus_cosine": (0.0, 2.0),
@@ -315,6 +319,15 @@ def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy
         check_bounds(policy, where=policy.name or "the policy")
         return policy
     path = find_config("ci" if policy is None else policy, what="policy")
-    loaded = decode(load_toml(path), Policy, where=str(path))
+    table = load_toml(path)
+    limits = table.get("thresholds")
+    if isinstance(limits, dict) and (gone := sorted(GONE & limits.keys())):
+        table["thresholds"] = {name: x for name, x in limits.items() if name not in GONE}
+        warnings.warn(
+            f"{path}: thresholds.{', thresholds.'.join(gone)}: there is no such limit any more, "
+            "one question judges it with all others (docs/verdicts.md); take it out",
+            stacklevel=2,
+        )
+    loaded = decode(table, Policy, where=str(path))
     check_bounds(loaded, where=str(path))
     return msgspec.structs.replace(loaded, name=loaded.name or path.stem)

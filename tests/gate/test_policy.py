@@ -61,6 +61,15 @@ def test_shipped_policies_load(name):
     assert load_policy(find_config(name)) == load_policy(name)
 
 
+def test_a_limit_of_an_earlier_version_is_taken_for_nothing(tmp_path):
+    """With a warning that says which, so that nobody's CI stops."""
+    path = tmp_path / "mine.toml"
+    path.write_text("[thresholds]\nlone = 4.0\ntypical = 7.0\n")
+    with pytest.warns(UserWarning, match=r"thresholds.lone: there is no such limit any more"):
+        policy = load_policy(path)
+    assert policy.thresholds.typical == 7.0
+
+
 def test_the_default_policy_is_ci():
     """Without --policy the one that accepts rounding and nothing else holds."""
     assert load_policy() == load_policy("ci")

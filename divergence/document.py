@@ -113,6 +113,8 @@ class Table:
     widest: int = 60
     """Letters of a column that is in no grid, but for the last."""
     indent: int = 2
+    whole: bool = False
+    """A terminal does not fold its rows."""
     sparse: bool = False
     """A column in which no row has a value is left out."""
 

@@ -283,7 +283,7 @@ def selfcheck_document(result: SelfcheckResult, *, verbose: bool = False) -> Doc
 
 def _ways(result: SelfcheckResult) -> Table:
     return Table(
-        caption="Ways of running", num_left=3, indent=0, widest=50,
+        caption="Ways of running", num_left=3, indent=0, widest=50, whole=True,
         columns=("line", "what is changed", "result"),
         rows=[
             (way.name,

@@ -132,6 +132,7 @@ def table_lines(table: Table) -> list[Line]:
         if table.grid:
             sign = next((_SIGNS[word] for word in words if word in _SIGNS), " ")
             row = Line((Span(f" {'>' if 'onset' in words else ' '}{sign} "), *row.spans[1:]))
+        row = row._replace(hang=None) if table.whole else row
         lines.append(_styled(row, next((_STYLES[word] for word in words if word in _STYLES), "")))
         lines += map(sentence_line, table.below.get(number, ()))
     if table.num_more:

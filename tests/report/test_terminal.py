@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -13,12 +14,14 @@ import msgspec
 import pytest
 
 from divergence.comparison.results import Coverage, Skipped
+from divergence.document import Table
 from divergence.facts import Fact
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.layout import MAX_WIDTH, fold, line, print_lines, prose, write_text
 from divergence.report.checking import check_lines
 from divergence.report.summary import report_lines, verdict_lines
+from divergence.report.text import table_lines
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -289,3 +292,12 @@ def test_control_characters_in_data_are_written_out(capsys):
     """What a run says of itself cannot colour the screen or move the cursor."""
     print_lines([line("label \x1b[31mred\x07", "tab\there")])
     assert capsys.readouterr().out == "label \\x1b[31mred\\x07tab\\x09here\n"
+
+
+def test_a_row_may_stay_one_line():
+    """Where programs read it: selfcheck's ways of running."""
+    rows = [("batch", "within floor, " * 12)]
+    table = Table(columns=("line", "result"), rows=rows, bare=True)
+    assert len(text_of(table_lines(table)).splitlines()) > 1
+    whole = dataclasses.replace(table, whole=True)
+    assert len(text_of(table_lines(whole)).splitlines()) == 1

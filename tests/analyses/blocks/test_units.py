@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from divergence.analyses.blocks.find import _only_rounds
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
@@ -127,3 +129,21 @@ def test_rows_of_experts_are_not_tokens():
     """What lies inside the experts is measured and shown, but judged where it comes together."""
     assert flagged([site("h.0.experts.act:in", 100.0)]) == set()
     assert flagged([site("h.0.experts:out", 100.0)]) == {"h.0.experts:out"}
+
+
+def test_a_free_run_that_is_off_in_one_prompt_says_nothing_of_the_others():
+    """What only rounds in the anchored pass is known by prompt, as far as its own free run goes."""
+    sites = [
+        site(
+            f"h.{number}:out", 90.0 if (pass_, sample, step, number) == ("free", 1, 1, 3) else 0.9,
+            pass_=pass_, sample=sample, step=step, order=number,
+        )
+        for pass_ in ("anchored", "free") for sample in range(5) for step in (0, 1)
+        for number in range(6)
+    ]  # fmt: skip
+    tokens = SimpleNamespace(groups=[[n] for n in range(5)], group_of=lambda sample: [sample])
+    run = SimpleNamespace(manifest=SimpleNamespace(tokens=tokens))
+    measured = SimpleNamespace(
+        sites=sites, routed=frozenset(), thresholds=THRESHOLDS, reference=run, candidate=run
+    )
+    assert _only_rounds(measured) == {0: 2, 1: 1, 2: 2, 3: 2, 4: 2}

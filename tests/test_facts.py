@@ -97,9 +97,9 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             allowed.add(id(node.value))
-        if isinstance(node, ast.Raise) or (
-            isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error")
-        ):
+        called = getattr(node, "func", None)  # an error, or a warning
+        name = getattr(called, "id", getattr(called, "attr", ""))
+        if isinstance(node, ast.Raise) or name.endswith("Error") or name == "warn":
             allowed |= {id(inner) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in allowed:

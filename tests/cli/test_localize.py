@@ -49,5 +49,5 @@ def test_a_machine_that_does_not_repeat_the_candidate_ends_in_2(invoke, tiny_mod
     code, out, _ = invoke("localize", "a", "b", "--truth", "truth", "-o", "work", "-q")
     assert code == 2
     assert out.startswith("STOPPED: this is not B's machine (cluster C): its blocks do ")
-    assert "; run there: divergence capture --like a -o work/candidate-operators" in out
+    assert "run there:\n  divergence capture --like a -o work/candidate-operators" in out
     assert "side" not in out

@@ -394,8 +394,10 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
         check("clear", clear, fact("not_clear", margin=unit.margin)),
     ]
-    if unit.blame is not None and unit.blame.side != "both" and unit.judged is not None:
+    alone = unit.blame is not None and unit.blame.side != "both" and unit.blame.like is None
+    if alone and unit.judged is not None:
         family, number = unit.judged
+        assert unit.blame is not None
         finer = fact("other_may_be_finer", other=other_side(unit.blame.side))
         checks.append(check("own", family.odds[number] > SURE, finer))
     return checks

@@ -493,7 +493,12 @@ class JudgedFamily:
 
     @property
     def usual(self) -> float:
-        return statistics.median(self.typical)
+        """The members' median log W, of the median errors of both sides; 0 of one that is not
+        known."""
+        errors = np.array([[each.typical[side] for side in SIDES] for each in self.stats])
+        with np.errstate(all="ignore"):
+            a, b = np.clip(np.hypot(errors, self.least), 1e-300, 1e300).T
+            return float(np.median(np.nan_to_num(np.log(b / a))))
 
 
 @dataclass(slots=True)

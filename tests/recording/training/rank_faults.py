@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from divergence.recording import optimizer
@@ -75,7 +76,9 @@ def averaged() -> Iterator[None]:
 
     with (
         _patched(optimizer.Stepping, "reduce", halved),
-        _patched(session, "_add_up", lambda model, *, dealt: None),  # FSDP averages by itself
+        # left alone, FSDP averages by itself
+        _patched(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+        _patched(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, enable: None),
     ):
         yield
 

@@ -103,7 +103,7 @@ def test_every_command_that_compare_offers_works(tmp_path, llama, follow, case, 
     ("words", "needed"),
     [
         ("inspect a", "compare"),
-        ("doctor a b", "localize"),
+        pytest.param("doctor a b", "localize", marks=pytest.mark.whole),
         ("compare a b b", "compare"),
         ("compare a b --truth a", ""),
         ("capture --like a -o c --no-probe", "compare"),

@@ -40,7 +40,7 @@ class Subcommand:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a finding may say that is the verdict."""
+    """A statement of a finding that may be the verdict."""
 
     rank: int
     """Smaller decides before larger; comparison.decide.CLAIMS has the core's, of which ``equal``

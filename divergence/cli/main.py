@@ -318,10 +318,24 @@ def divergence(
     """
 
 
+_library_text = warnings.formatwarning
+
+
+def _warning_text(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int,
+    line: str | None = None,
+) -> str:  # fmt: skip
+    """Our own warnings in one line; those of libraries with the place that Python names."""
+    if not filename.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep):
+        return _library_text(message, category, filename, lineno, line)
+    return f"warning: {printable(str(message))}\n"
+
+
 def run() -> None:
     """The console script, which ends with 1 for a verdict alone: Python and its libraries end with
     1 for whatever nobody caught."""
     open_streams()
+    warnings.formatwarning = _warning_text
     try:
         with rank0_output():
             try:

@@ -175,3 +175,12 @@ def test_settings_that_mean_nothing_are_told(invoke, replace_api, reports, monke
     code, _, err = invoke("compare", "a", "b")
     assert code == 0
     assert "DIVERGENCE_CHEKC_POLICY" in err
+
+
+def test_a_warning_of_our_own_is_one_line():
+    """Without the line of source that Python prints; a library's says where it comes from."""
+    from divergence.cli import main
+
+    own = main._warning_text("no such limit", UserWarning, main.__file__, 3)
+    assert own == "warning: no such limit\n"
+    assert "torch/x.py:3: UserWarning" in main._warning_text("old", UserWarning, "torch/x.py", 3)

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from divergence import compare, import_dump
-from divergence.analyses.logprobs.pattern import BY_DTYPE
+from divergence.numerics.floor import BY_DTYPE
 
 Change = Callable[[int, int, float, random.Random], float]
 

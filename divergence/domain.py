@@ -38,6 +38,32 @@ class Subcommand:
     """The command behind which ``--help`` lists it; the last ones where there is none of it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """What a command of the core has more of."""
+
+    options: str | None = None
+    """Where its ``Options`` are: parameters of the command, which gets them as ``added``."""
+    help: str = ""
+    """A paragraph behind those of its help."""
+    examples: tuple[str, ...] = ()
+    """Lines behind those of its examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Files that are no runs, and that ``compare`` takes two of all the same."""
+
+    noun: str
+    """What they hold, for errors: ``losses``."""
+    recognise: str
+    """Where ``recognise(path)`` is: is this such a file or folder? By names alone: nothing is
+    opened. It is asked only where a path is not a run's by its name."""
+    command: str
+    """Where ``command(reference, candidate, exit_code=..., output=..., **added)`` is, which shows
+    the answer; ``added``: the options that this domain adds to ``compare``."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """A statement of a finding that may be the verdict."""
@@ -69,6 +95,10 @@ class Domain:
     """What its findings may claim as the verdict, by name (docs/verdicts.md has the core's)."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
+    adds: Mapping[str, Addition] = field(default_factory=dict)
+    """What commands of the core have more of, by the command's name."""
+    files: tuple[Files, ...] = ()
+    """What else than runs can be compared."""
 
 
 @functools.cache

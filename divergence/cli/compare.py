@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from divergence.cli.answers import exit_with, progress_bars, show, show_document, write_text
-from divergence.cli.signature import settings
+from divergence.cli.signature import Added, settings
+from divergence.domain import Files, domains, placed
 from divergence.errors import UsageError
 from divergence.options.commands import (
     LIMITS,
@@ -19,6 +21,8 @@ from divergence.options.commands import (
     option,
 )
 from divergence.output import check_output
+from divergence.run.command import command_line
+from divergence.run.location import ARCHIVES
 from divergence.words import printable
 
 if TYPE_CHECKING:
@@ -61,12 +65,6 @@ def compare(
     model: str | None = option(
         "--model PATH", "Where this machine has the model, for --explain-token.", "Explain"
     ),
-    warmup_steps: int | None = option(
-        "--warmup-steps N",
-        "Of two files of losses: leave out steps below N. Default: the first tenth of those in "
-        "both, at most 100.",
-        minimum=0,
-    ),
     exit_code: bool = option(
         "--exit-code", "Exit 1 if the runs diverge, 2 if none can tell.", default=False
     ),
@@ -84,6 +82,7 @@ def compare(
     reports: Path | None = option(
         "--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT
     ),
+    added: Added,
     output: Output,
 ) -> None:
     """A is what the others are held against, as in diff old new. Neither the model nor an
@@ -91,8 +90,6 @@ def compare(
     compared with one forward over the whole sequence, which capture --whole has made; a run of
     suite:collectives is held to the definitions.
     With more than two, each is compared with the first: one row a run, and which one is odd.
-    Two files of losses (JSON lines, CSV, trainer_state.json, TensorBoard's events) are compared
-    step by step: the mean relative error, and where the difference leaves its noise.
 
     Examples:
     divergence compare a b
@@ -107,7 +104,6 @@ def compare(
     divergence compare a b --quiet --exit-code || echo "not the same"
     divergence compare a b c d                      # a fleet: one row a machine, who is odd
     divergence compare a b c d --reports pairs      # with the report of each pair in a file
-    divergence compare gpu.jsonl npu.jsonl --exit-code       # curves of losses
     torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
 
     With --exit-code: 0 for IDENTICAL and OK (in the JSON: identical, within_floor); 1 for
@@ -115,9 +111,8 @@ def compare(
     (incomparable) and NO ANSWER (undetermined), which say neither. Of many runs: 1 if any
     diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
     """
-    from divergence.training.curves.reading import is_losses
-
-    if any(map(is_losses, [reference, *(candidates or ())])):
+    domain, files = _files([reference, *(candidates or ())])
+    if files is not None:
         given = [
             field.option.names[0] for field in fields_of(CompareOptions)
             if field.is_given(options.get(field.name))
@@ -127,17 +122,22 @@ def compare(
             "--csv": csv, "--html": html, "--svg": svg, "--png": png, "--reports": reports,
         }  # fmt: skip
         given += [name for name, value in others.items() if value]
-        named = f"{' and '.join(given)}: of runs, and here losses are compared"
+        named = f"{' and '.join(given)}: of runs, and here {files.noun} are compared"
         _refuse(given, named, hint="leave it out")
         _refuse(
             len(candidates or ()) > 1,
-            "of files of losses two are compared at a time",
-            hint="divergence compare A.jsonl B.jsonl",
+            f"of files of {files.noun} two are compared at a time",
+            hint=command_line("compare", reference, (candidates or [""])[0]),
         )
-        _compare_losses(reference, candidates, warmup_steps, exit_code, output)
+        placed(files.command)(
+            reference, candidates[0] if candidates else None, exit_code=exit_code, output=output,
+            **added.get(domain, {}),
+        )  # fmt: skip
         return
-    if warmup_steps is not None:
-        raise UsageError("--warmup-steps is for two files of losses, and these are runs")
+    for other in domains():
+        for noun, name in product((item.noun for item in other.files), added.get(other.name, ())):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is for two files of {noun}, and these are runs")
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
     _refuse(
@@ -244,22 +244,18 @@ def _refuse(wrong: object, message: str, *, hint: str) -> None:
         raise UsageError(message, hint=hint)
 
 
-def _compare_losses(
-    reference: str, candidates: list[str] | None, warmup_steps: int | None, exit_code: bool,
-    output: Output,
-) -> None:  # fmt: skip
-    from divergence.training.curves.judging import compare_losses
-    from divergence.training.curves.show import EXIT_CODES as LOSS_EXIT_CODES
-    from divergence.training.curves.show import losses_document
-
-    report = compare_losses(
-        reference, candidates[0] if candidates else None, warmup_steps=warmup_steps
-    )
-    show_document(losses_document(report), output, json=partial(report.to_json, indent=2))
-    if exit_code:
-        exit_with(LOSS_EXIT_CODES[report.verdict.kind])
-    if not report.metrics[0].num_steps and report.verdict.kind == "undetermined":
-        exit_with(2)  # nothing was compared
+def _files(paths: list[str]) -> tuple[str, Files | None]:
+    """The domain that compares these, where one of them is no run. A run's name loads none."""
+    others = [
+        path for path in paths
+        if "://" not in path and not path.endswith(ARCHIVES)
+        and not (Path(path).expanduser() / "manifest.json").exists()
+    ]  # fmt: skip
+    for domain in domains() if others else ():
+        for files in domain.files:
+            if any(map(placed(files.recognise), others)):
+                return domain.name, files
+    return "", None
 
 
 def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:

@@ -174,12 +174,14 @@ class _Command(TyperCommand):
         from divergence.cli.signature import help_of, typer_command
 
         name, function = self.declared.name, placed(self.declared.function)
-        text, epilog = help_of(self.declared.line, function)
+        added = {each.name: each.adds[name] for each in domains() if name in each.adds}
+        options = {key: placed(more.options) for key, more in added.items() if more.options}
+        text, epilog = help_of(self.declared.line, function, tuple(added.values()))
         alone = typer.Typer(
             add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
         )
         alone.command(name, help=text, epilog=epilog, context_settings=_CONTEXT)(
-            typer_command(function)
+            typer_command(function, options)
         )
         return get_command(alone)
 

@@ -17,12 +17,13 @@ import dataclasses
 import enum
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE
+from divergence.domain import Addition
 from divergence.errors import UsageError
 from divergence.options.commands import (
     OUTPUT,
@@ -38,12 +39,21 @@ from divergence.run.command import quoted_words
 
 _LATE = {SERVER: 1, TRAINING: 2, OUTPUT: 3}
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+class Added(dict[str, dict[str, Any]]):
+    """Options that domains add to a command: those that were given, by the domain's name."""
+
+
 _Parameter = tuple[Option, inspect.Parameter]
 
 
-def typer_command(function: Callable[..., None]) -> Callable[..., None]:
+def typer_command(
+    function: Callable[..., None], added: Mapping[str, type[Options]] | None = None
+) -> Callable[..., None]:
     """``function`` with a signature that typer reads. A ``command`` among its parameters is the
-    command line as it was given, for the manifest."""
+    command line as it was given, for the manifest. ``added``: by domain, what it adds."""
+    added = added or {}
     hints = typing.get_type_hints(function, include_extras=True)
     structs: dict[str, type[Options]] = {}
     parameters: list[_Parameter] = []
@@ -52,6 +62,8 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
         hint = hints[own.name]
         if hint is Output:
             parameters += _spread(Output)
+        elif hint is Added:
+            parameters += [parameter for kind in added.values() for parameter in _spread(kind)]
         elif isinstance(own.default, dataclasses.Field):
             default, (option,) = own.default.default, own.default.metadata["options"]
             default = inspect.Parameter.empty if default is ... else default
@@ -68,6 +80,8 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
             values["output"] = Output(**_given(Output, values))
         for name, kind in structs.items():
             values[name] = _given(kind, values)
+        if Added in hints.values():
+            values["added"] = Added({name: _given(kind, values) for name, kind in added.items()})
         for name, default in defaults.items():
             if values[name] is None or values[name] == []:
                 values[name] = default
@@ -93,15 +107,19 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def help_of(line: str, function: Callable[..., None]) -> tuple[str, str]:
+def help_of(
+    line: str, function: Callable[..., None], additions: Sequence[Addition] = ()
+) -> tuple[str, str]:
     """Help and epilog of a command, from its first ``line`` and its docstring, which ends in a
     paragraph of examples, each on a line of its own, and perhaps notes. Typer wants each example to
-    be a paragraph."""
+    be a paragraph. ``additions``: of domains."""
     whole = f"{line}\n\n{inspect.cleandoc(function.__doc__ or '')}"
     text, _, rest = whole.partition("\n\nExamples:\n")
     examples, *notes = rest.split("\n\n")
-    indented = [f"  {example}" for example in examples.splitlines()]
-    text = "\n\n".join(map(_joined, text.split("\n\n")))
+    lines = [*examples.splitlines(), *(line for added in additions for line in added.examples)]
+    indented = [f"  {example}" for example in lines]
+    paragraphs = [*text.split("\n\n"), *(added.help for added in additions if added.help)]
+    text = "\n\n".join(map(_joined, paragraphs))
     return text, "\n\n".join(["\nExamples:", *indented, *map(_joined, notes)])
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.analyses.logprobs.pattern import BY_DTYPE, WIDEST
 from divergence.comparison.align.pairs import logits_row
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.errors import PromptError, UsageError
@@ -29,6 +28,7 @@ from divergence.evaluations.result import (
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import Fact, fact, sentence
+from divergence.numerics.floor import BY_DTYPE, WIDEST
 from divergence.recording.prompts import Prompt, tokenize
 from divergence.run.reader import Run
 from divergence.words import Progress, Side
@@ -264,7 +264,7 @@ def _said(known: bool) -> str:
 #
 # The limit is four standard deviations of a margin's shift. Its scale is the mean |shift| that
 # these two sides show between the two likeliest choices, but no more than what the coarser dtype
-# explains (√2 times analyses.logprobs.pattern's bound for one log-probability): so a fault that
+# explains (√2 times the bound for one log-probability): so a fault that
 # shifts every document cannot pass as rounding. A mean |x| of a normal is 0.8 standard deviations.
 #
 # ``capture_flips`` goes from a score to the tensors: the prompts that flipped become a run. They

@@ -59,25 +59,26 @@ def surface() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def homes() -> dict[Path, set[str]]:
-    """By file: whose surface it freezes, the core's and each domain's."""
-    from divergence.cli.main import COMMANDS
-    from divergence.domain import own_domains
-
-    of_domains = {
-        ROOT / "tests" / "domains" / domain.name / "surface.json": {
-            command.name for command in domain.commands
-        }
-        for domain in own_domains()
-        if domain.commands
-    }
-    return {SURFACE: {"", *COMMANDS}, **of_domains}
-
-
 def frozen() -> dict[Path, dict[str, list[dict[str, Any]]]]:
-    """What each file holds."""
-    now = surface()
-    return {path: {name: now[name] for name in sorted(names)} for path, names in homes().items()}
+    """By file what it freezes: the core's surface, and each domain's with what it adds to commands
+    of the core."""
+    from divergence.cli.main import COMMANDS
+    from divergence.domain import own_domains, placed
+    from divergence.options.commands import fields_of
+
+    now, files = surface(), {}
+    core = {name: now[name] for name in sorted({"", *COMMANDS})}
+    for domain in own_domains():
+        held = {command.name: now[command.name] for command in domain.commands}
+        for name, added in domain.adds.items():
+            kind = fields_of(placed(added.options)) if added.options else ()
+            words = {word for field in kind for option in field.options for word in option.names}
+            held[name] = [row for row in core[name] if words & {*row["names"]}]
+            core[name] = [row for row in core[name] if row not in held[name]]
+        if held:
+            path = ROOT / "tests" / "domains" / domain.name / "surface.json"
+            files[path] = {name: held[name] for name in sorted(held)}
+    return {SURFACE: core, **files}
 
 
 def docs_text() -> str:

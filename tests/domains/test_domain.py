@@ -61,6 +61,64 @@ def test_a_package_adds_a_command_a_name_and_sentences(announced):
     assert sentence(fact("mine.norm", value=2.0)) == "a norm of 2.0"
 
 
+COUNTS = """
+from dataclasses import dataclass
+from pathlib import Path
+
+from divergence.domain import Addition, Domain, Files
+from divergence.options.commands import Options, option
+
+DOMAIN = Domain(
+    name="counts",
+    adds={"compare": Addition(
+        options="counts_of_a_package:CountOptions", help="Two files of counts are compared.",
+        examples=("divergence compare a.count b.count",),
+    )},
+    files=(Files(
+        noun="counts", recognise="counts_of_a_package:is_count",
+        command="counts_of_a_package:compare",
+    ),),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountOptions(Options):
+    times: int | None = option("--times N", "How often.", minimum=1, after="force")
+
+
+def is_count(path):
+    return path.endswith(".count")
+
+
+def compare(reference, candidate, *, exit_code, output, times=1):
+    print((int(Path(candidate).read_text()) - int(Path(reference).read_text())) * times)
+"""
+
+
+def test_a_package_compares_files_of_its_own(announced, tmp_path):
+    """With options and help that it adds to `compare`, which means nothing else by them."""
+    from typer.testing import CliRunner
+
+    from divergence.cli.main import app
+
+    announced("counts_of_a_package", COUNTS)
+    a, b = tmp_path / "a.count", tmp_path / "b.count"
+    a.write_text("40")
+    b.write_text("42")
+
+    def compare(*words: object) -> str:
+        return CliRunner().invoke(app, ["compare", *map(str, words)]).output
+
+    assert compare(a, b, "--times", 3) == "6\n"
+    assert compare(a, b) == "2\n"
+    assert "--csv: of runs, and here counts are compared" in compare(a, b, "--csv", "-")
+    assert "of files of counts two are compared at a time" in compare(a, b, b)
+    assert "--times is for two files of counts" in compare(tmp_path, tmp_path, "--times", 3)
+    shown = compare("--help")
+    assert "Two files of counts are compared." in shown and "compare a.count b.count" in shown
+    assert shown.index("--force") < shown.index("--times") < shown.index("--truth")
+
+
 def test_a_broken_package_takes_nothing_away(announced):
     """It is left out, and said."""
     announced("broken_package", "raise RuntimeError('no such kernel')")
@@ -83,6 +141,8 @@ def test_a_domain_says_what_it_adds_and_imports_nothing():
         warnings.simplefilter("error")
         for each in domain.own_domains():
             places = [command.function for command in each.commands]
+            places += [place for files in each.files for place in (files.recognise, files.command)]
+            places += [added.options for added in each.adds.values() if added.options]
             assert all(callable(domain.placed(place)) for place in places)
             for module in each.sentences.values():
                 assert importlib.import_module(module).SENTENCES

@@ -24,7 +24,6 @@ from divergence.analyses.logprobs.pairs import Sequence as Text
 from divergence.analyses.logprobs.pattern import (
     FAULT,
     TIE,
-    WIDEST,
     Pattern,
     Scale,
     beyond_of,
@@ -61,6 +60,7 @@ from divergence.comparison.results import (
 )
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
+from divergence.numerics.floor import WIDEST
 from divergence.numerics.formats import format_named
 from divergence.numerics.logits import SAFETY_BOUND, divergence_bounds, rollout_metrics
 from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, least_share, rank_sum, two_sample

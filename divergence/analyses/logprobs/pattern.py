@@ -25,7 +25,7 @@ from divergence.comparison.results import Check, LogprobsResult
 from divergence.comparison.trusted import refuse_compared
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.floor import BY_DTYPE, THRESHOLDS, WIDEST
 from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, Certainty, certainty_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -36,15 +36,8 @@ from divergence.words import grouped
 #
 # Measured, where ``--floor`` names trusted runs of the same prompts: their mean |Δ| from the
 # reference, widened as every floor is (numerics.floor, ``widen``). Else by the dtype that a side
-# computed in: a random Llama of 16 blocks, whose logits spread by 3 nats, is 0.069 nats from its
-# own float64 in bfloat16 (``benchmarks/logprobs.py`` prints it), and two such sides √2 times that
-# from one another: 0.1, and 0.125 here. Random models gather more rounding than trained ones, so
-# this is a wide bound. float16 has three bits more; float32, whose accumulators are no wider than
-# its stores, shows 4e-6 there and more where sums are longer.
+# computed in (numerics.floor, ``BY_DTYPE``).
 
-BY_DTYPE = {"bfloat16": 2.0**-3, "float16": 2.0**-6, "float32": 2.0**-14, "float64": 2.0**-20}
-WIDEST = BY_DTYPE["bfloat16"]
-"""Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
 FAR = 4.0
 """Times WIDEST, half a nat: beyond it no precision in use is meant, but another model."""
 _TO_SIGMA = math.sqrt(math.pi / 2)
@@ -307,7 +300,7 @@ TIE = 3.0 * math.sqrt(2)
 two log-probabilities, of which a mean of |Δ| is a part."""
 FAULT = 4.0 * math.sqrt(2) * _TO_SIGMA
 """The same from which on rounding flips none of many tokens: four of them, with the mean of |Δ|
-that a normal deviation has (as in evaluations.joining). What lies between is not told."""
+that a normal deviation has. What lies between is not told."""
 
 
 def doubts_of(

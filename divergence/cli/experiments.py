@@ -59,7 +59,16 @@ def diff(
     ),
     env: Sequence[str] = option(
         "--env NAME=VALUE",
-        "An environment variable; given once, A runs without it. Repeatable.",
+        "An environment variable that differs: of B, or given twice of A and of B.",
+        _BOTH,
+        default=(),
+    ),
+    env_a: Sequence[str] = option(
+        "--env-a NAME=VALUE", "One of A's variables; repeatable.", _BOTH, default=()
+    ),
+    env_b: Sequence[str] = option(
+        "--env-b NAME=VALUE",
+        "One of B's variables; repeatable. What both have holds for both.",
         _BOTH,
         default=(),
     ),
@@ -94,6 +103,7 @@ def diff(
     divergence diff MODEL --engine transformers,compile --prompts prompts.txt
     divergence diff MODEL --batch 1,8 --prompts prompts.txt
     divergence diff MODEL --env ATEN_CPU_CAPABILITY=default      # other kernels of this CPU
+    divergence diff MODEL --env-b OMP_NUM_THREADS=1 --env-b ATEN_CPU_CAPABILITY=avx2
     divergence diff MODEL --python ~/torch-2.9,~/torch-2.13      # two virtual environments
 
     Two machines: divergence capture MODEL -o a, there divergence capture --like a -o b, then
@@ -107,7 +117,7 @@ def diff(
         "attn_implementation": _parts(attn_implementation), "python": _parts(python),
         "threads": _numbers("--threads", threads), "batch": _numbers("--batch", batch),
     }  # fmt: skip
-    varied = next((values for values in listed.values() if len(values) > 1), [*env])
+    varied = next((values for values in listed.values() if len(values) > 1), [*env, *env_a, *env_b])
     folder = out or Path("diff-" + "-".join([Path(model).name, *map(_plain, varied)]))
 
     def on_step(number: int, command: str, done: bool) -> None:
@@ -116,9 +126,10 @@ def diff(
 
     with progress_bars(quiet=output.silent) as progress:
         result = call(
-            model, out=folder, env=env, prompts=prompts, prompts_file=prompts_file, chat=chat,
-            max_new_tokens=max_new_tokens, trust_remote_code=trust_remote_code, force=force,
-            quiet=output.quiet, on_step=on_step, progress=progress, **listed,
+            model, out=folder, env=env, env_a=env_a, env_b=env_b, prompts=prompts,
+            prompts_file=prompts_file, chat=chat, max_new_tokens=max_new_tokens,
+            trust_remote_code=trust_remote_code, force=force, quiet=output.quiet,
+            on_step=on_step, progress=progress, **listed,
         )  # fmt: skip
     report = result.report
     show_report(report, output, more=result.whole)

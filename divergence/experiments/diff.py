@@ -108,6 +108,8 @@ def diff(
     threads: int | Sequence[int] = (),
     batch: int | Sequence[int] = (),
     env: str | Sequence[str] = (),
+    env_a: str | Sequence[str] = (),
+    env_b: str | Sequence[str] = (),
     python: str | Sequence[str] = (),
     prompts: str | Sequence[str] = (),
     prompts_file: str | Path | None = None,
@@ -123,7 +125,8 @@ def diff(
 
     Exactly one of ``device`` ... ``python`` has two values, the first of them the reference's. Of
     the others a single value holds for both sides. ``batch``: prompts that run together. ``env``:
-    ``NAME=VALUE``; with one value the reference runs without it. ``python``: a virtual environment
+    ``NAME=VALUE``; with one value the reference runs without it. ``env_a``, ``env_b``: several
+    ``NAME=VALUE`` of one side; equal ones hold for both. ``python``: a virtual environment
     or interpreter that has divergence. ``out``: holds the runs ``a``, with its truth, and ``b``,
     ``truth`` where ``a`` could make none,
     report.json and report.html; what is there already is used again. ``force``: removes runs of
@@ -143,7 +146,9 @@ def diff(
                   command_line("capture", like="a", o="b", model=model_b),
                   command_line("compare", "a", "b")),
         )  # fmt: skip
-    sides = _sides({name: _listed(value) for name, value in given.items()})
+    sides = _sides(
+        {name: _listed(value) for name, value in given.items()}, _listed(env_a), _listed(env_b)
+    )
     common: dict[str, Any] = {"prompt": _listed(prompts), "prompts": prompts_file, "chat": chat,
               "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}  # fmt: skip
     steps = _Steps(Path(out), force=force, quiet=quiet, on_step=on_step)
@@ -188,15 +193,30 @@ def _listed(value: Any) -> list[Any]:
     return list(value)
 
 
-def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
+def _sides(given: dict[str, list[Any]], env_a: list[str], env_b: list[str]) -> tuple[_Side, _Side]:
     """The two sides; raises UsageError where the settings do not make two."""
     given = {name: values for name, values in given.items() if values}
     for kernel in given.get("attn_implementation", ()):
         near = near_names(kernel, _KERNELS)
         if kernel not in _KERNELS and near:
             raise UsageError(f"unknown attention {kernel!r}", hint=f"did you mean {near[0]}?")
+    pairs = given.pop("env", [])
     several = [name for name, values in given.items() if len(values) > 1]
-    if "env" in given and "env" not in several:
+    if len(pairs) > 2:
+        raise UsageError(
+            f"--env has {len(pairs)} values: it is for one variable that differs",
+            hint="several of a side: --env-a NAME=VALUE, --env-b NAME=VALUE, each repeatable",
+        )
+    if pairs and (env_a or env_b or several):
+        raise UsageError(
+            "--env makes the two sides differ, and something else does already",
+            hint="a variable of both sides stands before the command, NAME=VALUE divergence diff; "
+            "those of one side are --env-a and --env-b",
+        )
+    if pairs:
+        env_a, env_b = pairs[:-1], pairs[-1:]
+    variables = _variables(env_a), _variables(env_b)
+    if variables[0] != variables[1]:
         several.append("env")
     if not several:
         raise UsageError(
@@ -216,38 +236,47 @@ def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
             "second setting",
         )
     (name,) = several
-    values = [None, *given[name]] if name == "env" and len(given[name]) == 1 else given[name]
-    if len(values) > 2:
+    if len(given.get(name, ())) > 2:
         raise UsageError(
-            f"{_flag(name)} has {len(values)} values, and diff compares two",
+            f"{_flag(name)} has {len(given[name])} values, and diff compares two",
             hint="capture each with --like, then divergence compare A B C: each is held "
             "against the first",
         )
     fixed = {key: value[0] for key, value in given.items() if key != name}
-    reference, candidate = values
-    return _side(name, reference, candidate, fixed), _side(name, candidate, reference, fixed)
+    if name == "env":
+        labels = [
+            " ".join(f"{key}={value}" for key, value in own.items()) or f"{' '.join(other)} unset"
+            for own, other in (variables, variables[::-1])
+        ]
+        settings = [fixed, fixed]
+    else:
+        labels = [f"{name.replace('_', '-')} {value}" for value in given[name]]
+        settings = [{**fixed, name: value} for value in given[name]]
+    reference, candidate = map(_side, labels, settings, variables)
+    return reference, candidate
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _side(name: str, value: Any, other: Any, fixed: dict[str, Any]) -> _Side:
-    values = {**fixed, name: value}
+def _variables(pairs: Sequence[str]) -> dict[str, str]:
     variables = {}
-    if (pair := values.pop("env", None)) is not None:
+    for pair in pairs:
         key, equals, text = str(pair).partition("=")
         if not (key and equals):
             raise UsageError(f"{pair!r} is not NAME=VALUE", where="--env")
         variables[key] = text
-    python = values.pop("python", None)
-    size = values.pop("batch", None)
+    return variables
+
+
+def _side(label: str, settings: dict[str, Any], variables: dict[str, str]) -> _Side:
+    options = dict(settings)
+    python = options.pop("python", None)
+    size = options.pop("batch", None)
     if size is not None and size < 1:
         raise UsageError("a batch holds at least one prompt", where="--batch")
-    label = f"{name.replace('_', '-')} {value}"
-    if name == "env":
-        label = other.partition("=")[0] + " unset" if value is None else value
-    return _Side(label, values, variables, _interpreter(python), size)
+    return _Side(label, options, variables, _interpreter(python), size)
 
 
 def _interpreter(given: str | None) -> str:

@@ -104,6 +104,11 @@ def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
         ({"attn_implementation": ("eager", "spda")}, "unknown attention 'spda'"),
         ({"engine": ("transformers", "compile", "onnx")}, "3 values"),
         ({"env": "NAME"}, "not NAME=VALUE"),
+        ({"env": ("A=1", "B=1", "C=1")}, "one variable that differs"),
+        ({"env": "A=1", "attn_implementation": ("eager", "sdpa")}, "something else does already"),
+        ({"env_a": "A=1", "env_b": "A=1"}, "nothing differs"),
+        ({"env_b": "A=1", "attn_implementation": ("eager", "sdpa")}, "2 settings"),
+        ({"env_b": "A"}, "not NAME=VALUE"),
         ({"batch": (0, 2)}, "at least one"),
         ({"python": (sys.executable, "/no/such/venv")}, "neither a virtual environment"),
     ],
@@ -112,6 +117,24 @@ def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
     with pytest.raises(UsageError, match=said):
         diff("model", out=tmp_path / "d", **settings)
     assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
+
+
+def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
+    """Several of a side; each run has them in its environment and in its label."""
+    variables = []
+
+    def note(steps, words, own, shown):
+        variables.append(own)
+        in_this_process(steps, words, own, shown)
+
+    monkeypatch.setattr(_Steps, "_process", note)
+    result = diff(
+        llama, out=tmp_path / "d", env_a="X=1", env_b=("X=2", "Y=a b"), dtype="float32",
+        prompts=PROMPTS, max_new_tokens=1, quiet=True,
+    )  # fmt: skip
+    assert variables[:2] == [{"X": "1"}, {"X": "2", "Y": "a b"}]
+    labels = [Run.open(result.folder / name).manifest.environment.label for name in ("a", "b")]
+    assert labels == ["X=1", "X=2 Y=a b"]
 
 
 def test_a_python_without_divergence_is_told_what_to_install_it_from(tmp_path):

@@ -2,9 +2,7 @@
 
     python benchmarks/stores.py [--mib 512] [--rounds 5] [--latency-ms 30] [--mbps 80]
 
-First, a shard as a capture writes it: through the system's cache, and past it.
-
-Then runs of this machine: the same tensors as a directory, a tar and a zip; the processor's time
+First, runs of this machine: the same tensors as a directory, a tar and a zip; the processor's time
 (user and system) to open each and to read and check every byte, rounds interleaved, warm; and that
 of packing beside copying the files.
 
@@ -28,7 +26,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from divergence import compare, pack, unpack
-from divergence.run.captured import CapturedTensor, piece_of
+from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (  # fmt: skip
     Environment,
     Manifest,
@@ -38,13 +36,10 @@ from divergence.run.manifest import (  # fmt: skip
     Settings,
     Tokens,
 )
-from divergence.run.process_tuning import DirectFiles
 from divergence.run.reader import Run
-from divergence.run.shards import write_shard
 from divergence.run.writer import RunWriter
 
 TENSOR_MIB = 2
-SHARD_MIB = 64
 
 
 class Far(MemoryFileSystem):
@@ -107,27 +102,6 @@ def seconds(action: Any, clock: Any = time.perf_counter) -> float:
 
 def cpu(action: Any) -> float:
     return seconds(action, time.process_time)
-
-
-def shards(folder: Path, *, rounds: int) -> None:
-    values = torch.randn(SHARD_MIB << 18).view(torch.uint8).chunk(SHARD_MIB)
-    pieces = {str(number): piece_of(part) for number, part in enumerate(values)}
-    direct = DirectFiles()
-    found: dict[str, list[tuple[float, float]]] = {"through": [], "past": []}
-    for number in range(rounds):
-        for way in found:
-            path = folder / f"{way}-{number}"
-            begin, used = time.perf_counter(), time.process_time()
-            write_shard(path, pieces, direct=direct if way == "past" else None)
-            found[way].append((time.perf_counter() - begin, time.process_time() - used))
-            if way == "past" and not direct.usable:
-                print("this file system, or its speed, leaves the cache as the only way\n")
-                return
-    print(f"a shard of {SHARD_MIB} MiB and the system's cache, medians of {rounds} rounds")
-    for way, times in found.items():
-        wall, used = map(statistics.median, zip(*times, strict=True))
-        print(f"  {way:7} {wall * 1e3:6.0f} ms, of them the processor's {used * 1e3:5.0f}")
-    print()
 
 
 def near(folder: Path, *, mib: int, rounds: int) -> None:
@@ -205,7 +179,6 @@ def main() -> None:
     given = parser.parse_args()
     fsspec.register_implementation("far", Far)
     with tempfile.TemporaryDirectory(prefix="divergence-bench-") as folder:
-        shards(Path(folder), rounds=given.rounds)
         near(Path(folder), mib=given.mib, rounds=given.rounds)
         far(Path(folder), mib=given.far_mib, latency_ms=given.latency_ms, mbps=given.mbps)
 

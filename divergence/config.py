@@ -11,8 +11,6 @@ directory:
     [check]
     policy = "strict"          # DIVERGENCE_CHECK_POLICY
 
-``DIVERGENCE_PROCESS_TUNING=0`` is a variable alone: see run/process_tuning.py.
-
 Whether an option has a setting is declared with the option (``divergence.options``). All TOML is
 decoded strictly: an unknown key or a wrong type is refused with the file, the key path and the
 nearest right name. Nothing that executes foreign code (``trust_remote_code``, a kernel of the hub
@@ -44,7 +42,6 @@ from divergence.options.commands import (
     fields_of,
 )
 from divergence.outside import check_value, read_bytes
-from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
 from divergence.run.site import BUILTIN_SITES, did_you_mean, near_names
 from divergence.run.trust import ATTENTION
 
@@ -233,7 +230,7 @@ def ignored_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def _variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(variable, section, key) of every DIVERGENCE_* variable that is not empty."""
-    alone = (f"{PREFIX}CONFIG", PROCESS_TUNING)  # in no section
+    alone = (f"{PREFIX}CONFIG", f"{PREFIX}PROCESS_TUNING")  # the second: of earlier versions
     variables = []
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in alone and environ[variable]:

@@ -24,8 +24,6 @@ WRITERS = {
     "cli/streams.py": "os.devnull for streams that are closed",
     "endpoints/capture.py": "what was gone on with takes the place of the run",
     "layout.py": "os.devnull for a reader that is gone",
-    "run/contents.py": "the index beside the lines of a run",
-    "run/process_tuning.py": "shards past the page cache",
     "run/shards.py": "a run's own files",
     "run/target.py": "a run's own files, piece by piece; what is no run is not replaced",
 }

@@ -43,13 +43,11 @@ from divergence.facts import fact, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.command import command
-from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
 
 
-@collect_garbage_rarely()
 @measured_where_asked
 @with_sentences
 def compare(

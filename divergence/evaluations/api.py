@@ -34,7 +34,6 @@ from divergence.evaluations.statistics import cluster_sums, lopsided, need_scipy
 from divergence.facts import Fact, fact, sentence, with_sentences
 from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import Command, command
-from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
@@ -105,33 +104,30 @@ def scores(
         cluster=cluster,
     )  # fmt: skip
     sides: list[Evaluation] = []
-    with collect_garbage_rarely():
-        for number, path in enumerate(paths, 1):
-            sides.append(read(path, reading, format=format))
-            if progress is not None:
-                progress("read", number, len(paths), path)
-            # a folder and what lies in it are the same results, too
-            files = {Path(series.file).resolve() for series in sides[0].series}
-            if number > 1 and any(
-                Path(series.file).resolve() in files for series in sides[-1].series
-            ):
-                raise UsageError(
-                    "both sides read the same file, so nothing is compared", where=sides[-1].path,
-                    hint="name the results of another evaluation",
-                )  # fmt: skip
-        first, rest = sides[0], sides[1:]
-        paired: list[_Paired] = []
-        for side in rest:
-            theirs = side.named()
-            paired.append({
-                series.name: (series, pair(series, theirs[series.name], force=force))
-                for series in first.series
-                if series.name in theirs
-            })  # fmt: skip
-        task_groups = [
-            _compared(first, side, pairs, bands, force=force)
-            for side, pairs in zip(rest, paired, strict=True)
-        ]
+    for number, path in enumerate(paths, 1):
+        sides.append(read(path, reading, format=format))
+        if progress is not None:
+            progress("read", number, len(paths), path)
+        # a folder and what lies in it are the same results, too
+        files = {Path(series.file).resolve() for series in sides[0].series}
+        if number > 1 and any(Path(series.file).resolve() in files for series in sides[-1].series):
+            raise UsageError(
+                "both sides read the same file, so nothing is compared", where=sides[-1].path,
+                hint="name the results of another evaluation",
+            )  # fmt: skip
+    first, rest = sides[0], sides[1:]
+    paired: list[_Paired] = []
+    for side in rest:
+        theirs = side.named()
+        paired.append({
+            series.name: (series, pair(series, theirs[series.name], force=force))
+            for series in first.series
+            if series.name in theirs
+        })  # fmt: skip
+    task_groups = [
+        _compared(first, side, pairs, bands, force=force)
+        for side, pairs in zip(rest, paired, strict=True)
+    ]
     judged = iter(adjusted([task for group in task_groups for task in group]))
     made = [
         _candidate(first, side, [next(judged) for _ in tasks_])

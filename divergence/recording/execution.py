@@ -92,7 +92,6 @@ from divergence.run.manifest import (
     Training,
     digest_tensor,
 )
-from divergence.run.process_tuning import collect_garbage_rarely, quick_thread_switches
 from divergence.run.reader import OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
 from divergence.run.site import ROOT, module_of, of_parameter
@@ -248,7 +247,7 @@ def run_pass(
 ) -> None:
     """Run every group once under the recorder's hooks; forced steps ``together`` where it suits,
     and as far as the ``allowance`` goes."""
-    with recorder.installed(), quick_thread_switches(), collect_garbage_rarely():
+    with recorder.installed():
         for group in groups:
             if allowance is not None and not allowance.begins():
                 recorder.cut_short()

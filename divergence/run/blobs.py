@@ -11,14 +11,13 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from divergence.errors import RunFormatError
 from divergence.run.location import Location
-from divergence.run.process_tuning import release_pages
 from divergence.run.record import MANIFEST
 
 # Stretches of files: of a local file, of a member of an archive, or of a remote object.
@@ -33,11 +32,6 @@ Bytes = bytes | memoryview
 SPAN_BYTES = 8 << 20
 """The most that is read at a time: ranges are put together to it, and larger ones are fetched in
 parts of it."""
-_SPARSE = 4
-"""Parts that lie close together are read with what lies between them, up to so many times the bytes
-of one."""
-_SCRATCH_BYTES = 1 << 20
-"""Stays in a core's cache."""
 
 
 class Blob:
@@ -54,16 +48,9 @@ class Blob:
         """A part as a writable buffer that must not be written to; shorter where it was cut."""
         raise NotImplementedError
 
-    def read_many(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
-        """Many parts of one size, which must not be written to; shorter where it was cut."""
-        return [self.view(begin, num_bytes) for begin in begins]
-
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
         """A part as a blob of its own."""
         raise NotImplementedError
-
-    def will_need(self, begin: int, num_bytes: int) -> None:
-        """Fetches a part that will be viewed soon, where that takes none of this thread's time."""
 
     def release(self) -> None:
         """Lets what was viewed leave memory for now. Views stay good."""
@@ -100,41 +87,9 @@ class LocalBlob(Blob):
             raise OSError("the file has become shorter while it was read")
         return memoryview(mapped)[first:end]
 
-    def read_many(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
-        # few calls to the system: each, and each page fault, would hold up the other threads
-        groups: list[list[int]] = []
-        for begin in sorted(set(begins)):
-            if not groups or begin - groups[-1][-1] >= (1 + _SPARSE) * num_bytes:
-                groups.append([])
-            groups[-1].append(begin)
-        parts: dict[int, memoryview] = {}
-        with open(self.path, "rb") as file:
-            for together in groups:
-                first = together[0]
-                file.seek(self.offset + first)
-                end = min(together[-1] + num_bytes, self.size)
-                whole = memoryview(file.read(max(0, end - first)))
-                parts |= {at: whole[at - first : at - first + num_bytes] for at in together}
-        return [parts[begin] for begin in begins]
-
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
         offset = self.offset + begin  # one map for all members of an archive
         return LocalBlob(self.path, offset=offset, size=num_bytes, name=name, mapped=self._map)
-
-    def will_need(self, begin: int, num_bytes: int) -> None:
-        if not hasattr(os, "preadv") or num_bytes <= 0:
-            return
-        first = self.offset + begin
-        end = first + num_bytes
-        with open(self.path, "rb", buffering=0) as file:
-            number = file.fileno()
-            if _is_cached(number, first) and _is_cached(number, end - 1):
-                return
-            # in order, so that the system reads ahead as it does for a copy; posix_fadvise would
-            # cut the request to one read-ahead each time
-            scratch = bytearray(min(_SCRATCH_BYTES, num_bytes))
-            for start in range(first, end, len(scratch)):
-                os.preadv(number, [memoryview(scratch)[: end - start]], start)
 
     def release(self) -> None:
         self._map.release()
@@ -142,14 +97,6 @@ class LocalBlob(Blob):
     def close(self) -> None:
         if self._owns:
             self._map.close()
-
-
-def _is_cached(file: int, at: int) -> bool:
-    """Is the byte known to be in the system's cache?"""
-    try:
-        return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-    except (OSError, AttributeError):  # it would have to wait, or cannot tell
-        return False
 
 
 class _Map:
@@ -175,8 +122,8 @@ class _Map:
 
     def release(self) -> None:
         """Releases all pages at once: those still in use come back at little cost."""
-        if self._map is not None:
-            release_pages(self._map)  # the private map was never written to: nothing is lost
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # never written to: nothing is lost
 
     def close(self) -> None:
         self._map = None
@@ -223,8 +170,6 @@ class Store:
 
     place: Location
     far = False
-    folder: Path | None = None
-    """The directory of this machine that it is, if it is one."""
 
     def has(self, name: str) -> bool:
         """Is there anything under this name?"""
@@ -245,10 +190,6 @@ class Store:
     def size(self, name: str) -> int:
         """Bytes of what ``open`` gives."""
         return self.blob(name).size
-
-    def stamp(self, name: str) -> tuple[int, ...]:
-        """What changes whenever a file of ``folder`` does: size, times, its number on disk."""
-        raise NotImplementedError
 
     def whole(self, name: str) -> Iterator[Bytes]:
         """A file from end to end, in pieces, without a copy where it lies here as it is."""

@@ -17,7 +17,6 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import FORMATS, format_of
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel
 from divergence.run.manifest import plain_tensor, tensor_bytes
-from divergence.run.process_tuning import release_pages, request_huge_pages, short_copy
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,6 @@ MIN_BUFFER_BYTES = 16 << 20
 """Below this the bookkeeping of a few thousand waiting records would not fit."""
 
 _ALIGNMENT_BYTES = 16  # of the widest element, complex128
-_SHORT_BYTES = 1 << 16
 
 
 def buffer_bytes(size: int | str) -> int:
@@ -132,9 +130,7 @@ class Slot:
 
     def fill(self, address: int) -> None:
         """Copy the slot's bytes from host memory at ``address``."""
-        ring = self._ring
-        copy = ring.short_copy if self.num_bytes < _SHORT_BYTES else ctypes.memmove
-        copy(ring.address + self.begin, address, self.num_bytes)
+        ctypes.memmove(self._ring.address + self.begin, address, self.num_bytes)
 
     def bytes(self) -> memoryview:
         """What lies here, complete."""
@@ -165,14 +161,12 @@ class Buffer:
 
         self.limits = limits
         num_bytes = self.num_bytes = limits.ring_bytes
-        self.short_copy = short_copy()
         self._map: mmap.mmap | None = None
         if pinned:
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         else:
             # Anonymous and private: no page is taken before it is written to.
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            request_huge_pages(self._map)
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.memory, self.address = memoryview(self.tensor.numpy().data), self.tensor.data_ptr()
         self._regions: deque[_Region] = deque()
@@ -213,7 +207,8 @@ class Buffer:
 
     def trim(self) -> None:
         """Give the pages of an empty ring back to the system, until they are used again."""
-        if self._map is not None and self.empty and release_pages(self._map):
+        if self._map is not None and self.empty and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
             self._touched = 0
 
 

@@ -4,18 +4,13 @@ checked; those of a large run as columns, kept beside it so that it opens at onc
 from __future__ import annotations
 
 import bisect
-import contextlib
 import math
 import operator
-import os
 import re
-import tempfile
 import threading
-import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
@@ -48,7 +43,7 @@ from divergence.run.record import (
     checked_shard_name,
     records_name,
 )
-from divergence.run.shards import Shard, has_header
+from divergence.run.shards import Shard
 from divergence.run.site import escape_path, is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
@@ -840,164 +835,18 @@ class Columns:
         return keys
 
 
-# The columns of a large run, kept in the user's cache so that the next opening need not read its
-# lines.
-#
-# An index is made by whoever opens a large complete run, after every line and every place has been
-# checked, and lies in the cache folder of this user alone: it is never read from a run, copied with
-# one or packed, since a run's sender may write anything into it. It is found by the run's id,
-# digest and place, and is good for as long as all files of the run have the size, times and number
-# on disk that they had when they were checked. A portion of lines is still read by its digest. The
-# folder may be deleted at any time.
-
-Stamps = dict[str, tuple[int, ...]]
-"""By file of the run: what changes whenever the file does."""
-
-_FORMAT = 2
-_MOST_FILES = 32
-"""Indices that are kept; the one not written for longest goes first. One of a million records
-takes some 40 MB."""
-_KEPT = ("begin", "pass", "sample", "step", "rank", "site", "kind", "flags")
-"""The columns that are asked for once places are checked."""
-_DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, RunFormatError)
-"""What an index that was cut off raises, or one of files that are gone."""
-_PORTION = [("blob", "u4"), ("begin", "u8"), ("num_bytes", "u8"), ("digest", "u8"), ("first", "u8")]
-
-
-class _Names(msgspec.Struct, forbid_unknown_fields=True):
-    """What the columns' numbers mean."""
-
-    format: int
-    version: str
-    stamps: Stamps
-    num_rows: int
-    sites: list[str]
-    kinds: list[tuple[str, tuple[int, ...]]]
-    passes: list[str]
-    shards: list[str | None]
-
-
-def index_folder() -> Path:
-    """Where indices lie: ``divergence/indices`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Raises
-    OSError where this user has no home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-    return cache / "divergence" / "indices"
-
-
-class Index:
-    """The index of the run in ``store``, a directory of this machine. Raises RunFormatError and
-    OSError where the files it is made of are not there."""
-
-    def __init__(self, store: Store, folder: Path, manifest: Manifest) -> None:
-        self._store, self._manifest = store, manifest
-        identity = f"{manifest.id}\n{manifest.digest}\n{folder.resolve()}"
-        key = xxhash.xxh3_128_hexdigest(identity.encode("utf-8", "surrogatepass"))
-        self._path = index_folder() / f"{key}.index"
-        # taken before any line is read, so that a change during the read makes the index stale
-        self._lines = self._stamps([MANIFEST, *map(records_name, range(manifest.num_ranks))])
-
-    def _stamps(self, names: Iterable[str]) -> Stamps:
-        return {name: self._store.stamp(name) for name in names}
-
-    def save(self, columns: Columns, shards: Collection[str]) -> None:
-        """Keeps checked columns; ``shards``: all that are in use. Where the cache cannot be written
-        to, nothing is kept."""
-        with contextlib.suppress(OSError, RunFormatError):
-            names = _Names(
-                format=_FORMAT, version=__version__, stamps=self._lines | self._stamps(shards),
-                num_rows=columns.num_rows, sites=list(columns.sites), kinds=list(columns.kinds),
-                passes=list(columns.passes), shards=list(columns.shards),
-            )  # fmt: skip
-            rows = [(*portion.source, *portion[1:]) for portion in columns.portions]
-            arrays = {name: columns.col[name] for name in _KEPT} | {
-                "names": np.frombuffer(msgspec.json.encode(names), np.uint8),
-                "portions": np.array(rows, _PORTION),
-                "nonfinite": np.array(list(columns.nonfinite.items()), np.int64).reshape(-1, 2),
-            }
-            folder = self._path.parent
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)
-            try:
-                with open(handle, "wb") as file:
-                    np.savez(file, **arrays)
-                os.replace(temporary, self._path)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-            # a process that was killed leaves a .tmp, which goes in its turn
-            files = [*folder.glob("*.index"), *folder.glob("*.tmp")]
-            for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-_MOST_FILES]:
-                path.unlink(missing_ok=True)
-
-    def load(self) -> Columns | None:
-        """The columns that were kept; None where there are none, where another user could have
-        written them, or where any file of the run has changed since."""
-        try:
-            with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if hasattr(os, "getuid") and (
-                    status.st_uid != os.getuid() or status.st_mode & 0o022
-                ):
-                    return None
-                with np.load(file, allow_pickle=False) as arrays:
-                    names = msgspec.json.decode(arrays["names"].tobytes(), type=_Names)
-                    shards = names.stamps.keys() - self._lines.keys()
-                    if (
-                        (names.format, names.version) != (_FORMAT, __version__)
-                        or names.num_rows != self._manifest.sizes.num_records
-                        or names.stamps != self._lines | self._stamps(shards)
-                    ):
-                        return None
-                    columns = Columns(record_check(self._manifest))
-                    columns.num_rows = names.num_rows
-                    columns.col = {name: arrays[name] for name in _KEPT}
-                    for row in arrays["portions"].tolist():
-                        columns.portions.append(Portion(PortionSource(*row[:2]), *row[2:]))
-                    columns.nonfinite.update(map(tuple, arrays["nonfinite"].tolist()))
-        except _DAMAGED:
-            return None
-        for numbering, things in (
-            (columns.sites, names.sites), (columns.kinds, names.kinds),
-            (columns.passes, names.passes), (columns.shards, names.shards),
-        ):  # fmt: skip
-            numbering.update(zip(things, range(len(things)), strict=True))
-        fits = all(len(column) == columns.num_rows for column in columns.col.values())
-        return columns if fits and columns.portions else None
-
-    def discard(self) -> None:
-        """Removes the index, because the lines no longer match it."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-
-
 # The records of a large run, decoded when they are asked for.
 #
 # Opening a run reads and checks every line. As objects, a million records take more than half a
-# gigabyte and most are never asked for, so of a large run columns are kept (columns.py): what tells
-# records apart, and where each line begins. A record is decoded again when it is asked for. The
-# files are read in portions of whole lines; each must then still have the bytes that were checked,
-# by a digest.
-#
-# Of very large runs the columns are kept for the next opening (index.py).
-
-KEPT_BYTES = 64 << 20
-"""Of lines: some 150,000 records. Smaller runs are read quickly, so no index is written."""
+# gigabyte and most are never asked for, so of a large run columns are kept: what tells records
+# apart, and where each line begins. A record is decoded again when it is asked for. The files are
+# read in portions of whole lines; each must then still have the bytes that were checked, by a
+# digest.
 
 
 def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | None:
     """The records of all ranks, and whether a last line of an incomplete run was cut off. None
     where anything is wrong: reading line by line says what."""
-    index = None
-    if store.folder is not None and manifest.complete:
-        index = Index(store, store.folder, manifest)
-        kept = index.load()
-        if kept is not None:
-            names = map(records_name, range(manifest.num_ranks))
-            return RecordTable(kept, list(map(store.blob, names)), index, known=True), False
     check, blobs, torn = record_check(manifest), list[Blob](), False
     columns, digests = Columns(check), dict[str, str]()
     decoder = msgspec.json.Decoder(Record)
@@ -1029,18 +878,14 @@ def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | N
         return None
     for name, digest in digests.items():
         check_digest(store, manifest, name, digest)
-    return RecordTable(columns, blobs, index), torn
+    return RecordTable(columns, blobs), torn
 
 
 class RecordTable(Sequence[Record]):
-    """``columns`` of the lines in ``blobs``, and the records that were asked for. ``index``:
-    where the columns may be kept. ``known``: they come from there, checked."""
+    """``columns`` of the lines in ``blobs``, and the records that were asked for."""
 
-    def __init__(
-        self, columns: Columns, blobs: Sequence[Blob], index: Index | None, *, known: bool = False
-    ) -> None:
+    def __init__(self, columns: Columns, blobs: Sequence[Blob]) -> None:
         self._columns, self._blobs = columns, blobs
-        self._index, self._known = index, known
         self._col = columns.col
         self._decoder = msgspec.json.Decoder(Record)
         self._firsts = [portion.first for portion in columns.portions]
@@ -1123,8 +968,6 @@ class RecordTable(Sequence[Record]):
                 except OSError as error:
                     raise RunFormatError(f"cannot be read: {error}", where=blob.name) from error
                 if xxhash.xxh3_64_intdigest(lines) != portion.digest:
-                    if self._index is not None and self._known:
-                        self._index.discard()
                     raise RunFormatError(
                         "it was changed while it was read", where=blob.name,
                         hint="run the command again",
@@ -1210,13 +1053,9 @@ class RecordTable(Sequence[Record]):
 
     # -- places ----------------------------------------------------------------------------------
 
-    def places_are_sound(
-        self, shard_of: Callable[[Record, str], Shard], blob_of: Callable[[str], Blob]
-    ) -> bool:
+    def places_are_sound(self, shard_of: Callable[[Record, str], Shard]) -> bool:
         """Is in the shards what the records say? False where one is not sound: going through all
         records says which and why."""
-        if self._known:
-            return True
         try:
             shard = self._col["shard"]
             order = np.argsort(shard, kind="stable")
@@ -1225,12 +1064,7 @@ class RecordTable(Sequence[Record]):
                 if name is not None:
                     rows = order[bounds[code] : bounds[code + 1]]
                     checked_shard_name(name, where="")
-                    kinds = self._col["kind"][rows].tolist()
-                    pairs = list(dict.fromkeys(zip(self._columns.keys(rows), kinds, strict=True)))
-                    usual = self._columns.odd_keys.keys().isdisjoint(rows.tolist())
-                    # is its header, byte for byte, as it is written? That is sooner told than read
-                    if not (usual and has_header(blob_of(name), pairs, list(self._columns.kinds))):
-                        self._check_shard(shard_of(self._at(int(rows[0])), name), rows)
+                    self._check_shard(shard_of(self._at(int(rows[0])), name), rows)
             for record in self._sketched():
                 part = parts_of(record)[-1]
                 check_part(shard_of(record, part.place.shard), part, where="")
@@ -1276,9 +1110,6 @@ class RecordTable(Sequence[Record]):
         for name in ("xxh3", "shard"):
             self._col.pop(name, None)
         self._columns.odd_keys.clear()
-        is_large = sum(blob.size for blob in self._blobs) >= KEPT_BYTES
-        if is_large and self._index is not None and not self._known:
-            self._index.save(self._columns, self.shards())
 
 
 def _tally(codes: Array, num: int) -> tuple[Array, Array]:

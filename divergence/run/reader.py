@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import threading
 from collections import defaultdict
@@ -44,7 +43,6 @@ from divergence.run.contents import (
 )
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest, digest_tensor
-from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.record import (
     MANIFEST,
     OWN_TRUTH,
@@ -53,7 +51,7 @@ from divergence.run.record import (
     checked_shard_name,
     records_name,
 )
-from divergence.run.shards import Headers, Shard, TouchedShards, open_store
+from divergence.run.shards import Headers, Shard, open_store
 from divergence.run.site import did_you_mean, natural_key
 from divergence.words import Progress, silent
 
@@ -73,6 +71,10 @@ _FEW = 256
 """Of so many records, or one of so many, each is looked for alone; for more all are indexed."""
 
 
+_RELEASED_BYTES = 16 << 20
+"""What was read is released in portions of so much."""
+
+
 class Run:
     """One recorded execution. ``Run.open(path)``; then ``manifest``, ``records``, ``read``.
 
@@ -90,7 +92,7 @@ class Run:
         self.torn_tail = torn_tail
         self._shards: dict[str, Shard] = {}
         self._headers = None if store is None or store.far else Headers()
-        self._touched = TouchedShards()
+        self._read_bytes = 0
         self._digests: dict[tuple[str, str], str] = {}
         self._num_found = 0
         self._by_coordinates: dict[Coordinates, Record] = {}
@@ -106,7 +108,6 @@ class Run:
         return run_html(str(self.path), self.manifest, self.records)
 
     @classmethod
-    @collect_garbage_rarely()
     def open(cls, path: str | os.PathLike[str] | Url | Run) -> Run:
         """Open the run at ``path``: a directory, a tar or zip of one, or the URL of either. A run
         that is open already is returned as it is.
@@ -128,7 +129,7 @@ class Run:
                 if is_large(store, manifest):
                     table = read_table(store, manifest)
                 run.records, run.torn_tail = table or read_records(store, manifest)
-                if table is None or not table[0].places_are_sound(run._shard, store.blob):
+                if table is None or not table[0].places_are_sound(run._shard):
                     check_parts(run.records, run._shard)
                 if not manifest.complete:  # a killed capture's says what was there long before
                     manifest.sizes = sizes_of(run.records)
@@ -191,7 +192,6 @@ class Run:
         for shard in self._shards.values():
             shard.close()
         self._shards.clear()
-        self._touched.clear()
         if self._store is not None:
             self._store.close()
 
@@ -259,29 +259,7 @@ class Run:
         ``read`` does."""
         import torch
 
-        if type(self).read is not Run.read or any(record.place is None for record in records):
-            return torch.stack([self.read(record) for record in records])
-        first = parts_of(records[0])[0]
-        form, num_bytes = format_named(first.dtype), first.num_bytes
-        pieces: list[Bytes] = []
-        places = [(record.place, record) for record in records if record.place is not None]
-        for name, group in itertools.groupby(places, key=lambda item: item[0].shard):
-            together = list(group)
-            shard = self._touched.add(name, self._shard(together[0][1], name))
-            stored = shard.stretches([place.key for place, _ in together], num_bytes)
-            for (place, record), data in zip(together, stored, strict=True):
-                key = name, place.key
-                digest = self._digests.get(key)
-                if digest is None:
-                    digest = self._digests[key] = xxhash.xxh3_128_hexdigest(data)
-                if digest != record.xxh3:
-                    self._hold(shard, record, parts_of(record)[0])
-            pieces += stored
-        shape = (len(records), *first.shape)
-        if not num_bytes:
-            return torch.empty(shape, dtype=form.torch_dtype)
-        joined = torch.frombuffer(bytearray().join(pieces), dtype=form.torch_dtype)
-        return joined.view(shape)
+        return torch.stack([self.read(record) for record in records])
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         """The record's sketch. Errors: as ``read``."""
@@ -300,17 +278,14 @@ class Run:
             fallback, its_own = lent
             return fallback.check(its_own)
         for part in parts_of(record)[:1]:
-            self._hold(self._touch(record, part), record, part)
+            self._hold(self._shard(record, part.place.shard), record, part)
 
     def _view(self, record: Record, part: Part, *, verify: bool) -> torch.Tensor:
-        shard = self._touch(record, part)
+        shard = self._shard(record, part.place.shard)
         if verify:
             self._hold(shard, record, part)
         form = format_named(part.dtype)
         return shard.view(part.place.key, dtype=form.torch_dtype, shape=part.shape)
-
-    def _touch(self, record: Record, part: Part) -> Shard:
-        return self._touched.add(part.place.shard, self._shard(record, part.place.shard))
 
     def _hold(self, shard: Shard, record: Record, part: Part) -> None:
         """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
@@ -331,24 +306,14 @@ class Run:
             else "the file was changed or damaged; copy it again, or capture again",
         )
 
-    def will_read(self, record: Record) -> None:
-        """Fetches a record's bytes into the system's cache. A hint: whatever is wrong with them is
-        left to whoever reads them."""
-        with contextlib.suppress(OSError, RunFormatError):
-            for part in parts_of(record):
-                self._shard(record, part.place.shard).will_need(part.place.key)
-
-    def release(self, records: Iterable[Record]) -> None:
-        """Lets the records' bytes leave memory for now, in portions; views of them stay good."""
-        for record in records:
-            if record.place is not None:
-                # again: others may have let go of it
-                self._touched.add(record.place.shard, self._shard(record, record.place.shard))
-                self._touched.release(record.num_bytes)
-
-    def release_read(self, num_bytes: int) -> None:
-        """The same of whatever was read, about as many bytes since the last time."""
-        self._touched.release(num_bytes)
+    def release(self, num_bytes: int) -> None:
+        """Lets what was read leave memory for now, in portions; views of it stay good.
+        ``num_bytes``: about as many as were read since the last time."""
+        self._read_bytes += num_bytes
+        if self._read_bytes >= _RELEASED_BYTES:
+            self._read_bytes = 0
+            for shard in list(self._shards.values()):  # other threads may open more
+                shard.release()
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""
@@ -378,7 +343,7 @@ class Run:
                     continue
                 seen.add(identity)
                 try:
-                    self._hold(self._touch(record, part), record, part)
+                    self._hold(self._shard(record, part.place.shard), record, part)
                 except RunFormatError as error:
                     problems.append(f"{error.message} ({error.where})")
         return problems
@@ -570,12 +535,8 @@ class View(Run):
     def expect(self, records: Iterable[Record]) -> None:
         self.run.expect(part for record in records for part in self.stored(record))
 
-    def will_read(self, record: Record) -> None:
-        for part in self.stored(record):
-            self.run.will_read(part)
-
-    def release(self, records: Iterable[Record]) -> None:
-        self.run.release(part for record in records for part in self.stored(record))
+    def release(self, num_bytes: int) -> None:
+        self.run.release(num_bytes)
 
 
 class Overlay(View):

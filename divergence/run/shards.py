@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import functools
-import itertools
 import math
 import mmap
 import operator
@@ -13,8 +10,7 @@ import os
 import re
 import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +33,6 @@ from divergence.run.blobs import (
 )
 from divergence.run.command import command_line
 from divergence.run.location import Location, Url, archive_kind
-from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.record import (
     COMMON_SHARD_DTYPES,
     MANIFEST,
@@ -88,46 +83,17 @@ class _Fetched:
         return self.data
 
 
-class _Index:
-    """Ranges by where they lie, to find the one that covers a stretch."""
-
-    def __init__(self, spans: Iterable[Range] = ()) -> None:
-        self._by_name: dict[str, list[Range]] = {}
-        for span in sorted(spans):
-            self._by_name.setdefault(span[0], []).append(span)
-
-    def add(self, span: Range) -> None:
-        bisect.insort(self._by_name.setdefault(span[0], []), span)
-
-    def remove(self, span: Range) -> None:
-        spans = self._by_name[span[0]]
-        del spans[bisect.bisect_left(spans, span)]
-
-    def covering(self, name: str, begin: int, end: int) -> Range | None:
-        """One that covers it; not found where many overlap, which costs a request, no more."""
-        spans = self._by_name.get(name, ())
-        last = bisect.bisect_right(spans, (name, begin, float("inf")))
-        for span in reversed(spans[max(0, last - 4) : last]):
-            if span[1] <= begin and end <= span[2]:
-                return span
-        return None
-
-
 class Ranges:
     """``fetch(object, begin, end) -> bytes`` behind a cache. Safe to use from several threads."""
 
     def __init__(
         self, fetch: Callable[[str, int, int], bytes], *, budget_bytes: int = BUDGET_BYTES
     ) -> None:
-        self._fetch = fetch
-        self._budget_bytes = budget_bytes
+        self._fetch, self._budget_bytes = fetch, budget_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Range, _Fetched] = OrderedDict()
-        self._kept_index = _Index()
-        self._kept_bytes = 0
         self._expected: list[Range] = []
-        self._expected_index = _Index()
-        self._rank: dict[Range, int] = {}
+        self._kept: dict[Range, _Fetched] = {}
+        """In the order of last use."""
         self._pool: ThreadPoolExecutor | None = None
 
     def get(self, name: str, begin: int, end: int) -> memoryview:
@@ -135,24 +101,27 @@ class Ranges:
         if begin >= end:
             return memoryview(bytearray())
         with self._lock:
-            kept = self._kept_index.covering(name, begin, end)
-            expected = kept or self._expected_index.covering(name, begin, end)
-            wanted = expected or (name, begin, end)
+            wanted = name, begin, end
+            for span in (*self._kept, *self._expected):
+                if span[0] == name and span[1] <= begin and end <= span[2]:
+                    wanted = span
+                    break
             fetched = self._submit(wanted)
             # what is expected after it, up to half of the budget
-            ahead_bytes, rank = 0, self._rank.get(wanted, len(self._expected))
-            for later in self._expected[rank + 1 :]:
-                ahead_bytes += later[2] - later[1]
-                if ahead_bytes > self._budget_bytes // 2:
-                    break
-                if later not in self._kept:
-                    self._submit(later)
+            if wanted in self._expected:
+                ahead_bytes = 0
+                for later in self._expected[self._expected.index(wanted) + 1 :]:
+                    ahead_bytes += later[2] - later[1]
+                    if ahead_bytes > self._budget_bytes // 2:
+                        break
+                    if later not in self._kept:
+                        self._submit(later)
         try:
             data = fetched.wait()
         except BaseException:
             with self._lock:  # fetched again next time
                 if self._kept.get(wanted) is fetched:
-                    self._forget(wanted)
+                    del self._kept[wanted]
             raise
         return memoryview(data)[begin - wanted[1] : end - wanted[1]]
 
@@ -161,42 +130,36 @@ class Ranges:
         spans = coalesced(wanted)
         with self._lock:
             self._expected = spans
-            self._expected_index = _Index(spans)
-            self._rank = {span: number for number, span in enumerate(spans)}
 
     def close(self) -> None:
         """Stop fetching and forget what is kept."""
         with self._lock:
             pool, self._pool = self._pool, None
             self._kept.clear()
-            self._kept_index, self._kept_bytes = _Index(), 0
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    # With the lock held, from here on.
-
     def _submit(self, span: Range) -> _Fetched:
-        if span in self._kept:
-            self._kept.move_to_end(span)
-            return self._kept[span]
-        name, begin, end = span
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
-        fetched = self._kept[span] = _Fetched(_room(end - begin))
-        for first in range(begin, end, SPAN_BYTES):
-            last = min(first + SPAN_BYTES, end)
-            part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
-            fetched.parts.append(part)
-        self._kept_index.add(span)
-        self._kept_bytes += end - begin
-        while self._kept_bytes > self._budget_bytes and len(self._kept) > 1:
-            self._forget(next(iter(self._kept)))
+        """With the lock held."""
+        fetched = self._kept.pop(span, None)
+        if fetched is None:
+            name, begin, end = span
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
+            fetched = _Fetched(_room(end - begin))
+            for first in range(begin, end, SPAN_BYTES):
+                last = min(first + SPAN_BYTES, end)
+                part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
+                fetched.parts.append(part)
+        self._kept[span] = fetched
+        while len(self._kept) > 1 and self.num_bytes > self._budget_bytes:
+            del self._kept[next(iter(self._kept))]
         return fetched
 
-    def _forget(self, span: Range) -> None:
-        self._kept.pop(span)
-        self._kept_index.remove(span)
-        self._kept_bytes -= span[2] - span[1]
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept."""
+        return sum(end - begin for _, begin, end in self._kept)
 
     def _fill(
         self, data: bytearray | mmap.mmap, name: str, base: int, begin: int, end: int
@@ -348,42 +311,21 @@ class Shard:
 
     def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
-        begin = self._begin(key, wanted)
-        if wanted == 0:
-            return b""
-        return self._checked(lambda: [self._blob.view(begin, wanted)], wanted)[0]
-
-    def stretches(self, keys: Sequence[str], wanted: int) -> Sequence[Bytes]:
-        """The bytes at each of ``keys``, which are ``wanted`` each. Raises RunFormatError."""
-        begins = [self._begin(key, wanted) for key in keys]
-        if wanted == 0:
-            return [b""] * len(keys)
-        return self._checked(lambda: self._blob.read_many(begins, wanted), wanted)
-
-    def _begin(self, key: str, wanted: int) -> int:
         begin, end = self.span(key) or (0, -1)
         if end - begin != wanted:
             holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
             raise RunFormatError(
                 f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
             )
-        return begin
-
-    def _checked(self, read: Callable[[], Sequence[Bytes]], wanted: int) -> Sequence[Bytes]:
-        """What ``read`` gives, stretches of ``wanted`` bytes. Raises RunFormatError."""
+        if wanted == 0:
+            return b""
         try:
-            buffers = read()
+            stored = self._blob.view(begin, wanted)
         except OSError as error:  # removed or emptied since it was opened
             raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
-        if any(len(buffer) < wanted for buffer in buffers):
+        if len(stored) < wanted:
             raise RunFormatError("shard was cut off while it was read", where=self.name)
-        return buffers
-
-    def will_need(self, key: str) -> None:
-        """The tensor at ``key`` will be viewed soon. Raises OSError."""
-        span = self.span(key)
-        if span is not None:
-            self._blob.will_need(span[0], span[1] - span[0])
+        return stored
 
     def release(self) -> None:
         """Let what was viewed leave memory; views stay good."""
@@ -394,121 +336,29 @@ class Shard:
         self._blob.close()
 
 
-class TouchedShards(dict[str, Shard]):
-    """Shards whose pages may be in memory, by name; any thread may add to them or release them."""
-
-    _held_bytes = 0
-
-    def add(self, name: str, shard: Shard) -> Shard:
-        """Notes that the shard is read."""
-        self[name] = shard
-        return shard
-
-    def release(self, num_bytes: int) -> None:
-        """So much more is done with: of ``_RELEASE_BYTES`` the pages of all are released."""
-        self._held_bytes += num_bytes
-        if self._held_bytes >= _RELEASE_BYTES:
-            self._held_bytes = 0
-            while self:
-                with contextlib.suppress(KeyError):  # another thread took the last
-                    self.popitem()[1].release()
-
-
-_RELEASE_BYTES = 16 << 20
-
-
-def write_shard(
-    path: Path, pieces: Mapping[str, ShardEntry], *, direct: DirectFiles | None = None
-) -> None:
-    """Write ``pieces`` by key as a safetensors file, a large one with ``direct``. Raises OSError.
+def write_shard(path: Path, pieces: Mapping[str, ShardEntry]) -> None:
+    """Write ``pieces`` by key as a safetensors file. Raises OSError.
 
     Wide elements come first, so that each tensor is aligned to its own element size; a
     dtype that the format does not name goes as raw bytes (the record knows what it is).
     """
-    sizes = {name: -FORMATS[name].itemsize for name in {piece.dtype for piece in pieces.values()}}
-    ordered = sorted(pieces.items(), key=lambda pair: sizes[pair[1].dtype])
-    offset, entries = 0, []
+    ordered = sorted(pieces.items(), key=lambda pair: -FORMATS[pair[1].dtype].itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for key, piece in ordered:
-        num_bytes = piece.data.nbytes
-        said = _said(piece.dtype, piece.shape, num_bytes)
-        entries.append(f'"{key}"{said}[{offset},{offset + num_bytes}]}}')
-        offset += num_bytes
-    text = _header_text(entries)
-    parts = [memoryview(struct.pack("<Q", len(text)) + text)]
-    parts += [piece.data for _, piece in ordered if piece.data.nbytes]
-    if direct is not None and offset >= DIRECT_BYTES and direct.write(path, parts):
-        return
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), parts)
+        code, end = COMMON_SHARD_DTYPES.get(piece.dtype), offset + piece.data.nbytes
+        shape = piece.shape if code else (piece.data.nbytes,)
+        header[key] = _HeaderEntry(code or "U8", shape, (offset, end))
+        offset = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=_BUFFER_BYTES) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.writelines(piece.data for _, piece in ordered)
 
 
-def _said(dtype: str, shape: tuple[int, ...], num_bytes: int) -> str:
-    """What a header says of a tensor's kind, between its key and its offsets."""
-    code = COMMON_SHARD_DTYPES.get(dtype)
-    sizes = ",".join(map(str, shape if code else (num_bytes,)))
-    return f':{{"dtype":"{code or "U8"}","shape":[{sizes}],"data_offsets":'
-
-
-def _header_text(entries: Sequence[str]) -> bytes:
-    text = ",".join(['{"__metadata__":{"format":"pt"}', *entries]).encode() + b"}"
-    return text + b" " * (-len(text) % 8)
-
-
-def has_header(
-    blob: Blob, tensors: Sequence[tuple[str, int]], kinds: Sequence[tuple[str, tuple[int, ...]]]
-) -> bool:
-    """Is the header, byte for byte, what ``write_shard`` writes of these tensors in this order, and
-    are their bytes there? ``tensors``: key (plain letters and digits) and number in ``kinds``
-    (dtype, shape). Raises OSError."""
-    if not tensors:
-        return False
-    keys, codes = zip(*tensors, strict=True)
-    if len({FORMATS[kinds[code][0]].itemsize for code in set(codes)}) > 1:
-        widths = [FORMATS[dtype].itemsize for dtype, _ in kinds]
-        tensors = sorted(tensors, key=lambda tensor: -widths[tensor[1]])
-        keys, codes = zip(*tensors, strict=True)
-    said_of = _said_of if len(codes) <= _MOST_SAID else _said_of.__wrapped__
-    said, num_bytes = said_of(codes, tuple(kinds))
-    text = _header_text(list(map("".join, zip(itertools.repeat('"'), keys, said))))
-    head = struct.pack("<Q", len(text)) + text
-    return blob.size >= len(head) + num_bytes and blob.read(0, len(head)) == head
-
-
-_MOST_SAID = 1 << 16
-"""Tensors of a shard whose part of the header is held for the next shard."""
-
-
-@functools.lru_cache(maxsize=1)
-def _said_of(
-    codes: tuple[int, ...], kinds: tuple[tuple[str, tuple[int, ...]], ...]
-) -> tuple[list[str], int]:
-    """What a header says behind the key of each tensor, and the bytes of all: shards of decode
-    steps mostly hold the same kinds in the same order."""
-    sizes = [math.prod(shape) * FORMATS[dtype].itemsize for dtype, shape in kinds]
-    said = [f'"{_said(*kind, size)}[' for kind, size in zip(kinds, sizes, strict=True)]
-    ends = list(itertools.accumulate(map(sizes.__getitem__, codes)))
-    entries = zip(codes, [0, *ends], ends, strict=False)
-    return [f"{said[code]}{begin},{end}]}}" for code, begin, end in entries], ends[-1]
-
-
-def _write_all(file: int, parts: list[memoryview]) -> None:
-    """All parts one after another, many in one call to the system."""
-    start = 0
-    while start < len(parts):
-        if hasattr(os, "writev"):
-            written = os.writev(file, parts[start : start + _PARTS_AT_ONCE])
-        else:
-            written = os.write(file, parts[start])
-        # less than all is written where it is a lot, or where the disk has just filled up
-        while start < len(parts) and written >= parts[start].nbytes:
-            written -= parts[start].nbytes
-            start += 1
-        if written:
-            parts[start] = parts[start][written:]
-
-
-_PARTS_AT_ONCE = 512
-"""Systems take at least 1024."""
+_BUFFER_BYTES = 1 << 20
+"""Small tensors are written many at a time."""
 
 
 def _read_header(blob: Blob) -> tuple[dict[str, Entry], int]:
@@ -780,7 +630,6 @@ class _Directory(Store):
 
     def __init__(self, place: Path) -> None:
         self.place: Path = place
-        self.folder = place
 
     def has(self, name: str) -> bool:
         return os.path.lexists(self.place / checked_name(name, where=str(self.place)))
@@ -793,10 +642,6 @@ class _Directory(Store):
 
     def open(self, name: str) -> BinaryIO:
         return open(checked_file(self.place, name), "rb")
-
-    def stamp(self, name: str) -> tuple[int, ...]:
-        status = os.lstat(checked_file(self.place, name))
-        return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def open_store(place: Location) -> Store:

@@ -33,7 +33,6 @@ from divergence.run.location import (
     location_of,
     same_location,
 )
-from divergence.run.process_tuning import DirectFiles
 from divergence.run.reader import Run
 from divergence.run.record import (
     MANIFEST,
@@ -60,7 +59,6 @@ class DirectoryTarget:
 
     def __init__(self, path: Path, *, force: bool, rank: int = 0) -> None:
         self.place = path
-        self._direct = DirectFiles()
         self._lock: int | None = None
         if rank == 0:
             self._lock = prepare_directory(path, force=force)
@@ -80,7 +78,7 @@ class DirectoryTarget:
         """Stores a shard: whole under its name, or not at all."""
         final = self.place / checked_name(name, where=str(self.place))
         with _beside(final.with_suffix(".tmp"), final) as temporary:
-            write_shard(temporary, pieces, direct=self._direct)
+            write_shard(temporary, pieces)
 
     def append_records(self, lines: bytes) -> None:
         """Adds whole lines to the records: all of them or none."""

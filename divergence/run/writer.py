@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
-import struct
 import threading
 import time
 import uuid
@@ -44,7 +44,6 @@ from divergence.run.command import command_line
 from divergence.run.contents import Content, contents_of
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
-from divergence.run.process_tuning import disable_openmp
 from divergence.run.record import (
     Call,
     PassName,
@@ -241,11 +240,6 @@ def _content(item: CapturedTensor) -> Content:
 _shard_name = lru_cache(maxsize=64)(shard_name)
 
 
-def _key(digest: str, clash: int) -> str:
-    """``clash``: how many tensors of these bytes, but of another kind, the shard held before."""
-    return f"{digest}-{clash}" if clash else digest
-
-
 _SHORT_BYTES = 1 << 14
 _APART_BYTES = 1 << 20
 """The ring gives places back in their order: where most tensors leave no bytes, a few token ids
@@ -268,12 +262,12 @@ class ShardBuilder:
         self._apart_bytes = 0
         self.num_bytes = self.num_records = self.line_bytes = self.seen_bytes = 0
 
-    def add(self, digest: str, piece: ShardEntry) -> tuple[Place, int]:
-        """Where its bytes will be, and how many equal ones of another dtype or shape are there."""
+    def add(self, digest: str, piece: ShardEntry) -> Place:
+        """Where its bytes will be."""
         clash, key = 0, digest
         while key in self._pieces:
             clash += 1
-            key = _key(digest, clash)
+            key = f"{digest}-{clash}"
         num_bytes = piece.data.nbytes
         if (
             num_bytes <= _SHORT_BYTES
@@ -284,7 +278,7 @@ class ShardBuilder:
             self._apart_bytes += num_bytes
         self._pieces[key] = piece
         self.num_bytes += num_bytes
-        return Place(shard=_shard_name(self._rank, self.shard), key=key), clash
+        return Place(shard=_shard_name(self._rank, self.shard), key=key)
 
     def add_records(self, records: Sequence[Record], *, seen_bytes: int) -> None:
         """Adds their lines. ``seen_bytes``: of the tensors they describe, stored or not."""
@@ -316,67 +310,34 @@ class ShardBuilder:
         self._empty()
 
 
-ENTRY_BYTES = 320
-"""Of one remembered tensor: its key, its packed value and their places in a dict."""
-
-_PACKED = struct.Struct("<IIB5d4Q")
-_DIGEST_BYTES = 16
-_NUM_STATISTICS = 5
-"""Shard, clash, are there no statistics, then Summary's fields: five statistics, four counts."""
-
-_Kind = tuple[str, tuple[int, ...]]
-"""dtype and shape: equal bytes of another kind are another tensor."""
+_ENTRY_BYTES = 800
+"""Of one remembered tensor: its content, place and summary, and their share of a dict."""
 
 
 class DedupIndex:
-    """``find`` and ``add`` by the ``key`` of (digest, dtype, shape); at most ``max_bytes`` in all.
+    """Where a stored tensor is and what it looks like, by its content; ``max_bytes`` in all.
 
-    Equal tensors are stored once, so the writer remembers each that it wrote: packed, some 300
-    bytes a tensor, and of bounded number, because a capture may make as many as it likes. When the
-    memory is full the ones not met for longest go, and their bytes, should they come again, are
-    stored again.
+    Equal tensors are stored once, so the writer remembers each that it wrote, in bounded number,
+    because a capture may make as many as it likes. When the memory is full the ones not met for
+    longest go, and their bytes, should they come again, are stored again.
     """
 
-    def __init__(self, *, max_bytes: int, rank: int) -> None:
-        self._rank = rank
-        self._half = max(1, max_bytes // ENTRY_BYTES // 2)
-        self._kinds: dict[_Kind, bytes] = {}
+    def __init__(self, *, max_bytes: int) -> None:
+        self._half = max(1, max_bytes // _ENTRY_BYTES // 2)
         # Two halves instead of an order: a full young one becomes the old one, which is dropped.
-        self._young: dict[bytes, bytes] = {}
-        self._old: dict[bytes, bytes] = {}
+        self._young: dict[Content, tuple[Place, Summary]] = {}
+        self._old: dict[Content, tuple[Place, Summary]] = {}
 
-    def find(self, key: bytes) -> tuple[Place, Summary] | None:
-        packed = self._young.get(key)
-        if packed is None:
-            packed = self._old.pop(key, None)
-            if packed is None:
-                return None
-            self._insert(key, packed)
-        shard, clash, empty, *values = _PACKED.unpack(packed)
-        if empty:
-            values[:_NUM_STATISTICS] = [None] * _NUM_STATISTICS
-        digest = key[:_DIGEST_BYTES].hex()
-        place = Place(shard=_shard_name(self._rank, shard), key=_key(digest, clash))
-        return place, Summary(**dict(zip(Summary.__struct_fields__, values, strict=True)))
+    def find(self, content: Content) -> tuple[Place, Summary] | None:
+        stored = self._young.get(content)
+        if stored is None and (stored := self._old.pop(content, None)) is not None:
+            self.add(content, *stored)
+        return stored
 
-    def add(self, key: bytes, *, shard: int, clash: int, summary: Summary) -> None:
-        values = msgspec.structs.astuple(summary)
-        empty = summary.min is None
-        if empty:
-            values = (0.0,) * _NUM_STATISTICS + values[_NUM_STATISTICS:]
-        self._insert(key, _PACKED.pack(shard, clash, empty, *values))
-
-    def _insert(self, key: bytes, packed: bytes) -> None:
+    def add(self, content: Content, place: Place, summary: Summary) -> None:
         if len(self._young) >= self._half:
             self._old, self._young = self._young, {}
-        self._young[key] = packed
-
-    def key(self, digest: bytes, kind: _Kind) -> bytes:
-        """The digest, and a number for its kind."""
-        number = self._kinds.get(kind)
-        if number is None:
-            number = self._kinds[kind] = len(self._kinds).to_bytes(4, "little")
-        return digest + number
+        self._young[content] = place, summary
 
 
 # Writing a run as it happens.
@@ -437,7 +398,7 @@ class RunWriter:
         self._buffer = buffer
         self._limits = BufferLimits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
         self._pending = ShardBuilder(rank=rank)
-        self._stored = DedupIndex(max_bytes=self._limits.stored_bytes, rank=rank)
+        self._stored = DedupIndex(max_bytes=self._limits.stored_bytes)
         self._last_flush = time.monotonic()
         self._queue: deque[Put] = deque()
         self._wake_bytes = min(WAKE_BYTES, self._limits.ring_bytes // 8)
@@ -616,7 +577,7 @@ class RunWriter:
 
     def _work(self) -> None:
         try:
-            disable_openmp()
+            _use_one_thread()
             set_device(self._device)
         except Exception as error:
             self._failure = error
@@ -673,8 +634,7 @@ class RunWriter:
             whole = {id(item) for item in sums}
             rest = [item for item in items if id(item) not in whole]
             # a sketch's own bytes are queued like those of a tensor
-            store = self._pending.add
-            items = [*self._reducer.take(rest, lambda *piece: store(*piece)[0]), *sums]
+            items = [*self._reducer.take(rest, self._pending.add), *sums]
         self._complete(items)
         # Python passes more than 15 keywords in a dict of its own, which takes five times as long
         records = [
@@ -693,38 +653,48 @@ class RunWriter:
 
     def _complete(self, items: list[CapturedTensor]) -> None:
         """Digest, place and summary of items that hold their bytes, which are then let go."""
-        fresh: dict[bytes, tuple[CapturedTensor, ShardEntry]] = {}
+        fresh: dict[Content, tuple[CapturedTensor, ShardEntry]] = {}
         same: list[tuple[CapturedTensor, CapturedTensor]] = []
         for item in items:
             if not item.has_bytes:  # it was put before, or keeps none
                 continue
             piece = piece_of_item(item)
             if item.digest is None:
-                digest = piece.digest()
-                item.digest = digest.hex()
-            else:
-                digest = bytes.fromhex(item.digest)
-            key = self._stored.key(digest, (item.dtype, item.shape))
-            if key in fresh:
-                same.append((item, fresh[key][0]))
-            elif (known := self._stored.find(key)) is not None:
+                item.digest = piece.digest().hex()
+            content = item.digest, item.dtype, item.shape
+            if content in fresh:
+                same.append((item, fresh[content][0]))
+            elif (known := self._stored.find(content)) is not None:
                 item.place, item.summary = known
             else:
-                fresh[key] = (item, piece)
+                fresh[content] = (item, piece)
             item.tensor = None
         tensors = [(piece.dtype, piece.data) for _, piece in fresh.values()]
         summaries = summarize_many(tensors, kernel=self._limits.kernel)
-        for (key, (item, piece)), summary in zip(fresh.items(), summaries, strict=True):
-            shard = self._pending.shard
-            item.place, clash = self._pending.add(item.digest or "", piece)
-            item.summary = summary
-            self._stored.add(key, shard=shard, clash=clash, summary=summary)
+        for (content, (item, piece)), summary in zip(fresh.items(), summaries, strict=True):
+            item.place, item.summary = self._pending.add(content[0], piece), summary
+            self._stored.add(content, item.place, summary)
         for item, other in same:
             item.place, item.summary = other.place, other.summary
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()
         self._pending.write(self._target, self.manifest.sizes)
+
+
+def _use_one_thread() -> None:
+    """torch's operators on the calling thread use that thread alone; other threads are unchanged.
+
+    OpenMP gives each thread that runs a parallel operator its own team, and two teams on the same
+    cores cost the model more than the work itself: a capture of sketches on two cores took 1.24
+    instead of 1.34 times the bare model's time. (``torch.set_num_threads`` would also tell MKL,
+    which has one number for all threads.)
+    """
+    import torch
+
+    torch.get_num_threads()  # first: torch sets a new thread's number when it is first needed
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 def _printable(value: Any) -> Any:

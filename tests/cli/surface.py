@@ -140,12 +140,6 @@ def _settings() -> str:
         "| in the file | as a variable |",
         "|---|---|",
         *rows,
-        "",
-        "`DIVERGENCE_PROCESS_TUNING=0` is a variable alone. It switches off what is done to the",
-        "process for speed: quicker thread switches, a garbage collector that runs rarely,",
-        "one OpenMP thread for the writer, huge pages, pages given back",
-        "early, files written past the system's cache. Results have the same bits; a capture may",
-        "be slower.",
     ]
     return "\n".join(lines)
 

@@ -34,7 +34,6 @@ def test_every_flipped_bit_is_named(run, monkeypatch, name, large):
     """Whether what it makes is still JSON, still sound and still plausible, or not."""
     if large:
         monkeypatch.setattr(parsing, "LARGE_BYTES", 0)
-        monkeypatch.setattr(parsing, "KEPT_BYTES", 1 << 60)
     data = (run / name).read_bytes()
     draw = random.Random(7)
     for _ in range(150):

@@ -88,7 +88,7 @@ def test_memory_is_bounded_and_what_was_dropped_is_fetched_again(store, monkeypa
     ranges.expect(wanted)
     for name, begin, end in wanted:
         assert bytes(ranges.get(name, begin, end)) == CONTENT[begin:end]
-        assert ranges._kept_bytes <= 4000
+        assert ranges.num_bytes <= 4000
     assert store.num_bytes == 20_000  # each once
     ranges.get(*wanted[0])
     assert store.num_bytes > 20_000

@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -51,23 +50,14 @@ def test_a_part_releases_the_map_that_it_shares(tmp_path):
     assert bytes(part.view(0, 256)) == bytes(range(256))
 
 
-def test_what_is_released_is_given_back_whoever_let_go_of_it_before(monkeypatch):
-    """A tensor still in use when its shard was given back for another is given back in its turn."""
+def test_all_that_was_read_is_given_back_in_portions(monkeypatch):
+    """Of a run, when enough of it was read."""
     given_back = []
     monkeypatch.setattr("divergence.run.shards.Shard.release", lambda self: given_back.append(1))
-    monkeypatch.setattr("divergence.run.shards._RELEASE_BYTES", 1)
+    monkeypatch.setattr("divergence.run.reader._RELEASED_BYTES", 100)
     run = Run.open(STORED)
-    first, second = [record for record in run.records if record.place is not None][:2]
-    run.read(first), run.read(second)
-    run.release([first])
-    known = len(given_back)
-    assert known
-    run.release([second])
-    assert len(given_back) > known
-
-
-def test_a_record_without_bytes_has_nothing_to_release():
-    """Releasing it is no error."""
-    run = Run.open(STORED)
-    record = msgspec.structs.replace(run.records[0], place=None)
-    run.release([record])
+    run.read(next(record for record in run.records if record.place is not None))
+    run.release(60)
+    assert not given_back
+    run.release(60)
+    assert given_back

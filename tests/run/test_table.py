@@ -67,17 +67,12 @@ def write_many(
                 writer.flush()
 
 
-def both(path, monkeypatch, *, kept=False) -> tuple[Run, Run]:
-    """The run, opened as a small one and as a large one. ``kept``: from the index of the one that
-    opened it before."""
+def both(path, monkeypatch) -> tuple[Run, Run]:
+    """The run, opened as a small one and as a large one."""
     one = Run.open(path)
     with monkeypatch.context() as patch:
         patch.setattr(parsing, "LARGE_BYTES", 0)
         patch.setattr(parsing, "_PORTION_BYTES", 2000)
-        if kept:
-            patch.setattr(parsing, "KEPT_BYTES", 0)
-            Run.open(path)
-            patch.setattr(parsing, "portions", None)
         other = Run.open(path)
     assert isinstance(one.records, list)
     assert isinstance(other.records, RecordTable)
@@ -98,13 +93,12 @@ def test_portions_hold_every_line_once(tmp_path, manifest, monkeypatch, portion)
     assert max(map(len, whole.split(b"\n"))) > 64
 
 
-@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("store", ["full", "stats", "sketch"])
 @pytest.mark.parametrize("seed", range(4))
-def test_columns_answer_as_a_list(tmp_path, manifest, monkeypatch, seed, store, kept):
+def test_columns_answer_as_a_list(tmp_path, manifest, monkeypatch, seed, store):
     """Every question, before and after the records themselves were asked for."""
     write_many(tmp_path / "a", manifest(), seed=seed, store=store)
-    one, other = both(tmp_path / "a", monkeypatch, kept=kept)
+    one, other = both(tmp_path / "a", monkeypatch)
     right, stored = one.records, other.records
     for _ in range(2):
         assert len(stored) == len(right)
@@ -175,8 +169,7 @@ def test_an_incomplete_run_is_counted_and_its_torn_line_left_out(tmp_path, manif
     assert one.manifest.sizes.num_tensors > 0
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_records_of_several_ranks(tmp_path, manifest, monkeypatch, kept):
+def test_records_of_several_ranks(tmp_path, manifest, monkeypatch):
     """Each rank's file is read again in parts of its own."""
     mesh = Mesh(axes=[MeshAxis(name="tp", size=2)])
     for rank in range(2):
@@ -186,7 +179,7 @@ def test_records_of_several_ranks(tmp_path, manifest, monkeypatch, kept):
     text = json.loads((tmp_path / "a" / "manifest.json").read_text())
     text["sizes"]["num_records"] *= 2
     (tmp_path / "a" / "manifest.json").write_text(json.dumps(text))
-    one, other = both(tmp_path / "a", monkeypatch, kept=kept)
+    one, other = both(tmp_path / "a", monkeypatch)
     assert other.records == one.records
     assert {record.rank for record in other.records} == {0, 1}
     assert unsharded(other).records == unsharded(one).records

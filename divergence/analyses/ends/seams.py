@@ -327,5 +327,5 @@ def _equal(run: Run, record: Record, other: Record) -> bool:
     if not (run.has_bytes(record) and run.has_bytes(other)):
         return False
     x, y = _rows(run, record, other)
-    run.release((record, other))
+    run.release(record.num_bytes + other.num_bytes)
     return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())

@@ -441,12 +441,6 @@ class Reading:
         for run, records in wanted.values():
             run.expect(records)
 
-    def fetch(self, pair: Pair) -> None:
-        """Have the system fetch what is on this machine's disks of a pair."""
-        for run, record in self.reads(pair):
-            if not run.far:
-                run.will_read(record)
-
     def check(self, pair: Pair) -> None:
         """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
         that is far away, what is equal by its record is not fetched to be looked at."""
@@ -464,17 +458,10 @@ class Reading:
 
     def release(self, pairs: Sequence[Pair]) -> None:
         """What was read of the pairs may leave memory."""
-        self._reference.release([pair.reference.record for pair in pairs])
-        self._candidate.release([pair.candidate.record for pair in pairs])
+        self._reference.release(sum(pair.reference.record.num_bytes for pair in pairs))
+        self._candidate.release(sum(pair.candidate.record.num_bytes for pair in pairs))
         if self._truth is not None:
-            self._truth.run.release_read(sum(8 * pair.reference.record.numel for pair in pairs))
-
-    def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
-        """What of which run is read for a pair, a block's input apart."""
-        reference, candidate = pair.reference.record, pair.candidate.record
-        parts = [(self._reference, reference), (self._candidate, candidate)]
-        in_truth = self._right(pair)
-        return parts if in_truth is None else [*parts, in_truth]
+            self._truth.run.release(sum(8 * pair.reference.record.numel for pair in pairs))
 
     def _right(self, pair: Pair) -> tuple[Run, Record] | None:
         """What the truth has of a pair."""
@@ -765,21 +752,18 @@ class _Operands:
 # ``results_of_pairs`` needs them all in the alignment's order, since in a free pass a module
 # inherits what was judged before it.
 #
-# Three steps, each ahead of the next. One thread asks the system to fetch what comes, into its own
-# cache: hundreds of MB ahead, since that is nobody's memory, and so the disk works while compiled
-# loops load. Two threads take the pairs' checksums (at some 20 GB/s), which maps the bytes and
-# brings them into the last cache; the others measure. What was measured is given back, and what is
-# under way is bounded in bytes, so memory stays flat on dumps larger than it. Reading into buffers,
-# or past the cache, was no faster, and costs a copy.
+# Two steps, one ahead of the other. One thread takes the pairs' checksums (at some 20 GB/s), which
+# maps the bytes and brings them into the last cache; the others measure. What was measured is given
+# back, and what is under way is bounded in bytes, so memory stays flat on dumps larger than it.
+# Reading into buffers, past the cache, or into the system's cache hundreds of MB ahead, was no
+# faster.
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
 """Pairs are started until so much is under way for each thread; one at least, however large."""
-_FETCHED_BYTES = 512 << 20
-"""Pairs are fetched into the system's cache until so much lies ahead of those that are started."""
-_FETCHED_ALONE_BYTES = 1 << 20
+_ALONE_BYTES = 1 << 20
 """What is smaller comes with its neighbours, when one of them is read."""
 _MOST_PAIRS = 512
 """In a batch of small ones."""
@@ -883,7 +867,6 @@ def measure_pairs(
     measurer.reading.prefetch(pairs)
     batches = list(_batches(pairs))
     measuring = num_threads()
-    fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
     reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
     pool = ThreadPoolExecutor(
         max_workers=measuring, thread_name_prefix="divergence-measure",
@@ -904,16 +887,9 @@ def measure_pairs(
 
     ahead: deque[Future[list[PairNumbers | None]]] = deque()
     started = under_way_bytes = 0
-    fetched = fetched_bytes = 0
     number = 0
     try:
         for batch in batches:
-            while fetched < len(batches) and fetched_bytes < _FETCHED_BYTES:
-                coming = batches[fetched]
-                if coming.is_large:
-                    fetcher.submit(measurer.reading.fetch, coming.pairs[0])
-                fetched_bytes += coming.num_bytes
-                fetched += 1
             while started < len(batches) and (
                 not ahead
                 or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
@@ -924,7 +900,6 @@ def measure_pairs(
                     read = reader.submit(measurer.reading.read_ahead, coming.pairs[0])
                 ahead.append(pool.submit(measure, coming, read))
                 under_way_bytes += coming.num_bytes
-                fetched_bytes -= coming.num_bytes
                 started += 1
             (progress or silent)(
                 "compare", number, len(pairs), batch.pairs[0].reference.record.site
@@ -933,7 +908,7 @@ def measure_pairs(
             under_way_bytes -= batch.num_bytes
             number += len(batch.pairs)
     finally:
-        for executor in (fetcher, reader, pool):
+        for executor in (reader, pool):
             executor.shutdown(wait=True, cancel_futures=True)
 
 
@@ -946,7 +921,7 @@ class _Batch:
 
     @property
     def is_large(self) -> bool:
-        return self.num_bytes >= _FETCHED_ALONE_BYTES
+        return self.num_bytes >= _ALONE_BYTES
 
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
@@ -955,7 +930,7 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
     total = 0
     for pair in pairs:
         num_bytes = _num_bytes(pair)
-        if batch and (total + num_bytes >= _FETCHED_ALONE_BYTES or len(batch) == _MOST_PAIRS):
+        if batch and (total + num_bytes >= _ALONE_BYTES or len(batch) == _MOST_PAIRS):
             yield _Batch(batch, total)
             batch, total = [], 0
         batch.append(pair)

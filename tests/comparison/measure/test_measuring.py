@@ -17,7 +17,6 @@ from divergence.comparison.measure import runs as measuring
 from divergence.comparison.measure.judge import ModelFloor
 from divergence.comparison.measure.runs import (
     Measurer,
-    Reading,
     measure_all,
     measure_pairs,
     results_of_pairs,
@@ -166,25 +165,6 @@ def test_large_pairs_are_shared_by_threads(case, monkeypatch):
         monkeypatch.setattr(f"divergence.comparison.measure.runs.{name}", 1)
     fresh, pairs = case()
     assert [r.site for r in measure_all(fresh, pairs)] == [r.site for r in whole]
-
-
-def test_pairs_are_fetched_ahead(case, monkeypatch):
-    """Each once and in order, as far as time allows. Small ones come by themselves."""
-    fetched, fetch = [], Reading.fetch
-
-    def noted(self, pair):
-        fetched.append(pair.reference.record.site)
-        fetch(self, pair)
-
-    monkeypatch.setattr(Reading, "fetch", noted)
-    measurer, pairs = case()
-    measure_all(measurer, pairs)
-    assert fetched == []
-    monkeypatch.setattr("divergence.comparison.measure.runs._FETCHED_ALONE_BYTES", 1)
-    measurer, pairs = case()
-    measure_all(measurer, pairs)
-    wanted = [pair.reference.record.site for pair in pairs]
-    assert fetched and fetched == wanted[: len(fetched)]
 
 
 def test_too_few_found_are_no_answer(case):

@@ -1,5 +1,5 @@
-"""What the README, the tutorial and the pages on doctor and selfcheck show: their commands, run
-from top to bottom on a real model.
+"""What the README, the tutorial and the pages of tasks show: their commands, run from top to bottom
+on a real model.
 
     python benchmarks/shown_output.py [PAGE ...] [--check] [--work DIR]
 
@@ -36,7 +36,15 @@ from divergence.cli.demo import OTHER_KERNELS  # noqa: E402
 
 __all__ = ["main"]
 
-PAGES = ("README.md", "docs/tutorial.md", "docs/doctor.md", "docs/selfcheck.md")
+PAGES = (
+    "README.md",
+    "docs/outputs-changed.md",
+    "docs/operators.md",
+    "docs/ci.md",
+    "docs/tutorial.md",
+    "docs/doctor.md",
+    "docs/selfcheck.md",
+)
 FENCE = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.M | re.S)
 NAMED = re.compile(r"`([\w.-]+)`:\s*\Z")
 

@@ -1,4 +1,4 @@
-"""The page of all facts: every code with its template and values, printed from the tables.
+"""The page of all facts: every code with its template, printed from the tables.
 
 python tests/facts_page.py       rewrites docs/facts.md
 """
@@ -18,9 +18,9 @@ HEAD = """\
 
 <!-- printed by `python tests/facts_page.py` from the tables themselves; do not edit -->
 
-A finding holds facts: a code, and values by name. A sentence is made of them at the very end, from
-one template, and is the same on the screen, on a page, in Markdown, JUnit and JSON. A program reads
-the code and the values, which stand beside each sentence in the JSON, and parses no English:
+An answer holds facts: a code, and values by name. One template a code makes the sentence, and it
+is the same on the screen, on a page, in Markdown, JUnit and JSON. A program reads the code and
+the values, which stand beside each sentence in the JSON:
 
     {"code": "blocks.token_ratio", "values": {"site": "...", "ratio": 28.8, "limit": 12.0,
      "token": 3}, "text": "..."}
@@ -40,9 +40,9 @@ Values have one meaning wherever they stand:
 | `site`, `module`, `operator`, `parameter` | names as in the run |
 | `p_value`, `z` | a probability; standard deviations |
 
-In a template `{x:figure}` is a value in one of the ways to write it, `{x:yes=...|no=...}` one text
-for each value, `[[...]]` a part that is left out where a value in it is missing, and a value may be
-a fact, or a list of facts, itself.
+In a template `{x:figure}` is the value `x` in one of the ways to write it, `{x:yes=...|no=...}`
+one text for each value, `[[...]]` a part that is left out where a value in it is missing. A value
+may be a fact, or a list of facts, itself.
 """
 
 
@@ -63,15 +63,12 @@ def cell(text: str) -> str:
 
 
 def page() -> str:
-    from divergence.facts import names_in
-
     parts = [HEAD]
     for prefix, table in sorted(tables()):
         parts.append(f"\n## {prefix.removesuffix('.') or 'comparison'}\n")
-        parts.append("| code | template | values |\n|---|---|---|")
+        parts.append("| code | template |\n|---|---|")
         for code, template in table.items():
-            values = ", ".join(sorted(names_in(template)))
-            parts.append(f"| `{prefix}{code}` | {cell(template)} | {values} |")
+            parts.append(f"| `{prefix}{code}` | {cell(template)} |")
     return "\n".join(parts) + "\n"
 
 

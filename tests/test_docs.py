@@ -22,7 +22,9 @@ EXECUTED = (
     "README.md",
     pytest.param("docs/tutorial.md", marks=pytest.mark.slow),
     pytest.param("README.zh.md", marks=pytest.mark.slow),
-    pytest.param("docs/flowchart.md", marks=pytest.mark.slow),
+    pytest.param("docs/outputs-changed.md", marks=pytest.mark.slow),
+    pytest.param("docs/operators.md", marks=pytest.mark.slow),
+    pytest.param("docs/ci.md", marks=pytest.mark.slow),
     pytest.param("docs/doctor.md", marks=pytest.mark.slow),
 )
 """Run from top to bottom, each in a folder of its own; the others are only parsed."""
@@ -250,3 +252,22 @@ def test_both_readmes_show_the_same_commands():
         for name in ("README.md", "README.zh.md")
     ]
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["ci", "operators", "outputs-changed", "quantization", "rl"])
+def test_a_page_in_chinese_shows_what_the_english_one_shows(name):
+    """Its commands and outputs are the English page's, in the same order; it may show fewer."""
+    (english, shown), (chinese, also_shown) = (
+        (
+            [words for block in page for words, _ in commands(block)],
+            [block.text for block in page if block.language == "text"],
+        )
+        for page in (
+            list(blocks(ROOT / "docs" / f"{name}.md")),
+            list(blocks(ROOT / "docs" / f"{name}.zh.md")),
+        )
+    )
+    assert len(chinese) >= 3 and also_shown
+    for parts, whole in ((chinese, english), (also_shown, shown)):
+        places = [whole.index(part) for part in parts]
+        assert places == sorted(places)

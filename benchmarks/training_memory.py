@@ -120,8 +120,8 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _plan(how: dict[str, Any]) -> dict[str, int]:
+    from divergence.domains.training.plan import Wanted, plan_training
     from divergence.recording.engines.load import Loading, empty_model
-    from divergence.training.plan.plan import Wanted, plan_training
 
     loaded = empty_model(Loading(
         how["model"], dtype=how.get("dtype"), attn_implementation=how.get("attention", "eager")

@@ -95,9 +95,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from divergence.domain import domains
+    from divergence.domain import added
 
-    homes = {**_HOMES, **{key: at for domain in domains() for key, at in domain.public.items()}}
+    homes = _HOMES | added("public")
     if name == "__all__":
         return sorted(homes)
     if name not in homes:

@@ -99,6 +99,13 @@ class Domain:
     """What commands of the core have more of, by the command's name."""
     files: tuple[Files, ...] = ()
     """What else than runs can be compared."""
+    plans: Mapping[str, str] = field(default_factory=dict)
+    """What it adds to the answer of ``capture --dry-run``, by the field that holds it: the package,
+    whose ``plan`` has a function of that name (recording.dry_run calls it) and whose ``sections``
+    has one that shows its answer."""
+    readers: Mapping[str, str] = field(default_factory=dict)
+    """Options of ``capture`` that name settings of another tool: the function that makes options of
+    such a text."""
 
 
 @functools.cache
@@ -129,6 +136,11 @@ def domains() -> tuple[Domain, ...]:
                 stacklevel=2,
             )
     return tuple(installed)
+
+
+def added(kind: str) -> dict[str, Any]:
+    """What all domains add in one field of theirs, such as ``engines``, by name."""
+    return {name: what for domain in domains() for name, what in getattr(domain, kind).items()}
 
 
 def placed(place: str) -> Any:

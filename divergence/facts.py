@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from divergence.domain import domains
+from divergence.domain import added
 from divergence.layout import count, decimal, fixed, relative, shape_text, share, size, times
 from divergence.words import figure, letter, list_names
 
@@ -183,10 +183,9 @@ def table_of(domain: str) -> Mapping[str, str]:
             return cast(Mapping[str, str], import_module(place).SENTENCES)
         except ModuleNotFoundError:
             continue
-    for each in domains():
-        if domain in each.sentences:
-            return cast(Mapping[str, str], import_module(each.sentences[domain]).SENTENCES)
-    raise KeyError(f"no table of sentences for {domain!r}")
+    if domain not in added("sentences"):
+        raise KeyError(f"no table of sentences for {domain!r}")
+    return cast(Mapping[str, str], import_module(added("sentences")[domain]).SENTENCES)
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:

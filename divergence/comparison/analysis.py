@@ -28,7 +28,7 @@ from divergence.comparison.results import (
     onset_at,
     order_of,
 )
-from divergence.domain import domains
+from divergence.domain import added
 from divergence.errors import first_line
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 ANALYSES = (
     "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
-    "ranks", "code", "gradients",
+    "ranks", "code",
 )  # fmt: skip
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
 compared by its own analysis alone (``without_sites``)."""
@@ -249,7 +249,7 @@ def _check(findings: Sequence[Finding]) -> None:
 def places() -> dict[str, str]:
     """The package of each analysis, by its name: those of divergence, then those of domains."""
     own = {name: f"divergence.analyses.{name}" for name in ANALYSES}
-    return own | {name: at for domain in domains() for name, at in domain.analyses.items()}
+    return own | added("analyses")
 
 
 def numbers_of(name: str, measured: Measured) -> Any:

@@ -36,7 +36,7 @@ from divergence.comparison.results import (
     Verdict,
     schemes_apart,
 )
-from divergence.domain import Claim, domains
+from divergence.domain import Claim, added
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
 from divergence.run.reader import Run
@@ -220,9 +220,8 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
 
 def claim_named(name: str) -> Claim:
     """Raises KeyError for one that may be no verdict."""
-    if name in CLAIMS:
-        return CLAIMS[name]
-    return {key: each for domain in domains() for key, each in domain.claims.items()}[name]
+    claim: Claim = (CLAIMS | added("claims"))[name]
+    return claim
 
 
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from divergence.domain import added, placed
 from divergence.errors import ModelError
 from divergence.options.commands import CaptureOptions
 from divergence.recording.engines.load import Loading, empty_model
@@ -33,7 +34,6 @@ from divergence.recording.suites import (
 from divergence.run.manifest import SUITE
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, module_of
-from divergence.training.plan.result import TrainingPlan
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     """Sum over all sites."""
     notes: list[str] = []
-    training: TrainingPlan | None = None
+    training: Any = None
     """Of a training step: the memory and traffic of the step itself."""
 
 
@@ -128,13 +128,13 @@ def plan_capture(
                 "the floor is not counted: 12 bytes a token of each block and of what stands "
                 "outside"
             )
-    training = None
-    if request.train:
-        from divergence.training.plan.plan import plan_request
-
-        shapes = [(len(group), lengths[group[0]]) for group in groups]
-        training = plan_request(loaded, request, planned, shapes, forward_bytes=total)
-        total = training.dump_bytes
+    parts: dict[str, Any] = {}
+    shapes = [(len(group), lengths[group[0]]) for group in groups]
+    for field, package in added("plans").items():
+        make = placed(f"{package}.plan:plan")
+        part = make(loaded, request, planned, shapes, forward_bytes=total)
+        if part is not None:
+            parts[field], total = part, part.dump_bytes
     return DryRun(
         model=request.model,
         rows=rows,
@@ -145,7 +145,7 @@ def plan_capture(
         passes=passes,
         total_bytes=total,
         notes=said,
-        training=training,
+        **parts,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from divergence.domain import added, placed
 from divergence.errors import ModelError, PromptError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.commands import (
@@ -27,7 +28,6 @@ from divergence.recording.prompts import LABEL_HINT, Prompt, collect_prompts, re
 from divergence.run.manifest import StepPrecision, Training
 from divergence.run.reader import Run
 from divergence.run.site import BACKWARD, LOSS, OPTIMIZER, escape_path
-from divergence.training.policies import read_policy
 
 # Gradients of several ranks added up as a collective does: in which dtype, in which order.
 #
@@ -523,7 +523,10 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
             hint="leave it out, or make two runs",
         )
     if options.precision_policy is not None:  # its dtypes, where the option itself is not given
-        policy = read_policy(options.precision_policy)
+        reader = added("readers").get("precision_policy")
+        if reader is None:
+            raise UsageError("--precision-policy: nothing that is installed reads one")
+        policy = placed(reader)(options.precision_policy)
         missing = {
             name: value for name, value in policy.options.items() if getattr(options, name) is None
         }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.document import Column, Document, Headline, Section, Table, named
+from divergence.domain import added, placed
 from divergence.layout import count, shape_text, size
 from divergence.report.environment import changes, fallbacks, repeats, switch_sentences
 from divergence.report.inspection import (
@@ -21,7 +22,6 @@ from divergence.run.command import command_line
 from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOGPROBS, LOSS, join_site
-from divergence.training.plan.show import training_sections
 from divergence.words import shortened
 
 
@@ -127,6 +127,11 @@ def plan_document(plan: dict[str, Any]) -> Document:
         rows=[(row["site"], row["role"] or None, row["shape"], row["dtype"], row["num_steps"],
                row["bytes"]) for row in plan["rows"]], widest=48,
     )  # fmt: skip
-    step = training_sections(plan["training"]) if plan.get("training") else []
+    parts = [
+        section
+        for field, package in added("plans").items()
+        if plan.get(field)
+        for section in placed(f"{package}.sections:sections")(plan[field])
+    ]
     return Document(headline=Headline("DRY RUN", text, "bold", notes),
-                    sections=[*step, Section(body=[table])])  # fmt: skip
+                    sections=[*parts, Section(body=[table])])  # fmt: skip

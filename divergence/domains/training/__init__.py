@@ -1,4 +1,4 @@
-"""Training: curves of losses."""
+"""Training: gradients that are off together, the plan of a step, policies, and curves of losses."""
 
 from divergence.domain import Addition, Domain, Files
 
@@ -21,4 +21,11 @@ DOMAIN = Domain(
             command="divergence.domains.training.command:compare",
         ),
     ),
+    analyses={"gradients": "divergence.domains.training.gradients"},
+    plans={"training": "divergence.domains.training"},
+    readers={"precision_policy": "divergence.domains.training.policies:read_policy"},
+    sentences={
+        "gradients": "divergence.domains.training.gradients.sentences",
+        "training": "divergence.domains.training.sentences",
+    },
 )  # fmt: skip

@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
-from divergence.facts import Fact, fact, with_sentences
+from divergence.facts import Fact, Worded, fact, with_sentences
 from divergence.options.commands import PlanOptions, link_rate
 from divergence.recording.engines.load import LoadedModel, tensor_plan
 from divergence.recording.hooks import swapped
@@ -31,7 +31,95 @@ from divergence.recording.request import Request
 from divergence.recording.structure import describe_modules
 from divergence.recording.training import training_mode
 from divergence.run.site import escape_path
-from divergence.training.plan.result import Activations, Collective, Kept, TrainingPlan
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the memory that stays from step to step."""
+
+    name: Literal["parameters", "gradients", "main weights", "moments"]
+    formula: str
+    """In Ψ, the number of parameters on a rank before ZeRO divides them, and N, the ranks that
+    divide: ``2Ψ``, ``12Ψ/N``. Bytes."""
+    bytes: int
+    """On the rank that holds most."""
+
+
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
+    """What one forward and backward hold beyond the parameters and the optimizer's state."""
+
+    checkpointing: bool
+    """Is each block's forward run again in the backward, in place of keeping its activations?"""
+    saved_bytes: int
+    """Held when the forward is done: what the backward needs, and the loss."""
+    gathered_bytes: int
+    """Parameters of other ranks that are held then too (ZeRO 3)."""
+    peak_bytes: int
+    """The most at any moment, with the gradients that are there by then."""
+
+
+class Collective(msgspec.Struct, Worded, frozen=True, kw_only=True):
+    """The collectives of one kind, over one step."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"of": "sent"}
+
+    operation: Literal["all-reduce", "reduce-scatter", "all-gather"]
+    sent: Fact
+    """Which tensors, and when."""
+    of: str = ""
+    """``gradients``, ``parameters, forward``, ``activations, backward``."""
+    axis: str
+    """Axis of the mesh whose ranks take part."""
+    num_ranks: int
+    tensor_bytes: int
+    """The whole tensors', summed over the step."""
+    bytes_per_rank: int
+    """That each rank sends, and receives: (n-1)/n of the tensors, of an all-reduce twice that."""
+    seconds: float | None
+    """``bytes_per_rank`` at the link's rate."""
+
+
+class TrainingPlan(msgspec.Struct, Worded, frozen=True, kw_only=True):
+    """Memory and traffic of one training step, on the rank that holds most."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
+
+    num_parameters: int
+    """Of the whole model."""
+    num_ranks: int
+    axes: dict[str, int]
+    """Size of each axis of the mesh."""
+    zero: int
+    """Stage: 0 divides nothing, 1 the optimizer's state, 2 the gradients too, 3 all."""
+    optimizer: str
+    weight_dtype: str
+    main_weights: bool
+    """Does the optimizer keep weights in float32 beside those in 16 bits?"""
+    autocast: str | None
+    micro_batch: tuple[int, int]
+    """Sequences of one forward on a rank, and tokens of each."""
+    accumulates: bool
+    """Do several micro-batches make a step, so that gradients stay between them?"""
+    kept: list[Kept]
+    kept_bytes: int
+    """Sum of ``kept``."""
+    activations: list[Activations]
+    """Without and with checkpointing of blocks; empty where they could not be computed."""
+    checkpointing: bool
+    """Which of the two ``peak_bytes`` is of."""
+    peak_bytes: int | None
+    """The most at any moment of a step; None where the activations are not known."""
+    traffic: list[Collective]
+    link_rate: float | None
+    """Bytes a second."""
+    capture_bytes: int
+    """Host memory that a capture of the step takes beside it."""
+    dump_bytes: int
+    """What it writes, at most."""
+    remarks: list[Fact] = []
+    """What is not counted, or otherwise elsewhere."""
+    notes: list[str] = []
+    """The same in words."""
+
 
 # Bytes of parameters, gradients and optimizer state on one rank, from shapes and dtypes.
 #
@@ -379,18 +467,16 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step is divided. ``num_ranks``: those that ZeRO divides over, or that average
-    gradients; ``reduced``, ``shared``, ``gathered``: paths of modules with an all-reduce in the
-    forward, one in the backward, and an all-gather of the output. ``accumulates``: gradients of
-    earlier micro-batches are there."""
+    """How a step is divided."""
 
     zero: int = 0
     num_ranks: int = 1
+    """Those that ZeRO divides over, or that average gradients."""
     blocks: tuple[str, ...] = ()
-    reduced: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    gathered: tuple[str, ...] = ()
+    styles: Mapping[str, str] = {}
+    """Of modules that tensor parallelism divides, by path: how."""
     accumulates: bool = False
+    """Are gradients of earlier micro-batches there?"""
 
     @property
     def stays(self) -> bool:
@@ -402,27 +488,40 @@ class StepLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.zero == 3 and self.num_ranks > 1
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step was seen to hold and send."""
+class Sent:
+    """Counts the tensors that tensor parallelism adds over ranks, or puts together."""
 
-    activations: Activations
-    reduced_bytes: int
-    """All-reduced in the forward (checkpointing's second one too), as tensors."""
-    shared_bytes: int
-    """All-reduced in the backward: each tensor that several matrices share once."""
-    num_shared: int
-    """Matrices with such a gradient."""
-    gathered_bytes: int
+    def __init__(self) -> None:
+        self.forward_bytes = self.gathered_bytes = 0
+        """All-reduced in the forward (checkpointing's second one too), and put together."""
+        self.backward_bytes = 0
+        """All-reduced in the backward: each tensor that several matrices share once."""
+        self.num_backward = 0
+        """Matrices with such a gradient."""
+        self._last: Any = None
+
+    def forward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        self.forward_bytes += output.nbytes
+
+    def gather(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        self.gathered_bytes += output.nbytes
+
+    def backward(self, _module: Any, inputs: Sequence[Any], _output: Any) -> None:
+        given = inputs[0]
+        if given.requires_grad:
+            self.num_backward += 1
+            # matrices with one input come one after the other
+            self.backward_bytes += 0 if given is self._last else given.nbytes
+            self._last = given
 
 
 def run_step(
     loaded: LoadedModel, wanted: Wanted, layout: StepLayout, *, checkpointing: bool
-) -> Stepped:
-    """The model lies on the meta device and is left there. Raises what the model raises where its
-    forward needs values."""
+) -> tuple[Activations, Sent]:
+    """What one step was seen to hold and send. The model lies on the meta device and is left there.
+    Raises what the model raises where its forward needs values."""
     module: Any = loaded.module
-    live = LiveBytes()
-    counted = _Reduced()
+    live, sent = LiveBytes(), Sent()
     low = contextlib.nullcontext()
     if wanted.autocast is not None:
         low = torch.autocast("cpu", getattr(torch, wanted.autocast))  # type: ignore[assignment]
@@ -431,13 +530,12 @@ def run_step(
         ids = torch.zeros(wanted.batch, wanted.tokens, dtype=torch.long)
         for tensor in (*module.parameters(), *module.buffers(), ids):
             live.see(tensor, num_bytes=0)  # it was there before
-        for paths, count in (
-            (layout.reduced, counted.forward),
-            (layout.gathered, counted.gather),
-            (layout.shared, counted.backward),
-        ):
-            for path in paths:
-                stack.enter_context(module.get_submodule(path).register_forward_hook(count))
+        for path, style in layout.styles.items():
+            for styles, count in (
+                (REDUCED, sent.forward), (GATHERED, sent.gather), (SHARED, sent.backward)
+            ):  # fmt: skip
+                if style in styles:
+                    stack.enter_context(module.get_submodule(path).register_forward_hook(count))
         # Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
         # causal. Whether there are pads it cannot see on fake tensors, and makes a mask of T × T.
         config, sdpa = getattr(module, "config", None), loaded.task == "causal-lm"
@@ -458,11 +556,7 @@ def run_step(
         checkpointing=checkpointing, saved_bytes=saved, gathered_bytes=gathered,
         peak_bytes=live.peak,
     )  # fmt: skip
-    return Stepped(
-        activations=activations, reduced_bytes=counted.forward_bytes,
-        shared_bytes=counted.backward_bytes, num_shared=counted.num_backward,
-        gathered_bytes=counted.gathered_bytes,
-    )  # fmt: skip
+    return activations, sent
 
 
 def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -482,28 +576,6 @@ def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
         outputs = result if isinstance(result, torch.Tensor) else result[0]
         loss = outputs.float().sum()
     return loss
-
-
-class _Reduced:
-    """Counts the tensors that tensor parallelism adds over ranks, or puts together."""
-
-    def __init__(self) -> None:
-        self.forward_bytes = self.backward_bytes = self.num_backward = self.gathered_bytes = 0
-        self._last: Any = None
-
-    def forward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        self.forward_bytes += output.nbytes
-
-    def gather(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        self.gathered_bytes += output.nbytes
-
-    def backward(self, _module: Any, inputs: Sequence[Any], _output: Any) -> None:
-        given = inputs[0]
-        if given.requires_grad:
-            self.num_backward += 1
-            # matrices with one input come one after the other
-            self.backward_bytes += 0 if given is self._last else given.nbytes
-            self._last = given
 
 
 class _Sharing:
@@ -630,26 +702,23 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 _AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate")
 
 
-def plan_request(
-    loaded: LoadedModel, request: Request, planned: PlanOptions,
+def plan(
+    loaded: LoadedModel, request: Request, options: PlanOptions,
     shapes: Sequence[tuple[int, int]], *, forward_bytes: int,
-) -> TrainingPlan:  # fmt: skip
-    """``shapes``: (sequences, tokens) of each micro-batch of the prompts. ``forward_bytes``: what a
-    capture of their forwards alone would write."""
+) -> TrainingPlan | None:  # fmt: skip
+    """What ``capture --dry-run`` says of a training step; None where none is asked for."""
+    if not request.train:
+        return None
     batch, tokens = max(shapes, key=math.prod)
     weights = sum(parameter.nbytes for parameter in loaded.module.parameters())
     copies = 1 if request.optimizer is None else 5  # gradient, the optimizer's, update, moments
-    wanted = Wanted(
-        batch=planned.micro_batch_size or batch,
-        tokens=planned.sequence_length or tokens,
+    return plan_training(loaded, Wanted(
+        batch=options.micro_batch_size or batch, tokens=options.sequence_length or tokens,
         **{name: getattr(request, name) for name in _AS_ASKED},
-        gradient_checkpointing=bool(request.gradient_checkpointing),
-        dropout=bool(request.dropout),
-        accumulates=len(shapes) > 1,
-        capture_bytes=request.buffer_bytes,
+        gradient_checkpointing=bool(request.gradient_checkpointing), dropout=bool(request.dropout),
+        accumulates=len(shapes) > 1, capture_bytes=request.buffer_bytes,
         dump_bytes=2 * forward_bytes + copies * weights,
-    )
-    return plan_training(loaded, wanted)
+    ))  # fmt: skip
 
 
 @with_sentences
@@ -699,34 +768,31 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         names[path] for path, note in describe_modules(module).items() if note.role == "block"
     ]
     layout = StepLayout(
-        zero=zero, num_ranks=count, blocks=tuple(blocks), accumulates=wanted.accumulates,
-        reduced=tuple(path for path, style in styles.items() if style in REDUCED),
-        shared=tuple(path for path, style in styles.items() if style in SHARED),
-        gathered=tuple(path for path, style in styles.items() if style in GATHERED),
+        zero=zero, num_ranks=count, blocks=tuple(blocks), styles=styles,
+        accumulates=wanted.accumulates,
     )  # fmt: skip
     steps, remarks = _steps(loaded, wanted, layout)
     outside = [p for p in pieces if not any(p.name.startswith(f"{block}.") for block in blocks)]
     traffic = gradient_traffic(pieces, outside, zero=zero, axes=axes, rate=rate)
-    used = next((s for s in steps if s.activations.checkpointing == wanted.gradient_checkpointing),
-                None)  # fmt: skip
-    if used is not None:
-        traffic += tensor_traffic(
-            used.reduced_bytes, used.shared_bytes, used.gathered_bytes,
-            num_ranks=axes.get("tp", 1), rate=rate,
-        )  # fmt: skip
+    way = wanted.gradient_checkpointing
+    used, sent = next((step for step in steps if step[0].checkpointing == way), (None, Sent()))
+    traffic += tensor_traffic(
+        sent.forward_bytes, sent.backward_bytes, sent.gathered_bytes,
+        num_ranks=axes.get("tp", 1), rate=rate,
+    )  # fmt: skip
     by_name = {part.name: part.bytes for part in kept}
     total, gradients = sum(by_name.values()), by_name["gradients"]
     peak = None
     if used is not None:
-        peak = total - gradients + max(gradients, used.activations.peak_bytes + undivided)
+        peak = total - gradients + max(gradients, used.peak_bytes + undivided)
     moments = by_name.get("moments", 0)
     if zero == 1 and moments and not main_weights:
         fullest = whole_parameters_bytes(pieces, optimizer=optimizer, num_ranks=count)
         remarks.append(fact("training.zero_optimizer", fullest_bytes=fullest, moment_bytes=moments))
     if zero < 2 and dp * fsdp > 1:
         remarks.append(fact("training.ddp_buckets", gradient_bytes=gradients))
-    if used is not None and used.num_shared and axes.get("tp", 1) > 1:
-        remarks.append(fact("training.shared_input", num_matrices=used.num_shared))
+    if sent.num_backward and axes.get("tp", 1) > 1:
+        remarks.append(fact("training.shared_input", num_matrices=sent.num_backward))
     for piece in tables:
         more, counted = (axes["tp"] - 1) * piece.bytes, undivided > 0
         table = fact("training.whole_table", parameter=piece.name, more_bytes=more, counted=counted)
@@ -743,7 +809,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         micro_batch=(wanted.batch, wanted.tokens),
         kept=kept,
         kept_bytes=total,
-        activations=[step.activations for step in steps],
+        activations=[activations for activations, _ in steps],
         checkpointing=wanted.gradient_checkpointing,
         peak_bytes=peak,
         traffic=traffic,
@@ -776,7 +842,7 @@ def _axes(mesh: str | None) -> dict[str, int]:
 
 def _steps(
     loaded: LoadedModel, wanted: Wanted, layout: StepLayout
-) -> tuple[list[Stepped], list[Fact]]:
+) -> tuple[list[tuple[Activations, Sent]], list[Fact]]:
     """Without and with checkpointing, as far as the model has it and can be run."""
     module: Any = loaded.module
     remarks: list[Fact] = []

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from divergence.domains.training.plan import Wanted, plan_training
 from divergence.errors import ModelError, UsageError
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.load import Loading, empty_model, load_model
-from divergence.training.plan.plan import Wanted, plan_training
 
 BATCH, TOKENS = 2, 48
 
@@ -124,7 +124,7 @@ def test_a_forward_that_needs_values_leaves_activations_open(llama, monkeypatch)
     def refuse(*_, **__):
         raise RuntimeError("data-dependent")
 
-    monkeypatch.setattr("divergence.training.plan.plan.run_step", refuse)
+    monkeypatch.setattr("divergence.domains.training.plan.run_step", refuse)
     plan = plan_of(llama)
     assert (plan.activations, plan.peak_bytes) == ([], None)
     assert plan.kept_bytes > 0

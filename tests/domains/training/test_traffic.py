@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from divergence.domains.training.plan import RankParameter, gradient_traffic, tensor_traffic
 from divergence.errors import UsageError
 from divergence.facts import worded
 from divergence.options.commands import link_rate
-from divergence.training.plan.plan import RankParameter, gradient_traffic, tensor_traffic
 
 BLOCK = RankParameter(name="block.w", shape=(96, 10), itemsize=4)
 HEAD = RankParameter(name="head.w", shape=(16, 10), itemsize=4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from divergence.domains.training.plan import RankParameter, kept_parts, whole_parameters_bytes
 from divergence.errors import UsageError
-from divergence.training.plan.plan import RankParameter, kept_parts, whole_parameters_bytes
 
 PSI, N = 8 * 4096, 8
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from divergence.domains.training.policies import read_policy
 from divergence.errors import UsageError
-from divergence.training.policies import read_policy
 
 
 def deepspeed(tmp_path, **config):

@@ -8,7 +8,7 @@ from divergence.document import Section, Sentence, Table, named
 from divergence.layout import count, size
 
 
-def training_sections(plan: dict[str, Any]) -> list[Section]:
+def sections(plan: dict[str, Any]) -> list[Section]:
     """What `capture --dry-run --train` says of a step. ``plan``: a TrainingPlan as plain data."""
     ranks = " × ".join(f"{name} {length}" for name, length in plan["axes"].items())
     low = "" if plan["autocast"] is None else f", autocast {plan['autocast']}"
@@ -39,13 +39,13 @@ def training_sections(plan: dict[str, Any]) -> list[Section]:
     rate = "for times: --link-rate 50GB/s"
     if plan["link_rate"] is not None:
         rate = f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
-    sections = [
+    all_sections = [
         Section(body=step),
         Section(title="memory on a rank", detail="what stays, then what comes and goes",
                 body=[memory]),
         Section(title="traffic of a step", detail=rate, body=[traffic]),
     ]  # fmt: skip
-    return sections if plan["traffic"] else sections[:2]
+    return all_sections if plan["traffic"] else all_sections[:2]
 
 
 def _most(plan: dict[str, Any]) -> str:

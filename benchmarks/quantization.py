@@ -20,14 +20,14 @@ from collections import defaultdict
 from pathlib import Path
 
 from divergence import Run, capture, quantize
-from divergence.experiments.quantization.quantize import (
+from divergence.domains.quantization.engine import QuantizeOptions
+from divergence.domains.quantization.quantize import (
     QuantizationTrials,
     each_alone,
     find_policy,
     session_of,
 )
-from divergence.experiments.quantization.result import Cost, MatrixCost
-from divergence.recording.engines.quantize import QuantizeOptions
+from divergence.domains.quantization.result import Cost, MatrixCost
 
 PIECES, CHARACTERS = 6, 360
 FEW = 2

@@ -115,7 +115,12 @@ EDITS: list[tuple[str, str, str, str]] = [
         "return Blame(SIDES[x < 0], why,",
         "^compare .*--truth",
     ),
-    ("report/experiments.py", "99% {_nats(cost.kl_p99)}", "99% {_nats(cost.kl_p90)}", "^quantize"),
+    (
+        "domains/quantization/show.py",
+        "99% {_nats(cost.kl_p99)}",
+        "99% {_nats(cost.kl_p90)}",
+        "^quantize",
+    ),
     (
         "gate/sentences.py",
         "{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]",

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from divergence.evaluations.result import ScoresReport
     from divergence.experiments.diff import DiffResult, diff
     from divergence.experiments.localization.localize import localize
-    from divergence.experiments.quantization.quantize import quantize
-    from divergence.experiments.quantization.result import Quantization
     from divergence.experiments.result import SelfcheckResult
     from divergence.experiments.selfcheck import selfcheck
     from divergence.experiments.selftest import selftest
@@ -47,10 +45,10 @@ if TYPE_CHECKING:
     from divergence.training.curves.result import LossReport
 
     __all__ = [
-        "DiffResult", "LossReport", "Matrix", "Quantization", "Report", "Run", "ScoresReport",
+        "DiffResult", "LossReport", "Matrix", "Report", "Run", "ScoresReport",
         "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare",
         "compare_losses", "compare_many", "diff", "import_dump", "localize", "pack", "probe",
-        "quantize", "record", "replay", "repro", "scores", "selfcheck", "selftest",
+        "record", "replay", "repro", "scores", "selfcheck", "selftest",
         "sensitivity", "truth", "unpack",
     ]  # fmt: skip
     __all__ += public.__all__
@@ -59,7 +57,6 @@ _HOMES = {
     "DiffResult": "divergence.experiments.diff",
     "LossReport": "divergence.training.curves.result",
     "Matrix": "divergence.fleet.result",
-    "Quantization": "divergence.experiments.quantization.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "ScoresReport": "divergence.evaluations.result",
@@ -76,7 +73,6 @@ _HOMES = {
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.target",
     "probe": "divergence.arithmetic.api",
-    "quantize": "divergence.experiments.quantization.quantize",
     "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer",

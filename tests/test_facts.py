@@ -80,7 +80,7 @@ def test_facts_are_equal_by_what_they_tell():
 
 DECIDES = (
     "analyses", "comparison", "collectives", "evaluations", "training", "experiments", "gate",
-    "fleet", "domains/doctor",
+    "fleet", "domains/doctor", "domains/quantization", "domains/training",
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(

@@ -38,7 +38,6 @@ LEVELS = {
     "outside": 1,
     "output": 1,
     "numerics": 1,
-    "quantization": 3,  # schemes, and the layers that follow them
     "run": 2,
     "options": 2,  # what each command may be told: types alone
     "config": 2,  # may be imported by all above; itself names sites
@@ -86,7 +85,6 @@ REPORT_READS = (
     "divergence.evaluations.result",
     "divergence.evaluations.show",
     "divergence.experiments.result",
-    "divergence.experiments.quantization.result",
     "divergence.analyses",
     "divergence.comparison.analysis",
     "divergence.comparison.results",
@@ -101,7 +99,12 @@ REPORT_READS = (
 records. It never opens a run."""
 
 OWNERS = {
-    "transformers": ("recording/engines/", "domains/onnx/", "domains/vllm/"),
+    "transformers": (
+        "recording/engines/",
+        "domains/onnx/",
+        "domains/quantization/",
+        "domains/vllm/",
+    ),
     "vllm": ("domains/vllm/", "ops/suite/"),  # its kernels, where a suite is asked for them
     "onnx": ("domains/onnx/",),
     "onnxruntime": ("domains/onnx/",),

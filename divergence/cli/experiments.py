@@ -1,4 +1,4 @@
-"""The commands diff, localize, sensitivity, quantize, selfcheck and selftest."""
+"""The commands diff, localize, sensitivity, selfcheck and selftest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from divergence.options.commands import (
     TRUST,
     LocalizeOptions,
     Output,
-    QuantizationOptions,
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
@@ -240,44 +239,6 @@ def sensitivity(
         thresholds = load_policy(policy).thresholds
         result = sensitivity(run, thresholds=thresholds, progress=progress, **options)
     _show(result, sensitivity_document, output, html)
-
-
-def quantize(
-    *,
-    run: str = option("RUN", "A floating-point run; or a model, captured first.", default=...),
-    out: str | None = option("--out -o RUN", "Write the quantised run there."),
-    options: Annotated[dict[str, Any], QuantizationOptions],
-    policy: Path | None = option(
-        "--policy DIR",
-        "With --target: write what is kept, as compressed-tensors, ModelOpt and msmodelslim "
-        "read it.",
-        after="measure",
-    ),
-    force: bool = FORCE,
-    output: Output,
-) -> None:
-    """Simulates the scheme on the recorded model: codes are exact, as is what is summed of them.
-    The cost is told as llama.cpp tells it: KL, same top token, Δp, perplexity. -o writes the
-    quantised run, which another machine repeats (capture --like) and compare compares.
-
-    Examples:
-    divergence quantize a --scheme w8a8 -o q          # what it costs; then compare a q
-    divergence quantize a --scheme w4a16 --each       # matrix by matrix, with outliers
-    divergence quantize a --scheme w8a8-static --smooth 0.5
-    divergence quantize a --scheme w4a16 --target 0.05 -o q --policy lists
-    divergence quantize ./model --prompts calibration.txt --scheme fp8
-    """
-    if policy is not None and options.get("target") is None:
-        raise UsageError("--policy writes what --target finds", hint="--target 0.01")
-    check_output(policy and policy / "list", what="policy", make_folder=True)
-    from divergence.experiments.quantization.quantize import quantize, write_forms
-    from divergence.report.experiments import quantization_document
-
-    with progress_bars(quiet=output.silent) as progress:
-        result = quantize(run, out=out, force=force, progress=progress, **options)
-    _show(result, quantization_document, output)
-    if policy is not None:  # last: what was found is not lost where it cannot be written
-        write_forms(result, policy)
 
 
 def selfcheck(

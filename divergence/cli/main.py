@@ -88,10 +88,6 @@ COMMANDS = {
         "experiments",
         "How small a fault would be seen: by dtype, prompts, passes and limits as they are.",
     ),
-    "quantize": (
-        "experiments",
-        "What quantisation costs a model, which matrices pay it, and which to keep out of it.",
-    ),
     "selfcheck": (
         "experiments",
         "Run a model in every way that must not matter, and see whether the numbers agree.",

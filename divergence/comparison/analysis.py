@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 ANALYSES = (
-    "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
+    "blocks", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
     "ranks", "code",
 )  # fmt: skip
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is

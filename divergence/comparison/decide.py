@@ -55,8 +55,6 @@ CLAIMS: dict[str, Claim] = {
     "nonfinite": Claim(30, measured=False, alone=True),
     # masks, positions, choices: they do not round
     "integers_differ": Claim(_SEEN_IN_EQUAL_INPUTS),
-    # codes of a quantiser that no rounding makes
-    "codes_wrong": Claim(_SEEN_IN_EQUAL_INPUTS),
     # beyond its limit at one site; at most sites of one kind
     "error_made_here": Claim(_SEEN_IN_EQUAL_INPUTS),
     "error_everywhere_of_kind": Claim(_SEEN_IN_EQUAL_INPUTS),

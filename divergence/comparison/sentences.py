@@ -224,10 +224,6 @@ SENTENCES: Mapping[str, str] = {
         "places, from ]]{first} and {then}{num:none=|*= on}[[, by {by:letter}]]{outside:yes=: "
         "outside the modules, which pass|no=}"
     ),
-    "codes_wrong_everywhere": (
-        "every quantiser of activations makes wrong codes, from {module} on: a kernel or a scheme, "
-        "not one layer"
-    ),
     # commands
     "on_machine": "on {side:letter}'s machine",
     "with_model": "on a machine with the model",
@@ -236,10 +232,6 @@ SENTENCES: Mapping[str, str] = {
     "with_references_model": ("on B's machine, with A's model (--model PATH if it lies elsewhere)"),
     "measure_all_the_same": "measure all the same",
     "truth_judges_two": "a truth judges two runs, RUN being the one that it repeats",
-    "codes_wrong_at": (
-        "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
-        "it in the block"
-    ),
     # comparison.arithmetic: what two machines' arithmetic explains
     "more_arithmetic": "{num_more} more differences of arithmetic; inspect -v lists a run's facts",
     "num_probed": "{num:0=not probed|*={num:count fact}}",

@@ -870,59 +870,6 @@ class SensitivityOptions(Options):
     trust_remote_code: bool = TRUST
 
 
-_SCHEME = "The scheme"
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizationOptions(Options):
-    each: bool = option(
-        "--each", "Also quantise every matrix alone: half a forward for each.", default=False
-    )
-    target: float | None = option(
-        "--target NATS", "Find what must stay in floating point to cost at most this."
-    )
-    measure: str = option(
-        "--measure NAME",
-        "Held against the target: mean KL, or mean |Δ log p|.",
-        choices=("kl", "logprob"),
-        default="kl",
-    )
-    scheme: str = option(
-        "--scheme NAME",
-        "w8a8, w8a8-static, w8a16, w4a16, w4a16-g32, w4a8, fp8, fp8-static, kv8; w8a8+kv8.",
-        _SCHEME,
-        default="w8a8",
-    )
-    smooth: float | None = option(
-        "--smooth ALPHA", "Migrate outliers into the weights, as SmoothQuant: 0.5.", _SCHEME
-    )
-    asymmetric: str = option(
-        "--asymmetric WHAT", "A zero point for weights, activations, both.", _SCHEME, default=""
-    )
-    weights_per: str = option(
-        "--weights-per WHAT", "A scale for each tensor, channel, group:128.", _SCHEME, default=""
-    )
-    activations_per: str = option(
-        "--activations-per WHAT", "A scale for each tensor, token, group:128.", _SCHEME, default=""
-    )
-    keep: Sequence[str] = option(
-        "--keep NAME",
-        "Leave in floating point: a matrix, re:EXPRESSION, or a class; repeatable. !NAME "
-        "quantises what is kept otherwise (head, routers).",
-        _SCHEME,
-        default=(),
-    )
-    prompts: Sequence[str] = option(
-        "--prompt TEXT", "Of a model: a prompt; repeatable.", default=()
-    )
-    prompts_file: Path | None = option(
-        "--prompts FILE", "Of a model: .txt (one a line), .jsonl or .json."
-    )
-    model: str | None = COPY
-    device: str = DEVICE
-    trust_remote_code: bool = TRUST
-
-
 @dataclass(frozen=True, kw_only=True)
 class SelfcheckOptions(Options):
     prompts: Sequence[str] = option(

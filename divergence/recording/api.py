@@ -19,7 +19,6 @@ from divergence.options.commands import SERVER, CaptureOptions, TruthOptions, gi
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.engines.engine import (
     DEFAULT,
-    QUANTIZE,
     engine_named,
     options_for,
     refuse_lacking,
@@ -242,11 +241,10 @@ def truth(
         options = dataclasses.replace(options, attn_implementation="eager")
     values = vars(options) | {"store": "full", "probe": False}
     values["label"] = options.label or "float64 truth"
-    # a simulated quantisation is what the model is; every other engine is a way to run it
     engine = recorded.manifest.engine
     values |= {"engine": DEFAULT, "engine_options": {}}
-    if engine is not None and engine.name == QUANTIZE:
-        values |= {"engine": QUANTIZE, "engine_options": dict(engine.options)}
+    if engine is not None and engine.simulates:
+        values |= {"engine": engine.name, "engine_options": dict(engine.options)}
     request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))
     return _execute(
         request, out=out, force=force, command=command, progress=progress,

@@ -45,7 +45,6 @@ from divergence.options.commands import CaptureOptions, recorded_in
 from divergence.recording import optimizer as asked
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import (
-    QUANTIZE,
     Feature,
     GroupResult,
     Session,
@@ -770,11 +769,12 @@ def keeps_tensors(request: Request) -> bool:
 
 def why_no_truth(request: Request, session: Session, device: str, out: Location) -> str | None:
     """None if a capture can make its own truth, else why it cannot."""
-    engine, plan = session.note().name, "divergence truth makes one"
+    engine, plan = session.note(), "divergence truth makes one"
     if session.loaded.ranks is not None:
         return f"the work is divided between processes; {plan} in a single one"
-    if engine not in (TRANSFORMERS, QUANTIZE):
-        return f"the engine {engine} has no weights that could be widened; {plan} with transformers"
+    if engine.name != TRANSFORMERS and not engine.simulates:
+        lacks = f"the engine {engine.name} has no weights that could be widened"
+        return f"{lacks}; {plan} with transformers"
     if compiled_regions(session.loaded.module):
         return "compiled code cannot be widened"
     if request.device_map is not None:

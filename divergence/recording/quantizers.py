@@ -4,7 +4,7 @@ A code is a choice that rounding may flip: where x / scale lies next to k + 1/2,
 machines take different codes, and a whole step of error appears out of nothing. So codes are
 treated as the experts of a token are. They are recorded with the blocks, at ``MODULE:in.codes``,
 less their zero point; in an anchored pass the other run's are put in place, and the values behind
-them differ by rounding alone; the codes are judged as codes (analyses/codes). In float64 x / scale
+them differ by rounding alone; the codes are judged as codes (numerics.codes). In float64 x / scale
 is recorded before it is rounded: it tells how near a tie lies. Keys and values that a cache holds
 as codes are treated alike, at ``ATTENTION:in.k.codes`` and ``in.v.codes``, all heads of a token in
 one row.
@@ -23,13 +23,18 @@ from typing import Any
 
 import torch
 
-from divergence.quantization.model import cache_of, running_attention, watchable
 from divergence.recording.hooks import patched
 from divergence.run.site import CODES, HEAD_CODES, escape_path
 
 Seen = Callable[[str, str, torch.Tensor, torch.Tensor], torch.Tensor | None]
 """(path, port, codes, what is recorded of them) → the codes to go on with, or None for the own
 ones."""
+
+INPUT, CACHE = "_coded_input", "_coded_cache"
+"""Where a simulated scheme leaves what makes its codes: an attribute of a module, for its input,
+and of the model, for its caches. Each has a ``watch`` that is None, or called with the codes and
+what is recorded of them, a cache's with the layer's number and ``k`` or ``v`` before; it may give
+other codes to go on with."""
 
 _PORTS = {"input": CODES, **HEAD_CODES}
 """By what compressed-tensors calls the tensor that it quantises. Weights are no activations."""
@@ -56,13 +61,13 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
 
     with contextlib.ExitStack() as stack:
         for path, module in model.named_modules():
-            matrix = watchable(module)
+            matrix = module.__dict__.get(INPUT)
             if matrix is not None:
                 watch = partial(quietly, escape_path(path), CODES)
                 stack.enter_context(patched(matrix, "watch", watch))
-        cache = cache_of(model)
+        cache = model.__dict__.get(CACHE)
         if cache is not None:
-            path_of = stack.enter_context(running_attention(model))
+            path_of = stack.enter_context(_running_attention(model))
 
             def watch_layer(
                 layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
@@ -75,6 +80,32 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
             stack.enter_context(patched(cache, "watch", watch_layer))
         stack.enter_context(_watched_library(model, seen, quiet))
         yield
+
+
+@contextlib.contextmanager
+def _running_attention(
+    model: torch.nn.Module,
+) -> Iterator[Callable[[int], str | None]]:
+    """Gives what tells, of a layer's number in a cache, the path of the attention that fills it:
+    the innermost module of that number that runs. Self- and cross-attention of one layer share a
+    number."""
+    running: list[tuple[str, int]] = []
+
+    def enters(path: str, number: int) -> Callable[..., None]:
+        return lambda *_: running.append((path, number))
+
+    def leaves(*_: Any) -> None:
+        running.pop()
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            number = getattr(module, "layer_idx", None)
+            if isinstance(number, int):
+                hook = module.register_forward_pre_hook(enters(path, number))
+                stack.callback(hook.remove)
+                hook = module.register_forward_hook(leaves, always_call=True)
+                stack.callback(hook.remove)
+        yield lambda layer: next((p for p, number in reversed(running) if number == layer), None)
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,12 @@ class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     calibration: Calibration | None = None
     """Of a simulated quantisation whose scales come from calibration."""
 
+    @property
+    def simulates(self) -> bool:
+        """Is the model what the engine makes of the checkpoint, by a scheme? Other engines are ways
+        to run one model."""
+        return "scheme" in self.facts
+
 
 class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The code that modules of one class ran, so that two runs can be shown to have run the same

@@ -39,7 +39,6 @@ KINDS = {
     "logprobs": "systematic",
     "nonfinite": "nonfinite",
     "integers_differ": "localized",
-    "codes_wrong": "localized",
     "error_made_here": "localized",
     "error_everywhere_of_kind": "systematic",
     "error_below_floor": "localized",
@@ -297,7 +296,7 @@ def test_the_documented_table_is_the_one_in_the_code():
 def test_a_claim_of_a_domain_stands_where_it_says(monkeypatch):
     """Nothing of the core names it."""
     mine = Domain(name="mine", claims={"mine": Claim(35, alone=True)})
-    monkeypatch.setattr("divergence.comparison.decide.domains", lambda: (mine,))
+    monkeypatch.setattr("divergence.comparison.decide.added", lambda kind: getattr(mine, kind))
     own = msgspec.structs.replace(finding("drift"), claim="mine", headline=[plain("mine")])
     for other, first in (("error_made_here", "mine"), ("nonfinite", "nonfinite")):
         assert decide([finding(other), own]).verdict.summary == first

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from divergence.experiments.quantization.quantize import cost_of
+from divergence.domains.quantization.quantize import cost_of
 from divergence.numerics.logits import RowCosts
 from divergence.numerics.sums import following_of, quantile
 

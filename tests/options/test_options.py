@@ -18,7 +18,6 @@ from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
 from divergence.experiments.localization.localize import localize
-from divergence.experiments.quantization.quantize import quantize
 from divergence.experiments.selfcheck import selfcheck
 from divergence.experiments.selftest import selftest
 from divergence.experiments.sensitivity import sensitivity
@@ -33,7 +32,6 @@ from divergence.options.commands import (
     CompareOptions,
     LocalizeOptions,
     ProbeOptions,
-    QuantizationOptions,
     ReplayOptions,
     ReproOptions,
     SelfcheckOptions,
@@ -54,7 +52,6 @@ from divergence.words import Progress
 KINDS = [
     CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions, ProbeOptions,
     LocalizeOptions, ReproOptions, SelfcheckOptions, SelftestOptions, SensitivityOptions,
-    QuantizationOptions,
 ]  # fmt: skip
 
 
@@ -139,7 +136,6 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
             "reference candidate out prepare_reference prepare_candidate progress",
         ),
         (sensitivity, SensitivityOptions, "run thresholds progress"),
-        (quantize, QuantizationOptions, "run out force command progress"),
         (selfcheck, SelfcheckOptions, "model revision progress"),
         (selftest, SelftestOptions, "progress"),
         (repro, ReproOptions, "run site out called progress"),

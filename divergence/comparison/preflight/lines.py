@@ -179,8 +179,7 @@ def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
     shown = []
     for manifest in (a, b):
         note = manifest.engine
-        simulated = note is not None and note.name == "quantize"
-        alpha = note.options.get("smooth") if note is not None and simulated else None
+        alpha = note.options.get("smooth") if note is not None and note.simulates else None
         more = "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
         shown.append(_with(str(manifest.model.quantization or "none"), more))
     if shown[0] == shown[1]:
@@ -197,7 +196,7 @@ def _with(text: str, more: str) -> str:
 
 def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
     """What each side's simulation has that the other's has not, of two that follow one scheme."""
-    if a is None or b is None or not a.name == b.name == "quantize":
+    if a is None or b is None or not (a.simulates and b.simulates):
         return "", ""
     kept = [note.facts.get("kept", "") for note in (a, b)]
     cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")

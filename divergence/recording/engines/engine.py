@@ -349,11 +349,10 @@ def can_generate(model: Any) -> bool:
 #     [project.entry-points."divergence.engines"]
 #     mine = "my_package.engine:MyEngine"
 
-DEFAULT, QUANTIZE = "transformers", "quantize"
+DEFAULT = "transformers"
 CORE = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
     "compile": "divergence.recording.engines.sessions:CompileEngine",
-    "quantize": "divergence.recording.engines.quantize:QuantizeEngine",
 }
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"

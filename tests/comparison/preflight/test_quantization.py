@@ -73,7 +73,7 @@ def simulated(plain, kept="lm_head", calibration=None, **options):
     note = QuantizationNote(method="simulated", schemes=[scheme], kept=["h.*"])
     run.manifest.model = msgspec.structs.replace(run.manifest.model, quantization=note)
     run.manifest.engine = EngineNote(
-        name="quantize", version="5", options=options, facts={"kept": kept},
+        name="quantize", version="5", options=options, facts={"scheme": "W8A16", "kept": kept},
         calibration=None if calibration is None else Calibration(num_tokens=9, **calibration),
     )  # fmt: skip
     return run

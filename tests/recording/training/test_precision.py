@@ -84,6 +84,7 @@ def test_main_weights_take_a_step_that_bfloat16_does_not(step, tiny_model):
     assert torch.allclose(moments[f"{site}.exp_avg"], 0.1 * gradient, rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_a_policy_is_options(step, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2},

@@ -160,6 +160,7 @@ def test_a_fault_beside_experts_is_seen_from_either_side(step):
         assert (verdict.kind, verdict.onset and verdict.onset.site) == ("localized", site)
 
 
+@pytest.mark.whole
 def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
     """A bucket that is stale in the free pass alone, as a race makes it: the anchored pass is
     right, and the free pass is not explained by it."""
@@ -263,6 +264,7 @@ def test_an_encoder_is_refused(tiny_model, tmp_path):
         divergence.capture(str(tiny_model("bert")), out=tmp_path / "run", prompts=IDS, train=True)
 
 
+@pytest.mark.whole
 def test_gradients_reduced_as_ranks_would(step, truth):
     """In float32 an order is rounding; in bfloat16 all parameters' gradients are off, by the
     rounding of bfloat16, and nothing that blocks hand on is."""
@@ -279,6 +281,7 @@ def test_gradients_reduced_as_ranks_would(step, truth):
     assert 5e-4 < max(off) < 1e-2
 
 
+@pytest.mark.whole
 def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     from divergence.recording.optimizer import Stepping
 

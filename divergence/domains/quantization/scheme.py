@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from divergence.errors import UsageError
+from divergence.facts import fact, sentence
 from divergence.numerics.codes import Quantizer
 from divergence.run.site import did_you_mean
 
@@ -48,18 +49,16 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         return self.static or self.smooth is not None
 
     def __str__(self) -> str:
-        parts = []
-        if self.weights is not None:
-            parts.append(f"{_words(self.weights)} weights per {_per(self.weights)}")
-        if self.activations is not None:
-            when = "static" if self.static else "dynamic"
-            parts.append(
-                f"{_words(self.activations)} activations per {_per(self.activations)}, {when}"
+        when = "static" if self.static else "dynamic"
+        parts = [
+            sentence(fact(f"quantization.{what}", format=_words(how), per=_per(how), when=when))
+            for what, how in (
+                ("weights", self.weights), ("activations", self.activations), ("cache", self.kv)
             )
-        if self.kv is not None:
-            parts.append(f"{_words(self.kv)} keys and values per {_per(self.kv)}")
+            if how is not None
+        ]  # fmt: skip
         if self.smooth is not None:
-            parts.append(f"scales migrated (alpha {self.smooth:g})")
+            parts.append(sentence(fact("quantization.migrated", alpha=self.smooth)))
         return ", ".join(parts)
 
 

@@ -24,36 +24,7 @@ import torch
 from torch import nn
 
 from divergence._version import __version__
-from divergence.errors import RunWriteError, UsageError
-from divergence.experiments.quantization.result import (
-    Cost,
-    MatrixCost,
-    Outliers,
-    Quantization,
-    QuantizationPolicy,
-)
-from divergence.facts import Fact, fact, sentence, worded
-from divergence.numerics.codes import Quantizer, codes_of, scales_of, values_of
-from divergence.numerics.logits import RowCosts, row_costs
-from divergence.numerics.sums import following_of, quantile, standard_error
-from divergence.options.commands import CaptureOptions
-from divergence.output import write_output
-from divergence.quantization.model import CalibrationWatch as Watch
-from divergence.quantization.model import (
-    QuantizationTarget,
-    QuantizedWeight,
-    calibration_of,
-    divisors_of,
-    install,
-    quantized_weight,
-    targets_of,
-    uninstall,
-    watching,
-)
-from divergence.quantization.scheme import Scheme, scheme_named
-from divergence.recording.api import capture
-from divergence.recording.engines.engine import failures
-from divergence.recording.engines.quantize import (
+from divergence.domains.quantization.engine import (
     QuantizeEngine,
     QuantizeOptions,
     QuantizeSession,
@@ -61,6 +32,33 @@ from divergence.recording.engines.quantize import (
     quantised_cache,
     scheme_of,
 )
+from divergence.domains.quantization.model import CalibrationWatch as Watch
+from divergence.domains.quantization.model import (
+    QuantizationTarget,
+    QuantizedWeight,
+    calibration_of,
+    install,
+    targets_of,
+    uninstall,
+    watching,
+)
+from divergence.domains.quantization.result import (
+    Cost,
+    MatrixCost,
+    Outliers,
+    Quantization,
+    QuantizationPolicy,
+)
+from divergence.domains.quantization.scheme import Scheme, scheme_named
+from divergence.errors import RunWriteError, UsageError
+from divergence.facts import Fact, fact, sentence, worded
+from divergence.numerics.codes import Quantizer, codes_of, scales_of, values_of
+from divergence.numerics.logits import RowCosts, row_costs
+from divergence.numerics.sums import following_of, quantile, standard_error
+from divergence.options.commands import CaptureOptions
+from divergence.output import write_output
+from divergence.recording.api import capture
+from divergence.recording.engines.engine import failures
 from divergence.recording.engines.sessions import blocks_of
 from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, unlike
@@ -101,7 +99,7 @@ class QuantizationTrials:
 
     def __init__(self, session: QuantizeSession, samples: Sequence[SampleTokens]) -> None:
         """Raises UsageError for a model without next-token distributions."""
-        self.session, self.scheme = session, session.scheme
+        self.session = session
         self.model: Any = session.loaded.module
         if session.loaded.task != "causal-lm":
             raise UsageError(
@@ -120,14 +118,15 @@ class QuantizationTrials:
 
     def without_migration(self, targets: Iterable[QuantizationTarget]) -> Cost:
         """The cost of these quantised with α taken away."""
-        session, kept = self.session, (self.scheme, self.session.calibration, self._weights)
-        self.scheme = msgspec.structs.replace(self.scheme, smooth=None)
-        session.calibration = calibration_of(session.watches, session.targets, self.scheme)
+        session = self.session
+        kept = session.scheme, session.calibration, self._weights
+        session.scheme = msgspec.structs.replace(session.scheme, smooth=None)
+        session.calibration = calibration_of(session.watches, session.targets, session.scheme)
         self._weights = {}
         try:
             return self.cost(targets)
         finally:
-            self.scheme, session.calibration, self._weights = kept
+            session.scheme, session.calibration, self._weights = kept
 
     def run_plain(self) -> None:
         """The forwards as the model is now; what they give is dropped."""
@@ -145,21 +144,16 @@ class QuantizationTrials:
     def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
         """The target's matrices under the scheme, made once."""
         if target.name not in self._weights:
-            known = self.session.calibration
-            if known is not None and target.name not in self.session.targets:
-                alone = msgspec.structs.replace(self.scheme, smooth=None)
-                known = calibration_of(self.session.watches, {target.name: target}, alone)
-            self._weights[target.name] = quantized_weight(
-                target, self.scheme,
-                smooth=None if known is None else divisors_of(known, target.name),
-                limits=None if known is None else known.limits.get(target.name),
-            )  # fmt: skip
+            self._weights[target.name] = self.session.weight(target)
         return self._weights[target.name]
 
     def cost(self, targets: Iterable[QuantizationTarget]) -> Cost:
         """Of the model with these quantised."""
-        cached = self.scheme.kv is not None
-        with self._installed(targets), quantised_cache(self.scheme.kv, self.model) as filled:
+        cached = self.session.scheme.kv is not None
+        with (
+            self._installed(targets),
+            quantised_cache(self.session.scheme.kv, self.model) as filled,
+        ):
             for number, seen in enumerate(self.seen):  # after the weights, whose error names them
                 if bool(seen.logits.isnan().any()):
                     raise UsageError(
@@ -169,7 +163,8 @@ class QuantizationTrials:
             rows = [self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen]
         if cached and not filled:
             raise UsageError(
-                f"{self.scheme.name}: this model keeps no keys and values", hint="leave out kv8"
+                f"{self.session.scheme.name}: this model keeps no keys and values",
+                hint="leave out kv8",
             )
         return cost_of(rows)
 
@@ -252,7 +247,9 @@ class QuantizationTrials:
 
     @contextlib.contextmanager
     def _installed(self, targets: Iterable[QuantizationTarget]) -> Iterator[None]:
-        held = {t.name: (t, self.weight(t)) for t in targets if self.scheme.weights is not None}
+        held = {
+            t.name: (t, self.weight(t)) for t in targets if self.session.scheme.weights is not None
+        }
         install(held)
         try:
             yield
@@ -336,7 +333,7 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
         ))  # fmt: skip
     for table in tables:
         tell("each", len(costs), total, table.name)
-        with _through_codes(table, trials.scheme.weights):
+        with _through_codes(table, trials.session.scheme.weights):
             cost, error = trials.from_block(table.number)
         weight = table.module._parameters["weight"]
         costs.append(MatrixCost(
@@ -348,7 +345,7 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
 
 
 def _tables(trials: QuantizationTrials) -> list[_Table]:
-    if trials.scheme.weights is None:
+    if trials.session.scheme.weights is None:
         return []
     numbers = {
         id(module): number
@@ -597,7 +594,7 @@ def quantize(
     """What the model of ``run`` costs under ``scheme``, over the run's tokens.
 
     ``run``: a floating-point run; or a model, which is captured first (beside ``out``) on
-    ``prompts``. ``scheme`` and what follows it: see ``divergence.quantization.scheme``. ``keep``:
+    ``prompts``. ``scheme`` and what follows it: see domains.quantization.scheme. ``keep``:
     matrices that stay in floating point, by name, ``re:`` expression or class.
 
     ``each``: every matrix alone. ``target``: find what must stay in floating point so that the
@@ -643,7 +640,7 @@ def quantize(
             matrices: list[MatrixCost] = []
             notes = [*_notes(session, chosen), *(_unlike(session, base) if model else ())]
             if session.loaded.task == "causal-lm":
-                tell("float", 0, None, sentence(fact("experiments.as_it_is")))
+                tell("float", 0, None, sentence(fact("quantization.as_it_is")))
                 trials = QuantizationTrials(session, base.manifest.tokens.samples)
                 tell("quantized", 0, None, chosen.name)
                 cost = trials.cost(targets)
@@ -668,7 +665,7 @@ def quantize(
                     unseen = [o.name for o in matrices if o.by_default and o.outliers is None]
                     if unseen:
                         first = unseen[0]
-                        notes.append(fact("experiments.unreached", num=len(unseen), first=first))
+                        notes.append(fact("quantization.unreached", num=len(unseen), first=first))
                     predicted = sum(o.cost.kl_mean for o in matrices if o.by_default)
                 if target is not None:
                     policy = find_policy(
@@ -782,12 +779,12 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
     tokens = known.num_tokens
     if scheme.static:
         yield fact(
-            "experiments.static_scales", num_tokens=tokens, num_later=tokens + 1,
+            "quantization.static_scales", num_tokens=tokens, num_later=tokens + 1,
             usual=_FEW_TOKENS if tokens < _FEW_TOKENS else None,
         )  # fmt: skip
     if scheme.smooth is not None:
         yield fact(
-            "experiments.migrated_in", num=len(known.fed_by), total=len(session.targets),
+            "quantization.migrated_in", num=len(known.fed_by), total=len(session.targets),
             num_norms=len(known.scales),
         )  # fmt: skip
 
@@ -798,7 +795,7 @@ def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:
     identity = session.identity(lambda *_: None)
     for difference in unlike(base.manifest, identity, session.note(), describe_modules(module)):
         model = session.loaded.source
-        yield fact("experiments.numbers_of", model=model, difference=difference)
+        yield fact("quantization.numbers_of", model=model, difference=difference)
 
 
 def _joined(patterns: Sequence[str]) -> str:
@@ -812,15 +809,17 @@ def _next(
     commands = []
     if out is not None:
         commands += [
-            command_line("compare", base, out, note=fact("experiments.by_block")),
-            command_line("capture", like=out, o=f"{out}-there", note=fact("experiments.elsewhere")),
+            command_line("compare", base, out, note=fact("quantization.by_block")),
+            command_line(
+                "capture", like=out, o=f"{out}-there", note=fact("quantization.elsewhere")
+            ),
         ]
     if scheme_named(again["scheme"]).weights is None:
         return commands
     if not (each or target):
-        note = fact("experiments.which_matrices")
+        note = fact("quantization.which_matrices")
         commands.append(command_line("quantize", base, **again, each=True, note=note))
     if target is None:
-        note = fact("experiments.what_to_keep")
+        note = fact("quantization.what_to_keep")
         commands.append(command_line("quantize", base, **again, target="0.01", o="Q", note=note))
     return commands

@@ -11,6 +11,14 @@ SENTENCES: Mapping[str, str] = {
     "of_heads": "the {head:q=queries|k=keys|v=values} of {module}",
     "entering": "what enters {module}",
     # what they tell
+    "wrong_everywhere": (
+        "every quantiser of activations makes wrong codes, from {module} on: a kernel or a scheme, "
+        "not one layer"
+    ),
+    "wrong_at": (
+        "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
+        "it in the block"
+    ),
     "no_truth": "no truth",
     "all_equal": "codes of activations: all {num_codes:,} are equal on both sides",
     "round_apart": (

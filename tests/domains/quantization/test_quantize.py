@@ -1,5 +1,6 @@
 """quantize(): costs, matrices alone, and policies that were run."""
 
+import inspect
 import json
 import math
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 import yaml
 
+from divergence.domains.quantization.command import QuantizationOptions
+from divergence.domains.quantization.quantize import cost_of, forms, quantize
+from divergence.domains.quantization.scheme import scheme_named
+from divergence.domains.quantization.show import quantization_document
 from divergence.errors import UsageError
-from divergence.experiments.quantization.quantize import cost_of, forms, quantize
 from divergence.numerics.logits import row_costs
-from divergence.quantization.scheme import scheme_named
+from divergence.options.commands import fields_of
 from divergence.recording.api import capture
-from divergence.report.experiments import quantization_document
 from divergence.report.text import document_lines
 from divergence.run.reader import Run
 
@@ -190,3 +193,11 @@ def test_an_encoder_is_quantised_but_has_no_next_token(tiny_model, tmp_path):
     assert Run.open(tmp_path / "q").manifest.engine.options["scheme"] == "w8a8"
     with pytest.raises(UsageError, match="no causal language model"):
         quantize(run, scheme="w8a8", each=True)
+
+
+def test_the_function_takes_what_the_command_takes():
+    """By the same names, with the same defaults."""
+    own = {"run", "out", "force", "command", "progress"}
+    parameters = inspect.signature(quantize).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name not in own}
+    assert defaults == {field.name: field.default for field in fields_of(QuantizationOptions)}

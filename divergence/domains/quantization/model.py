@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from divergence.domains.quantization.scheme import Scheme
 from divergence.errors import UsageError
 from divergence.numerics.codes import Quantizer, codes_of, grouped, scales_of, values_of
-from divergence.quantization.scheme import Scheme
+from divergence.recording.quantizers import INPUT
 from divergence.recording.structure import describe_modules, routing_modules
 from divergence.run.manifest import Calibration
 from divergence.run.site import did_you_mean, unescape_path
@@ -37,9 +37,6 @@ from divergence.run.site import did_you_mean, unescape_path
 
 _EXACT = 1 << 24
 """Whole numbers up to here are float32 numbers."""
-
-Limits = tuple[float, float]
-"""The least and the largest activation that enters a layer, from calibration."""
 
 
 def exact_product(x: torch.Tensor, weight: torch.Tensor, *, most: int) -> torch.Tensor:
@@ -76,9 +73,10 @@ class QuantizedWeight:
 
     def __init__(
         self, weight: torch.Tensor, scheme: Scheme, *,
-        smooth: torch.Tensor | None = None, limits: Limits | None = None,
+        smooth: torch.Tensor | None = None, limits: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """``smooth``: (K,) what inputs are divided by and weights multiplied with."""
+        """From calibration: ``smooth`` (K,), what inputs are divided by and weights multiplied
+        with, and ``limits``, the least and the largest activation that enters."""
         self.scheme, self.smooth, self.limits = scheme, smooth, limits
         self.watch: Watch | None = None
         """Told of the codes of each input, and may give others to go on with."""
@@ -173,20 +171,16 @@ def put_in(module: nn.Module, weights: Weights) -> None:
     ``Quantized...``; parameters, hooks and place stay. ``take_out`` undoes it."""
     take_out(module)
     module.__dict__["_quantized"] = weights
+    match weights.get("weight"):
+        case [QuantizedWeight() as weight] if weight.scheme.activations is not None:
+            module.__dict__[INPUT] = weight
     kind: Any = type(module)
     module.__class__ = _class_for(kind)
 
 
-def watchable(module: nn.Module) -> QuantizedWeight | None:
-    """The matrix of a layer whose input becomes codes; None for any other module."""
-    held = module.__dict__.get("_quantized", {}).get("weight", ())
-    weight = held[0] if len(held) == 1 else None
-    quantises = isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None
-    return weight if quantises else None
-
-
 def take_out(module: nn.Module) -> None:
     """Undo ``put_in``, where it was done."""
+    module.__dict__.pop(INPUT, None)
     if module.__dict__.pop("_quantized", None) is not None:
         module.__class__ = type(module).__mro__[1]
 
@@ -244,40 +238,6 @@ class QuantizedCache:
             given = self.watch(layer, what, codes, told)
             codes = codes if given is None else given.to(codes)
         return values_of(codes, self.quantizer, scale, zero).to(x.dtype)
-
-
-HELD = "_quantized_cache"
-"""The attribute of a model that holds what stands before its caches."""
-
-
-def cache_of(model: nn.Module) -> QuantizedCache | None:
-    """What stands before this model's caches."""
-    held: QuantizedCache | None = model.__dict__.get(HELD)
-    return held
-
-
-@contextlib.contextmanager
-def running_attention(model: nn.Module) -> Iterator[Callable[[int], str | None]]:
-    """Gives what tells, of a layer's number in a cache, the path of the attention that fills it:
-    the innermost module of that number that runs. Self- and cross-attention of one layer share a
-    number."""
-    running: list[tuple[str, int]] = []
-
-    def enters(path: str, number: int) -> Callable[..., None]:
-        return lambda *_: running.append((path, number))
-
-    def leaves(*_: Any) -> None:
-        running.pop()
-
-    with contextlib.ExitStack() as stack:
-        for path, module in model.named_modules():
-            number = getattr(module, "layer_idx", None)
-            if isinstance(number, int):
-                hook = module.register_forward_pre_hook(enters(path, number))
-                stack.callback(hook.remove)
-                hook = module.register_forward_hook(leaves, always_call=True)
-                stack.callback(hook.remove)
-        yield lambda layer: next((p for p, number in reversed(running) if number == layer), None)
 
 
 # A model under a scheme: which of its matrices are quantised, and putting that in and out.
@@ -372,18 +332,18 @@ def _fits(pattern: str, name: str, target: QuantizationTarget) -> bool:
 
 
 def quantized_weight(
-    target: QuantizationTarget, scheme: Scheme, *, smooth: torch.Tensor | None = None,
-    limits: Sequence[float] | None = None,
-) -> list[QuantizedWeight]:  # fmt: skip
-    """A target's matrices under the scheme. ``smooth``, ``limits``: from calibration. Raises
-    UsageError for weights that are not finite, for groups that do not divide their rows, and for
-    static scales that no calibration gave."""
+    target: QuantizationTarget, scheme: Scheme, known: Calibration | None = None
+) -> list[QuantizedWeight]:
+    """A target's matrices under the scheme. Raises UsageError for weights that are not finite, for
+    groups that do not divide their rows, and for static scales that no calibration gave."""
+    limits = None if known is None else known.limits.get(target.name)
     if scheme.static and limits is None:
         raise UsageError(
             f"{target.name}: nothing entered it during calibration, so it has no static scale",
             hint=f"more prompts, a dynamic scheme, or --keep {target.name}",
         )
-    known: Limits | None = None if limits is None else (limits[0], limits[1])
+    norm = None if known is None else known.fed_by.get(target.name)
+    scales = None if known is None or norm is None else known.scales.get(norm)
     made = []
     for number, weight in enumerate(target.matrices):
         if not bool(torch.isfinite(weight).all()):
@@ -392,9 +352,9 @@ def quantized_weight(
                 f"{target.name}{at} holds weights that are not finite: no scale fits them",
                 hint="the checkpoint is damaged; or keep the module in floating point",
             )
-        divisors = None if smooth is None else smooth.to(weight.device)
+        smooth = None if scales is None else torch.tensor(scales, device=weight.device)
         try:
-            made.append(QuantizedWeight(weight, scheme, smooth=divisors, limits=known))
+            made.append(QuantizedWeight(weight, scheme, smooth=smooth, limits=limits))
         except UsageError as error:
             error.where = target.name
             raise
@@ -441,13 +401,6 @@ def use_plain_experts(model: Any) -> None:
 
 _LEAST = 1e-5
 """Of scales and of maxima of weights, as in SmoothQuant's own code."""
-
-
-def divisors_of(calibration: Calibration, name: str) -> torch.Tensor | None:
-    """(K,) what inputs of the matrix of that name are divided by."""
-    norm = calibration.fed_by.get(name)
-    scales = None if norm is None else calibration.scales.get(norm)
-    return None if scales is None else torch.tensor(scales, dtype=torch.float32)
 
 
 class CalibrationWatch:

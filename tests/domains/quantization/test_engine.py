@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from divergence.comparison.api import compare
+from divergence.domains.quantization.model import chosen, targets_of
 from divergence.errors import UsageError
-from divergence.quantization.model import chosen, targets_of
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.load import Loading, load_model
 
@@ -164,7 +164,7 @@ def test_any_scheme_is_repeated_from_its_run(plain, tmp_path, options):
 
 def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(folder, tmp_path):
     """Static scales with a zero point: later tokens may lie beyond what calibration saw."""
-    from divergence.recording.engines import quantize as engine
+    from divergence.domains.quantization import engine
 
     own = engine.calibration_of
 

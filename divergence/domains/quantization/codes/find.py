@@ -94,10 +94,10 @@ def find(measured: Measured) -> AnalysisResult:
     side = common_side(side for _, mine in off for side in mine) if by_truth else None
     _, at = next(iter(faults.values()))
     family = in_most(len(off), len(sites))
-    headline = fact("codes_wrong_everywhere", module=module_of(at.site))
+    headline = fact("codes.wrong_everywhere", module=module_of(at.site))
     if not family:
         by = side if side in SIDES else None
-        headline = fact("codes_wrong_at", place=_place(at.site), by=by)
+        headline = fact("codes.wrong_at", place=_place(at.site), by=by)
     evidence = []
     for _, mine in off[:3]:
         for who, (looks, where) in mine.items():

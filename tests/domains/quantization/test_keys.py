@@ -116,7 +116,7 @@ SECOND = "decoder.block.1"
 @pytest.mark.parametrize("name", ["layer.0.SelfAttention", "layer.1.EncDecAttention"])
 def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, tmp_path, monkeypatch):
     """A cast that cuts off, where this attention fills the cache."""
-    from divergence.quantization import model as cache
+    from divergence.domains.quantization import model as cache
 
     a, exact = halves
     own, wrong, inside = cache.codes_of, f"{SECOND}.{name}", [False]

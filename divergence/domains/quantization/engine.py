@@ -1,9 +1,9 @@
 """A quantised variant of a model of transformers, simulated: ``--engine quantize``.
 
 The matrices are those of the checkpoint, and so are their digests; what multiplies with them
-follows a scheme (``divergence.quantization``). Where scales come from calibration the model runs
-on the run's own tokens first, in floating point; what was found is recorded, and a capture ``like``
-that run takes it from there. So another machine runs the very same quantised model.
+follows a scheme (see ``scheme``). Where scales come from calibration the model runs on the run's
+own tokens first, in floating point; what was found is recorded, and a capture ``like`` that run
+takes it from there. So another machine runs the very same quantised model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import msgspec
 import torch
 from torch import nn
 
-from divergence.errors import UsageError
-from divergence.numerics.codes import Quantizer
-from divergence.quantization.model import (
-    HELD,
+from divergence.domains.quantization.model import CalibrationWatch as Watch
+from divergence.domains.quantization.model import (
+    QuantizationTarget,
     QuantizedCache,
+    QuantizedWeight,
     calibration_of,
     chosen,
-    divisors_of,
     install,
     quantized_weight,
     targets_of,
@@ -32,12 +31,14 @@ from divergence.quantization.model import (
     use_plain_experts,
     watching,
 )
-from divergence.quantization.model import CalibrationWatch as Watch
-from divergence.quantization.scheme import Scheme, scheme_named
+from divergence.domains.quantization.scheme import Scheme, scheme_named
+from divergence.errors import UsageError
+from divergence.numerics.codes import Quantizer
 from divergence.recording.engines.engine import EngineOptions, run_group
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks import patched
+from divergence.recording.quantizers import CACHE
 from divergence.run.manifest import (
     Calibration,
     EngineNote,
@@ -134,7 +135,7 @@ class QuantizeSession(TorchSession):
     ) -> None:
         self.calibrate(samples, None if like is None else like.engine)
         if self.scheme.weights is not None:
-            install({name: (t, self.weight(name)) for name, t in self.targets.items()})
+            install({name: (t, self.weight(t)) for name, t in self.targets.items()})
         self._cache.enter_context(quantised_cache(self.scheme.kv, self.loaded.module))
 
     def calibrate(self, samples: Sequence[SampleTokens], like: EngineNote | None = None) -> None:
@@ -154,14 +155,14 @@ class QuantizeSession(TorchSession):
                 )
         self.calibration = calibration_of(self.watches, self.targets, self.scheme)
 
-    def weight(self, name: str) -> list[Any]:
-        """The matrices of a target under the scheme."""
+    def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
+        """Its matrices under the scheme. One that is kept has the scales that it would have alone,
+        and none migrated."""
         known = self.calibration
-        return quantized_weight(
-            self.targets[name], self.scheme,
-            smooth=None if known is None else divisors_of(known, name),
-            limits=None if known is None else known.limits.get(name),
-        )  # fmt: skip
+        if known is not None and target.name not in self.targets:
+            alone = msgspec.structs.replace(self.scheme, smooth=None)
+            known = calibration_of(self.watches, {target.name: target}, alone)
+        return quantized_weight(target, self.scheme, known)
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         identity = super().identity(on_parameter)
@@ -221,5 +222,5 @@ def quantised_cache(quantizer: Quantizer | None, model: nn.Module) -> Iterator[s
         key, value = between.through(layer, "k", key), between.through(layer, "v", value)
         return original(self, key, value, layer, *args, **kw)
 
-    with patched(kind, "update", update), patched(model, HELD, between):
+    with patched(kind, "update", update), patched(model, CACHE, between):
         yield between.filled

@@ -8,8 +8,8 @@ from typing import ClassVar
 import msgspec
 
 from divergence.comparison.result import JsonAnswer
+from divergence.domains.quantization.scheme import Scheme
 from divergence.facts import Fact, Worded
-from divergence.quantization.scheme import Scheme
 
 
 class Cost(msgspec.Struct, kw_only=True, frozen=True):

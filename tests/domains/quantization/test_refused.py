@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
+from divergence.domains.quantization import quantize as alone
+from divergence.domains.quantization.engine import keep_of
+from divergence.domains.quantization.quantize import _Numbers, _statistics, quantize
+from divergence.domains.quantization.show import quantization_document
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.quantization import quantize as alone
-from divergence.experiments.quantization.quantize import _Numbers, _statistics, quantize
 from divergence.recording.api import capture, truth
-from divergence.recording.engines.quantize import keep_of
-from divergence.report.experiments import quantization_document
 from divergence.report.text import document_lines
 from divergence.run.reader import Run
 

@@ -1,0 +1,25 @@
+"""Quantisation: schemes simulated on any device, what they cost, and codes that were recorded."""
+
+from divergence.domain import Claim, Domain, Subcommand
+
+DOMAIN = Domain(
+    name="quantization",
+    commands=(
+        Subcommand(
+            "quantize", "divergence.domains.quantization.command:quantize",
+            "What quantisation costs a model, which matrices pay it, and which to keep out of it.",
+            after="sensitivity",
+        ),
+    ),
+    public={
+        "Quantization": "divergence.domains.quantization.result",
+        "quantize": "divergence.domains.quantization.quantize",
+    },
+    analyses={"codes": "divergence.domains.quantization.codes"},
+    claims={"codes_wrong": Claim(40)},  # seen in equal inputs, as an error that is made at a site
+    engines={"quantize": "divergence.domains.quantization.engine:QuantizeEngine"},
+    sentences={
+        "codes": "divergence.domains.quantization.codes.sentences",
+        "quantization": "divergence.domains.quantization.sentences",
+    },
+)  # fmt: skip

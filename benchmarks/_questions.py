@@ -629,7 +629,7 @@ def modules(model: str, folder: str) -> None:
         max_new_tokens=3,
         device="cpu",
         attn_implementation="eager",
-        anchor=False,
+        anchor=False,  # by the name that older revisions know, too
         probe=False,
     )
 

@@ -17,7 +17,7 @@ from benchmarks._fault_patches import _replace
 from benchmarks._reports import Case, Runs, prompts_of
 from benchmarks._reports_kernels import _blocks, _window
 from benchmarks._reports_models import make
-from divergence import capture, truth
+from divergence import RecordOptions, capture, truth
 
 __all__ = ["WEIGHTS"]
 
@@ -179,7 +179,7 @@ def _whole(case: Case, folder: Path) -> Runs:
     model = make(case.model, folder / "model")
     capture(
         model, out=folder / "a", prompts=prompts_of(case), max_new_tokens=case.new_tokens,
-        dtype=case.dtype, whole=True, probe=False,
+        dtype=case.dtype, recording=RecordOptions(whole=True), probe=False,
     )  # fmt: skip
     return Runs(folder / "a", None, is_localized=False)
 

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from divergence.options.commands import TrainOptions
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import divergence
@@ -52,9 +54,13 @@ def health(models: Models, folder: Path) -> None:
         for (architecture, dtype), model in models.items():
             sites = ["blocks", f"ops@{BLOCKS[architecture]}"]
             a = divergence.capture(
-                str(model), out=folder / f"h{next(count)}", probe=False, train=True, prompts=IDS,
+                str(model),
+                out=folder / f"h{next(count)}",
+                probe=False,
+                training=TrainOptions(train=True),
+                prompts=IDS,
                 sites=sites,
-            )  # fmt: skip
+            )
             truth = divergence.truth(a, out=folder / f"h{next(count)}")
             for name, options in HEALTHY.items():
                 b = divergence.capture(
@@ -144,8 +150,14 @@ def descend(
             plant(model)
 
         prepare = planting(put, name, None, 1.0)
-    a = divergence.capture(str(model), out=folder / "a", probe=False, train=True, prompts=IDS,
-                           prepare=healthy)  # fmt: skip
+    a = divergence.capture(
+        str(model),
+        out=folder / "a",
+        probe=False,
+        training=TrainOptions(train=True),
+        prompts=IDS,
+        prepare=healthy,
+    )
     b = divergence.capture(like=a, out=folder / "b", probe=False, prepare=prepare)
     truth = divergence.truth(a, out=folder / "truth")
     return divergence.localize(a, b, truth=truth, out=folder / "work", prepare_reference=healthy,

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from divergence import Run, capture, compare
+from divergence import MachineOptions, Run, capture, compare
 from divergence.analyses.collectives.recorded import Recorded
 from divergence.arithmetic.additions import Tree
 from divergence.collectives.orders import chain_of, decode
@@ -30,7 +30,9 @@ def made(folder: Path, ranks: int, **options: object) -> Run:
     """A run that replaces the last one."""
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
-    return capture("suite:collectives", out=out, ranks=ranks, probe=False, **options)
+    return capture(
+        "suite:collectives", out=out, machine=MachineOptions(ranks=ranks), probe=False, **options
+    )
 
 
 def chunk_of_gloo(elements: int, itemsize: int, ranks: int) -> int:

@@ -22,7 +22,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from divergence import Run, capture, compare
+from divergence import Run, ServerOptions, capture, compare
 from divergence.endpoints import client as client_module
 
 NUM_TOKENS, TOP, FAILS = 8, 10, 0.05
@@ -101,7 +101,7 @@ def main(num: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         began = time.perf_counter()
-        run = capture(None, endpoint=url, out=folder / "a", **given)
+        run = capture(None, server=ServerOptions(endpoint=url), out=folder / "a", **given)
         seconds = time.perf_counter() - began
         without = sum(not one.generated_ids for one in run.manifest.tokens.samples)
         size = sum(one.stat().st_size for one in run.path.rglob("*") if one.is_file()) / 1e6
@@ -112,7 +112,9 @@ def main(num: int) -> None:
         assert report.logprobs is not None and report.logprobs.num_tokens == num * NUM_TOKENS
         Handler.num_answers = 0
         stopped = _interrupted(folder / "b", url, given, num // 2)
-        resumed = capture(None, endpoint=url, out=folder / "b", resume=True, **given)
+        resumed = capture(
+            None, server=ServerOptions(endpoint=url, resume=True), out=folder / "b", **given
+        )
         twice = Handler.num_answers - num
         assert resumed.manifest.complete
     print("| prompts | seconds | a second | tried again | without an answer | MB | peak MiB | "
@@ -135,7 +137,7 @@ def _interrupted(out: Path, url: str, given: dict, at: int) -> int:
             raise KeyboardInterrupt
 
     try:
-        capture(None, endpoint=url, out=out, progress=stop, **given)
+        capture(None, server=ServerOptions(endpoint=url), out=out, progress=stop, **given)
     except KeyboardInterrupt:
         return seen
     raise AssertionError("it was not interrupted")

@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from divergence import RecordOptions
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.recording.api import capture, truth
@@ -157,14 +158,17 @@ def _of_model(work: Path, architecture: str, dtype: str, scheme: str, path: str)
     model = quantized.build(source, work / "model", scheme)
     tokens = 1 if architecture == "bert" else 4
     a = capture(model, out=work / "a", prompts=PROMPTS, max_new_tokens=tokens, probe=False)
-    how: dict[str, Any] = {"like": a, "probe": False, "escalate": dtype == "bfloat16"}
+    escalate = dtype == "bfloat16"
+    how: dict[str, Any] = {
+        "like": a, "probe": False, "recording": RecordOptions(escalate=escalate),
+    }  # fmt: skip
     true, wrong = truth(a, out=work / "t"), 0
     title = f"{architecture:10s} {dtype:9s} {scheme:16s}"
     if scheme == "w8a8":
         c = capture(out=work / "c", attn_implementation="sdpa", **how)
-        program = "import sys; from divergence.recording.api import capture; "
-        program += (
-            f"capture(like=sys.argv[1], out=sys.argv[2], probe=False, escalate={how['escalate']})"
+        program = (
+            "import sys; from divergence import RecordOptions, capture; capture(like=sys.argv[1], "
+            f"out=sys.argv[2], probe=False, recording=RecordOptions(escalate={escalate}))"
         )
         command = [sys.executable, "-c", program, str(work / "a"), str(work / "d")]
         subprocess.run(command, env=os.environ | OTHER_KERNELS, check=True)

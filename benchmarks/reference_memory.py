@@ -31,6 +31,8 @@ import threading
 import time
 from pathlib import Path
 
+from divergence.options.commands import BatchOptions
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 GIB = 2**30
@@ -155,7 +157,11 @@ def capture_run(work: Path, *, prompt: int) -> None:
     prompts = work / "prompts.jsonl"
     prompts.write_text(json.dumps({"input_ids": [(7 * i) % 1000 + 3 for i in range(prompt)]}))
     capture(
-        str(work / "model"), out=work / "run", prompts_file=prompts, max_new_tokens=1, force=True
+        str(work / "model"),
+        out=work / "run",
+        batching=BatchOptions(prompts_file=prompts),
+        max_new_tokens=1,
+        force=True,
     )
 
 

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from divergence.options.commands import LoadOptions, RecordOptions
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from divergence.errors import UsageError
@@ -48,9 +50,15 @@ def measure(architecture: str, dtype: str, attention: str, folder: Path) -> tupl
     start = time.perf_counter()
     try:
         run = capture(
-            str(model), out=folder / "run", prompts=[PROMPT], max_new_tokens=3, sites=["ops@*"],
-            weights=True, attn_implementation=attention, trust_remote_code=True,
-        )  # fmt: skip
+            str(model),
+            out=folder / "run",
+            prompts=[PROMPT],
+            max_new_tokens=3,
+            sites=["ops@*"],
+            recording=RecordOptions(weights=True),
+            attn_implementation=attention,
+            loading=LoadOptions(trust_remote_code=True),
+        )
     except UsageError:
         return None
     captured = time.perf_counter()

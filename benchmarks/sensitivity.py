@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from divergence.options.commands import RecordOptions
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,7 +57,7 @@ def main() -> None:
             )
             a = capture(model, out=root / "a", prompts=PROMPTS, max_new_tokens=4, device="cpu")
             b = capture(like=a, out=root / "b", attn_implementation="sdpa", device="cpu",
-                        escalate=dtype != "float32")  # fmt: skip
+                        recording=RecordOptions(escalate=dtype != "float32"))  # fmt: skip
             truth = make_truth(a, out=root / "truth")
             alone = sensitivity(a, candidate=b, faults=FAULTS)
             known = sensitivity(a, candidate=b, truth=truth, faults=FAULTS)

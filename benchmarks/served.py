@@ -40,7 +40,15 @@ from _trained import checkpoint, gguf_file
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from divergence import Run, capture, compare, import_dump
+from divergence import (
+    BatchOptions,
+    RecordOptions,
+    Run,
+    ServerOptions,
+    capture,
+    compare,
+    import_dump,
+)
 
 PROMPTS = [
     "The capital of France is", "Rounding in floating point arithmetic", "Once upon a time",
@@ -178,7 +186,13 @@ def table(rows: list[Row], serve: Callable, plain: Path, a: Run, folder: Path) -
         if plant is not None:
             plant(model)
         with serve(model, flags) as url:
-            b = capture(None, endpoint=url, like=a, out=folder / "b", force=True, concurrency=1)
+            b = capture(
+                None,
+                server=ServerOptions(endpoint=url, concurrency=1),
+                like=a,
+                out=folder / "b",
+                force=True,
+            )
         floor = floor or Run.open(shutil.copytree(b.path, folder / "floor"))
         said = []
         for options in ({}, {"floor": floor}):
@@ -200,7 +214,7 @@ def _copied(plain: Path, folder: Path) -> Path:
 def reference(model: Path, folder: Path) -> Run:
     """transformers' answers, and their logits."""
     return capture(model, out=folder / "a", prompts=PROMPTS, device="cpu", probe=False,
-                   max_new_tokens=NUM_TOKENS, anchor=False)  # fmt: skip
+                   max_new_tokens=NUM_TOKENS, recording=RecordOptions(anchor=False))  # fmt: skip
 
 
 class _Sampling(BaseHTTPRequestHandler):
@@ -254,15 +268,37 @@ def asked_otherwise(serve: Callable, plain: Path, folder: Path) -> None:
         print(f"| {what} | {verdict.kind} | {verdict.confidence} | {said} |", flush=True)
 
     with serve(plain, []) as url:
-        a = capture(None, endpoint=url, out=folder / "a", **given)
-        row("nothing", a, capture(None, endpoint=url, out=folder / "b", **given))
-        few = capture(None, endpoint=url, out=folder / "b", top_logprobs=2, **given)
+        a = capture(None, server=ServerOptions(endpoint=url), out=folder / "a", **given)
+        row(
+            "nothing",
+            a,
+            capture(None, server=ServerOptions(endpoint=url), out=folder / "b", **given),
+        )
+        few = capture(
+            None, server=ServerOptions(endpoint=url, top_logprobs=2), out=folder / "b", **given
+        )
         row("lists of 2 tokens in place of 20", a, few)
         with sampling(url) as other:
-            row("sampling left on", a, capture(None, endpoint=other, out=folder / "b", **given))
-        a = capture(None, endpoint=url, out=folder / "a", chat=True, **given)
+            row(
+                "sampling left on",
+                a,
+                capture(None, server=ServerOptions(endpoint=other), out=folder / "b", **given),
+            )
+        a = capture(
+            None,
+            server=ServerOptions(endpoint=url),
+            out=folder / "a",
+            batching=BatchOptions(chat=True),
+            **given,
+        )
     with serve(plain, ["--chat-template", "llama2"]) as url:
-        b = capture(None, endpoint=url, out=folder / "b", chat=True, **given)
+        b = capture(
+            None,
+            server=ServerOptions(endpoint=url),
+            out=folder / "b",
+            batching=BatchOptions(chat=True),
+            **given,
+        )
         row("another chat template (`--chat`)", a, b)
 
 
@@ -278,8 +314,13 @@ TRAINERS: dict[str, tuple[str, float, float]] = {
 
 def trainers(url: str, model: Path, folder: Path) -> None:
     """The server's answers as rollouts; what trainers say of the same tokens."""
-    rollout = capture(None, endpoint=url, prompts=PROMPTS, out=folder / "served",
-                      max_new_tokens=NUM_TOKENS)  # fmt: skip
+    rollout = capture(
+        None,
+        server=ServerOptions(endpoint=url),
+        prompts=PROMPTS,
+        out=folder / "served",
+        max_new_tokens=NUM_TOKENS,
+    )
     print("\n| changed in the trainer | rollout_probs_diff_mean | k3 | token_mult_prob_error | "
           "verdict | confidence |")  # fmt: skip
     print("|---|---|---|---|---|---|")

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from divergence.options.commands import TrainOptions
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -122,7 +124,11 @@ def main() -> None:
         train(model, work / "npu", vendor=True)
         show(work, "compare", "gpu.jsonl", "npu.jsonl")
         a = divergence.capture(
-            str(work / f"gpu-{EVERY}"), out=work / "a", train=True, prompts=PROMPTS, probe=False
+            str(work / f"gpu-{EVERY}"),
+            out=work / "a",
+            training=TrainOptions(train=True),
+            prompts=PROMPTS,
+            probe=False,
         )
         divergence.capture(like=a, out=work / "b", prepare=on_vendor, probe=False)
         divergence.truth(a, out=work / "truth")

@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from divergence.importing.api import import_dump
     from divergence.ops.replay import replay
     from divergence.ops.reproducer import repro
+    from divergence.options.commands import (
+        BatchOptions,
+        LoadOptions,
+        MachineOptions,
+        RecordOptions,
+        ServerOptions,
+        TrainOptions,
+    )
     from divergence.recording.any_module import record
     from divergence.recording.api import capture, truth
     from divergence.run.reader import Run
@@ -45,8 +53,9 @@ if TYPE_CHECKING:
     from divergence.training.curves.result import LossReport
 
     __all__ = [
-        "DiffResult", "LossReport", "Matrix", "Report", "Run", "ScoresReport",
-        "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare",
+        "BatchOptions", "DiffResult", "LoadOptions", "LossReport", "MachineOptions", "Matrix",
+        "RecordOptions", "Report", "Run", "ScoresReport", "SelfcheckResult",
+        "ServerOptions", "TrainOptions", "__version__", "bundle", "capture", "check", "compare",
         "compare_losses", "compare_many", "diff", "import_dump", "localize", "pack", "probe",
         "record", "replay", "repro", "scores", "selfcheck", "selftest",
         "sensitivity", "truth", "unpack",
@@ -54,13 +63,19 @@ if TYPE_CHECKING:
     __all__ += public.__all__
 
 _HOMES = {
+    "BatchOptions": "divergence.options.commands",
     "DiffResult": "divergence.experiments.diff",
+    "LoadOptions": "divergence.options.commands",
     "LossReport": "divergence.training.curves.result",
+    "MachineOptions": "divergence.options.commands",
     "Matrix": "divergence.fleet.result",
+    "RecordOptions": "divergence.options.commands",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "ScoresReport": "divergence.evaluations.result",
     "SelfcheckResult": "divergence.experiments.result",
+    "ServerOptions": "divergence.options.commands",
+    "TrainOptions": "divergence.options.commands",
     "__version__": "divergence._version",
     "bundle": "divergence.sending",
     "capture": "divergence.recording.api",

@@ -53,6 +53,10 @@ class UsageError(DivergenceError):
     exit_code = 2
 
 
+class RenamedWarning(UserWarning):
+    """A name of an earlier version was used; the message says how it is written now."""
+
+
 class ConfigError(UsageError):
     """A policy, preset, name map or settings file that cannot be read as such."""
 

@@ -13,6 +13,7 @@ import torch
 from divergence import domain
 from divergence.comparison.api import compare
 from divergence.layout import Line
+from divergence.options.commands import BatchOptions
 from divergence.recording import plant
 from divergence.recording.api import capture
 from divergence.report.summary import report_lines
@@ -111,8 +112,12 @@ def test_its_command_is_one_of_the_others(example, runs, capsys):
 def test_prompts_that_one_side_batched_are_no_news(example, llama, tmp_path):
     """Healthy runs of several prompts, together and alone: token by token the same."""
     how = {"prompts": ["Snow fell, snow fell", "Snow", "A bridge, a bridge"], "probe": False}
-    a = capture(llama, out=tmp_path / "a", batch=True, max_new_tokens=1, **how)
-    b = capture(llama, out=tmp_path / "b", batch=False, max_new_tokens=1, **how)
+    a = capture(
+        llama, out=tmp_path / "a", batching=BatchOptions(batch=True), max_new_tokens=1, **how
+    )
+    b = capture(
+        llama, out=tmp_path / "b", batching=BatchOptions(batch=False), max_new_tokens=1, **how
+    )
     assert not any("norms" in item.text for item in compare(a, b).verdict.evidence)
 
 

@@ -257,7 +257,7 @@ def test_the_rules_can_fail(path, target):
         ("report/summary.py", "divergence.comparison.result.Report"),
         ("recording/engines/load.py", "transformers.AutoModel"),
         ("ops/replay.py", "divergence.recording.modules"),
-        ("experiments/explain.py", "divergence.recording.api.capture"),
+        ("experiments/explain.py", "divergence.recording.api.make_run"),
         ("experiments/explain.py", "divergence.comparison.align.pairs.align"),
         ("experiments/sensitivity/trials.py", "divergence.analyses.blocks.find"),
         ("experiments/sensitivity/sensitivity.py", "divergence.recording.api"),

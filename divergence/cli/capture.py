@@ -40,7 +40,7 @@ def capture(
         "--like RUN",
         "Do again what RUN did: its tokens, sites and settings, on this machine.",
         REPEATING,
-        after="chat",
+        after="max_new_tokens",
     ),
     model_copy: str | None = option(
         "--model PATH",
@@ -110,7 +110,7 @@ def capture(
     if force:
         values["force"] = True
 
-    from divergence.recording.api import capture
+    from divergence.recording.api import make_run
     from divergence.recording.dry_run import plan_capture
 
     source = model_copy if server or like is not None else model
@@ -118,7 +118,7 @@ def capture(
         if dry_run:
             plan = plan_capture(source, progress=progress, **values, **plan_options)
         else:
-            run = capture(source, progress=progress, **values)
+            run = make_run(source, progress=progress, **values)
     if not dry_run:
         show_captured(run, output, like=like)
         return

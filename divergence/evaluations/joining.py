@@ -358,11 +358,11 @@ def capture_flips(
             else f"{side.format}'s files do not hold the prompts of the {num_flips:,} flips",
             where=side.path, hint="divergence capture MODEL --prompts FILE records any prompts",
         )  # fmt: skip
-    from divergence.recording.api import capture
+    from divergence.recording.api import make_run
 
     if max_new_tokens is None and choices:
         max_new_tokens = 1
-    run = capture(
+    run = make_run(
         str(model), out=out, prompts=list(prompts), max_new_tokens=max_new_tokens,
         progress=progress, **options,
     )  # fmt: skip

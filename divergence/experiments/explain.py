@@ -35,7 +35,7 @@ from divergence.comparison.results import Explanation, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
 from divergence.numerics.logits import top_choices
-from divergence.recording.api import capture
+from divergence.recording.api import make_run
 from divergence.recording.execution import can_anchor
 from divergence.recording.plant import FORWARDS, Plant, parse_plant
 from divergence.run.command import command_line
@@ -150,7 +150,7 @@ def explain_token(
     site, step = own.manifest.plan.logits_site, place[1]
     assert site is not None
     repeat = partial(
-        capture, model, like=_alone(own, group), max_new_tokens=step + 1, sites=[site],
+        make_run, model, like=_alone(own, group), max_new_tokens=step + 1, sites=[site],
         steps=str(step), anchor=False, store="full", device=device,
         trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip

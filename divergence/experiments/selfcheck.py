@@ -33,7 +33,7 @@ from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.result import SelfcheckLine, SelfcheckResult, SelfcheckStatus
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.output import output_folder
-from divergence.recording.api import capture
+from divergence.recording.api import make_run
 from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import Prompt, collect_prompts, tokenize
 from divergence.run.command import command_line
@@ -294,7 +294,7 @@ class _Bench:
         self._made: dict[str, Run | DivergenceError] = {}
         self._variations: dict[str, Variation] = {}
         self._truth: Run | None = None
-        self._capture = partial(capture, force=True, probe=False, **loading)
+        self._capture = partial(make_run, force=True, probe=False, **loading)
 
     def base(self, **options: Any) -> Run:
         self._say(0, None, fact("experiments.base_run"))

@@ -30,7 +30,7 @@ from divergence.experiments.result import Selftest, Step, StepStatus
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.ops.replay import replay
 from divergence.output import output_folder
-from divergence.recording.api import capture
+from divergence.recording.api import make_run
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.tiny import build
 from divergence.recording.machine import collect_environment, resolve_device
@@ -157,7 +157,7 @@ class _Bench:
     def _capture(self, name: str, like: str | Run, *, device: str | None = None,
                  **values: Any) -> Run:  # fmt: skip
         source = self._path(like) if isinstance(like, str) else like
-        run = capture(
+        run = make_run(
             like=source, out=self._path(name), device=device or self._device, force=True,
             probe=False, **values,
         )  # fmt: skip
@@ -174,7 +174,7 @@ class _Bench:
         if not (model / "config.json").is_file():
             build(model, num_blocks=3)
         for dtype in _DTYPES:
-            run = capture(
+            run = make_run(
                 model, out=self._path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
                 prompts=_PROMPTS, sites=["modules"], truth="no", force=True,
             )  # fmt: skip
@@ -296,7 +296,7 @@ class _Bench:
         )  # fmt: skip
 
     def suite(self) -> Fact:
-        run = capture("suite:llm", out=self._path("suite-cpu"), device="cpu", force=True,
+        run = make_run("suite:llm", out=self._path("suite-cpu"), device="cpu", force=True,
                       probe=False)  # fmt: skip
         make_truth(run, out=self._path("suite-truth"), force=True)
         self._capture("suite", run)

@@ -42,7 +42,7 @@ from divergence.experiments.result import Confirmation, FaultSize, Sensitivity
 from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.recording.api import capture
+from divergence.recording.api import make_run
 from divergence.recording.execution import can_anchor
 from divergence.recording.plant import FORWARDS, parse_plant
 from divergence.run.command import Command, command, command_line
@@ -530,7 +530,7 @@ def sensitivity(
             folder = Path(stack.enter_context(temporary))
         notes: list[Fact] = []
         capturing = partial(
-            capture, model, like=a, device=device, trust_remote_code=trust_remote_code, force=True,
+            make_run, model, like=a, device=device, trust_remote_code=trust_remote_code, force=True,
             progress=progress,
         )  # fmt: skip
         given: dict[str, Any] = {

@@ -8,7 +8,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 
 from divergence.errors import UsageError
+from divergence.run.site import did_you_mean
 
 # An option: one field of a dataclass, from which everything that knows options is derived.
 #
@@ -32,8 +33,9 @@ from divergence.errors import UsageError
 # and from where ``--like`` takes it (recording.request), whether a suite of operators may be
 # given it (recording.suites), and the words of a command that is run elsewhere (experiments).
 #
-# The field's type is that of the plain value. Only the functions of the Python API repeat names and
-# defaults, since type checkers and ``help()`` read nothing but a written signature; a test holds
+# The field's type is that of the plain value. ``capture`` takes most of its options in groups, that
+# is in classes of them. Other functions of the Python API repeat names and defaults, since type
+# checkers and ``help()`` read nothing but a written signature; a test holds
 # them equal to the struct. A key of the manifest is written down in run.schema.manifest as well:
 # that is the format of files, which must not change because an option was renamed.
 
@@ -515,7 +517,94 @@ def link_rate(text: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureOptions(TrainOptions):
+class MainOptions(Options):
+    """What a user of ``capture`` thinks of first: parameters of the function itself."""
+
+    dtype: str | None = option(
+        "--dtype DTYPE",
+        "float32, bfloat16, float16. Default: auto, as the checkpoint says.",
+        MODEL,
+        setting=True,
+        recorded="settings.dtype",
+    )
+    device: str = but(DEVICE, panel=MODEL, setting=True, machine=True, suite=True)
+    engine: str | None = option(
+        "--engine NAME",
+        "What runs the model: transformers, compile (torch.compile, block by block), or another "
+        "that is installed (a wrong name lists them). Default: transformers, or the recorded one.",
+        MODEL,
+        setting=True,
+        recorded="engine.name",
+    )
+    attn_implementation: str | None = option(
+        "--attn-implementation NAME",
+        "eager, sdpa, flash_attention_2. Default: eager, or the recorded one.",
+        MODEL,
+        setting=True,
+        recorded="settings.attn_implementation",
+    )
+    prompts: Sequence[Any] = option("--prompt TEXT", "A prompt; repeatable.", PROMPTS, default=())
+    max_new_tokens: int | None = option(
+        "--max-new-tokens N",
+        "Tokens to generate: prefill and N - 1 decode steps. Default: 16, or as recorded.",
+        PROMPTS,
+        minimum=0,
+        setting=True,
+        recorded="settings.max_new_tokens",
+    )
+    seed: int | None = option(
+        "--seed N",
+        "Seed of every generator. Default: 0.",
+        REPEATING,
+        setting=True,
+        recorded="settings.seed",
+        suite=True,
+    )
+    plants: Sequence[Any] = option(
+        "--plant SITE=FAULT",
+        "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
+        "that prompt's step alone. Of suite:collectives: COLLECTIVE=FAULT@RANK.",
+        REPEATING,
+        suite=True,
+        default=(),
+    )
+    sites: Sequence[str] = option(
+        "--sites SITES",
+        "blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX, or ops@MODULE "
+        "for every operator inside it (with --train of its backward too); repeatable.",
+        RECORDED,
+        setting=True,
+        recorded="plan.sites",
+        suite=True,
+        default=(),
+    )
+    store: str | None = option(
+        "--store MODE",
+        "full: every byte; sketch: 1-2% of them, differences are estimated; stats: statistics; "
+        "hash: digests. Default: full, or as recorded.",
+        RECORDED,
+        choices=("full", "sketch", "stats", "hash"),
+        recorded="plan.store",
+    )
+    truth: str | None = option(
+        "--truth MODE",
+        "The run's own anchored pass in float64, which tells the side that is wrong: auto, as "
+        "many forwards as fit half of the capture's time, prefills first; full, all, and the "
+        "free run; floor, as auto, the sums of A's own error alone (what auto and full keep "
+        "with another --store than full); no. Default: auto, with --like no.",
+        RECORDED,
+        choices=("auto", "full", "floor", "no"),
+        setting=True,
+    )
+    probe: bool = option(
+        "--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True, default=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Options):
+    """How ``capture`` loads the model, and what may run in it."""
+
     task: str = option(
         "--task TASK",
         "auto, causal-lm, encoder or encoder-decoder.",
@@ -528,14 +617,6 @@ class CaptureOptions(TrainOptions):
     revision: str | None = option(
         "--revision REV", "Branch, tag or commit on the hub.", MODEL, recorded="model.revision"
     )
-    dtype: str | None = option(
-        "--dtype DTYPE",
-        "float32, bfloat16, float16. Default: auto, as the checkpoint says.",
-        MODEL,
-        setting=True,
-        recorded="settings.dtype",
-    )
-    device: str = but(DEVICE, panel=MODEL, setting=True, machine=True, suite=True)
     device_map: str | Mapping[str, str | int] | None = option(
         "--device-map MAP",
         "Spread the model over devices and disk: auto, balanced, or a JSON file of module to "
@@ -544,59 +625,35 @@ class CaptureOptions(TrainOptions):
         setting=True,
         machine=True,
     )
-    engine: str | None = option(
-        "--engine NAME",
-        "What runs the model: transformers, compile (torch.compile, block by block), or another "
-        "that is installed (a wrong name lists them). Default: transformers, or the recorded one.",
-        MODEL,
-        setting=True,
-        recorded="engine.name",
-    )
-    engine_options: Sequence[str] | Mapping[str, Any] = option(
+    engine_options: Sequence[str] | Mapping[str, str | int | float | bool | None] = option(
         "--engine-option KEY=VALUE",
         "An option of the engine, such as mode=max-autotune; repeatable.",
         MODEL,
         recorded="engine.options",
         default=(),
     )
-    attn_implementation: str | None = option(
-        "--attn-implementation NAME",
-        "eager, sdpa, flash_attention_2. Default: eager, or the recorded one.",
-        MODEL,
-        setting=True,
-        recorded="settings.attn_implementation",
-    )
-    threads: int | None = option(
-        "--threads N",
-        "Threads of torch on the CPU. Default: as many as the process has.",
-        MODEL,
-        minimum=1,
-        setting=True,
-        machine=True,
-    )
     trust_remote_code: bool = but(TRUST, panel=MODEL)
-    endpoint: str | None = option(
-        "--endpoint URL",
-        "A server to ask in place of running a model: the log-probabilities of its answers. "
-        "A key is read from OPENAI_API_KEY.",
-        SERVER,
+    impl: Sequence[str] | Mapping[str, Callable[..., object]] = option(
+        "--impl [OP=]NAME",
+        "Of a suite: which implementation runs, flash_attn or rms_norm=MODULE:FUNCTION; "
+        "repeatable.",
+        MODEL,
+        suite=True,
+        default=(),
     )
-    top_logprobs: int = option(
-        "--top-logprobs N", "Likeliest tokens a server is asked for at each.", SERVER, default=20
+    mesh: str | None = option(
+        "--mesh AXES",
+        "Under torchrun, how its processes divide the work: tp, fsdp, dp, pp, or several with "
+        "their sizes: dp=2,tp=4.",
+        MODEL,
     )
-    answers: int = option(
-        "--answers N", "Draw N answers to each prompt; 0: the greedy one alone.", SERVER, default=0
-    )
-    concurrency: int = option(
-        "--concurrency N", "Prompts that a server is asked at a time.", SERVER, minimum=1, default=4
-    )
-    resume: bool = option(
-        "--resume",
-        "Go on with an interrupted capture of a server: ask what it lacks.",
-        SERVER,
-        default=False,
-    )
-    prompts: Sequence[Any] = option("--prompt TEXT", "A prompt; repeatable.", PROMPTS, default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(Options):
+    """How ``capture`` feeds the prompts:
+    as text of a file or a chat, in batches, padded, in chunks."""
+
     prompts_file: Path | str | None = option(
         "--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json.", PROMPTS
     )
@@ -647,24 +704,12 @@ class CaptureOptions(TrainOptions):
         minimum=1,
         recorded="settings.prefill_chunk",
     )
-    max_new_tokens: int | None = option(
-        "--max-new-tokens N",
-        "Tokens to generate: prefill and N - 1 decode steps. Default: 16, or as recorded.",
-        PROMPTS,
-        minimum=0,
-        setting=True,
-        recorded="settings.max_new_tokens",
-    )
-    sites: Sequence[str] = option(
-        "--sites SITES",
-        "blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX, or ops@MODULE "
-        "for every operator inside it (with --train of its backward too); repeatable.",
-        RECORDED,
-        setting=True,
-        recorded="plan.sites",
-        suite=True,
-        default=(),
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(Options):
+    """What of it ``capture`` records, in which passes, and what it puts in place of results."""
+
     steps: str | None = option(
         "--steps STEPS",
         "Forwards to record: 0,4-8 or prefill or decode; 0 is the prefill. Default: all.",
@@ -683,14 +728,6 @@ class CaptureOptions(TrainOptions):
         RECORDED,
         default=False,
     )
-    store: str | None = option(
-        "--store MODE",
-        "full: every byte; sketch: 1-2% of them, differences are estimated; stats: statistics; "
-        "hash: digests. Default: full, or as recorded.",
-        RECORDED,
-        choices=("full", "sketch", "stats", "hash"),
-        recorded="plan.store",
-    )
     only_changed: bool = option(
         "--only-changed",
         "With --like: store no bytes of tensors that RUN holds bit for bit.",
@@ -698,7 +735,7 @@ class CaptureOptions(TrainOptions):
         needs_like=True,
         default=False,
     )
-    substitutes: Sequence[str] | Mapping[str, Any] | None = option(
+    substitutes: Sequence[str] | Mapping[str, object] | None = option(
         "--substitute SITE=RUN",
         "Put RUN's recorded result in the place of this operator's; repeatable.",
         REPEATING,
@@ -710,37 +747,11 @@ class CaptureOptions(TrainOptions):
         RECORDED,
         default=False,
     )
-    truth: str | None = option(
-        "--truth MODE",
-        "The run's own anchored pass in float64, which tells the side that is wrong: auto, as "
-        "many forwards as fit half of the capture's time, prefills first; full, all, and the "
-        "free run; floor, as auto, the sums of A's own error alone (what auto and full keep "
-        "with another --store than full); no. Default: auto, with --like no.",
-        RECORDED,
-        choices=("auto", "full", "floor", "no"),
-        setting=True,
-    )
     hooks: bool | None = option(
         "--no-hooks",
         "Record what the model returns alone, with no hook in it: to see that hooks change no bit.",
         RECORDED,
         recorded="settings.hooks",
-    )
-    deterministic: bool | None = option(
-        "--no-deterministic",
-        "Leave the determinism switches alone.",
-        REPEATING,
-        setting=True,
-        recorded="settings.deterministic",
-        suite=True,
-    )
-    seed: int | None = option(
-        "--seed N",
-        "Seed of every generator. Default: 0.",
-        REPEATING,
-        setting=True,
-        recorded="settings.seed",
-        suite=True,
     )
     repeat: int = option(
         "--repeat K",
@@ -764,28 +775,27 @@ class CaptureOptions(TrainOptions):
         REPEATING,
         default=False,
     )
-    impl: Sequence[str] | Mapping[str, Any] = option(
-        "--impl [OP=]NAME",
-        "Of a suite: which implementation runs, flash_attn or rms_norm=MODULE:FUNCTION; "
-        "repeatable.",
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(Options):
+    """What ``capture`` does with this machine: threads, switches, memory, processes."""
+
+    threads: int | None = option(
+        "--threads N",
+        "Threads of torch on the CPU. Default: as many as the process has.",
         MODEL,
-        suite=True,
-        default=(),
+        minimum=1,
+        setting=True,
+        machine=True,
     )
-    plants: Sequence[Any] = option(
-        "--plant SITE=FAULT",
-        "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
-        "that prompt's step alone. Of suite:collectives: COLLECTIVE=FAULT@RANK.",
+    deterministic: bool | None = option(
+        "--no-deterministic",
+        "Leave the determinism switches alone.",
         REPEATING,
+        setting=True,
+        recorded="settings.deterministic",
         suite=True,
-        default=(),
-    )
-    label: str | None = LABEL
-    mesh: str | None = option(
-        "--mesh AXES",
-        "Under torchrun, how its processes divide the work: tp, fsdp, dp, pp, or several with "
-        "their sizes: dp=2,tp=4.",
-        MODEL,
     )
     ranks: int | None = option(
         "--ranks N",
@@ -807,8 +817,94 @@ class CaptureOptions(TrainOptions):
         OUTPUT,
         default="512MiB",
     )
-    probe: bool = option(
-        "--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True, default=True
+    label: str | None = LABEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """What ``capture`` asks of a server, in place of running a model."""
+
+    endpoint: str | None = option(
+        "--endpoint URL",
+        "A server to ask in place of running a model: the log-probabilities of its answers. "
+        "A key is read from OPENAI_API_KEY.",
+        SERVER,
+    )
+    top_logprobs: int = option(
+        "--top-logprobs N", "Likeliest tokens a server is asked for at each.", SERVER, default=20
+    )
+    answers: int = option(
+        "--answers N", "Draw N answers to each prompt; 0: the greedy one alone.", SERVER, default=0
+    )
+    concurrency: int = option(
+        "--concurrency N", "Prompts that a server is asked at a time.", SERVER, minimum=1, default=4
+    )
+    resume: bool = option(
+        "--resume",
+        "Go on with an interrupted capture of a server: ask what it lacks.",
+        SERVER,
+        default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(
+    TrainOptions,
+    ServerOptions,
+    MachineOptions,
+    RecordOptions,
+    BatchOptions,
+    LoadOptions,
+    MainOptions,
+):
+    """All of them, the last class's first: in the order of ``divergence capture --help``."""
+
+
+GROUPS: Mapping[str, type[Options]] = {
+    "loading": LoadOptions,
+    "batching": BatchOptions,
+    "recording": RecordOptions,
+    "machine": MachineOptions,
+    "server": ServerOptions,
+    "training": TrainOptions,
+}
+"""The parameters of ``capture`` that take several options each."""
+
+
+def ungrouped(groups: Mapping[str, Options | None]) -> dict[str, Any]:
+    """The options in the groups that were given, by name. Raises UsageError for another type."""
+    values: dict[str, Any] = {}
+    for name, group in groups.items():
+        if group is None:
+            continue
+        if type(group) is not GROUPS[name]:
+            raise UsageError(
+                f"{name}={group!r:.60} is {type(group).__name__}, not {GROUPS[name].__name__}",
+                hint=f"{name}={GROUPS[name].__name__}(...), of divergence",
+            )
+        values |= {field.name: getattr(group, field.name) for field in fields_of(GROUPS[name])}
+    return values
+
+
+def renamed(function: str, old: Mapping[str, object], *, beside: Iterable[str]) -> str:
+    """How ``old`` arguments are written in groups, in one line. Raises TypeError for a name that is
+    neither an option nor among the other parameters, ``beside``."""
+    moved: dict[str, list[str]] = {}
+    for name in old:
+        place = next((g for g, kind in GROUPS.items() if name in kind.__dataclass_fields__), None)
+        if place is None:
+            every = [field.name for field in fields_of(CaptureOptions)]
+            near = did_you_mean(name, [*beside, *every], count=1)
+            raise TypeError(
+                f"{function}() has no parameter {name!r}" + (f"; {near}" if near else "")
+            )
+        moved.setdefault(place, []).append(name)
+    groups = (
+        f"{place}={GROUPS[place].__name__}({', '.join(f'{name}=...' for name in names)})"
+        for place, names in moved.items()
+    )
+    return (
+        f"{function}({', '.join(f'{name}=...' for name in old)}) is now written {', '.join(groups)}"
     )
 
 

@@ -1,21 +1,38 @@
 """capture(): makes a run from a model on this machine, or repeats one made elsewhere.
 truth(): repeats one in float64, which tells what is right.
 
-Their parameters are the options of ``divergence.options``, written down a second time, since type
+Their parameters are options of ``divergence.options``, written down a second time, since type
 checkers, editors and ``help()`` read nothing else; a test holds names, types and defaults equal.
+What few set is a field of a group (``BatchOptions``), which ``capture`` takes whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from divergence.errors import ModelError, UsageError
-from divergence.options.commands import SERVER, CaptureOptions, TruthOptions, given_fields
+from divergence.errors import ModelError, RenamedWarning, UsageError
+from divergence.options.commands import (
+    SERVER,
+    BatchOptions,
+    CaptureOptions,
+    LoadOptions,
+    MachineOptions,
+    RecordOptions,
+    ServerOptions,
+    TrainOptions,
+    TruthOptions,
+    given_fields,
+    renamed,
+    ungrouped,
+)
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.engines.engine import (
     DEFAULT,
@@ -29,7 +46,7 @@ from divergence.recording.hooks import Forwards
 from divergence.recording.machine import cpu_threads, deterministic_settings, resolve_device
 from divergence.recording.new_run import SuiteRequest, check_output
 from divergence.recording.optimizer import check_stage, training_of
-from divergence.recording.plant import Plant, Substitute
+from divergence.recording.plant import Plant
 from divergence.recording.processes import joined
 from divergence.recording.prompts import Prompt, options_of, plain_wishes
 from divergence.recording.request import Request, resolve_request, taken
@@ -55,124 +72,103 @@ def capture(
     out: str | Path,
     inputs: Sequence[Inputs] | None = None,
     like: str | Path | Run | None = None,
-    task: str = "auto",
-    revision: str | None = None,
+    prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
+    max_new_tokens: int | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "auto",
-    device_map: str | Mapping[str, str | int] | None = None,
-    engine: str | None = None,
-    engine_options: Sequence[str] | Mapping[str, str | int | float | bool | None] = (),
     attn_implementation: str | None = None,
-    threads: int | None = None,
-    trust_remote_code: bool = False,
-    endpoint: str | None = None,
-    top_logprobs: int = 20,
-    answers: int = 0,
-    concurrency: int = 4,
-    resume: bool = False,
-    prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
-    prompts_file: str | Path | None = None,
-    chat: bool = False,
-    batch: bool | None = None,
-    batches: str | None = None,
-    pad_left: int = 0,
-    pad_right: int = 0,
-    use_cache: bool | None = None,
-    prefill_chunk: int | None = None,
-    max_new_tokens: int | None = None,
+    engine: str | None = None,
     sites: str | Sequence[str] = (),
-    steps: str | None = None,
-    positions: str | None = None,
-    hooks: bool | None = None,
-    deterministic: bool | None = None,
-    seed: int | None = None,
-    repeat: int = 1,
-    anchor: bool = True,
-    escalate: bool = False,
-    whole: bool = False,
-    truth: str | None = None,
-    weights: bool = False,
     store: str | None = None,
-    only_changed: bool = False,
-    substitutes: Mapping[str, str | Path | Run | Substitute] | Sequence[str] | None = None,
-    probe: bool = True,
-    buffer: int | str = "512MiB",
+    truth: str | None = None,
+    seed: int | None = None,
     plants: Sequence[str | Plant] = (),
-    impl: Sequence[str] | Mapping[str, Callable[..., torch.Tensor | Sequence[torch.Tensor]]] = (),
-    mesh: str | None = None,
-    train: bool | None = None,
-    autocast: str | None = None,
-    gradient_checkpointing: bool | None = None,
-    dropout: bool | None = None,
-    optimizer: str | None = None,
-    learning_rate: float | None = None,
-    weight_decay: float | None = None,
-    clip_grad_norm: float | None = None,
-    loss_scale: float | None = None,
-    reduce_dtype: str | None = None,
-    reduce_order: str | None = None,
-    accumulate_dtype: str | None = None,
-    main_weights: bool | None = None,
-    moments_dtype: str | None = None,
-    buffer_dtype: str | None = None,
-    precision_policy: str | None = None,
-    zero: int | None = None,
-    labels: str | Path | Sequence[object] | None = None,
-    ranks: int | None = None,
-    link_rate: str | None = None,
-    label: str | None = None,
+    probe: bool = True,
     force: bool = False,
-    command: str | None = None,
     progress: Progress | None = None,
     prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
+    loading: LoadOptions | None = None,
+    batching: BatchOptions | None = None,
+    recording: RecordOptions | None = None,
+    machine: MachineOptions | None = None,
+    server: ServerOptions | None = None,
+    training: TrainOptions | None = None,
+    **old: object,
 ) -> Run:
     """Run ``model`` here and record it in the directory ``out``; returns the opened run.
+
+        a = capture("MODEL", out="a", prompts=["The capital of France is"], dtype="bfloat16")
+        b = capture(like=a, out="b", batching=BatchOptions(batch=True))
 
     ``like``: a run to repeat (its tokens forced, its sites and settings), with
     ``model`` naming another copy if the recorded source is not on this machine.
     None everywhere means "as recorded" with ``like`` and the default without.
-    Parameters are those of the command line; see ``divergence capture --help``. A prompt is text or
-    a list of token ids; a prompt or site alone needs no list; ``dtype`` and ``device`` may be
-    torch's own.
-    ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
-    decode steps. ``truth``: the run's own truth, one more pass in float64: ``auto`` (the default
-    where nothing is repeated), ``full`` or ``no``. ``weights``: store the weights that recorded
-    operators (``ops@PATH``) use, so that ``replay`` needs no model. ``store``: ``full`` keeps every
-    byte, ``sketch`` projections of which differences are estimated, ``stats`` statistics, ``hash``
-    digests alone. ``only_changed``: no bytes of tensors that ``like`` holds bit for bit.
-    ``substitutes``: by operator site, the run whose recorded result is put in its place: what then
-    is fine was made wrong there. ``probe``:
-    note what this machine's arithmetic does (divergence.arithmetic.quick), under the run's own
-    settings, before the first pass. ``mesh``: how the processes that torchrun started divide the
-    work, ``tp`` or ``dp=2,tp=4`` (see recording.ranks.processes); each calls this function and
-    writes its part of the one run. ``ranks``, ``link_rate``: of ``suite:collectives``, how many
-    processes to start here, and the stated rate of a link (docs/collectives.md).
-    ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
+    A prompt is text or a list of token ids; a prompt or site alone needs no list; ``dtype`` and
+    ``device`` may be torch's own. ``store``: ``full`` keeps every byte, ``sketch`` projections of
+    which differences are estimated, ``stats`` statistics, ``hash`` digests alone. ``truth``: the
+    run's own truth, one more pass in float64: ``auto`` (the default where nothing is repeated),
+    ``full``, ``floor`` or ``no``. ``engine``: what runs the model (docs/engines.md). ``probe``:
+    note what this machine's arithmetic does, before the first pass.
+
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
-    in its place. ``engine``: what runs the model, with its own ``engine_options``
-    (docs/engines.md). A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
-    what runs there: see divergence.ops.suite.catalog. A ``model`` that is a torch module, of any
-    kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict of named ones;
-    only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the caller run it).
-    ``train``: one training step on the prompts, and no decoding: the loss, gradients of blocks and
-    parameters, and with ``optimizer`` its step, in the dtypes of ``precision_policy``
-    (docs/training.md).
-    ``endpoint``: a server that is asked for the log-probabilities of its answers, or with ``like``
-    of that run's (docs/endpoints.md); ``model`` is then its name there.
+    in its place. A ``model`` ``suite:NAME`` is a suite of operators. A ``model`` that is a torch
+    module, of any kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict
+    of named ones; only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the
+    caller run it).
+
+    The other options of ``divergence capture --help`` are fields of groups, by the same names:
+    ``loading`` the model; ``batching`` and padding the prompts; ``recording``, what else is kept
+    and in which passes; ``machine``, its name, switches and memory; ``server``, one that is asked
+    for log-probabilities in place of running a model, whose name there ``model`` is
+    (docs/endpoints.md); ``training``, one step of it in place of decoding (docs/training.md).
+    Earlier versions took them beside the others, as ``batch=True``: that still works, with a
+    RenamedWarning.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
-    ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
-    run is left behind.
+    ``like``), RunExistsError and RunWriteError, and TypeError for a name that there is none of.
+    Whatever interrupts it, a readable run is left behind.
     """
-    options = options_of(CaptureOptions, locals())
-    plain_wishes(force=force, command=command)
+    groups = {
+        "loading": loading, "batching": batching, "recording": recording, "machine": machine,
+        "server": server, "training": training,
+    }  # fmt: skip
+    command = old.pop("command", None)
+    if old:
+        moved = renamed("capture", old, beside=inspect.signature(capture).parameters)
+        warnings.warn(moved, RenamedWarning, stacklevel=2)
+    return make_run(
+        model, out=out, inputs=inputs, like=like, force=force, command=command, progress=progress,
+        prepare=prepare, prompts=prompts, max_new_tokens=max_new_tokens, dtype=dtype, device=device,
+        attn_implementation=attn_implementation, engine=engine, sites=sites, store=store,
+        truth=truth, seed=seed, plants=plants, probe=probe, **{**ungrouped(groups), **old},
+    )  # fmt: skip
+
+
+def make_run(
+    model: str | Path | torch.nn.Module | None = None,
+    *,
+    out: str | Path,
+    inputs: Sequence[Inputs] | None = None,
+    like: str | Path | Run | None = None,
+    force: bool = False,
+    command: Any = None,
+    progress: Progress | None = None,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
+    **values: Any,
+) -> Run:
+    """``capture``, with options of all groups by their names alone; ``command`` is written into
+    the manifest."""
+    options = CaptureOptions(**plain_wishes(**values))
+    command = plain_wishes(force=force, command=command)["command"]
     if options.endpoint is not None:
         from divergence.endpoints.capture import capture_endpoint
 
         if inputs is not None or prepare is not None or not isinstance(model, str | Path | None):
-            raise UsageError("a server runs a model of its own: it takes no module and no inputs",
-                             hint="capture(NAME, endpoint=URL, ...)")  # fmt: skip
+            raise UsageError(
+                "a server runs a model of its own: it takes no module and no inputs",
+                hint="capture(NAME, server=ServerOptions(endpoint=URL), ...)",
+            )
         return capture_endpoint(
             model, options=options, like=None if like is None else Run.open(like), out=out,
             force=force, command=command, progress=progress,
@@ -182,11 +178,10 @@ def capture(
             raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
     if inputs is not None or not isinstance(model, str | Path | None):
         refuse_beside_inputs(options, like)
-        return capture_inputs(
-            model, inputs, out=out, sites=sites or ("modules",), label=label, force=force
-        )
+        sites = options.sites or ("modules",)
+        return capture_inputs(model, inputs, out=out, sites=sites, label=options.label, force=force)
     like = None if like is None else Run.open(like)
-    if wants_suite(model, like, impl):
+    if wants_suite(model, like, options.impl):
         return capture_suite(model, SuiteRequest(
             out=out, like=like, options=options, force=force, command=command,
             progress=progress or silent,

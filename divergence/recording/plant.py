@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -295,7 +295,7 @@ class Substitute:
 
 
 def parse_substitutes(
-    given: Mapping[str, str | Path | Run | Substitute] | Sequence[str],
+    given: Mapping[str, Any] | Sequence[str],
 ) -> dict[str, Substitute]:
     """By operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``; in words ``SITE=RUN``, or
     ``SITE=RUN=OTHER_SITE``. Raises UsageError for a site that is no operator's or that the run does

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from divergence.arithmetic import quick
 from divergence.arithmetic.quick import quick_facts
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -148,7 +149,7 @@ def test_a_replay_notes_it_and_its_truth_does_not(llama, tmp_path):
 
     run = capture(
         str(llama), out=tmp_path / "run", prompts=["a bridge"], max_new_tokens=1,
-        sites=["ops@model.layers.0.mlp"], weights=True,
+        sites=["ops@model.layers.0.mlp"], recording=RecordOptions(weights=True),
     )  # fmt: skip
     again = replay(run, out=tmp_path / "again", device="cpu")
     assert again.manifest.arithmetic == run.manifest.arithmetic

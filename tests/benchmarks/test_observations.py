@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from divergence import RecordOptions
+
 # benchmarks/ is beside the package, not in it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -33,7 +35,9 @@ def runs(tmp_path_factory, llama):
     values = {"device": "cpu", "probe": False}
     a = capture(llama, out=root / "a", prompts=PROMPTS, max_new_tokens=2, truth="full", **values)
     plants = ["model.layers.1:out=scale:1.05"]
-    b = capture(like=a, out=root / "b", plants=plants, escalate=True, **values)
+    b = capture(
+        like=a, out=root / "b", plants=plants, recording=RecordOptions(escalate=True), **values
+    )
     return a, b
 
 

@@ -125,7 +125,7 @@ def capturing(replace_api, monkeypatch):
         plan = {"rows": [row], "num_sites": 1, "num_steps": 3, "total_bytes": 48, "notes": ["n"]}
         return msgspec.defstruct("DryRun", list(plan))(**plan)
 
-    replace_api("recording", capture=capture)
+    replace_api("recording", make_run=capture)
     monkeypatch.setattr("divergence.recording.dry_run.plan_capture", plan_capture)
     return calls
 

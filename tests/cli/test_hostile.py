@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
+from divergence.options.commands import MachineOptions
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -111,9 +112,13 @@ def runs(tmp_path_factory, llama) -> Path:
     sites = ["blocks", "lm_head:out", "ops@model.layers.0.mlp"]
     capture(llama, out=folder / "a", max_new_tokens=2, sites=sites)
     capture(
-        llama, out=folder / "b", max_new_tokens=2, sites=sites, label="there",
+        llama,
+        out=folder / "b",
+        max_new_tokens=2,
+        sites=sites,
+        machine=MachineOptions(label="there"),
         plants=["model.layers.1.mlp:out=scale:1.5"],
-    )  # fmt: skip
+    )
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence import capture, compare
+from divergence import RecordOptions, capture, compare
 from divergence.errors import RunFormatError
 from divergence.recording.engines.load import Loading, load_model
 
@@ -114,7 +114,7 @@ def test_every_command_that_compare_offers_works(tmp_path, llama, follow, case, 
 def test_every_command_that_others_offer_works(tmp_path, llama, follow, words, needed):
     """Of one run, of many, and of what makes a run."""
     a = capture(llama, out=tmp_path / "a", prompts=["Snow fell on"], max_new_tokens=2, probe=False,
-                whole=True, dtype="float32", truth="full")  # fmt: skip
+                recording=RecordOptions(whole=True), dtype="float32", truth="full")  # fmt: skip
     capture(like=a, out=tmp_path / "b", probe=False, plants=["model.layers.1.mlp:out=scale:1.3"])
     tried = follow(*words.split())
     assert not needed or any(command.split()[1] == needed for command in tried), tried

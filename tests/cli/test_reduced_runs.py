@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from divergence.options.commands import RecordOptions
+
 MODES = ("sketch", "stats", "hash")
 
 
@@ -21,9 +23,19 @@ def folder(tmp_path_factory, tiny_model):
         capture(like=folder / f"{mode}-a", out=folder / f"{mode}-b", plants=plant, probe=False)
     make_truth(folder / "sketch-a", out=folder / "truth")
     capture(model, out=folder / "full", max_new_tokens=3, probe=False)
-    capture(like=folder / "full", out=folder / "part-b", plants=plant, only_changed=True,
-            probe=False)  # fmt: skip
-    capture(like=folder / "full", out=folder / "part-a", only_changed=True, probe=False)
+    capture(
+        like=folder / "full",
+        out=folder / "part-b",
+        plants=plant,
+        recording=RecordOptions(only_changed=True),
+        probe=False,
+    )
+    capture(
+        like=folder / "full",
+        out=folder / "part-a",
+        recording=RecordOptions(only_changed=True),
+        probe=False,
+    )
     return folder
 
 

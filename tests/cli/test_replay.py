@@ -7,6 +7,7 @@ import json
 import pytest
 
 import divergence
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 
 BLOCK = "model.layers.1"
@@ -18,7 +19,13 @@ def runs(tmp_path_factory, llama):
     """``a`` holds a block's operators with their weights, ``bare`` without, ``blocks`` none."""
     folder = tmp_path_factory.mktemp("runs")
     options = {"prompts": ["A bridge is built twice."], "max_new_tokens": 2}
-    capture(str(llama), out=folder / "a", sites=[f"ops@{BLOCK}"], weights=True, **options)
+    capture(
+        str(llama),
+        out=folder / "a",
+        sites=[f"ops@{BLOCK}"],
+        recording=RecordOptions(weights=True),
+        **options,
+    )
     capture(str(llama), out=folder / "bare", sites=[f"ops@{BLOCK}"], **options)
     capture(str(llama), out=folder / "blocks", **options)
     return folder

@@ -12,6 +12,7 @@ import pytest
 from divergence.cli.main import app
 from divergence.comparison.advice import Advice, WithinAdvice, beside
 from divergence.comparison.api import compare
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.location import Url
@@ -44,7 +45,7 @@ def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys
     """The block's inside gets an escalated pass and a truth too, or all would pass there."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
     plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.004"]
-    b = capture(like=a, out=tmp_path / "b", escalate=True, plants=plants)
+    b = capture(like=a, out=tmp_path / "b", recording=RecordOptions(escalate=True), plants=plants)
     report = compare(a, b, truth=make_truth(a, out=tmp_path / "truth"))
     assert report.verdict.onset.pass_ == "escalated"
     said = follow(report, capsys)
@@ -68,7 +69,9 @@ def test_a_run_that_anchors_nothing_is_captured_again_first(llama, tmp_path, cap
 
 def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path):
     """No run can be repeated with more tokens than it kept."""
-    a = capture(llama, out=tmp_path / "a", max_new_tokens=1, positions="last:2")
+    a = capture(
+        llama, out=tmp_path / "a", max_new_tokens=1, recording=RecordOptions(positions="last:2")
+    )
     b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
     first = compare(a, b).verdict.next[0]
     assert first.startswith(f"divergence capture {llama} -o {a.path}-blocks --prompts FILE")
@@ -137,7 +140,13 @@ def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
 def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
     """Where the printed commands put it; another run's is passed over."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
-    b = capture(like=a, out=tmp_path / "b", escalate=True, probe=False, attn_implementation="sdpa")
+    b = capture(
+        like=a,
+        out=tmp_path / "b",
+        recording=RecordOptions(escalate=True),
+        probe=False,
+        attn_implementation="sdpa",
+    )
     other = capture(llama, out=tmp_path / "c", prompts=["Other"], max_new_tokens=1, probe=False)
     make_truth(other, out=tmp_path / "a-truth")
     assert Advice(a, b).truth_beside is None

@@ -18,6 +18,7 @@ import pytest
 
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions, LoadOptions
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from tests.models import tiny
@@ -76,9 +77,9 @@ def recorded(tmp_path_factory, tiny_model):
             capture(
                 str(tiny_model(architecture, dtype=dtype, **model)),
                 out=folder / f"{architecture}-{dtype}",
-                prompts_file=prompts_file,
+                batching=BatchOptions(prompts_file=prompts_file),
                 max_new_tokens=3,
-                trust_remote_code=architecture == "remote-code",
+                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
                 **(options or {}),
             )
             for architecture in architectures

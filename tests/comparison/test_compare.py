@@ -12,6 +12,7 @@ import torch
 from divergence.comparison.align.pairs import find_prefix, load_name_map
 from divergence.comparison.api import compare
 from divergence.errors import ConfigError, IncomparableError
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 from divergence.run.site import module_of
 
@@ -478,8 +479,14 @@ def test_the_worst_token_of_a_padded_batch_is_found_by_sample_and_position(tiny_
 
     prompts = ["One two three four five six seven eight nine ten.", "Short."]
     model = str(tiny_model("llama", dtype="float32"))
-    a = capture(model, out=tmp_path / "a", prompts=prompts, batch=True, max_new_tokens=1,
-                device="cpu")  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=prompts,
+        batching=BatchOptions(batch=True),
+        max_new_tokens=1,
+        device="cpu",
+    )
     b = capture(like=a, out=tmp_path / "b", device="cpu",
                 plants=["model.layers.1:out=channel:3:1.5"])  # fmt: skip
     report = compare(a, b)

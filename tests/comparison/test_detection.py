@@ -12,6 +12,7 @@ from transformers import cache_utils
 from transformers.models.llama import modeling_llama
 
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions, LoadOptions
 from divergence.recording.api import capture, truth
 from divergence.run.site import module_of
 from tests.models import tiny
@@ -34,7 +35,7 @@ def reference(tmp_path_factory, tiny_model):
                 out=tmp_path_factory.mktemp("reference") / "run",
                 prompts=[PROMPT],
                 max_new_tokens=3,
-                trust_remote_code=architecture == "remote-code",
+                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
             )
             notes = run.manifest.plan.modules
             runs[architecture, dtype] = run, [p for p, n in notes.items() if n.role == "block"]
@@ -47,7 +48,7 @@ def other_machine(run, out, architecture, **options):
     attention = "sdpa" if architecture in OTHER_KERNELS else None
     return capture(
         like=run, out=out, attn_implementation=attention, force=True,
-        trust_remote_code=architecture == "remote-code", **options,
+        loading=LoadOptions(trust_remote_code=architecture == "remote-code"), **options,
     )  # fmt: skip
 
 
@@ -254,8 +255,14 @@ def test_prompts_beside_a_wrong_one_are_not_blamed_on_the_other_side(
     wrong and one that is not."""
     prompts = ["a b c", "Rain falls mainly on the plain.", PROMPT]
     model = tiny_model("llama", dtype="float32")
-    a = capture(str(model), out=tmp_path / "a", prompts=prompts, max_new_tokens=2, batch=True,
-                attn_implementation="eager")  # fmt: skip
+    a = capture(
+        str(model),
+        out=tmp_path / "a",
+        prompts=prompts,
+        max_new_tokens=2,
+        batching=BatchOptions(batch=True),
+        attn_implementation="eager",
+    )
     healthy = modeling_llama.create_causal_mask
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "create_causal_mask",

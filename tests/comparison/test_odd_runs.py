@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 
 LONG = "One two three four five six seven eight nine ten eleven."
@@ -19,7 +20,13 @@ def llama(tiny_model):
 def test_steps_that_no_anchor_reached_are_judged_and_named(llama, tmp_path):
     """With a gap in the recorded steps the cache is no longer anchored; later steps are judged
     from the free run, and the report says so."""
-    a = capture(llama, out=tmp_path / "a", prompts=[LONG], steps="0,2", max_new_tokens=4)
+    a = capture(
+        llama,
+        out=tmp_path / "a",
+        prompts=[LONG],
+        recording=RecordOptions(steps="0,2"),
+        max_new_tokens=4,
+    )
     healthy = compare(a, capture(like=a, out=tmp_path / "b", attn_implementation="sdpa"))
     assert healthy.verdict.kind == "within_floor"
     assert healthy.verdict.confidence == "low"
@@ -51,8 +58,14 @@ def test_weights_kept_in_float32_are_the_same_weights(tiny_model, tmp_path):
 
 def test_pads_of_narrowed_batches_are_masked(llama, tmp_path):
     """--positions counts from the padded start; pads are still no tokens."""
-    a = capture(llama, out=tmp_path / "a", prompts=[LONG, "Short."], batch=True, positions="0-3",
-                max_new_tokens=1)  # fmt: skip
+    a = capture(
+        llama,
+        out=tmp_path / "a",
+        prompts=[LONG, "Short."],
+        batching=BatchOptions(batch=True),
+        recording=RecordOptions(positions="0-3"),
+        max_new_tokens=1,
+    )
     b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
     report = compare(a, b)
     assert report.verdict.kind in ("identical", "within_floor")
@@ -64,7 +77,7 @@ def test_narrowed_batches_and_single_prompts_do_not_mix_positions(llama, tmp_pat
     """Token 0 of a padded row is no token 0 of the prompt: skipped, and said why."""
     options = {"prompts": [LONG, "Short."], "positions": "0-3", "max_new_tokens": 1}
     a = capture(llama, out=tmp_path / "a", **options)
-    b = capture(llama, out=tmp_path / "b", batch=True, **options)
+    b = capture(llama, out=tmp_path / "b", batching=BatchOptions(batch=True), **options)
     report = compare(a, b)
     assert report.verdict.kind in ("identical", "within_floor")
     assert any("token positions differ" in item.reason for item in report.coverage.unmatched)
@@ -97,8 +110,13 @@ def test_printed_commands_repeat_what_makes_the_candidate_special(llama, tmp_pat
 def test_choices_end_where_a_sample_ends(tiny_model, tmp_path):
     """In a batch a finished sample is fed padding: those are no choices to agree on."""
     model = tiny_model("llama", dtype="float32")
-    first = capture(str(model), out=tmp_path / "a", prompts=[LONG, "Short."], batch=True,
-                    max_new_tokens=6)  # fmt: skip
+    first = capture(
+        str(model),
+        out=tmp_path / "a",
+        prompts=[LONG, "Short."],
+        batching=BatchOptions(batch=True),
+        max_new_tokens=6,
+    )
     ends = [sample.generated_ids[0] for sample in first.manifest.tokens.samples]
     if ends[0] == ends[1]:
         pytest.skip("both samples begin alike")
@@ -111,8 +129,13 @@ def test_choices_end_where_a_sample_ends(tiny_model, tmp_path):
         settings = json.loads((copy / name).read_text())
         settings["eos_token_id"] = ends[1]
         (copy / name).write_text(json.dumps(settings))
-    run = capture(str(copy), out=tmp_path / "b", prompts=[LONG, "Short."], batch=True,
-                  max_new_tokens=6)  # fmt: skip
+    run = capture(
+        str(copy),
+        out=tmp_path / "b",
+        prompts=[LONG, "Short."],
+        batching=BatchOptions(batch=True),
+        max_new_tokens=6,
+    )
     one, two = run.manifest.tokens.samples
     assert len(two.chosen_ids) == 1
     assert len(one.generated_ids) == len(two.generated_ids)

@@ -11,6 +11,7 @@ from transformers.models.llama import modeling_llama
 import divergence
 from divergence.errors import IncomparableError, RunFormatError, UsageError
 from divergence.gate.golden import bless
+from divergence.options.commands import RecordOptions
 from divergence.run.site import module_of
 from tests.digests import without_digests
 
@@ -60,8 +61,14 @@ def test_the_side_is_told_the_other_way_round_too(runs):
 @pytest.mark.parametrize("options", [{"plants": ["model.layers.3.mlp:out=scale:4"]}, {}], ids=str)
 def test_the_free_run_is_judged_by_it_too(runs, tmp_path, options):
     """A full truth judges runs that no inputs anchored, as one made apart does."""
-    b = divergence.capture(like=runs["a"], out=tmp_path / "b", anchor=False, probe=False,
-                           attn_implementation=None if options else "sdpa", **options)  # fmt: skip
+    b = divergence.capture(
+        like=runs["a"],
+        out=tmp_path / "b",
+        recording=RecordOptions(anchor=False),
+        probe=False,
+        attn_implementation=None if options else "sdpa",
+        **options,
+    )
     own = divergence.compare(runs["a"], b)
     apart = divergence.compare(runs["a"], b, truth=runs["apart"])
     assert judged(own) == judged(apart)

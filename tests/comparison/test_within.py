@@ -14,6 +14,7 @@ import torch
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from tests.digests import without_digests
 
@@ -32,7 +33,7 @@ def whole_run(tiny_model, tmp_path):
             str(tiny_model(architecture, dtype=dtype, num_blocks=4)),
             out=tmp_path / "run",
             force=True,
-            whole=True,
+            recording=RecordOptions(whole=True),
             **options,
         )
 
@@ -235,7 +236,11 @@ def test_a_run_without_decode_steps_has_nothing_to_hold_against_itself(
 ):
     """No command is offered that would make no whole pass either."""
     run = capture(
-        str(tiny_model(name)), out=tmp_path / "a", prompts=["Snow"], whole=True, **options
+        str(tiny_model(name)),
+        out=tmp_path / "a",
+        prompts=["Snow"],
+        recording=RecordOptions(whole=True),
+        **options,
     )
     with pytest.raises(UsageError, match="alone has nothing to compare") as caught:
         compare(run)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from divergence import Run, capture, compare
+from divergence import RecordOptions, Run, ServerOptions, capture, compare
 from divergence.errors import UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(12)]
@@ -18,7 +18,9 @@ def serve(stub, tmp_path):
         given = {"prompts": PROMPTS, "max_new_tokens": 8} | options
         if "like" in given:
             del given["prompts"]
-        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **given)
+        return capture(
+            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
+        )
 
     return run
 
@@ -117,17 +119,19 @@ def test_the_key_is_in_no_run(stub, serve, tmp_path, monkeypatch):
 
 def test_options_of_models_are_refused(stub, tmp_path):
     with pytest.raises(UsageError, match="--dtype means nothing to a server"):
-        capture("tiny", endpoint=stub.url, out=tmp_path / "a", dtype="float32")
+        capture(
+            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / "a", dtype="float32"
+        )
     with pytest.raises(UsageError, match="needs --endpoint"):
-        capture("tiny", out=tmp_path / "a", resume=True)
+        capture("tiny", out=tmp_path / "a", server=ServerOptions(resume=True))
     with pytest.raises(UsageError, match="address alone"):
-        capture("tiny", endpoint="http://me:pw@host:1", out=tmp_path / "a")
+        capture("tiny", server=ServerOptions(endpoint="http://me:pw@host:1"), out=tmp_path / "a")
 
 
 def test_a_models_run_has_the_log_probabilities_of_its_logits(llama, tmp_path):
     """Beside a run of log-probabilities, a run with recorded logits is one too."""
     a = capture(llama, out=tmp_path / "t", prompts=[[5, 6, 7, n] for n in range(9)], probe=False,
-                max_new_tokens=3, anchor=False, device="cpu")  # fmt: skip
+                max_new_tokens=3, recording=RecordOptions(anchor=False), device="cpu")  # fmt: skip
     report = compare(a, _as_scores(a, tmp_path))
     assert report.logprobs.num_tokens == 27
     assert report.logprobs.delta.num_tokens == 27 and report.logprobs.delta.max_abs < 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import capture, compare
+from divergence import ServerOptions, capture, compare
 from divergence.errors import UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(8)]
@@ -14,7 +14,9 @@ PROMPTS = [f"prompt number {n}" for n in range(8)]
 def serve(stub, tmp_path):
     def run(name, **options):
         given = {"prompts": PROMPTS, "max_new_tokens": 12, "answers": 6} | options
-        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **given)
+        return capture(
+            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
+        )
 
     return run
 
@@ -61,7 +63,7 @@ def test_drawn_against_greedy_stops(serve):
 def test_drawn_answers_are_scored_elsewhere(stub, serve, tmp_path):
     """--like scores them as any; with --answers it is refused."""
     a, stub.noise = serve("a"), 0.01
-    b = capture("tiny", endpoint=stub.url, out=tmp_path / "b", like=a)
+    b = capture("tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / "b", like=a)
     report = compare(a, b)
     assert b.manifest.engine.facts["tokens"] == "given" and report.logprobs.texts is None
     assert (report.logprobs.num_equal, report.verdict.kind) == (8 * 6 * 12, "within_floor")

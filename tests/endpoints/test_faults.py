@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from divergence import capture, compare
+from divergence import ServerOptions, capture, compare
 from divergence.errors import UsageError
 from tests.endpoints.conftest import VOCABULARY
 
@@ -23,7 +23,9 @@ def serve(stub, tmp_path):
         given = {"prompts": PROMPTS, "max_new_tokens": 12} | options
         if "like" in given:
             del given["prompts"]
-        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **given)
+        return capture(
+            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
+        )
 
     return run
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from divergence import Run, capture, compare
+from divergence import Run, ServerOptions, capture, compare
 from divergence.endpoints import capture as endpoint_capture
 from divergence.endpoints.client import Client
 from divergence.errors import DivergenceError, EndpointError, UsageError
@@ -39,7 +39,12 @@ def pauses(monkeypatch, stub):
 def serve(stub, tmp_path, pauses):
     def run(name="a", **options):
         given = {"prompts": PROMPTS, "max_new_tokens": 4, "concurrency": 1, "top_logprobs": 3}
-        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **(given | options))
+        return capture(
+            "tiny",
+            server=ServerOptions(endpoint=stub.url),
+            out=tmp_path / name,
+            **(given | options),
+        )
 
     return run
 
@@ -249,7 +254,7 @@ def test_many_at_a_time(stub, serve):
 
 def test_no_server(serve, stub, tmp_path, pauses):
     with pytest.raises(EndpointError, match="no connection"):
-        capture("tiny", endpoint="http://127.0.0.1:9", out=tmp_path / "z")
+        capture("tiny", server=ServerOptions(endpoint="http://127.0.0.1:9"), out=tmp_path / "z")
     assert not (tmp_path / "z").exists()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import capture, compare
+from divergence import ServerOptions, capture, compare
 
 PROMPTS = [f"prompt number {n}" for n in range(10)]
 
@@ -25,7 +25,9 @@ def serve(stub, tmp_path):
         given = {"prompts": PROMPTS, "max_new_tokens": 6} | options
         if "like" in given:
             del given["prompts"]
-        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **given)
+        return capture(
+            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
+        )
 
     return run
 

@@ -14,7 +14,7 @@ import urllib.request
 
 import pytest
 
-from divergence import capture, compare
+from divergence import RecordOptions, ServerOptions, capture, compare
 from tests.models.tiny import build
 
 pytestmark = [
@@ -65,10 +65,12 @@ def test_a_healthy_server_raises_no_alarm(model, served, tmp_path):
     """transformers in bfloat16 against vLLM in bfloat16, its answers scored there token by token;
     the server against itself is identical."""
     a = capture(model, out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=8, device="cpu",
-                probe=False, anchor=False)  # fmt: skip
-    b = capture("tiny", endpoint=served, like=a, out=tmp_path / "b")
+                probe=False, recording=RecordOptions(anchor=False))  # fmt: skip
+    b = capture("tiny", server=ServerOptions(endpoint=served), like=a, out=tmp_path / "b")
     assert b.manifest.engine.facts["prompts scored"] == "prompt_logprobs"
     report = compare(a, b)
     assert report.logprobs.num_equal == 80 and report.verdict.kind == "within_floor", report
-    again = capture("tiny", endpoint=served, like=a, out=tmp_path / "c", concurrency=1)
+    again = capture(
+        "tiny", server=ServerOptions(endpoint=served, concurrency=1), like=a, out=tmp_path / "c"
+    )
     assert compare(b, again).logprobs.pattern in ("equal", "within")

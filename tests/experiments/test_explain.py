@@ -13,6 +13,7 @@ from msgspec import structs
 from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, ModelError, PlantError, UsageError
 from divergence.experiments.explain import Injection, explain_token
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.plant import FORWARDS
@@ -31,8 +32,14 @@ def run(tmp_path_factory, llama):
     def make(dtype, *plants, batch=False):
         first = (dtype, batch)
         if first not in made:
-            made[first] = capture(str(llama), out=folder / f"a-{dtype}-{batch}", prompts=PROMPTS,
-                                  max_new_tokens=6, dtype=dtype, batch=batch)  # fmt: skip
+            made[first] = capture(
+                str(llama),
+                out=folder / f"a-{dtype}-{batch}",
+                prompts=PROMPTS,
+                max_new_tokens=6,
+                dtype=dtype,
+                batching=BatchOptions(batch=batch),
+            )
         if (*first, plants) not in made:
             made[*first, plants] = capture(
                 like=made[first], out=folder / str(len(made)), plants=plants,
@@ -133,7 +140,7 @@ def test_equal_runs_have_nothing_to_explain(run):
 def test_free_runs_alone_are_refused(run, tmp_path):
     """A block's error is known from equal inputs only; the message says how to get them."""
     a, _ = run("float32")
-    b = capture(like=a, out=tmp_path / "b", anchor=False, plants=[FAULT])
+    b = capture(like=a, out=tmp_path / "b", recording=RecordOptions(anchor=False), plants=[FAULT])
     with pytest.raises(UsageError, match="no anchored pass") as caught:
         explain_token(compare(a, b), a, b)
     assert "--like" in caught.value.hint

@@ -16,7 +16,7 @@ from divergence.comparison.api import compare
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet import many
 from divergence.fleet.many import compare_many
-from divergence.options.commands import CompareOptions, fields_of
+from divergence.options.commands import CompareOptions, MachineOptions, RecordOptions, fields_of
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -34,14 +34,21 @@ def fleet(tmp_path_factory, tiny_model):
     and r are healthy repeats of d, r with other kernels and only the bytes that changed."""
     folder = tmp_path_factory.mktemp("fleet")
     model = str(tiny_model("llama", num_blocks=4))
-    capture(model, out=folder / "a", max_new_tokens=3, label="alpha")
+    capture(model, out=folder / "a", max_new_tokens=3, machine=MachineOptions(label="alpha"))
     for name, options in {
         "b": {}, "c": {}, "d": {"plants": PLANT}, "e": OTHER_KERNELS,
     }.items():  # fmt: skip
-        capture(like=folder / "a", out=folder / name, label=name * 3, **options)
+        capture(
+            like=folder / "a", out=folder / name, machine=MachineOptions(label=name * 3), **options
+        )
     for name in "pq":
         capture(like=folder / "d", out=folder / name)
-    capture(like=folder / "d", out=folder / "r", only_changed=True, **OTHER_KERNELS)
+    capture(
+        like=folder / "d",
+        out=folder / "r",
+        recording=RecordOptions(only_changed=True),
+        **OTHER_KERNELS,
+    )
     for name, of in (("truth", "a"), ("truth-d", "d")):
         make_truth(folder / of, out=folder / name)
     capture(str(tiny_model("llama", seed=1)), out=folder / "weights", max_new_tokens=3)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from divergence.cli.main import app
 from divergence.gate.check import check
 from divergence.gate.policy import Policy, PreflightPolicy
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 
 PROMPTS = ["Four walls hold a roof, and a roof holds the rain away from what is dry."]
@@ -43,7 +44,13 @@ def doubled(model):
 def test_other_constants_or_code_fail_and_are_named(prepare, named, golden, tmp_path):
     """A fault too small for a sketch to see is a change of the model that nothing explains: the
     refusal says what differs, not how many classes there are."""
-    new = capture(like=golden, out=tmp_path / "new", prepare=prepare, anchor=False, probe=False)
+    new = capture(
+        like=golden,
+        out=tmp_path / "new",
+        prepare=prepare,
+        recording=RecordOptions(anchor=False),
+        probe=False,
+    )
     failure = next(item for item in check(golden, new).failures if item.rule == "preflight")
     assert named in failure.text
     assert "classes of module" not in failure.text
@@ -54,7 +61,13 @@ def test_other_constants_or_code_fail_and_are_named(prepare, named, golden, tmp_
 
 def test_a_policy_may_warn_of_other_code_instead(golden, tmp_path):
     """What differs is said beside the result then."""
-    new = capture(like=golden, out=tmp_path / "new", prepare=scaled, anchor=False, probe=False)
+    new = capture(
+        like=golden,
+        out=tmp_path / "new",
+        prepare=scaled,
+        recording=RecordOptions(anchor=False),
+        probe=False,
+    )
     policy = Policy(preflight=PreflightPolicy(allow=("*",), code="warn"))
     result = check(golden, new, policy=policy)
     assert not [item for item in result.failures if item.rule == "preflight"]
@@ -64,14 +77,19 @@ def test_a_policy_may_warn_of_other_code_instead(golden, tmp_path):
 def test_another_kernel_of_attention_explains_other_code(golden, tmp_path):
     """What another setting brings along is no fault of the code."""
     new = capture(like=golden, out=tmp_path / "new", attn_implementation="sdpa", prepare=scaled,
-                  anchor=False, probe=False)  # fmt: skip
+                  recording=RecordOptions(anchor=False), probe=False)  # fmt: skip
     assert not [item for item in check(golden, new).failures if item.rule == "preflight"]
 
 
 def test_what_a_golden_cannot_see_stands_beside_passed(golden, tmp_path):
     """An equal-looking run passes with the size of what would have been missed."""
-    new = capture(like=golden, out=tmp_path / "new", attn_implementation="sdpa", anchor=False,
-                  probe=False)  # fmt: skip
+    new = capture(
+        like=golden,
+        out=tmp_path / "new",
+        attn_implementation="sdpa",
+        recording=RecordOptions(anchor=False),
+        probe=False,
+    )
     shown = CliRunner().invoke(app, ["check", str(golden.path), str(new.path)]).stdout
     assert shown.startswith("PASSED")
     assert shown.count("not seen    errors below ") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import Run, capture
+from divergence import RecordOptions, Run, capture
 from tests.importing.writers import PROMPT_IDS
 
 
@@ -13,18 +13,29 @@ def captured(tiny_model, tmp_path_factory) -> Run:
     """Prefill of five tokens and two decode steps, every module, eager attention."""
     folder = tmp_path_factory.mktemp("captured")
     return capture(
-        tiny_model("llama", num_blocks=2), out=folder / "a", prompts=[PROMPT_IDS], sites="modules",
-        max_new_tokens=3, device="cpu", attn_implementation="eager", anchor=False, probe=False,
-    )  # fmt: skip
+        tiny_model("llama", num_blocks=2),
+        out=folder / "a",
+        prompts=[PROMPT_IDS],
+        sites="modules",
+        max_new_tokens=3,
+        device="cpu",
+        attn_implementation="eager",
+        recording=RecordOptions(anchor=False),
+        probe=False,
+    )
 
 
 @pytest.fixture(scope="session")
 def faulty(captured, tiny_model, tmp_path_factory) -> Run:
     """The same with a fault in the last block, as another engine would have it: in a free pass."""
     return capture(
-        tiny_model("llama", num_blocks=2), out=tmp_path_factory.mktemp("faulty") / "b",
-        like=captured, plants=["model.layers.1.mlp:out=scale:1.5"], anchor=False, probe=False,
-    )  # fmt: skip
+        tiny_model("llama", num_blocks=2),
+        out=tmp_path_factory.mktemp("faulty") / "b",
+        like=captured,
+        plants=["model.layers.1.mlp:out=scale:1.5"],
+        recording=RecordOptions(anchor=False),
+        probe=False,
+    )
 
 
 @pytest.fixture

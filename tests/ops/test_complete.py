@@ -9,6 +9,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -31,7 +32,7 @@ def test_a_block_gives_the_recorded_bits(tiny_model, tmp_path, dtype, attention)
     """In prefill (many rows) and decode (one row, another kernel), whatever the layout."""
     run = capture(
         str(tiny_model("llama", dtype=dtype)), out=tmp_path / "run", sites=[f"ops@{BLOCK}"],
-        weights=True, attn_implementation=attention, **OPTIONS,
+        recording=RecordOptions(weights=True), attn_implementation=attention, **OPTIONS,
     )  # fmt: skip
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
 
@@ -43,7 +44,7 @@ def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architectur
     index and mask is the same: no definition in float64 is of another operator."""
     run = capture(
         str(tiny_model(architecture, dtype="float32")), out=tmp_path / "run", sites=["ops@*"],
-        weights=True, attn_implementation=attention, **OPTIONS,
+        recording=RecordOptions(weights=True), attn_implementation=attention, **OPTIONS,
     )  # fmt: skip
     truth = replay(run, out=tmp_path / "truth", truth=True)
     assert not truth.manifest.plan.skipped_operators
@@ -64,7 +65,7 @@ def test_experts_that_transformers_runs_itself(tiny_model, tmp_path):
     """Its own operator for grouped products is found again, in float64 too."""
     run = capture(
         str(tiny_model("mixtral", dtype="bfloat16")), out=tmp_path / "run",
-        sites=[f"ops@{BLOCK}"], weights=True, **OPTIONS,
+        sites=[f"ops@{BLOCK}"], recording=RecordOptions(weights=True), **OPTIONS,
     )  # fmt: skip
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
     truth = replay(run, out=tmp_path / "truth", truth=True)
@@ -74,7 +75,12 @@ def test_experts_that_transformers_runs_itself(tiny_model, tmp_path):
 def test_an_anchored_pass_is_replayed_first(tiny_model, tmp_path):
     """It holds the operators of a repeat; another pass is taken on request, if it is there."""
     run = capture(str(tiny_model("llama")), out=tmp_path / "run", sites=["blocks"], **OPTIONS)
-    like = capture(like=run, out=tmp_path / "like", sites=[f"ops@{BLOCK}"], weights=True)
+    like = capture(
+        like=run,
+        out=tmp_path / "like",
+        sites=[f"ops@{BLOCK}"],
+        recording=RecordOptions(weights=True),
+    )
     again = replay(like, out=tmp_path / "again", device="cpu")
     assert again.manifest.plan.replayed_pass == "anchored"
     same_bits(like, again)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import pytest
@@ -13,10 +15,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import divergence
 from divergence.arithmetic.api import probe
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
+from divergence.errors import RenamedWarning, UsageError
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.selfcheck import selfcheck
 from divergence.experiments.selftest import selftest
@@ -26,17 +30,22 @@ from divergence.gate.check import check
 from divergence.ops.replay import replay
 from divergence.ops.reproducer import repro
 from divergence.options.commands import (
+    GROUPS,
     VERBOSE,
+    BatchOptions,
     CaptureOptions,
     CheckOptions,
     CompareOptions,
+    LoadOptions,
     LocalizeOptions,
+    MainOptions,
     ProbeOptions,
     ReplayOptions,
     ReproOptions,
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
+    TrainOptions,
     TruthOptions,
     command_options,
     fields_of,
@@ -119,7 +128,11 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
 @pytest.mark.parametrize(
     ("function", "kind", "own"),
     [
-        (capture, CaptureOptions, "model out inputs like force command progress prepare"),
+        (
+            capture,
+            MainOptions,
+            f"model out inputs like force progress prepare old {' '.join(GROUPS)}",
+        ),
         (truth, TruthOptions, "run out force command progress"),
         (replay, ReplayOptions, "run out force command progress"),
         (probe, ProbeOptions, "out force command progress"),
@@ -181,3 +194,75 @@ def test_options_that_run_foreign_code_are_no_settings():
     for name in ("trust_remote_code", "impl", "plants"):
         (field,) = [field for field in fields_of(CaptureOptions) if field.name == name]
         assert not field.option.setting
+
+
+def test_capture_takes_what_few_set_in_groups():
+    """At most 25 names, and every option of the command is one of them or in one of them."""
+    parameters = inspect.signature(capture).parameters
+    assert len(parameters.keys() - {"old"}) <= 25
+    hints = typing.get_type_hints(capture, localns={"Run": Run, "torch": torch})
+    assert {name: kinds_of(hints[name]) for name in GROUPS} == {
+        name: (kind,) for name, kind in GROUPS.items()
+    }
+    assert all(getattr(divergence, kind.__name__) is kind for kind in GROUPS.values())
+    names = [field.name for kind in (MainOptions, *GROUPS.values()) for field in fields_of(kind)]
+    assert sorted(names) == sorted(field.name for field in fields_of(CaptureOptions))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What ``capture`` hands on to where runs are made, by name."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "divergence.recording.api.make_run", lambda model, **values: calls.append(values)
+    )
+    return calls
+
+
+def test_groups_and_what_they_were_are_the_same(made):
+    """A name of earlier versions says in one line where it is now, and works."""
+    groups = {
+        "batching": BatchOptions(batch=True, pad_left=2), "loading": LoadOptions(revision="main"),
+    }  # fmt: skip
+    capture("m", out="a", **groups)
+    with pytest.warns(RenamedWarning) as told:
+        capture("m", out="a", batch=True, pad_left=2, revision="main")
+    assert [str(warning.message) for warning in told] == [
+        "capture(batch=..., pad_left=..., revision=...) is now written "
+        "batching=BatchOptions(batch=..., pad_left=...), loading=LoadOptions(revision=...)"
+    ]
+    assert told[0].filename == __file__
+    in_groups, alone = made
+    assert {name: in_groups[name] for name in alone} == alone
+    assert alone["batch"] is True and alone["revision"] == "main"
+
+
+def test_a_name_that_there_is_none_of_is_refused(made):
+    """With the nearest one, wherever that belongs."""
+    for wrong, near in (("batchs", "batch"), ("promts", "prompts"), ("bathing", "batching")):
+        with pytest.raises(TypeError, match=f"no parameter '{wrong}'; did you mean {near}"):
+            capture("m", out="a", **{wrong: True})
+    with pytest.raises(TypeError, match=r"no parameter 'zzzzzz'$"):
+        capture("m", out="a", zzzzzz=1)
+    assert not made
+
+
+def test_a_group_of_another_kind_is_refused(made):
+    """Both are named."""
+    with pytest.raises(UsageError, match=r"batching=.*LoadOptions, not BatchOptions"):
+        capture("m", out="a", batching=LoadOptions(revision="main"))
+    with pytest.raises(UsageError, match="dict, not MachineOptions"):
+        capture("m", out="a", machine={"threads": 2})
+    assert not made
+
+
+def test_the_tutorial_lists_the_groups():
+    """Each with its fields, as they stand; of a training step those are a page of their own."""
+    text = (Path(divergence.__file__).parents[1] / "docs" / "tutorial.md").read_text(
+        encoding="utf-8"
+    )
+    for name, kind in GROUPS.items():
+        row = next(row for row in text.splitlines() if f"`{name}={kind.__name__}(...)`" in row)
+        listed = re.findall("`([a-z_]+)`", row)
+        fields = [field.name for field in fields_of(kind)]
+        assert set(listed) <= set(fields) if kind is TrainOptions else set(listed) == set(fields)

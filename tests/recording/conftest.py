@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from divergence.options.commands import LoadOptions
 from divergence.run.reader import Run
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
@@ -32,7 +33,7 @@ def captured(tmp_path_factory, tiny_model) -> Callable[..., Run]:
             runs[key] = capture(
                 str(tiny_model(architecture, **model)),
                 out=tmp_path_factory.mktemp(f"{architecture}-") / "run",
-                trust_remote_code=architecture == "remote-code",
+                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
                 **options,
             )
         return runs[key]

@@ -9,6 +9,7 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.errors import ModelError, PromptError, RunExistsError, UsageError
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.machine import deterministic_settings
 from divergence.run.reader import Run
@@ -61,7 +62,7 @@ def test_messages_need_a_template(tiny_model, tmp_path):
         capture(
             str(tiny_model("llama", chat_template=False)),
             out=tmp_path / "run",
-            prompts_file=prompts,
+            batching=BatchOptions(prompts_file=prompts),
         )
 
 
@@ -79,7 +80,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(llama, tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"input_ids": [9, 99999]}')
     with pytest.raises(ModelError, match="99999 is outside"):
-        capture(str(llama), out=tmp_path / "run", prompts_file=prompts)
+        capture(str(llama), out=tmp_path / "run", batching=BatchOptions(prompts_file=prompts))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
@@ -159,7 +160,11 @@ def test_a_machine_that_does_not_is_found_out(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(Plant, "apply", lambda self, x, forward: x + 1e-3 * torch.randn_like(x))
     options = {"prompts": PROMPTS[:1], "max_new_tokens": 1}
     noisy = capture(
-        str(llama), out=tmp_path / "noisy", repeat=2, plants=["model.norm:out=scale:1"], **options
+        str(llama),
+        out=tmp_path / "noisy",
+        recording=RecordOptions(repeat=2),
+        plants=["model.norm:out=scale:1"],
+        **options,
     )
     found = noisy.manifest.repeatability
     assert found.num_different > 0

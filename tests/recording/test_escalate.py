@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from divergence.comparison.api import compare
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run, without_passes
@@ -30,7 +31,9 @@ def escalated(run, tmp_path_factory) -> Callable[..., Run]:
     def make(prepare: Callable[[nn.Module], None] | None = None) -> Run:
         if prepare not in runs:
             out = tmp_path_factory.mktemp("escalated-") / "run"
-            runs[prepare] = capture(like=run, out=out, escalate=True, prepare=prepare)
+            runs[prepare] = capture(
+                like=run, out=out, recording=RecordOptions(escalate=True), prepare=prepare
+            )
         return runs[prepare]
 
     return make
@@ -137,7 +140,9 @@ def notes_of(run: Run, **options) -> tuple[list[str], Run]:
         if event == "note":
             notes.append(detail)
 
-    return notes, capture(like=run, escalate=True, progress=progress, **options)
+    return notes, capture(
+        like=run, recording=RecordOptions(escalate=True), progress=progress, **options
+    )
 
 
 def test_float32_needs_no_third_pass(captured, tmp_path):
@@ -184,7 +189,7 @@ def own(tiny_model, tmp_path_factory) -> Run:
     prompts = ["Kernels differ.", "So do machines."]
     return capture(
         str(tiny_model("llama")), out=folder / "run", prompts=prompts, max_new_tokens=3,
-        dtype="bfloat16", escalate=True, truth="full",
+        dtype="bfloat16", recording=RecordOptions(escalate=True), truth="full",
     )  # fmt: skip
 
 
@@ -205,7 +210,12 @@ def test_a_run_is_escalated_from_its_own_free_pass(own):
 
 def test_both_sides_escalated_are_sure(own, tmp_path):
     """A without such a pass leaves A's own float32 unseen: said, with what to run."""
-    b = capture(like=own, out=tmp_path / "b", escalate=True, attn_implementation="sdpa")
+    b = capture(
+        like=own,
+        out=tmp_path / "b",
+        recording=RecordOptions(escalate=True),
+        attn_implementation="sdpa",
+    )
     verdict = compare(own, b).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", "neither", "high")
     unseen = without_passes(own, ["escalated"])
@@ -224,10 +234,10 @@ def test_a_fault_of_a_below_its_floor_is_as_s(own, tiny_model, tmp_path):
     """A's own escalated pass is held against the truth that A carries."""
     bad = capture(
         str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ."],
-        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="full",
+        max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="full",
         plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.001"],
     )  # fmt: skip
-    b = capture(like=bad, out=tmp_path / "b", escalate=True)
+    b = capture(like=bad, out=tmp_path / "b", recording=RecordOptions(escalate=True))
     verdict = compare(bad, b).verdict
     assert (verdict.kind, verdict.side, verdict.onset.block) == ("localized", "reference", BLOCK)
 
@@ -245,7 +255,7 @@ def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
     notes: list[str] = []
     run = capture(
         str(tiny_model("llama")), out=tmp_path / "run", prompts=["x"], max_new_tokens=2,
-        dtype="bfloat16", escalate=True, store="hash", truth="no",
+        dtype="bfloat16", recording=RecordOptions(escalate=True), store="hash", truth="no",
         progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
     )  # fmt: skip
     assert run.manifest.plan.passes == ["free"]
@@ -264,11 +274,14 @@ def test_what_the_truth_does_not_reach_is_held_against_the_other(
         monkeypatch.setattr(f"divergence.recording.execution.{name}", 0.0)
     a = capture(
         str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ.", "Machines too."],
-        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="auto",
+        max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="auto",
     )  # fmt: skip
     assert a.manifest.plan.truth.num_steps == [1, 0]
     b = capture(
-        like=a, out=tmp_path / "b", escalate=True, plants=[f"{BLOCK}.mlp.down_proj:out={fault}"]
+        like=a,
+        out=tmp_path / "b",
+        recording=RecordOptions(escalate=True),
+        plants=[f"{BLOCK}.mlp.down_proj:out={fault}"],
     )
     report = compare(a, b)
     assert not report.coverage.unmatched
@@ -280,10 +293,10 @@ def test_an_input_s_fault_is_planted_once(tiny_model, tmp_path):
     """The free pass has the planted input already, and its block is not blamed for it."""
     bad = capture(
         str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ."],
-        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="full",
+        max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="full",
         plants=[f"{BLOCK}:in=scale:1.05"],
     )  # fmt: skip
-    b = capture(like=bad, out=tmp_path / "b", escalate=True)
+    b = capture(like=bad, out=tmp_path / "b", recording=RecordOptions(escalate=True))
     verdict = compare(bad, b).verdict
     assert (verdict.kind, verdict.side, verdict.onset.site) == (
         "localized", "reference", f"{BLOCK}:in",
@@ -294,7 +307,12 @@ def test_an_input_s_fault_is_planted_once(tiny_model, tmp_path):
 def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, tmp_path):
     """Of two repetitions the command names the run that both repeat, and not one of them: their
     passes then belong together."""
-    seen = capture(like=own, out=tmp_path / "b", escalate=True, attn_implementation="sdpa")
+    seen = capture(
+        like=own,
+        out=tmp_path / "b",
+        recording=RecordOptions(escalate=True),
+        attn_implementation="sdpa",
+    )
     unseen = capture(like=own, out=tmp_path / "c")
     pair = (seen, unseen) if swapped else (unseen, seen)
     verdict = compare(*pair, truth=own).verdict
@@ -308,7 +326,12 @@ def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, tmp_p
 def test_the_run_that_was_repeated_is_asked_too(own, tmp_path):
     """As B, where A is its repetition: its own inputs are what it is anchored to."""
     plain = without_passes(own, ["escalated"])
-    a = capture(like=own, out=tmp_path / "a", escalate=True, attn_implementation="sdpa")
+    a = capture(
+        like=own,
+        out=tmp_path / "a",
+        recording=RecordOptions(escalate=True),
+        attn_implementation="sdpa",
+    )
     verdict = compare(a, plain).verdict
     assert verdict.confidence == "medium"
     made, compared = verdict.next
@@ -336,11 +359,18 @@ def test_an_own_pass_repeats_what_the_free_pass_made(tiny_model, tmp_path, optio
     free pass is within the model's own."""
     notes: list[str] = []
     run = capture(
-        str(tiny_model("llama")), out=tmp_path / "run", escalate=True, truth="no",
+        str(tiny_model("llama")),
+        out=tmp_path / "run",
+        recording=RecordOptions(escalate=True),
+        truth="no",
         progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
-        **{"dtype": "bfloat16", "prompts": ["Kernels differ.", "So do machines here."],
-           "max_new_tokens": 3, **options},
-    )  # fmt: skip
+        **{
+            "dtype": "bfloat16",
+            "prompts": ["Kernels differ.", "So do machines here."],
+            "max_new_tokens": 3,
+            **options,
+        },
+    )
     assert run.manifest.plan.passes == passes
     assert (passes == ["free"]) == any("no escalated pass: " in note for note in notes)
     free = {r.coordinates[1:]: r for r in run.records if r.pass_ == "free" and r.call is None}

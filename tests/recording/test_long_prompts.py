@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import ModelError, PromptError
+from divergence.options.commands import BatchOptions
 from divergence.recording import prompts as labels
 from divergence.recording.api import capture
 
@@ -27,5 +28,5 @@ def test_a_file_of_many_prompts(name, llama, tmp_path, monkeypatch):
     for _ in range(4):
         path.write_text(path.read_text() * 2)
     with pytest.raises(PromptError, match="more than 10") as caught:
-        capture(llama, prompts_file=path, out=tmp_path / "run", probe=False)
+        capture(llama, batching=BatchOptions(prompts_file=path), out=tmp_path / "run", probe=False)
     assert caught.value.where == str(path)

@@ -8,6 +8,7 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.gate.check import check
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, is_operator_site, module_of, split_site, unescape_path
@@ -51,7 +52,9 @@ def test_blocks_of_any_name_are_compared(llama, tmp_path, name):
     options = {"prompts": PROMPTS, "max_new_tokens": 2}
     golden = capture(str(llama), out=tmp_path / "a", prepare=prepare, **options)
     assert golden.manifest.plan.modules[f"{path}.1"].role == "block"
-    new = capture(like=golden, out=tmp_path / "b", prepare=prepare, repeat=1)
+    new = capture(
+        like=golden, out=tmp_path / "b", prepare=prepare, recording=RecordOptions(repeat=1)
+    )
     report = check(golden, new).report
     assert (report.verdict.kind, report.verdict.confidence) == ("identical", "high")
     assert {(s.pass_, s.block) for s in report.sites if s.site == f"{path}.1:out"} == {
@@ -68,8 +71,12 @@ def test_operators_in_such_modules_are_operators(llama, tmp_path):
     """A slash in the module's name is no operator's, and the operator's still is one."""
     prepare, sites = renamed("lay/ers"), ["blocks", "ops@model.lay%2Fers.1"]
     options = {"prompts": PROMPTS, "max_new_tokens": 1, "sites": sites, "prepare": prepare}
-    golden = capture(str(llama), out=tmp_path / "a", weights=True, **options)
-    new = capture(like=golden, out=tmp_path / "b", weights=True, prepare=prepare)
+    golden = capture(
+        str(llama), out=tmp_path / "a", recording=RecordOptions(weights=True), **options
+    )
+    new = capture(
+        like=golden, out=tmp_path / "b", recording=RecordOptions(weights=True), prepare=prepare
+    )
     report = compare(golden, new)
     rows = {row.what: row for row in report.coverage.passes if row.pass_ == "free"}
     assert rows["operators"].num_compared == rows["operators"].num_reference > 0

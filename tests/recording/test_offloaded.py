@@ -11,6 +11,7 @@ import pytest
 from divergence.comparison.api import compare
 from divergence.comparison.preflight.code import code_line
 from divergence.errors import ModelError, UsageError
+from divergence.options.commands import LoadOptions, RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.engines.load import device_map_of, map_text
 
@@ -38,7 +39,13 @@ def test_weights_on_disk_are_digested_and_used(accelerate, tiny_model, tmp_path,
     the map travels in the manifest."""
     model = str(tiny_model("llama", dtype="float32", tied=tied))
     one = capture(model, out=tmp_path / "one", sites=["modules"], **COMMON)
-    away = capture(model, out=tmp_path / "away", sites=["modules"], device_map=ON_DISK, **COMMON)
+    away = capture(
+        model,
+        out=tmp_path / "away",
+        sites=["modules"],
+        loading=LoadOptions(device_map=ON_DISK),
+        **COMMON,
+    )
     code = away.manifest.model.code
     assert code["Linear"].wrapped[0].startswith("accelerate: AlignDevicesHook")
     assert {n: msgspec.structs.replace(c, wrapped=[]) for n, c in code.items()} == (
@@ -62,10 +69,15 @@ def test_passes_over_weights_on_disk(accelerate, tiny_model, tmp_path):
     one = capture(model, out=tmp_path / "one", **COMMON)
     (tmp_path / "map.json").write_text(json.dumps(ON_DISK))
     away = capture(
-        like=one, out=tmp_path / "away", device_map=str(tmp_path / "map.json"), escalate=True,
+        like=one,
+        out=tmp_path / "away",
+        loading=LoadOptions(device_map=str(tmp_path / "map.json")),
+        recording=RecordOptions(escalate=True),
         probe=False,
-    )  # fmt: skip
-    here = capture(like=one, out=tmp_path / "here", escalate=True, probe=False)
+    )
+    here = capture(
+        like=one, out=tmp_path / "here", recording=RecordOptions(escalate=True), probe=False
+    )
     assert away.manifest.plan.passes == ["free", "anchored", "escalated"]
     assert compare(one, away).verdict.kind == "identical"
     for record in here.records:
@@ -81,7 +93,7 @@ def test_without_accelerate(tiny_model, tmp_path, monkeypatch):
     )
     model = str(tiny_model("llama", dtype="float32"))
     with pytest.raises(ModelError, match="needs the accelerate package") as caught:
-        capture(model, out=tmp_path / "run", device_map="auto", **COMMON)
+        capture(model, out=tmp_path / "run", loading=LoadOptions(device_map="auto"), **COMMON)
     assert "pip install" in caught.value.hint
 
 

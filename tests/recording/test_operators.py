@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.dispatch import OperatorRecorder
@@ -184,7 +185,9 @@ def recorded(llama, tmp_path_factory) -> tuple[Run, Run, Run]:
     folder = tmp_path_factory.mktemp("operators")
     a = capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2,
                 dtype="bfloat16")  # fmt: skip
-    ops = capture(like=a, out=folder / "ops", sites=[f"ops@{BLOCK}"], weights=True)
+    ops = capture(
+        like=a, out=folder / "ops", sites=[f"ops@{BLOCK}"], recording=RecordOptions(weights=True)
+    )
     return a, ops, make_truth(a, out=folder / "truth", sites=[f"ops@{BLOCK}"])
 
 
@@ -244,9 +247,13 @@ def test_a_dry_run_lists_operators(llama):
 def test_a_weight_that_several_modules_use_is_recorded_once_a_forward(tiny_model, tmp_path):
     """T5's embedding is read by the encoder and by the decoder: one record, two calls."""
     run = capture(
-        str(tiny_model("t5")), out=tmp_path / "run", prompts=["a b"], max_new_tokens=1,
-        sites=["ops@encoder.embed_tokens", "ops@decoder.embed_tokens"], weights=True,
-    )  # fmt: skip
+        str(tiny_model("t5")),
+        out=tmp_path / "run",
+        prompts=["a b"],
+        max_new_tokens=1,
+        sites=["ops@encoder.embed_tokens", "ops@decoder.embed_tokens"],
+        recording=RecordOptions(weights=True),
+    )
     weights = [record for record in run.records if record.site.endswith("in.weight")]
     calls = [record.call for record in run.records if record.call is not None]
     (weight,) = weights
@@ -348,8 +355,12 @@ def test_an_exception_that_the_model_catches_leaves_its_module():
 def test_wide_passes_record_weights_as_they_were_loaded(recorded, tmp_path):
     """One digest in every pass and in the truth, and bytes in the model's own dtype."""
     a, ops, truth = recorded
-    wide = capture(like=a, out=tmp_path / "wide", sites=[f"ops@{BLOCK}"], weights=True,
-                   escalate=True, anchor=False)  # fmt: skip
+    wide = capture(
+        like=a,
+        out=tmp_path / "wide",
+        sites=[f"ops@{BLOCK}"],
+        recording=RecordOptions(weights=True, escalate=True, anchor=False),
+    )
     digests = [
         {o.weight: o.xxh3 for r in run.records if r.call for o in r.call.operands if o.weight}
         for run in (ops, truth, wide)
@@ -365,7 +376,12 @@ def test_a_substitute_of_another_size_is_refused(recorded, llama, tmp_path):
     longer = capture(llama, out=tmp_path / "longer", prompts=["one two three four five six"],
                      max_new_tokens=1, dtype="bfloat16", sites=[f"ops@{BLOCK}"])  # fmt: skip
     with pytest.raises(UsageError, match=r"down_proj/aten.mm gives \(\d+, 64\) here, and \("):
-        capture(like=a, out=tmp_path / "x", sites=[f"ops@{BLOCK}"], substitutes={site: longer})
+        capture(
+            like=a,
+            out=tmp_path / "x",
+            sites=[f"ops@{BLOCK}"],
+            recording=RecordOptions(substitutes={site: longer}),
+        )
 
 
 def test_a_compiled_module_is_said_to_be_recorded_uncompiled(llama, tmp_path):

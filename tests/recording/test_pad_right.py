@@ -6,6 +6,7 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture, truth
 
 PROMPTS = ["A bridge is built twice: once on paper", "Hello there", "one"]
@@ -22,7 +23,9 @@ def base(tiny_model, tmp_path_factory):
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_each_prompt_is_compared_without_its_pads(base, tmp_path, batch):
-    b = capture(like=base, out=tmp_path / "b", pad_right=2, batch=batch, probe=False)
+    b = capture(
+        like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2, batch=batch), probe=False
+    )
     report = compare(base, b)
 
     lengths = [(len(one.prompt_ids), one.num_right_pad) for one in b.manifest.tokens.samples]
@@ -39,20 +42,22 @@ def test_each_prompt_is_compared_without_its_pads(base, tmp_path, batch):
 
 
 def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path):
-    b = capture(like=base, out=tmp_path / "b", pad_right=2, batch=True, probe=False)
+    b = capture(
+        like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2, batch=True), probe=False
+    )
     again = capture(like=b, out=tmp_path / "again", probe=False)
     right = truth(b, out=tmp_path / "truth")
 
     assert again.manifest.tokens.layout == b.manifest.tokens.layout
     assert compare(b, again, truth=right).verdict.kind == "identical"
-    alone = capture(like=b, out=tmp_path / "alone", batch=False, probe=False)
+    alone = capture(like=b, out=tmp_path / "alone", batching=BatchOptions(batch=False), probe=False)
     report = compare(b, alone)
     assert report.verdict.kind in ("identical", "within_floor") and report.tokens.num_equal == 3
 
 
 def test_a_fault_is_found_behind_pads(base, tmp_path):
     b = capture(
-        like=base, out=tmp_path / "b", pad_right=3, batch=True, probe=False,
+        like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=3, batch=True), probe=False,
         plants=["model.layers.1:out=scale:1.01"],
     )  # fmt: skip
     assert compare(base, b).verdict.onset.block == "model.layers.1"
@@ -69,9 +74,9 @@ def test_a_fault_is_found_behind_pads(base, tmp_path):
 )
 def test_what_does_not_go_with_it(base, tmp_path, options, match):
     with pytest.raises(UsageError, match=match):
-        capture(like=base, out=tmp_path / "b", pad_right=2, **options)
+        capture(like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2), **options)
 
 
 def test_it_repeats_a_run(tmp_path, llama):
     with pytest.raises(UsageError, match="--pad-right needs --like"):
-        capture(llama, out=tmp_path / "b", pad_right=2)
+        capture(llama, out=tmp_path / "b", batching=BatchOptions(pad_right=2))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from divergence.comparison.api import compare
 from divergence.errors import ModelError
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture, truth
 from divergence.recording.code import quantization_of
 from divergence.run.manifest import QuantizedNumbers
@@ -201,7 +202,13 @@ def test_codes_that_become_other_weights_are_no_kernels_fault(checkpoint, tmp_pa
     def prepare(model):
         model.get_submodule(path).weight.data[5, :16] *= 1.25
 
-    other = capture(like=run, out=tmp_path / "b", probe=False, escalate=True, prepare=prepare)
+    other = capture(
+        like=run,
+        out=tmp_path / "b",
+        probe=False,
+        recording=RecordOptions(escalate=True),
+        prepare=prepare,
+    )
     assert other.manifest.model.digests == run.manifest.model.digests
     assert len(run.manifest.model.dequantized) == 21
     verdict = compare(run, other).verdict

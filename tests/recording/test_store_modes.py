@@ -7,6 +7,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import fold_tensor, sketch_bytes, sketch_tensor
+from divergence.options.commands import RecordOptions
 from divergence.recording import keeper as keep_reduced
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
@@ -139,7 +140,7 @@ def test_no_whole_pass_without_bytes(model, tmp_path):
 def test_repeatability_without_bytes(model, tmp_path):
     """Whether a machine repeats itself is told by digests."""
     run = capture(model, out=tmp_path / "a", prompts=PROMPT, max_new_tokens=2, store="hash",
-                  repeat=2, probe=False)  # fmt: skip
+                  recording=RecordOptions(repeat=2), probe=False)  # fmt: skip
     found = run.manifest.repeatability
     assert found.num_different == 0 < found.num_compared
 
@@ -148,8 +149,13 @@ def test_only_changed(runs, tmp_path):
     """Bytes are stored where digests differ; with the other run at hand everything can be read."""
     plant = ["model.layers.1.mlp:out=scale:1.1"]
     whole = capture(like=runs["full"].path, out=tmp_path / "b", plants=plant, probe=False)
-    part = capture(like=runs["full"].path, out=tmp_path / "c", plants=plant, only_changed=True,
-                   probe=False)  # fmt: skip
+    part = capture(
+        like=runs["full"].path,
+        out=tmp_path / "c",
+        plants=plant,
+        recording=RecordOptions(only_changed=True),
+        probe=False,
+    )
     known = {record.xxh3 for record in runs["full"].records}
     assert part.manifest.plan.only_changed == runs["full"].manifest.id
     assert all((r.place is None) == (r.xxh3 in known) for r in part.records)
@@ -170,8 +176,13 @@ def test_only_changed(runs, tmp_path):
 
 def test_only_changed_against_digests(runs, tmp_path):
     """A run of digests alone is enough to tell what differs."""
-    run = capture(like=runs["hash"].path, out=tmp_path / "b", only_changed=True, probe=False,
-                  plants=["model.layers.1.mlp:out=scale:1.1"])  # fmt: skip
+    run = capture(
+        like=runs["hash"].path,
+        out=tmp_path / "b",
+        recording=RecordOptions(only_changed=True),
+        probe=False,
+        plants=["model.layers.1.mlp:out=scale:1.1"],
+    )
     changed = {record.site for record in run.records if record.place is not None}
     assert "model.layers.1.mlp:out" in changed and "model.layers.0:out" not in changed
 
@@ -194,7 +205,12 @@ def test_bad_wishes(model, options, message, tmp_path):
 def test_only_changed_keeps_bytes(runs, tmp_path):
     """Not changed, and no bytes: two wishes at once."""
     with pytest.raises(UsageError, match="keeps bytes"):
-        capture(like=runs["full"].path, out=tmp_path / "b", only_changed=True, store="hash")
+        capture(
+            like=runs["full"].path,
+            out=tmp_path / "b",
+            recording=RecordOptions(only_changed=True),
+            store="hash",
+        )
 
 
 def test_a_truth_is_kept_in_full(runs, tmp_path):

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from divergence.options.commands import LoadOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines import together
@@ -45,7 +46,12 @@ def both_ways(tiny_model, tmp_path, monkeypatch, made):
             values = json.loads((copied / "config.json").read_text()) | config
             (copied / "config.json").write_text(json.dumps(values))
             model = copied
-        run = capture(str(model), out=tmp_path / "run", trust_remote_code=remote, **options)
+        run = capture(
+            str(model),
+            out=tmp_path / "run",
+            loading=LoadOptions(trust_remote_code=remote),
+            **options,
+        )
         truth = make_truth(run, out=tmp_path / "truth", trust_remote_code=remote)
         tries = list(made)
         monkeypatch.setattr(together, "FEWEST_STEPS", 1 << 30)

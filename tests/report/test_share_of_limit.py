@@ -12,6 +12,7 @@ import torch
 from divergence.cli.main import app
 from divergence.comparison.api import compare
 from divergence.numerics.floor import share_from_nothing
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 
 PROMPTS = [
@@ -30,11 +31,18 @@ def references(tmp_path_factory, tiny_model):
     """By whether it carries a truth, and whether its prompts are one batch: a run."""
     return {
         (truth, batch): capture(
-            tiny_model("llama"), out=tmp_path_factory.mktemp("a") / "a", prompts=PROMPTS,
-            max_new_tokens=3, dtype="float32", truth=truth, batch=batch, probe=False, store="full",
+            tiny_model("llama"),
+            out=tmp_path_factory.mktemp("a") / "a",
+            prompts=PROMPTS,
+            max_new_tokens=3,
+            dtype="float32",
+            truth=truth,
+            batching=BatchOptions(batch=batch),
+            probe=False,
+            store="full",
         )
         for truth, batch in (("full", False), ("no", False), ("full", True))
-    }  # fmt: skip
+    }
 
 
 def figure(number, unit):

@@ -57,7 +57,7 @@ from divergence.numerics.logits import RowCosts, row_costs
 from divergence.numerics.sums import following_of, quantile, standard_error
 from divergence.options.commands import CaptureOptions
 from divergence.output import write_output
-from divergence.recording.api import capture
+from divergence.recording.api import make_run
 from divergence.recording.engines.engine import failures
 from divergence.recording.engines.sessions import blocks_of
 from divergence.recording.machine import deterministic_settings, resolve_device
@@ -682,7 +682,7 @@ def quantize(
         }
         if out is not None:
             given = {**chosen_options, "keep": _joined(names)}
-            capture(
+            make_run(
                 model, like=base, engine="quantize", engine_options=given, device=device, out=out,
                 trust_remote_code=trust_remote_code, force=force, command=command, progress=tell,
             )  # fmt: skip
@@ -723,7 +723,7 @@ def _base(
         with contextlib.ExitStack() as stack:
             folder = f"{out}-base" if out is not None else str(Path(stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="divergence-quantize-"))) / "base")  # fmt: skip
-            yield capture(
+            yield make_run(
                 run, out=folder, prompts=list(prompts), prompts_file=prompts_file, device=device,
                 sites=("blocks",), truth="no", trust_remote_code=trust_remote_code, force=force,
                 progress=tell,

@@ -42,7 +42,7 @@ from divergence.facts import Fact, fact, sentence
 from divergence.options.commands import CaptureOptions, command_options
 from divergence.output import write_output
 from divergence.outside import json_value, read_bytes
-from divergence.recording.api import capture
+from divergence.recording.api import make_run
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.load import check_data_alone
 from divergence.recording.machine import (
@@ -385,7 +385,7 @@ class Maker:
         if also is not None:
             self.tell("taken", 0, None, also)
         if self._prepare.get(side) is not None or not variables:
-            return capture(
+            return make_run(
                 model, like=source, out=out, force=True, device=self._device_of(side),
                 trust_remote_code=self._trust, progress=self.tell,
                 prepare=self._prepare.get(side), substitutes=substitutes, **values,

@@ -13,6 +13,7 @@ from divergence.analyses.blocks.units import Escalation, build_units, flag
 from divergence.comparison.results import PromptRatio, SiteResult
 from divergence.facts import sentence
 from divergence.numerics.floor import spread
+from divergence.options.commands import RecordOptions
 
 ROWS, FEATURES = 16, 64
 
@@ -209,8 +210,14 @@ def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
     from tests.models.tiny import build
 
     model = build("llama", tmp_path / "model")
-    a = capture(str(model), out=tmp_path / "a", prompts=["One."], max_new_tokens=3, steps="decode",
-                device="cpu")  # fmt: skip
+    a = capture(
+        str(model),
+        out=tmp_path / "a",
+        prompts=["One."],
+        max_new_tokens=3,
+        recording=RecordOptions(steps="decode"),
+        device="cpu",
+    )
     b = capture(like=a, out=tmp_path / "b", device="cpu")
     assert any("the prefill was not recorded" in note for note in compare(a, b).notes)
     assert any("the prefill was not recorded" in note for note in check(a, b).notes)

@@ -16,6 +16,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import NonfiniteCount
 from divergence.errors import UsageError
 from divergence.gate.golden import bless
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
@@ -135,7 +136,7 @@ def test_infinities_of_a_mask_are_no_fault(padded, healthy, tmp_path, tiny_model
     """-inf in a mask is equal on both sides, and it is no result of a block."""
     run = capture(
         str(tiny_model("gpt2", dtype="float32")), out=tmp_path / "a", prompts=PROMPTS,
-        max_new_tokens=2, batch=padded, sites=["modules"],
+        max_new_tokens=2, batching=BatchOptions(batch=padded), sites=["modules"],
     )  # fmt: skip
     again = capture(like=run, out=tmp_path / "b")
     assert compare(run, again).verdict.kind == "identical"
@@ -181,7 +182,7 @@ def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):
     """Rows that a batch added hold anything, equal on both sides or not."""
     run = capture(
         str(tiny_model("llama", dtype="float32")), out=tmp_path / "a", prompts=PROMPTS,
-        max_new_tokens=2, batch=True,
+        max_new_tokens=2, batching=BatchOptions(batch=True),
     )  # fmt: skip
     short = min(range(2), key=lambda n: len(run.manifest.tokens.samples[n].prompt_ids))
     assert run.manifest.tokens.samples[short].num_left_pad > 0

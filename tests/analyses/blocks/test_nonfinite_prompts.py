@@ -7,6 +7,7 @@ import math
 import pytest
 
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19], [21, 23, 25], [31, 33, 35, 37, 39]]
@@ -16,8 +17,14 @@ PROMPTS = [[7, 9, 11, 13, 15, 17, 19], [21, 23, 25], [31, 33, 35, 37, 39]]
 def batch(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     model = str(tiny_model("llama", dtype="float32"))
-    return capture(model, out=folder / "a", prompts=PROMPTS, batch=True, max_new_tokens=2,
-                   probe=False)  # fmt: skip
+    return capture(
+        model,
+        out=folder / "a",
+        prompts=PROMPTS,
+        batching=BatchOptions(batch=True),
+        max_new_tokens=2,
+        probe=False,
+    )
 
 
 def spoilt(path, rows, token, value):
@@ -58,8 +65,15 @@ def test_equal_nan_on_both_sides_is_placed_alike(tmp_path, tiny_model):
     """Equal bits tell no row by their statistics, so that the tensor itself is looked at."""
     prepare = spoilt("model.layers.0", [1], -1, math.nan)
     model = str(tiny_model("llama", dtype="float32"))
-    a = capture(model, out=tmp_path / "a", prompts=PROMPTS, batch=True, max_new_tokens=1,
-                probe=False, prepare=prepare)  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        batching=BatchOptions(batch=True),
+        max_new_tokens=1,
+        probe=False,
+        prepare=prepare,
+    )
     verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
     assert (verdict.kind, verdict.side, verdict.onset.sample) == ("nonfinite", "both", 1)
     assert "in prompt 1 (of 3)" in verdict.summary
@@ -69,7 +83,14 @@ def test_an_infinity_that_both_sides_have_is_not_where_they_part(batch, tmp_path
     """Prompt 0 is inf on both sides, prompt 2 on one: prompt 2 is named."""
     model = str(tiny_model("llama", dtype="float32"))
     both, more = (spoilt("model.layers.1", rows, -1, math.inf) for rows in ([0], [0, 2]))
-    a = capture(model, out=tmp_path / "a", prompts=PROMPTS, batch=True, max_new_tokens=1,
-                probe=False, prepare=both)  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        batching=BatchOptions(batch=True),
+        max_new_tokens=1,
+        probe=False,
+        prepare=both,
+    )
     verdict = compare(a, capture(like=a, out=tmp_path / "b", probe=False, prepare=more)).verdict
     assert (verdict.kind, verdict.onset.sample) == ("nonfinite", 2)

@@ -15,6 +15,7 @@ from divergence.comparison.preflight.code import disagreement, other_code, repla
 from divergence.comparison.results import Finding, Onset, OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -105,8 +106,13 @@ def test_float64_runs_of_one_code_agree(runs):
 
 def test_what_stands_at_pads_is_no_result(llama, tmp_path):
     """Fused attention gives rows that see no key other values: pads are left out."""
-    a = capture(llama, out=tmp_path / "a", prompts=["one two three four", "five"], batch=True,
-                max_new_tokens=2)  # fmt: skip
+    a = capture(
+        llama,
+        out=tmp_path / "a",
+        prompts=["one two three four", "five"],
+        batching=BatchOptions(batch=True),
+        max_new_tokens=2,
+    )
     one = make_truth(a, out=tmp_path / "one")
     two = make_truth(a, out=tmp_path / "two", attn_implementation="sdpa")
     num_compared, first = disagreement(one, two)

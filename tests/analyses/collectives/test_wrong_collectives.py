@@ -7,7 +7,7 @@ import datetime
 import pytest
 import torch.distributed as dist
 
-from divergence import Run, capture, compare
+from divergence import LoadOptions, MachineOptions, Run, capture, compare
 from divergence.analyses.collectives.compare import _who
 from divergence.comparison.results import CollectiveFault
 from divergence.errors import UsageError
@@ -27,8 +27,14 @@ def made(tmp_path_factory):
     def make(ranks: int, sites: tuple[str, ...] = RANDOM, own: tuple[str, ...] = (),
              **functions: str) -> Run:  # fmt: skip
         impl = [*own, *(f"{name}={HERE}:{what}" for name, what in functions.items())]
-        return capture("suite:collectives", out=folder / str(next(number)), ranks=ranks,
-                       sites=list(sites), impl=impl, probe=False)  # fmt: skip
+        return capture(
+            "suite:collectives",
+            out=folder / str(next(number)),
+            machine=MachineOptions(ranks=ranks),
+            sites=list(sites),
+            loading=LoadOptions(impl=impl),
+            probe=False,
+        )
 
     return make
 
@@ -161,14 +167,25 @@ def test_orders_and_times_alone_are_no_right_collective(made):
 )
 def test_an_implementation_that_is_none_is_refused(tmp_path, impl, words):
     with pytest.raises(UsageError, match=words):
-        capture("suite:collectives", out=tmp_path / "x", ranks=2, impl=[impl], probe=False,
-                sites=["all_reduce.float32.odd.random"])  # fmt: skip
+        capture(
+            "suite:collectives",
+            out=tmp_path / "x",
+            machine=MachineOptions(ranks=2),
+            loading=LoadOptions(impl=[impl]),
+            probe=False,
+            sites=["all_reduce.float32.odd.random"],
+        )
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_too_few_ranks_are_refused(tmp_path, ranks):
     with pytest.raises(UsageError, match="nothing to communicate"):
-        capture("suite:collectives", out=tmp_path / "x", ranks=ranks, probe=False)
+        capture(
+            "suite:collectives",
+            out=tmp_path / "x",
+            machine=MachineOptions(ranks=ranks),
+            probe=False,
+        )
 
 
 def test_a_rank_that_alone_was_refused_does_not_wait_for_ever(monkeypatch):

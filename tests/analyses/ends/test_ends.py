@@ -20,6 +20,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.facts import sentence
 from divergence.gate.check import check
 from divergence.numerics.floor import THRESHOLDS
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -129,7 +130,12 @@ def test_a_change_between_modules_is_localized(architecture, path, source, run, 
 def test_noise_that_drowns_the_logits_never_passes(site, anchor, run, tmp_path):
     """Ten times the tensor's own size: found with an anchored pass and without one."""
     good = run()
-    bad = capture(like=good, out=tmp_path / "bad", anchor=anchor, plants=[f"{site}=noise:10"])
+    bad = capture(
+        like=good,
+        out=tmp_path / "bad",
+        recording=RecordOptions(anchor=anchor),
+        plants=[f"{site}=noise:10"],
+    )
     result = check(good, bad)
     assert not result.passed
     verdict = result.report.verdict
@@ -194,7 +200,12 @@ def test_a_bias_changed_on_its_way_to_a_block(run, changed):
 def test_noise_before_the_norm_where_no_bytes_are_kept(store, run, tmp_path):
     """What was estimated grows beyond what came in; of statistics alone nothing passes either."""
     good = run(store=store)
-    bad = capture(like=good, out=tmp_path / "bad", anchor=False, plants=["model.norm:in=noise:1"])
+    bad = capture(
+        like=good,
+        out=tmp_path / "bad",
+        recording=RecordOptions(anchor=False),
+        plants=["model.norm:in=noise:1"],
+    )
     result = check(good, bad)
     assert not result.passed
     if store == "sketch":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture, truth
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19, 21], [23, 25, 27, 29], [31, 33, 35, 37, 39]]
@@ -18,8 +19,14 @@ def batch(tiny_model, tmp_path_factory):
     def make(architecture):
         if architecture not in made:
             folder = tmp_path_factory.mktemp(architecture)
-            a = capture(str(tiny_model(architecture, dtype="float32")), out=folder / "a",
-                        prompts=PROMPTS, batch=True, max_new_tokens=3, probe=False)  # fmt: skip
+            a = capture(
+                str(tiny_model(architecture, dtype="float32")),
+                out=folder / "a",
+                prompts=PROMPTS,
+                batching=BatchOptions(batch=True),
+                max_new_tokens=3,
+                probe=False,
+            )
             made[architecture] = a, truth(a, out=folder / "truth")
         return made[architecture]
 
@@ -69,8 +76,14 @@ def test_equal_rows_in_one_are_no_difference(tiny_model, tmp_path):
     """A table that is the same for every prompt may be held once or for each."""
     prompts = [[7, 9, 11, 13], [15, 17, 19, 21]]
     model = str(tiny_model("gpt2", dtype="float32"))
-    a = capture(model, out=tmp_path / "a", prompts=prompts, batch=True, max_new_tokens=2,
-                probe=False)  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=prompts,
+        batching=BatchOptions(batch=True),
+        max_new_tokens=2,
+        probe=False,
+    )
     b = capture(like=a, out=tmp_path / "b", prepare=one_row("transformer.wpe"), probe=False)
     report = compare(a, b)
     assert report.verdict.kind == "identical"

@@ -14,6 +14,7 @@ import transformers
 from divergence.analyses.blocks.sections import prompt_usage
 from divergence.comparison.api import compare
 from divergence.comparison.experts import Flips, explained_choices, free_routes_differ
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -44,7 +45,12 @@ def recorded(tmp_path_factory):
             ]
             prompts = folder / "p.jsonl"
             prompts.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
-            a = capture(str(model), out=folder / "a", prompts_file=prompts, max_new_tokens=3)
+            a = capture(
+                str(model),
+                out=folder / "a",
+                batching=BatchOptions(prompts_file=prompts),
+                max_new_tokens=3,
+            )
             made[key] = a, make_truth(a, out=folder / "truth")
         return made[key]
 
@@ -172,7 +178,12 @@ def test_one_expert_of_many_is_found_and_named(
     weights are below a 16-bit floor: there the float32 pass tells."""
     a, truth = recorded(architecture, num_experts, dtype)
     deep = change is in_int8 and dtype != "float32"
-    b = capture(like=a, out=tmp_path / "b", prepare=one_expert(change), escalate=deep)
+    b = capture(
+        like=a,
+        out=tmp_path / "b",
+        prepare=one_expert(change),
+        recording=RecordOptions(escalate=deep),
+    )
     verdict = compare(a, b, truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert verdict.onset.pass_ in ("anchored", "escalated" if deep else "anchored")
@@ -322,7 +333,7 @@ def test_a_batch_has_each_prompts_choices(recorded, tmp_path):
 
     single = compare(a, capture(like=a, out=tmp_path / "one", prepare=prepare), truth=truth)
     assert single.verdict.kind == "identical"
-    b = capture(like=a, out=tmp_path / "b", batch=True, prepare=prepare)
+    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=prepare)
     verdict = compare(a, b, truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert any(f"to expert {EXPERT};" in one.text for one in verdict.evidence), verdict.evidence
@@ -593,5 +604,7 @@ def test_free_runs_whose_tokens_went_elsewhere_are_known(recorded, tmp_path):
     a, truth = recorded("qwen3-moe", 32, "bfloat16")
     assert not free_routes_differ([a, a], 0, 2)
     assert free_routes_differ([a, truth], 0, 0)  # 32 experts, 16 bits: some tie is decided apart
-    other = capture(like=a, out=tmp_path / "b", sites=["model.layers.2"], anchor=False)
+    other = capture(
+        like=a, out=tmp_path / "b", sites=["model.layers.2"], recording=RecordOptions(anchor=False)
+    )
     assert free_routes_differ([a, other], 0, 0)

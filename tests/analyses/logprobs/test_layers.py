@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from divergence import Run, capture, compare, import_dump
+from divergence import RecordOptions, Run, capture, compare, import_dump
 from divergence.errors import UsageError
 from tests.models.tiny import build
 
@@ -88,7 +88,7 @@ def test_the_expert_whose_tokens_differ(tmp_path):
         weights[name] = weights[name] * -6
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     engine = capture(like=trainer, model=model, out=tmp_path / "engine", device="cpu",
-                     anchor=False, probe=False, force=True)  # fmt: skip
+                     recording=RecordOptions(anchor=False), probe=False, force=True)  # fmt: skip
     report = compare(trainer, as_scores(engine, tmp_path / "rollout"))
     found = report.logprobs.expert
     assert found is not None and (found.block, found.expert) == ("model.layers.1", 3)

@@ -9,6 +9,7 @@ from divergence.analyses.operators.measure import judge_operators, measure_opera
 from divergence.analyses.operators.operands import Pads
 from divergence.comparison.api import compare
 from divergence.facts import worded
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -126,9 +127,16 @@ def test_a_padded_batch_on_two_attentions_blames_none(tiny_model, tmp_path, arch
     """sdpa leaves zeros in rows that see no key, products and a softmax a mean; experts sort them
     among the tokens. A planted fault is found all the same."""
     model = tiny_model(architecture)
-    a = capture(model, out=tmp_path / "a", prompts=["one two three four five six", "seven"],
-                batch=True, max_new_tokens=2, dtype="float32", attn_implementation="sdpa",
-                sites=["blocks", "ops@model.layers.1"])  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=["one two three four five six", "seven"],
+        batching=BatchOptions(batch=True),
+        max_new_tokens=2,
+        dtype="float32",
+        attn_implementation="sdpa",
+        sites=["blocks", "ops@model.layers.1"],
+    )
     truth = make_truth(a, out=tmp_path / "truth")
     healthy = capture(like=a, out=tmp_path / "b", attn_implementation="eager")
     assert compare(a, healthy, truth=truth).operators.onset is None

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from divergence.analyses.precision.audit import audit_runs
 from divergence.comparison.api import compare
+from divergence.options.commands import LoadOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.manifest import ArithmeticFact
@@ -43,7 +44,7 @@ def run_of(tiny_model, tmp_path_factory):
                 str(tiny_model(architecture)), out=tmp_path_factory.mktemp("audit") / "run",
                 prompts=["A bridge is built twice."], max_new_tokens=2, dtype=dtype, device="cpu",
                 attn_implementation=attention, sites=["blocks", f"ops@{BLOCKS[architecture]}"],
-                trust_remote_code=architecture == "remote-code", **options,
+                loading=LoadOptions(trust_remote_code=architecture == "remote-code"), **options,
             )  # fmt: skip
             if options:
                 return run

@@ -26,6 +26,7 @@ from divergence.comparison.measure.processes import _packed, _unpacked, num_proc
 from divergence.comparison.measure.runs import Measurer, measure_all, measured_by
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.captured import CapturedTensor
@@ -103,7 +104,13 @@ def fleet(tmp_path_factory, tiny_model):
     }
     for name, options in again.items():
         capture(like=folder / "a", out=folder / name, **options)
-    capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=True)
+    capture(
+        model,
+        out=folder / "batched",
+        max_new_tokens=3,
+        prompts=prompts,
+        batching=BatchOptions(batch=True),
+    )
     divide(Run.open(folder / "faulty"), folder / "parts")
     make_truth(folder / "a", out=folder / "truth")
     shutil.copytree(folder / "faulty", folder / "damaged")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import Run, capture, compare
+from divergence import LoadOptions, Run, capture, compare
 from divergence import truth as make_truth
 from divergence.analyses.suite.compare import Truths, between, excess, score_of_side
 from divergence.errors import IncomparableError, UsageError
@@ -42,7 +42,9 @@ def test_planted_faults_are_named(name, fault, planted_suite, tmp_path):
     """A wrong operator on the candidate's side is named with that side, whichever is given first,
     and the right side is called right."""
     run, truth = planted_suite
-    wrong = capture(like=run, out=tmp_path / "b", impl={name: fault}, sites=[f"{name}.*"])
+    wrong = capture(
+        like=run, out=tmp_path / "b", loading=LoadOptions(impl={name: fault}), sites=[f"{name}.*"]
+    )
     report = compare(run, wrong, truth=truth)
     assert report.verdict.kind in ("localized", "nonfinite")
     assert report.verdict.side == "candidate"
@@ -61,7 +63,7 @@ def test_statistics_in_bfloat16_show_in_bfloat16(planted_suite, tmp_path):
     run, truth = planted_suite
     wrong = capture(
         like=run, out=tmp_path / "b", sites=["rms_norm.bfloat16.prefill.normal"],
-        impl={"rms_norm": faulty.rms_norm_statistics_bf16},
+        loading=LoadOptions(impl={"rms_norm": faulty.rms_norm_statistics_bf16}),
     )  # fmt: skip
     (case,) = compare(run, wrong, truth=truth).suite.cases
     assert (case.status, case.side) == ("wrong", "candidate")
@@ -74,9 +76,17 @@ def test_both_sides_wrong(planted_suite, tmp_path):
     different ones both are."""
     run, truth = planted_suite
     options = {"like": run, "sites": ["linear.*"]}
-    one = capture(**options, out=tmp_path / "b", impl={"linear": faulty.linear_tf32})
-    two = capture(**options, out=tmp_path / "c", impl={"linear": faulty.linear_tf32})
-    three = capture(**options, out=tmp_path / "d", impl={"linear": faulty.linear_wrong_tile})
+    one = capture(
+        **options, out=tmp_path / "b", loading=LoadOptions(impl={"linear": faulty.linear_tf32})
+    )
+    two = capture(
+        **options, out=tmp_path / "c", loading=LoadOptions(impl={"linear": faulty.linear_tf32})
+    )
+    three = capture(
+        **options,
+        out=tmp_path / "d",
+        loading=LoadOptions(impl={"linear": faulty.linear_wrong_tile}),
+    )
     same = compare(one, two, truth=truth).verdict
     assert same.kind == "identical"
     assert "linear beyond what rounding explains on both" in same.summary
@@ -88,8 +98,15 @@ def test_tie_orders_are_shown_and_no_fault(tmp_path):
     """torch.topk documents no order of equal values, so two orders are two right answers: the
     side that does not take the first is named. argmax does document one."""
     sites = ["topk.float32.*"]
-    first = capture("suite:llm", out=tmp_path / "a", sites=sites, impl={"topk": faulty.topk_first})
-    last = capture(like=first, out=tmp_path / "b", impl={"topk": faulty.topk_last})
+    first = capture(
+        "suite:llm",
+        out=tmp_path / "a",
+        sites=sites,
+        loading=LoadOptions(impl={"topk": faulty.topk_first}),
+    )
+    last = capture(
+        like=first, out=tmp_path / "b", loading=LoadOptions(impl={"topk": faulty.topk_last})
+    )
     truth = make_truth(first, out=tmp_path / "t")
     report = compare(first, last, truth=truth)
     assert report.verdict.kind == "within_floor"
@@ -103,7 +120,10 @@ def test_without_a_truth_it_abstains(planted_suite, tmp_path):
     """How far apart is said, and which command tells more; nobody is blamed."""
     run, _ = planted_suite
     wrong = capture(
-        like=run, out=tmp_path / "b", sites=["linear.*"], impl={"linear": faulty.linear_tf32}
+        like=run,
+        out=tmp_path / "b",
+        sites=["linear.*"],
+        loading=LoadOptions(impl={"linear": faulty.linear_tf32}),
     )
     report = compare(run, wrong)
     assert (report.verdict.kind, report.verdict.side) == ("undetermined", None)

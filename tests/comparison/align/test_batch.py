@@ -13,6 +13,7 @@ from divergence.cli.main import app
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.experiments.localization.localize import localize
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -40,7 +41,12 @@ def single(prompts, tiny_model, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("single")
             model = str(tiny_model(architecture, dtype=dtype))
-            a = capture(model, out=folder / "a", prompts_file=prompts, max_new_tokens=3)
+            a = capture(
+                model,
+                out=folder / "a",
+                batching=BatchOptions(prompts_file=prompts),
+                max_new_tokens=3,
+            )
             made[key] = a, make_truth(a, out=folder / "truth")
         return made[key]
 
@@ -71,7 +77,7 @@ def test_a_batch_raises_no_alarm(architecture, dtype, single, tmp_path):
     """Eight prompts one by one against the same in one padded batch: rounding, in every prompt and
     step, with everything compared that has rows of tokens."""
     a, truth = single(architecture, dtype)
-    b = capture(like=a, out=tmp_path / "b", batch=True)
+    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True))
     assert b.manifest.tokens.groups == [list(range(8))]
     report = compare(a, b, truth=truth)
     assert report.verdict.kind in ("within_floor", "identical"), report.verdict
@@ -87,7 +93,12 @@ def test_a_batch_raises_no_alarm(architecture, dtype, single, tmp_path):
 def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path):
     """The other way round: what ran in a batch runs singly, each prompt with its rows of it."""
     model = str(tiny_model("llama", dtype="bfloat16"))
-    a = capture(model, out=tmp_path / "a", prompts_file=prompts, max_new_tokens=3, batch=True)
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        batching=BatchOptions(prompts_file=prompts, batch=True),
+        max_new_tokens=3,
+    )
     truth = make_truth(a, out=tmp_path / "truth")
 
     def broken(model):
@@ -95,9 +106,11 @@ def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path):
             lambda module, args, out: out * 1.3 if out.shape[0] == 1 else out
         )
 
-    good = compare(a, capture(like=a, out=tmp_path / "b", batch=False), truth=truth)
+    good = compare(
+        a, capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=False)), truth=truth
+    )
     assert good.verdict.kind in ("within_floor", "identical") and good.verdict.side == "neither"
-    bad = capture(like=a, out=tmp_path / "c", batch=False, prepare=broken)
+    bad = capture(like=a, out=tmp_path / "c", batching=BatchOptions(batch=False), prepare=broken)
     verdict = compare(a, bad, truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
 
@@ -108,10 +121,12 @@ def test_prompts_of_one_length_share_their_tables(tiny_model, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(json.dumps({"input_ids": one}) for one in ids))
     a = capture(
-        str(tiny_model("llama", dtype="float32")), out=tmp_path / "a", prompts_file=file,
+        str(tiny_model("llama", dtype="float32")),
+        out=tmp_path / "a",
+        batching=BatchOptions(prompts_file=file),
         max_new_tokens=2,
-    )  # fmt: skip
-    report = compare(a, capture(like=a, out=tmp_path / "b", batch=True))
+    )
+    report = compare(a, capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True)))
     assert report.verdict.kind == "within_floor"
     assert report.coverage.unmatched == []
     tables = [s for s in report.sites if s.site == "model.rotary_emb:out"]
@@ -148,7 +163,7 @@ def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single
     a, truth = single("llama", dtype)
     healthy = compare(a, capture(like=a, out=tmp_path / "one", prepare=fault))
     assert healthy.verdict.kind == "identical"
-    b = capture(like=a, out=tmp_path / "b", batch=True, prepare=fault)
+    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=fault)
     report = compare(a, b, truth=truth)
     verdict = report.verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
@@ -177,7 +192,7 @@ def test_positions_that_count_the_pads_are_found(architecture, site, single, tmp
 
         model.register_forward_pre_hook(change, with_kwargs=True)
 
-    b = capture(like=a, out=tmp_path / "b", batch=True, prepare=unshifted)
+    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=unshifted)
     verdict = compare(a, b, truth=truth).verdict
     assert verdict.kind == "localized", verdict
     assert verdict.onset.site.startswith(site), verdict
@@ -188,15 +203,25 @@ def test_a_prompt_that_ended_has_no_partner_and_that_is_said(prompts, tiny_model
     """One prompt ends after a token, its batch goes on: what it is fed then is padding, compared
     with nothing, and the others are judged in every step."""
     folder = shutil.copytree(tiny_model("llama", dtype="float32"), tmp_path / "model")
-    first = capture(str(folder), out=tmp_path / "x", prompts_file=prompts, max_new_tokens=4)
+    first = capture(
+        str(folder),
+        out=tmp_path / "x",
+        batching=BatchOptions(prompts_file=prompts),
+        max_new_tokens=4,
+    )
     end = first.manifest.tokens.samples[2].generated_ids[1]
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": end}))
-    a = capture(str(folder), out=tmp_path / "a", prompts_file=prompts, max_new_tokens=4)
+    a = capture(
+        str(folder),
+        out=tmp_path / "a",
+        batching=BatchOptions(prompts_file=prompts),
+        max_new_tokens=4,
+    )
     lengths = [len(s.generated_ids) for s in a.manifest.tokens.samples]
     assert lengths[2] == 2 and max(lengths) == 4
 
-    b = capture(like=a, out=tmp_path / "b", batch=True)
+    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True))
     samples = b.manifest.tokens.samples
     assert {len(s.generated_ids) for s in samples} == {4}
     assert [len(s.chosen_ids) for s in samples] == lengths
@@ -216,7 +241,12 @@ def test_the_advised_command_repeats_the_batch(single, prompts, tiny_model, tmp_
     so that a fault of the batch does not vanish as identical."""
     a, _ = single("llama", "float32")
     model = str(tiny_model("llama", dtype="float32"))
-    b = capture(model, out=tmp_path / "b", prompts_file=prompts, max_new_tokens=3, batch=True)
+    b = capture(
+        model,
+        out=tmp_path / "b",
+        batching=BatchOptions(prompts_file=prompts, batch=True),
+        max_new_tokens=3,
+    )
     report = compare(a, b)
     commands = [c.partition("   #")[0] for c in report.verdict.next]
     assert shlex.split(commands[0])[-1] == "--batch"
@@ -238,7 +268,13 @@ def test_float32_sees_below_the_floor_of_a_batch(single, tmp_path):
             lambda module, args, out: out * 1.002 if out.shape[0] > 1 else out
         )
 
-    b = capture(like=a, out=tmp_path / "b", batch=True, escalate=True, prepare=slightly)
+    b = capture(
+        like=a,
+        out=tmp_path / "b",
+        batching=BatchOptions(batch=True),
+        recording=RecordOptions(escalate=True),
+        prepare=slightly,
+    )
     verdict = compare(a, b, truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert verdict.onset.pass_ == "escalated"
@@ -249,7 +285,9 @@ def test_localize_goes_to_the_modules_of_a_batch_and_says_why_no_further(single,
     """Operators of other batches are no pairs: the descent runs the batch again and ends at
     modules."""
     a, truth = single("llama", "float32")
-    b = capture(like=a, out=tmp_path / "b", batch=True, prepare=only_in_batches)
+    b = capture(
+        like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=only_in_batches
+    )
     found = localize(a, b, out=tmp_path / "down", truth=truth, here="both",
                      prepare_candidate=only_in_batches)  # fmt: skip
     assert found.levels[-1].site.startswith(f"{BLOCK}.mlp")
@@ -267,4 +305,9 @@ def test_batch_and_no_batch_exclude_each_other(single, tmp_path, capsys):
         assert caught.value.code == 2
         assert said in capsys.readouterr().err
     with pytest.raises(UsageError, match="repeats the recorded tokens"):
-        capture(like=single("llama", "float32")[0], out=tmp_path / "x", batch=True, prompts=["x"])
+        capture(
+            like=single("llama", "float32")[0],
+            out=tmp_path / "x",
+            batching=BatchOptions(batch=True),
+            prompts=["x"],
+        )

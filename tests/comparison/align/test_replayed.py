@@ -8,6 +8,7 @@ from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, UsageError
 from divergence.ops.replay import replay
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.captured import CapturedTensor
@@ -25,11 +26,21 @@ def runs(tmp_path_factory, tiny_model) -> dict[str, Run]:
     options = {"prompts": ["A bridge is built twice."], "max_new_tokens": 2}
     model = str(tiny_model("llama", dtype="bfloat16"))
     source = capture(
-        model, out=folder / "a", sites=["blocks", f"ops@{BLOCK}"], weights=True, **options
+        model,
+        out=folder / "a",
+        sites=["blocks", f"ops@{BLOCK}"],
+        recording=RecordOptions(weights=True),
+        **options,
     )
     return {
         "source": source,
-        "other": capture(model, out=folder / "b", sites=[f"ops@{BLOCK}"], weights=True, **options),
+        "other": capture(
+            model,
+            out=folder / "b",
+            sites=[f"ops@{BLOCK}"],
+            recording=RecordOptions(weights=True),
+            **options,
+        ),
         "replay": replay(source, out=folder / "a2", device="cpu"),
         "again": replay(source, out=folder / "a3", device="cpu"),
         "truth": replay(source, out=folder / "truth", truth=True),

@@ -10,6 +10,7 @@ import torch
 import divergence
 from divergence.comparison.measure.runs import SharedRounding
 from divergence.numerics.floor import norm_floor
+from divergence.options.commands import TrainOptions
 
 
 def run_of(norm):
@@ -43,9 +44,12 @@ def test_norms_that_are_apart_are_off_themselves_and_excuse_what_follows():
 def a(tiny_model, tmp_path_factory):
     model = str(tiny_model("llama", num_blocks=3))
     return divergence.capture(
-        model, out=tmp_path_factory.mktemp("clip") / "a", train=True, optimizer="adamw",
-        clip_grad_norm=0.1, prompts=[[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]], probe=False,
-    )  # fmt: skip
+        model,
+        out=tmp_path_factory.mktemp("clip") / "a",
+        training=TrainOptions(train=True, optimizer="adamw", clip_grad_norm=0.1),
+        prompts=[[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]],
+        probe=False,
+    )
 
 
 @pytest.mark.parametrize("judged", [True, False])

@@ -15,6 +15,7 @@ from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
 from divergence.gate.check import check
 from divergence.numerics.summaries import fold_tensor
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -279,7 +280,9 @@ def test_another_batch(tiny_model, tmp_path):
     prompts = [PROMPT, "Two."]
     options = {"prompts": prompts, "max_new_tokens": 2, "probe": False}
     single = capture(model, out=tmp_path / "single", **options)
-    batch = capture(model, out=tmp_path / "batch", batch=True, store="sketch", **options)
+    batch = capture(
+        model, out=tmp_path / "batch", batching=BatchOptions(batch=True), store="sketch", **options
+    )
     report = compare(single, batch)
     assert report.coverage.num_compared and report.verdict.kind == "within_floor"
     estimated = [s for s in report.sites if s.estimated and s.site == "model.layers.0:out"]
@@ -295,10 +298,21 @@ def test_chosen_positions(tiny_model, tmp_path):
     model = str(tiny_model("llama", hidden=HIDDEN))
     options = {"prompts": [PROMPT], "max_new_tokens": 1, "probe": False}
     full = capture(model, out=tmp_path / "full", **options)
-    some = capture(model, out=tmp_path / "some", store="sketch", positions="2-9",
-                   attn_implementation="sdpa", **options)  # fmt: skip
-    exact = capture(model, out=tmp_path / "exact", attn_implementation="sdpa", positions="2-9",
-                    **options)  # fmt: skip
+    some = capture(
+        model,
+        out=tmp_path / "some",
+        store="sketch",
+        recording=RecordOptions(positions="2-9"),
+        attn_implementation="sdpa",
+        **options,
+    )
+    exact = capture(
+        model,
+        out=tmp_path / "exact",
+        attn_implementation="sdpa",
+        recording=RecordOptions(positions="2-9"),
+        **options,
+    )
     for one, two in ((full, some), (some, full)):
         report, right = compare(one, two), sites_of(compare(full, exact))
         found = [s for s in report.sites if s.estimated and s.site.endswith("layers.2:out")]

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import divergence
 from divergence.numerics.floor import norm_floor
+from divergence.options.commands import TrainOptions
 
 IDS = [[5, 9, 31, 7, 12, 40, 77, 99, 100, 3], [8, 3, 22, 9, 13, 45, 60]]
 
@@ -46,8 +47,15 @@ def model(tmp_path_factory):
 ])  # fmt: skip
 def test_a_healthy_step_is_not_far_from_the_truth(vocab, steps, scale, options, model, tmp_path):
     """What both sides lose by adding in float32, or by cancelling, is no fault of both."""
-    a = divergence.capture(model(vocab, steps, scale), out=tmp_path / "a", train=True, prompts=IDS,
-                           probe=False, dtype="float32", **options)  # fmt: skip
+    a = divergence.capture(
+        model(vocab, steps, scale),
+        out=tmp_path / "a",
+        training=TrainOptions(train=True),
+        prompts=IDS,
+        probe=False,
+        dtype="float32",
+        **options,
+    )
     truth = divergence.truth(a, out=tmp_path / "t")
     b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
     verdict = divergence.compare(a, b, truth=truth).verdict
@@ -81,8 +89,14 @@ def scale_backward(path):
 ])  # fmt: skip
 def test_a_backward_that_is_wrong_in_b_alone_is_b_s(path, steps, site, model, tmp_path):
     """The norm of all gradients, which follows from it, takes no side back."""
-    a = divergence.capture(model(1024, steps), out=tmp_path / "a", train=True, prompts=IDS,
-                           optimizer="adamw", probe=False, dtype="float32")  # fmt: skip
+    a = divergence.capture(
+        model(1024, steps),
+        out=tmp_path / "a",
+        training=TrainOptions(train=True, optimizer="adamw"),
+        prompts=IDS,
+        probe=False,
+        dtype="float32",
+    )
     truth = divergence.truth(a, out=tmp_path / "t")
     b = divergence.capture(like=a, out=tmp_path / "b", probe=False, prepare=scale_backward(path))
     verdict = divergence.compare(a, b, truth=truth).verdict

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.quantizers import PROMPTS, on_loading
 from divergence.comparison.api import compare
+from divergence.options.commands import LoadOptions
 from divergence.recording.api import capture, truth
 from divergence.recording.engines import sessions
 from divergence.run.reader import Run
@@ -145,7 +146,7 @@ def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(tiny_mod
     a = capture(
         tiny_model("mixtral", dtype="float32", num_blocks=2), out=tmp_path / "a",
         prompts=PROMPTS[:1], max_new_tokens=1, probe=False, engine="quantize",
-        engine_options={"scheme": "w8a8"},
+        loading=LoadOptions(engine_options={"scheme": "w8a8"}),
     )  # fmt: skip
     plant = "model.layers.1.mlp.experts:out=scale:1.01"
     b = capture(like=a, out=tmp_path / "b", probe=False, plants=[plant])

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from divergence.comparison.api import compare
 from divergence.domains.quantization.model import chosen, targets_of
 from divergence.errors import UsageError
+from divergence.options.commands import LoadOptions
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.load import Loading, load_model
 
@@ -25,7 +26,13 @@ def plain(folder, tmp_path_factory):
 
 
 def quantised(run, out, **options):
-    return capture(like=run, out=out, engine="quantize", probe=False, engine_options=options)
+    return capture(
+        like=run,
+        out=out,
+        engine="quantize",
+        probe=False,
+        loading=LoadOptions(engine_options=options),
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,9 +75,12 @@ def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(folde
     """Of many tokens a truth feeds several in one forward: keys and values go through codes there
     too, in the prefill and behind it."""
     run = capture(
-        folder, out=tmp_path / "q", engine="quantize", engine_options={"scheme": "kv8"},
+        folder,
+        out=tmp_path / "q",
+        engine="quantize",
+        loading=LoadOptions(engine_options={"scheme": "kv8"}),
         **(WISHES | {"max_new_tokens": 10}),
-    )  # fmt: skip
+    )
     exact = truth(run, out=tmp_path / "truth")
     again = capture(like=run, out=tmp_path / "again", probe=False, attn_implementation="sdpa")
     report = compare(run, again, truth=exact)
@@ -177,9 +187,14 @@ def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(fold
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "calibration_of", calibration_of)
         run = capture(
-            folder, out=tmp_path / "q", engine="quantize",
-            engine_options={"scheme": "w8a8-static", "asymmetric": "activations"}, **WISHES,
-        )  # fmt: skip
+            folder,
+            out=tmp_path / "q",
+            engine="quantize",
+            loading=LoadOptions(
+                engine_options={"scheme": "w8a8-static", "asymmetric": "activations"}
+            ),
+            **WISHES,
+        )
     again = capture(like=run, out=tmp_path / "again", probe=False, attn_implementation="sdpa")
     verdict = compare(run, again, truth=truth(run, out=tmp_path / "truth")).verdict
     assert verdict.side == "neither"

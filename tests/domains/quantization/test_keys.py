@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.quantizers import PROMPTS
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions, LoadOptions
 from divergence.recording.api import capture, truth
 from divergence.run.site import HEAD_CODES
 from tests.models import quantized
@@ -91,9 +92,15 @@ def halves(tiny_model, tmp_path_factory):
     """A run of an encoder-decoder under ``kv8``, prompts in one batch, and its truth."""
     folder = tmp_path_factory.mktemp("t5")
     a = capture(
-        tiny_model("t5", dtype="float32"), out=folder / "a", prompts=PROMPTS, max_new_tokens=3,
-        batch=True, probe=False, engine="quantize", engine_options={"scheme": "kv8"},
-    )  # fmt: skip
+        tiny_model("t5", dtype="float32"),
+        out=folder / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        batching=BatchOptions(batch=True),
+        probe=False,
+        engine="quantize",
+        loading=LoadOptions(engine_options={"scheme": "kv8"}),
+    )
     return a, truth(a, out=folder / "truth")
 
 

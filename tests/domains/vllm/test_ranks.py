@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from divergence import capture, compare, truth
+from divergence import BatchOptions, capture, compare, truth
 from tests.models.families import build
 from tests.recording.test_ranks import make
 
@@ -23,9 +23,14 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     model = build("llama", folder / "model", dtype="bfloat16", hidden=128)
     a = capture(
-        model, out=folder / "a", prompts=["Hello there", [5, 6, 7]], batch=True, max_new_tokens=3,
-        sites="modules", probe=False,
-    )  # fmt: skip
+        model,
+        out=folder / "a",
+        prompts=["Hello there", [5, 6, 7]],
+        batching=BatchOptions(batch=True),
+        max_new_tokens=3,
+        sites="modules",
+        probe=False,
+    )
     again = {"like": a.path, "engine": "vllm", "mesh": "tp", "probe": False}
     made = make(
         folder,

@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from divergence import Run, capture, compare, truth
+from divergence import BatchOptions, LoadOptions, Run, capture, compare, truth
 from divergence.errors import ModelError, PlantError
 from tests.models.families import build
 
@@ -41,9 +41,14 @@ def made(tmp_path_factory):
         if key not in done:
             model = build(architecture, folder / key / "model", dtype=dtype, hidden=128)
             a = capture(
-                model, out=folder / key / "a", prompts=PROMPTS + MORE * batch, batch=batch,
-                max_new_tokens=4, sites="modules", probe=False,
-            )  # fmt: skip
+                model,
+                out=folder / key / "a",
+                prompts=PROMPTS + MORE * batch,
+                batching=BatchOptions(batch=batch),
+                max_new_tokens=4,
+                sites="modules",
+                probe=False,
+            )
             done[key] = model, a, truth(a, out=folder / key / "t")
         return done[key]
 
@@ -111,7 +116,13 @@ def test_a_batch_that_waits(made, tmp_path):
     model, a, wide = made("llama", "float32", batch=True)
     longest = max(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
     tight = {"max_model_len": longest + 4, "max_num_batched_tokens": longest + 4}
-    b = capture(like=a, out=tmp_path / "b", engine="vllm", engine_options=tight, probe=False)
+    b = capture(
+        like=a,
+        out=tmp_path / "b",
+        engine="vllm",
+        loading=LoadOptions(engine_options=tight),
+        probe=False,
+    )
     assert b.manifest.engine.facts["forwards of several steps"] != "0"
     report = compare(a, b, truth=wide)
     assert report.verdict.kind == "within_floor", report.verdict.summary
@@ -119,9 +130,16 @@ def test_a_batch_that_waits(made, tmp_path):
     keys = [{(r.pass_, r.sample, r.step, r.site) for r in run.records} for run in (b, ample)]
     assert keys[0] == keys[1]
     own = capture(
-        model, out=tmp_path / "d", engine="vllm", engine_options=tight, prompts=PROMPTS + MORE,
-        batch=True, max_new_tokens=4, sites="modules", probe=False,
-    )  # fmt: skip
+        model,
+        out=tmp_path / "d",
+        engine="vllm",
+        loading=LoadOptions(engine_options=tight),
+        prompts=PROMPTS + MORE,
+        batching=BatchOptions(batch=True),
+        max_new_tokens=4,
+        sites="modules",
+        probe=False,
+    )
     tokens = [[s.generated_ids for s in run.manifest.tokens.samples] for run in (a, own)]
     assert tokens[0] == tokens[1]
 
@@ -129,7 +147,9 @@ def test_a_batch_that_waits(made, tmp_path):
 def test_together_what_was_recorded_one_by_one(made, tmp_path):
     """The anchored pass gets each prompt's recorded rows."""
     _, a, wide = made("llama", "float32")
-    b = capture(like=a, out=tmp_path / "b", engine="vllm", batch=True, probe=False)
+    b = capture(
+        like=a, out=tmp_path / "b", engine="vllm", batching=BatchOptions(batch=True), probe=False
+    )
     report = compare(a, b, truth=wide)
     assert report.verdict.kind == "within_floor", report.verdict.summary
     assert "anchored" in {pass_ for pass_, _, _, _ in compared(report)}

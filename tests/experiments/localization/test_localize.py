@@ -11,6 +11,7 @@ import torch
 
 from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.localization.localize import localize
+from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_document
@@ -253,8 +254,13 @@ def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp
 def test_a_module_whose_output_is_equal_is_not_where_the_runs_part(tiny_model, tmp_path):
     """In BERT, a healthy dropout before the planted fault, flagged against the truth on both."""
     model, dense = str(tiny_model("bert")), "bert.encoder.layer.1.intermediate.dense:out"
-    a = capture(model, out=tmp_path / "a", prompts=["hello there", "a b c"], batch=True,
-                dtype="float32")  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=["hello there", "a b c"],
+        batching=BatchOptions(batch=True),
+        dtype="float32",
+    )
     b = capture(like=a, out=tmp_path / "b", plants=[f"{dense}=scale:1.1"])
     result = localize(a, b, out=tmp_path / "work")
     assert [level.site for level in result.levels][1] == dense

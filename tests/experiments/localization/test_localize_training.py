@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import divergence
+from divergence.options.commands import RecordOptions, TrainOptions
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines
 from divergence.run.site import BACKWARD
@@ -38,8 +39,14 @@ def pair(wrong, tiny_model, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("step")
             model = tiny_model(architecture, dtype=dtype, num_blocks=3)
-            a = divergence.capture(str(model), out=folder / "a", train=True, prompts=IDS,
-                                   probe=False, prepare=wrong.into(None))  # fmt: skip
+            a = divergence.capture(
+                str(model),
+                out=folder / "a",
+                training=TrainOptions(train=True),
+                prompts=IDS,
+                probe=False,
+                prepare=wrong.into(None),
+            )
             made[key] = a, divergence.truth(a, out=folder / "truth")
         a, right = made[key]
         b = divergence.capture(like=a, out=tmp_path_factory.mktemp("b") / "b", probe=False,
@@ -158,7 +165,13 @@ def test_a_healthy_pair_has_no_wrong_operator(architecture, dtype, change, wrong
 def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
     a, *_ = pair("llama", "float32")
     sites = ["blocks", "ops@model.layers.1"]
-    one = divergence.capture(like=a, out=tmp_path / "one", probe=False, anchor=False, sites=sites)
+    one = divergence.capture(
+        like=a,
+        out=tmp_path / "one",
+        probe=False,
+        recording=RecordOptions(anchor=False),
+        sites=sites,
+    )
     two = divergence.capture(like=one, out=tmp_path / "two", probe=False, **options)
     report = divergence.compare(one, two, truth=divergence.truth(one, out=tmp_path / "truth"))
     assert report.operators.onset is None
@@ -168,10 +181,14 @@ def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
 def test_the_optimizers_step_is_behind_all_operators(wrong, pair, tmp_path):
     a, _, _ = pair("llama", "float32")
     one, two = (
-        divergence.capture(like=a, out=tmp_path / name, probe=False, optimizer="sgd",
-                           learning_rate=rate)
+        divergence.capture(
+            like=a,
+            out=tmp_path / name,
+            probe=False,
+            training=TrainOptions(optimizer="sgd", learning_rate=rate),
+        )
         for name, rate in (("one", 0.1), ("two", 0.2))
-    )  # fmt: skip
+    )
     result = divergence.localize(one, two, out=tmp_path / "work",
                                  truth=divergence.truth(one, out=tmp_path / "truth"))  # fmt: skip
     assert "by the optimizer's step" in result.stopped

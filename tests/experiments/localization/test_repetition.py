@@ -17,6 +17,7 @@ from divergence.experiments.localization.repetition import check_repetition, che
 from divergence.experiments.sensitivity import sensitivity
 from divergence.facts import worded
 from divergence.numerics.summaries import fold_tensor
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_document
@@ -121,7 +122,7 @@ def test_what_comes_before_a_substitute_must_repeat(runs, tmp_path):
     b = capture(like=runs / "a", out=tmp_path / "b", sites=sites, prepare=faulty_mlp)
     site = f"{BLOCK}.mlp.act_fn/aten.silu:out"
     run = capture(like=runs / "a", out=tmp_path / "sub", sites=sites, prepare=faulty_mlp,
-                  substitutes={site: made})  # fmt: skip
+                  recording=RecordOptions(substitutes={site: made}))  # fmt: skip
     check = {"site": site, "block": BLOCK, "name": "sub"}
     assert check_substituted(run, b, **check).how == "bits"
     early = capture(like=runs / "a", out=tmp_path / "early", sites=sites,
@@ -156,7 +157,12 @@ def test_what_lies_there_is_held_against_the_run_as_well(runs, tmp_path):
     first = localize(runs / "a", runs / "b", out=work, **options)
     words = shlex.split(first.commands[0].partition("   #")[0])
     sites = [words[n + 1] for n, word in enumerate(words) if word == "--sites"]
-    made = capture(like=runs / "a", out=work / "candidate-operators", sites=sites, weights=True)
+    made = capture(
+        like=runs / "a",
+        out=work / "candidate-operators",
+        sites=sites,
+        recording=RecordOptions(weights=True),
+    )
     result = localize(runs / "a", runs / "b", out=work, **options)
     assert (result.operator, result.refused) == (None, True)
     assert f"{made.path} was not made on B's machine" in result.stopped

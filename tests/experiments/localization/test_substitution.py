@@ -7,6 +7,7 @@ import pytest
 from divergence.comparison.api import compare
 from divergence.errors import RunExistsError, UsageError
 from divergence.gate.golden import bless
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.report.capturing import captured_document
 from divergence.report.inspection import run_document
@@ -28,7 +29,9 @@ def operators(llama, tmp_path_factory):
 
 def test_a_run_with_results_of_another_says_so(operators, tmp_path):
     """In preflight, in the heading of every report, and it becomes no golden."""
-    b = capture(like=operators, out=tmp_path / "b", substitutes={SITE: operators})
+    b = capture(
+        like=operators, out=tmp_path / "b", recording=RecordOptions(substitutes={SITE: operators})
+    )
     said = f"{SITE} from {operators.manifest.id}"
     report = compare(operators, b)
     assert report.candidate.substitutes == [said]
@@ -55,7 +58,7 @@ def test_a_run_whose_results_are_used_is_not_replaced(operators, tmp_path, kind)
             unpack(operators, out=out)
         with pytest.raises(RunExistsError, match="is the run that --substitute reads"):
             capture(like=operators, out=tmp_path / f"a{kind}", force=True,
-                    substitutes={SITE: out})  # fmt: skip
+                    recording=RecordOptions(substitutes={SITE: out}))  # fmt: skip
         assert Run.open(out).verify() == []
 
 
@@ -63,7 +66,10 @@ def test_a_substitution_that_met_no_operator_is_said(operators, tmp_path):
     """No operators were recorded in this capture, so none could be replaced."""
     notes = []
     capture(
-        like=operators, out=tmp_path / "b", sites=["blocks"], substitutes={SITE: operators},
+        like=operators,
+        out=tmp_path / "b",
+        sites=["blocks"],
+        recording=RecordOptions(substitutes={SITE: operators}),
         progress=lambda event, done, total, text: notes.append(text),
-    )  # fmt: skip
+    )
     assert "no operator was met whose result was to be replaced" in notes

@@ -9,6 +9,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.experiments.selfcheck import NAMES, selfcheck
+from divergence.options.commands import BatchOptions, RecordOptions
 from divergence.recording.api import capture
 
 _QUICK = tuple(name for name in NAMES if name not in ("threads", "compile"))
@@ -174,10 +175,15 @@ def test_a_name_that_is_no_line(llama):
 
 def test_forwards_that_a_model_cannot_be_run_by_are_refused(tiny_model, tmp_path):
     with pytest.raises(UsageError, match="--no-cache is for causal language models"):
-        capture(tiny_model("bert"), out=tmp_path / "a", use_cache=False)
+        capture(tiny_model("bert"), out=tmp_path / "a", batching=BatchOptions(use_cache=False))
     with pytest.raises(UsageError, match="keeps a state"):
-        capture(tiny_model("mamba"), out=tmp_path / "b", prefill_chunk=4)
+        capture(tiny_model("mamba"), out=tmp_path / "b", batching=BatchOptions(prefill_chunk=4))
     with pytest.raises(UsageError, match="--plant needs hooks"):
-        capture("any", out=tmp_path / "c", hooks=False, plants=["lm_head:out=scale:2"])
+        capture(
+            "any",
+            out=tmp_path / "c",
+            recording=RecordOptions(hooks=False),
+            plants=["lm_head:out=scale:2"],
+        )
     with pytest.raises(UsageError, match="does not hold each of the prompts 0 to 0 once"):
-        capture(tiny_model("llama"), out=tmp_path / "d", batches="0,1")
+        capture(tiny_model("llama"), out=tmp_path / "d", batching=BatchOptions(batches="0,1"))

@@ -21,6 +21,7 @@ from divergence.experiments.sensitivity import (
     sensitivity,
     smallest_seen,
 )
+from divergence.options.commands import RecordOptions
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -41,7 +42,10 @@ def runs(tmp_path_factory, tiny_model):
             model = str(tiny_model("llama", dtype=dtype, num_blocks=4))
             a = capture(model, out=folder / "a", prompts=[PROMPT], max_new_tokens=2)
             b = capture(
-                like=a, out=folder / "b", attn_implementation="sdpa", escalate=dtype != "float32"
+                like=a,
+                out=folder / "b",
+                attn_implementation="sdpa",
+                recording=RecordOptions(escalate=dtype != "float32"),
             )
             made[dtype] = a, b, make_truth(a, out=folder / "truth")
         return made[dtype]
@@ -207,7 +211,7 @@ def test_a_faulty_pair_is_refused_with_its_verdict(runs, tmp_path):
 def test_a_candidate_needs_an_anchored_pass(runs, tmp_path):
     """In a free run a fault would spread to what follows."""
     a, *_ = runs("float32")
-    free = capture(like=a, out=tmp_path / "free", anchor=False)
+    free = capture(like=a, out=tmp_path / "free", recording=RecordOptions(anchor=False))
     with pytest.raises(UsageError, match="no anchored pass"):
         sensitivity(a, candidate=free)
 

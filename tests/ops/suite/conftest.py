@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from divergence import MachineOptions
 from divergence.run.reader import Run
 
 
@@ -28,5 +29,5 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     from divergence import truth as make_truth
 
     folder = tmp_path_factory.mktemp("suite")
-    run = capture("suite:quick", out=folder / "a", label="machine A")
+    run = capture("suite:quick", out=folder / "a", machine=MachineOptions(label="machine A"))
     return run, make_truth(run, out=folder / "truth")

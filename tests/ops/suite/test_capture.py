@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import Run, capture, compare, replay
+from divergence import LoadOptions, RecordOptions, Run, capture, compare, replay
 from divergence import truth as make_truth
 from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.capturing import arguments_of
@@ -137,13 +137,16 @@ def test_a_dry_run_lists_cases():
 
 def test_repeatability_is_measured(tmp_path):
     """--repeat runs each case again; an operator that draws random numbers is found out."""
-    run = capture("suite:quick", out=tmp_path / "a", sites=FEW, repeat=2)
+    run = capture("suite:quick", out=tmp_path / "a", sites=FEW, recording=RecordOptions(repeat=2))
     assert run.manifest.repeatability.num_different == 0
     assert run.manifest.repeatability.num_compared > 0
     noisy = capture(
-        "suite:quick", out=tmp_path / "b", sites=["silu.float32.odd.normal"], repeat=2,
-        impl={"silu": torch.rand_like},
-    )  # fmt: skip
+        "suite:quick",
+        out=tmp_path / "b",
+        sites=["silu.float32.odd.normal"],
+        recording=RecordOptions(repeat=2),
+        loading=LoadOptions(impl={"silu": torch.rand_like}),
+    )
     assert noisy.manifest.repeatability.num_different == 1
     assert noisy.manifest.repeatability.first_difference == "silu.float32.odd.normal"
 
@@ -159,9 +162,12 @@ def test_what_cannot_run_is_skipped_and_counted(tmp_path):
 
     notes = []
     run = capture(
-        "suite:llm", out=tmp_path / "a", sites=["silu.*.odd.normal"], impl={"silu": no_half},
+        "suite:llm",
+        out=tmp_path / "a",
+        sites=["silu.*.odd.normal"],
+        loading=LoadOptions(impl={"silu": no_half}),
         progress=lambda event, done, total, detail: event == "note" and notes.append(detail),
-    )  # fmt: skip
+    )
     assert run.manifest.plan.skipped_operators == {"silu: no kernel for Half": 1}
     assert notes == ["1 cases were skipped: silu: no kernel for Half"]
     whole = capture("suite:llm", out=tmp_path / "b", sites=["silu.*.odd.normal"])
@@ -173,14 +179,24 @@ def test_what_cannot_run_is_skipped_and_counted(tmp_path):
         raise Unavailable("not on this device")
 
     with pytest.raises(UsageError, match="no operator could be run"):
-        capture("suite:llm", out=tmp_path / "c", sites=["silu.*"], impl={"silu": never})
+        capture(
+            "suite:llm",
+            out=tmp_path / "c",
+            sites=["silu.*"],
+            loading=LoadOptions(impl={"silu": never}),
+        )
 
 
 def test_kernels_that_write_to_their_inputs(tmp_path):
     """Inputs are recorded as they were drawn, whatever a kernel does to them."""
     sites = ["silu.float32.odd.normal"]
     plain = capture("suite:llm", out=tmp_path / "a", sites=sites)
-    wild = capture("suite:llm", out=tmp_path / "b", sites=sites, impl={"silu": lambda x: x.zero_()})
+    wild = capture(
+        "suite:llm",
+        out=tmp_path / "b",
+        sites=sites,
+        loading=LoadOptions(impl={"silu": lambda x: x.zero_()}),
+    )
     one, two = (
         {record.site: record.xxh3 for record in run.records if ":in" in record.site}
         for run in (plain, wild)
@@ -200,7 +216,12 @@ def test_an_interrupted_suite_is_readable(tmp_path):
         return torch.nn.functional.silu(x)
 
     with pytest.raises(KeyboardInterrupt):
-        capture("suite:llm", out=tmp_path / "b", sites=["silu.float32*"], impl={"silu": stop})
+        capture(
+            "suite:llm",
+            out=tmp_path / "b",
+            sites=["silu.float32*"],
+            loading=LoadOptions(impl={"silu": stop}),
+        )
     cut = Run.open(tmp_path / "b")
     assert cut.manifest.stopped_by == "interrupted"
     whole = capture("suite:llm", out=tmp_path / "a", sites=["silu.float32*"])
@@ -238,7 +259,7 @@ def test_unknown_suites_and_models(quick, llama, tmp_path):
         capture("suite:vision", out=tmp_path / "a")
     assert "suite:llm" in caught.value.hint
     with pytest.raises(UsageError, match="--impl"):
-        capture(llama, out=tmp_path / "a", impl=["torch_npu"])
+        capture(llama, out=tmp_path / "a", loading=LoadOptions(impl=["torch_npu"]))
     with pytest.raises(UsageError, match="needs no model"):
         capture(llama, like=run, out=tmp_path / "a")
     with pytest.raises(UsageError, match="is a truth itself"):
@@ -319,7 +340,12 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
     """`llama` runs where it exists and is recorded; a module's function is found in the current
     directory; what is not installed says so and names what is."""
     run, truth = quick
-    again = capture(like=run, out=tmp_path / "b", impl="llama", sites=["rms_norm.*", "silu.*"])
+    again = capture(
+        like=run,
+        out=tmp_path / "b",
+        loading=LoadOptions(impl="llama"),
+        sites=["rms_norm.*", "silu.*"],
+    )
     notes = again.manifest.plan.modules
     assert notes["rms_norm.bfloat16.odd.normal"].kind == "llama"
     assert notes["silu.bfloat16.odd.normal"].kind == "torch"
@@ -329,11 +355,13 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
     assert report.verdict.side is None
     (tmp_path / "my_kernels.py").write_text("def silu(x):\n    return x * 0\n")
     monkeypatch.chdir(tmp_path)
-    mine = capture(like=run, out="c", impl=["silu=my_kernels:silu"], sites=["silu.*"])
+    mine = capture(
+        like=run, out="c", loading=LoadOptions(impl=["silu=my_kernels:silu"]), sites=["silu.*"]
+    )
     assert mine.manifest.plan.modules["silu.bfloat16.odd.normal"].kind == "my_kernels:silu"
     assert compare(run, mine, truth=truth).verdict.side == "candidate"
     with pytest.raises(UsageError, match="torch_npu is not here") as caught:
-        capture(like=run, out="d", impl="torch_npu")
+        capture(like=run, out="d", loading=LoadOptions(impl="torch_npu"))
     assert "llama (rms_norm)" in caught.value.hint
 
 
@@ -396,7 +424,7 @@ def test_inputs_that_a_run_chose_lead_nowhere(quick, tmp_path, port, value, left
 
     impl = {"embedding": kernel, "paged_attention": kernel}
     with pytest.raises(UsageError, match="nothing was recorded"):
-        capture(like=bad, out=tmp_path / "b", impl=impl, probe=False)
+        capture(like=bad, out=tmp_path / "b", loading=LoadOptions(impl=impl), probe=False)
     wanted = {"embedding": "ids", "paged_attention": "query"}[left]
     assert seen and all(wanted in arguments for arguments in seen)
     again = capture(like=bad, out=tmp_path / "c", probe=False)

@@ -11,6 +11,7 @@ import torch
 
 from divergence.ops.suite.operators.paged_attention import OPERATORS as PAGED
 from divergence.ops.suite.operators.quantization import OPERATORS as QUANTIZATION
+from divergence.options.commands import LoadOptions
 from divergence.recording.api import capture
 
 (PAGED_ATTENTION,) = PAGED
@@ -118,8 +119,14 @@ def test_what_the_cpu_ran_is_not_judged_as_the_devices(monkeypatch, tmp_path):
                       "and will fall back to run on the CPU.", stacklevel=1)  # fmt: skip
         return torch.nn.functional.silu(x)
 
-    run = capture("suite:llm", out=tmp_path / "s", device="cpu", impl={"silu": silu},
-                  sites=["silu.*", "softmax.*"], probe=False)  # fmt: skip
+    run = capture(
+        "suite:llm",
+        out=tmp_path / "s",
+        device="cpu",
+        loading=LoadOptions(impl={"silu": silu}),
+        sites=["silu.*", "softmax.*"],
+        probe=False,
+    )
 
     (reason,) = run.manifest.plan.skipped_operators
     assert reason.startswith("silu: the CPU ran it in place of cpu")

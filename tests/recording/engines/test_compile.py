@@ -7,6 +7,7 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.errors import ModelError, UsageError
+from divergence.options.commands import LoadOptions
 from divergence.recording.api import capture, truth
 
 WISHES = {"prompts": ["one two", "three"], "max_new_tokens": 3, "probe": False}
@@ -26,7 +27,7 @@ def plain(folder, tmp_path_factory):
 def compiled(run, out, backend="eager", dynamic=True, **options):
     return capture(
         like=run, out=out, engine="compile", probe=False,
-        engine_options={"backend": backend, "dynamic": dynamic}, **options,
+        loading=LoadOptions(engine_options={"backend": backend, "dynamic": dynamic}), **options,
     )  # fmt: skip
 
 
@@ -83,7 +84,13 @@ def test_a_planted_fault_is_found_in_its_block(plain, tmp_path):
 )
 def test_options_that_torch_does_not_know(folder, tmp_path, options, match):
     with pytest.raises(UsageError, match=match) as caught:
-        capture(folder, out=tmp_path / "run", engine="compile", engine_options=options, **WISHES)
+        capture(
+            folder,
+            out=tmp_path / "run",
+            engine="compile",
+            loading=LoadOptions(engine_options=options),
+            **WISHES,
+        )
     assert "did you mean" in caught.value.hint
     assert not (tmp_path / "run").exists()
 
@@ -103,7 +110,7 @@ def test_a_model_without_blocks(tiny_model, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no repeated blocks to compile"):
         capture(
             tiny_model("llama"), out=tmp_path / "run", engine="compile",
-            engine_options={"backend": "eager"}, **WISHES,
+            loading=LoadOptions(engine_options={"backend": "eager"}), **WISHES,
         )  # fmt: skip
 
 

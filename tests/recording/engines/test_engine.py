@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from divergence.comparison.api import compare
 from divergence.errors import RunFormatError, UsageError
+from divergence.options.commands import LoadOptions, RecordOptions
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.engine import EngineOptions, engine_named, options_for
 from divergence.recording.engines.sessions import (
@@ -90,7 +91,11 @@ def test_transformers_is_an_engine_like_any_other(plain):
 
 def test_an_installed_engine_runs_and_is_compared(installed, folder, plain, tmp_path):
     run = capture(
-        folder, out=tmp_path / "run", engine="halving", engine_options=["rounds=2"], **WISHES
+        folder,
+        out=tmp_path / "run",
+        engine="halving",
+        loading=LoadOptions(engine_options=["rounds=2"]),
+        **WISHES,
     )
     assert run.manifest.engine.name == "halving"
     assert run.manifest.engine.version == "1.2"
@@ -136,9 +141,13 @@ def test_a_pass_that_an_engine_lacks_is_left_out(installed, folder, tmp_path):
     said = []
     a = capture(folder, out=tmp_path / "a", dtype="bfloat16", **WISHES)
     b = capture(
-        like=a, out=tmp_path / "b", engine="halving", escalate=True, probe=False,
+        like=a,
+        out=tmp_path / "b",
+        engine="halving",
+        recording=RecordOptions(escalate=True),
+        probe=False,
         progress=lambda event, done, total, detail: event == "note" and said.append(detail),
-    )  # fmt: skip
+    )
     assert b.manifest.plan.passes == ["free", "anchored"]
     assert "no escalated pass: narrow" in said
 
@@ -172,28 +181,45 @@ def test_options_are_typed(given, match):
 
 def test_an_option_without_a_value(folder, tmp_path):
     with pytest.raises(UsageError, match="'rounds' is not KEY=VALUE"):
-        capture(folder, out=tmp_path / "run", engine_options=["rounds"], **WISHES)
+        capture(
+            folder, out=tmp_path / "run", loading=LoadOptions(engine_options=["rounds"]), **WISHES
+        )
 
 
 def test_an_option_beside_recorded_ones(installed, folder, tmp_path):
     """--like keeps the options that the command does not name."""
     run = capture(
         folder, out=tmp_path / "a", engine="compile",
-        engine_options={"backend": "eager", "dynamic": True}, **WISHES,
+        loading=LoadOptions(engine_options={"backend": "eager", "dynamic": True}), **WISHES,
     )  # fmt: skip
-    again = capture(like=run, out=tmp_path / "b", engine_options=["dynamic=false"], probe=False)
+    again = capture(
+        like=run,
+        out=tmp_path / "b",
+        loading=LoadOptions(engine_options=["dynamic=false"]),
+        probe=False,
+    )
     options = again.manifest.engine.options
     assert (options["backend"], options["dynamic"]) == ("eager", False)
     assert [one.name for one in again.manifest.overrides] == ["engine_options"]
 
 
 def test_a_run_names_no_file_for_an_engine(installed, folder, tmp_path):
-    run = capture(folder, out=tmp_path / "a", engine="halving", engine_options=["note=x"], **WISHES)
+    run = capture(
+        folder,
+        out=tmp_path / "a",
+        engine="halving",
+        loading=LoadOptions(engine_options=["note=x"]),
+        **WISHES,
+    )
     engine = replace(run.manifest.engine, options={"note": "/etc/passwd"})
     run.manifest = replace(run.manifest, engine=engine)
     with pytest.raises(RunFormatError, match="'/etc/passwd', which may be a file"):
         capture(like=run, out=tmp_path / "b", engine="halving", probe=False)
     again = capture(
-        like=run, out=tmp_path / "c", engine="halving", engine_options=["note=y"], probe=False
+        like=run,
+        out=tmp_path / "c",
+        engine="halving",
+        loading=LoadOptions(engine_options=["note=y"]),
+        probe=False,
     )
     assert again.manifest.engine.name == "halving"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.comparison.api import compare
+from divergence.options.commands import BatchOptions, LoadOptions, RecordOptions
 from divergence.recording.api import capture
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -24,11 +25,20 @@ def test_every_pass_and_site(engine, options, tiny_model, tmp_path):
     bit."""
     folder = tiny_model("llama", num_blocks=2, hidden=16, dtype="bfloat16")
     a = capture(
-        folder, out=tmp_path / "a", engine=engine, engine_options=options, batch=True, whole=True,
-        sites=["modules", f"ops@{MLP}"], prompts=["one two", "three"], max_new_tokens=3,
+        folder,
+        out=tmp_path / "a",
+        engine=engine,
+        loading=LoadOptions(engine_options=options),
+        batching=BatchOptions(batch=True),
+        recording=RecordOptions(whole=True),
+        sites=["modules", f"ops@{MLP}"],
+        prompts=["one two", "three"],
+        max_new_tokens=3,
         probe=False,
-    )  # fmt: skip
-    b = capture(like=a, out=tmp_path / "b", escalate=True, whole=True, probe=False)
+    )
+    b = capture(
+        like=a, out=tmp_path / "b", recording=RecordOptions(escalate=True, whole=True), probe=False
+    )
     assert b.manifest.engine.name == engine
     assert b.manifest.plan.passes == ["free", "anchored", "escalated", "whole"]
     for run, with_operators in ((a, ["free"]), (b, ["anchored", "escalated"])):

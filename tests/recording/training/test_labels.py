@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import divergence
 from divergence.errors import DivergenceError, PromptError, UsageError
-from divergence.options.commands import CaptureOptions
+from divergence.options.commands import BatchOptions, CaptureOptions, TrainOptions
 from divergence.recording.optimizer import prompts_of
 from divergence.recording.prompts import Prompt, check_labels, label_rows
 from divergence.run.manifest import NO_LABEL, SampleTokens
@@ -42,7 +42,9 @@ def file(tmp_path_factory):
 def run(tmp_path_factory, model, file):
     out = tmp_path_factory.mktemp("step") / "run"
     step = {"train": True, "optimizer": "adamw", "probe": False}
-    return divergence.capture(model, out=out, prompts=IDS, labels=file, **step)
+    return divergence.capture(
+        model, out=out, prompts=IDS, training=TrainOptions(labels=file), **step
+    )
 
 
 def test_the_loss_and_its_gradients_are_those_of_transformers(model, run):
@@ -66,7 +68,11 @@ def test_labels_are_recorded_and_repeated(run, tmp_path):
     """In one padded batch as well, with another kernel, and in a truth."""
     assert [sample.labels for sample in run.manifest.tokens.samples] == LABELS
     again = divergence.capture(
-        like=run, out=tmp_path / "b", attn_implementation="sdpa", batch=True, probe=False
+        like=run,
+        out=tmp_path / "b",
+        attn_implementation="sdpa",
+        batching=BatchOptions(batch=True),
+        probe=False,
     )
     assert [sample.labels for sample in again.manifest.tokens.samples] == LABELS
     truth = divergence.truth(run, out=tmp_path / "truth")
@@ -76,7 +82,7 @@ def test_labels_are_recorded_and_repeated(run, tmp_path):
     (line,) = [line for line in report.preflight if line.check == "labels"]
     assert (line.status, line.reference) == ("same", "9 of 24 tokens")
     with pytest.raises(UsageError, match="--labels cannot be given"):
-        divergence.capture(like=run, out=tmp_path / "c", labels=LINES)
+        divergence.capture(like=run, out=tmp_path / "c", training=TrainOptions(labels=LINES))
 
 
 @pytest.mark.parametrize("site", ["loss#backward:out", "model.layers.1#backward:out"])
@@ -89,7 +95,11 @@ def test_a_fault_is_found_where_most_gradients_are_zero(site, run, tmp_path):
 def test_other_labels_are_another_experiment(run, model, tmp_path):
     other = [LINES[0], [N, N, 33, N, 17, 21, N, 112, 66], LINES[2]]
     b = divergence.capture(
-        model, out=tmp_path / "b", prompts=IDS, labels=other, train=True, probe=False
+        model,
+        out=tmp_path / "b",
+        prompts=IDS,
+        training=TrainOptions(labels=other, train=True),
+        probe=False,
     )
     verdict = divergence.compare(run, b).verdict
     assert (verdict.kind, verdict.summary) == ("incomparable", "other labels")
@@ -101,13 +111,24 @@ def test_labels_in_the_prompts_themselves(model, tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"input_ids": IDS[0], "completion_from": 8}, {"input_ids": IDS[2], "labels": LABELS[2]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = divergence.capture(model, out=tmp_path / "a", prompts_file=path, train=True, probe=False)
+    run = divergence.capture(
+        model,
+        out=tmp_path / "a",
+        batching=BatchOptions(prompts_file=path),
+        training=TrainOptions(train=True),
+        probe=False,
+    )
     assert [sample.labels for sample in run.manifest.tokens.samples] == [LABELS[0], LABELS[2]]
     with pytest.raises(PromptError, match="prompt 0 has labels"):
-        divergence.capture(model, out=tmp_path / "b", prompts_file=path, probe=False)
+        divergence.capture(
+            model, out=tmp_path / "b", batching=BatchOptions(prompts_file=path), probe=False
+        )
     with pytest.raises(PromptError, match="labels of its own"):
         divergence.capture(
-            model, out=tmp_path / "b", prompts_file=path, train=True, labels=LINES[:2]
+            model,
+            out=tmp_path / "b",
+            batching=BatchOptions(prompts_file=path),
+            training=TrainOptions(train=True, labels=LINES[:2]),
         )
 
 
@@ -166,6 +187,9 @@ def test_a_completion_behind_the_prompt(model, tmp_path):
         PromptError, match="has 7 tokens, and its completion is to begin at"
     ) as told:
         divergence.capture(
-            model, out=tmp_path / "a", prompts=[IDS[2]], train=True, labels=[{"completion_from": 7}]
+            model,
+            out=tmp_path / "a",
+            prompts=[IDS[2]],
+            training=TrainOptions(train=True, labels=[{"completion_from": 7}]),
         )
     assert "at most 6" in told.value.hint and isinstance(told.value, DivergenceError)

@@ -7,6 +7,7 @@ import torch
 
 import divergence
 from divergence.errors import UsageError
+from divergence.options.commands import TrainOptions
 from divergence.run.site import BACKWARD, operator_of
 
 IDS = [[5, 9, 33, 21, 77, 100, 43, 12], [45, 99, 33, 21, 17]]
@@ -23,9 +24,13 @@ def step(tiny_model, tmp_path_factory):
         if key not in runs:
             folder = tiny_model(architecture, dtype="float32", num_blocks=2)
             runs[key] = divergence.capture(
-                str(folder), out=tmp_path_factory.mktemp("ops") / "run", train=True, prompts=IDS,
-                probe=False, **options,
-            )  # fmt: skip
+                str(folder),
+                out=tmp_path_factory.mktemp("ops") / "run",
+                training=TrainOptions(train=True),
+                prompts=IDS,
+                probe=False,
+                **options,
+            )
         return runs[key]
 
     return make
@@ -120,9 +125,14 @@ def test_a_function_of_the_models_own_is_named_with_its_line(tiny_model, tmp_pat
         module.register_forward_hook(lambda _module, _args, output: Doubled.apply(output))
 
     run = divergence.capture(
-        str(tiny_model("llama", dtype="float32", num_blocks=2)), out=tmp_path / "run", train=True,
-        prompts=IDS, probe=False, sites=["blocks", "ops@model.layers.1"], prepare=prepare,
-    )  # fmt: skip
+        str(tiny_model("llama", dtype="float32", num_blocks=2)),
+        out=tmp_path / "run",
+        training=TrainOptions(train=True),
+        prompts=IDS,
+        probe=False,
+        sites=["blocks", "ops@model.layers.1"],
+        prepare=prepare,
+    )
     call = operators(run)[f"model.layers.1.mlp{BACKWARD}/aten.sin"]
     assert call.backward_of == "Doubled"
     assert call.source.startswith("test_operators.py:")
@@ -159,5 +169,12 @@ def test_a_truth_holds_the_same_operators(step, tmp_path):
 
 def test_what_keeps_no_bytes_is_refused(llama, tmp_path):
     with pytest.raises(UsageError, match="keeps not all bytes"):
-        divergence.capture(str(llama), out=tmp_path / "run", prompts=IDS, train=True, probe=False,
-                           sites=["ops@model.layers.1"], store="sketch")  # fmt: skip
+        divergence.capture(
+            str(llama),
+            out=tmp_path / "run",
+            prompts=IDS,
+            training=TrainOptions(train=True),
+            probe=False,
+            sites=["ops@model.layers.1"],
+            store="sketch",
+        )

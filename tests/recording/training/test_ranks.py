@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from divergence.comparison.api import compare
+from divergence.options.commands import TrainOptions
 from divergence.recording.api import capture
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
@@ -158,9 +159,13 @@ def test_other_models_and_settings(tiny_model, tmp_path):
     ones, listed = {}, {}
     for name, (made_of, options) in ARCHITECTURES.items():
         one = ones[name] = capture(
-            str(tiny_model(name, num_blocks=2, **made_of)), out=tmp_path / name, train=True,
-            prompts=IDS[:3], labels=labels, probe=False, **options,
-        )  # fmt: skip
+            str(tiny_model(name, num_blocks=2, **made_of)),
+            out=tmp_path / name,
+            training=TrainOptions(train=True, labels=labels),
+            prompts=IDS[:3],
+            probe=False,
+            **options,
+        )
         for stage, mesh in ((0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")):
             listed[f"{name} {stage}"] = {
                 "mesh": mesh, "zero": stage, "like": one.path, "probe": False,

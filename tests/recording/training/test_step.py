@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import divergence
 from divergence.errors import PlantError, UsageError
+from divergence.options.commands import TrainOptions
 from divergence.recording.optimizer import Stepping
 from divergence.recording.training import parameters_of
 from divergence.run.site import BACKWARD, OPTIMIZER, join_site
@@ -261,7 +262,12 @@ def test_a_fault_in_a_backward_that_is_not_made(llama, tmp_path):
 
 def test_an_encoder_is_refused(tiny_model, tmp_path):
     with pytest.raises(UsageError, match="causal language models"):
-        divergence.capture(str(tiny_model("bert")), out=tmp_path / "run", prompts=IDS, train=True)
+        divergence.capture(
+            str(tiny_model("bert")),
+            out=tmp_path / "run",
+            prompts=IDS,
+            training=TrainOptions(train=True),
+        )
 
 
 @pytest.mark.whole

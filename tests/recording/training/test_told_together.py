@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from divergence import Run, capture, compare
+from divergence import Run, TrainOptions, capture, compare
 from divergence.recording.optimizer import Stepping
 
 PROMPTS = [[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]]
@@ -19,8 +19,13 @@ PROMPTS = [[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]]
 def a(tiny_model, tmp_path_factory) -> Run:
     """Three blocks: the least that make a kind."""
     model = str(tiny_model("llama", dtype="float32", num_blocks=3))
-    return capture(model, out=tmp_path_factory.mktemp("together") / "a", train=True,
-                   optimizer="adamw", prompts=PROMPTS, probe=False)  # fmt: skip
+    return capture(
+        model,
+        out=tmp_path_factory.mktemp("together") / "a",
+        training=TrainOptions(train=True, optimizer="adamw"),
+        prompts=PROMPTS,
+        probe=False,
+    )
 
 
 def _summary(a: Run, out) -> str:

@@ -3,7 +3,8 @@
     python benchmarks/judge_time.py [--rounds 5]
 
 Errors of two sides in blocks × rows, each of 64 numbers; the table is made and judged
-(comparison/judge.py), in one thread. Processor seconds, the median round.
+(comparison/judge.py), in one thread. Processor seconds, the median round; exit code 1 where that is
+more than it may be.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import numpy as np
 from divergence.comparison.judge import limit_of, observed, outliers
 from divergence.numerics.floor import THRESHOLDS
 
-TABLES = ((30, 500), (80, 12500))
+TABLES = ((30, 500, 0.1), (80, 12500, 5.0))
+"""Blocks, rows, and the most seconds."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     draw = np.random.default_rng(0)
-    print("| blocks × rows | observations | s |\n|---|---|---|")
-    for blocks, rows in TABLES:
+    slow = 0
+    print("| blocks × rows | observations | s | at most |\n|---|---|---|---|")
+    for blocks, rows, most in TABLES:
         energy = draw.chisquare(64, (2, blocks, rows)) / 64
         numbers = np.full_like(energy, 64.0)
         seconds = []
@@ -39,11 +42,11 @@ def main() -> None:
             x, own = observed(energy, numbers, THRESHOLDS.truth_least)
             outliers(x, own, THRESHOLDS.row_spread, limit_of(blocks * rows))
             seconds.append(time.process_time() - start)
-        print(
-            f"| {blocks} × {rows:,} | {blocks * rows:,} | {statistics.median(seconds):.2g} |",
-            flush=True,
-        )
+        middle = statistics.median(seconds)
+        slow |= middle > most
+        print(f"| {blocks} × {rows:,} | {blocks * rows:,} | {middle:.2g} | {most:g} |", flush=True)
+    return slow
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
     python benchmarks/localization.py [--dtypes ...] [--architectures ...] [--share 1/4]
     python benchmarks/localization.py --health-only [--shapes usual,prompts,steps]
     python benchmarks/localization.py --out trials.jsonl --health-out health.jsonl --seconds 1800
+    python benchmarks/localization.py --curve .cache/observations
 
 Machine A runs one set of CPU kernels with eager attention, machine B another set with sdpa
 (where the model has attention), each in its own process; the truth is float64. Every
@@ -16,6 +17,9 @@ false alarm (benchmarks/_health.py).
 
 With --out and --health-out every trial and every pair is a line of a file; those that are there
 are not done again, so that an hour here and there adds up. What share was run is printed.
+
+--curve prints, of recorded faults (benchmarks/observations.py), the share found at the exact block
+by size, beside what a judge finds that knows the place and asks nothing else.
 """
 
 from __future__ import annotations
@@ -237,7 +241,13 @@ def main() -> None:
     parser.add_argument("--health-out", type=Path, help="the same for healthy pairs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after as many")
     parser.add_argument("--tables", type=Path, nargs="+", help="print those of stored trials")
+    parser.add_argument("--curve", type=Path, help="print that of a store of observations")
     options = parser.parse_args()
+    if options.curve:
+        from benchmarks import observations
+
+        observations.curve(observations.Store(options.curve))
+        return
     if options.tables:
         lines = [line for file in options.tables for line in file.read_text().splitlines()]
         tables([Trial(**json.loads(line)) for line in lines])

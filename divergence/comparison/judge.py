@@ -183,6 +183,14 @@ def reach(limit: float, variance: Floats) -> Floats:
     return size
 
 
+def farthest(num_observations: int, numbers: Floats | float, sigma0: float) -> Floats:
+    """The W beyond which one of so many observations that have no siblings is an outlier, each of
+    two sides' errors being made of ``numbers``."""
+    n = np.maximum(np.asarray(numbers, float), 1.0)
+    far = reach(limit_of(num_observations), 1 / n + 1 / n**2 + sigma0**2)
+    return np.asarray(np.exp(np.minimum(far, 300.0)))
+
+
 @functools.lru_cache(maxsize=256)
 def limit_of(num_observations: int) -> float:
     """The deviate beyond which one of so many is an outlier, on either side, at a quarter of RATE

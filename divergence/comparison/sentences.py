@@ -67,7 +67,8 @@ SENTENCES: Mapping[str, str] = {
     "made_elsewhere": "; {num:1=another|*=others} in {places:names 4}[[, by {by:letter}]]",
     "scope": (
         "{comma:yes=,|no=}{alone:yes=|no= seen}[[ in {parts:list  and }]]"
-        "[[ from decode step {since} on]]"
+        "[[ from decode step {since} on]]{token:none=|*=, at token {token}}"
+        "{onward:none=|*=, from token {onward} on}"
     ),
     "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
     "family_off": "[[{num} of {total} {name} differ]]{num:none=every {name} differs|*=}",

@@ -212,7 +212,7 @@ class Policy(_Strict, frozen=True, kw_only=True):
         return next((item for item in self.tolerance if item.matches(site)), None)
 
 
-GONE = {"lone", "channel_spread", "ratio_forward_spread"}
+GONE = {"lone", "channel_spread", "ratio_forward_spread", "operator_row", "operator_column"}
 """Thresholds of earlier versions, which are taken for nothing, with a warning."""
 
 RANGES: dict[str, tuple[float, float]] = {

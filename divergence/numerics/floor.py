@@ -112,10 +112,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward_spread: float = 0.12
     """The same in one forward of one prompt."""
     row_spread: float = 0.2
-    """The same of one row, or of one channel over all rows."""
+    """The same of one row, or of one channel over all rows; and of one row, column or slice of an
+    operator's result, which has no siblings."""
     lone_spread: float = 0.3
     """The same of a site without siblings (embedding, final norm, head), beside the block outputs'
-    median W; and of its ratio beside their median ratio."""
+    median W, and of its ratio beside their median ratio; and of the largest row of an operator's
+    result, beside the other side's largest."""
     truth_systematic: float = 4.0
     """The median W itself."""
     truth_standout: float = 1.3
@@ -141,10 +143,6 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     operator: float = 3.0
     """An operator's W, each error with the operator's floor in quadrature. PyTorch's check of
     compiled kernels accepts 2 in float32 and 3 in 16 bits (torch/_dynamo/utils.py, ``same``)."""
-    operator_row: float = 8.0
-    """One row's error over the other side's."""
-    operator_column: float = 6.0
-    """One column's error over the other side's."""
     operator_growth: float = 8.0
     """Without a truth: the difference over what came in."""
     operator_roundings: float = 2.0

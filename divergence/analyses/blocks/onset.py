@@ -74,7 +74,7 @@ def made_at(
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
-            *([] if everywhere else _scope(first, named=by is not None)),
+            *([] if everywhere else _scope(first, structures, named=by is not None)),
             *([] if table is not None else _elsewhere(flagged, first)),
         ]
         evidence += _others(flagged, first)
@@ -104,6 +104,10 @@ def made_at(
         elif scope is not None:  # else its members are off there, too, within their limits
             every = len(alike) >= len(family.members)
             scope = scope.with_values(comma=True) if every else None
+        tokens = _tokens_of(structures, alike)
+        if tokens:
+            scope = (scope or _SCOPE).with_values(**tokens)
+            cause = fact("cause_special") if "token" in tokens else cause
         headline = [fact(
             "every_differs", off=off, site=first.first.site,
             scope=scope, cause=cause,
@@ -201,10 +205,30 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     return None
 
 
-def _scope(unit: Unit, *, named: bool) -> list[Fact]:
+def _scope(unit: Unit, structures: Sequence[Fact] = (), *, named: bool) -> list[Fact]:
     """Where alone the unit is off. ``named``: behind the side that is to blame."""
     scope = only_in(unit)
-    return [] if scope is None else [scope.with_values(comma=named or not scope["alone"])]
+    if scope is None:
+        return []
+    tokens = _tokens_of(structures, [unit])
+    return [scope.with_values(comma=named or not scope["alone"], **tokens)]
+
+
+_SCOPE = fact("scope", parts=[], since=None, alone=True, comma=False, token=None, onward=None)
+"""All forwards, all tokens."""
+
+
+def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, int]:
+    """``token``: the one that holds the difference at the onset, and the largest in each of the
+    units; or ``onward``: the one from which on the difference is."""
+    positions = [unit.first.ratio_position for unit in units]
+    for item in structures:
+        token, known = item["token"], [at for at in positions if at is not None]
+        if item.code == "blocks.one_token" and set(positions) == {token}:
+            return {"token": token}
+        if item.code == "blocks.beginning" and len(known) == len(units) and min(known) >= token:
+            return {"onward": token}
+    return {}
 
 
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
@@ -319,7 +343,7 @@ def only_in(*units: Unit) -> Fact | None:
                               alone=alone and len(some) == 1))  # fmt: skip
     if not parts and since is None:
         return None
-    return fact("scope", parts=parts, since=since, alone=alone, comma=False)
+    return _SCOPE.with_values(parts=parts, since=since, alone=alone)
 
 
 def unit_evidence(unit: Unit) -> Fact:

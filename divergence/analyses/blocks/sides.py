@@ -34,7 +34,7 @@ from divergence.comparison.judge import (
     outliers,
     reach_of_median,
 )
-from divergence.comparison.limits import FEW_ROWS, FEWEST, LEAST, SURE
+from divergence.comparison.limits import CLEAR, FEW_ROWS, FEWEST, LEAST, SURE
 from divergence.comparison.measure.truth import RowErrors, SamplesBySite, TruthStats, stats_of
 from divergence.numerics.floor import Thresholds, spread
 from divergence.numerics.formats import format_named
@@ -573,9 +573,10 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
 def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) -> Why | None:
     """By which limit a unit is beyond rounding in forwards that excuse nothing: the truth does not
     hold them, or one side's error is not measured there, and may be far smaller than the other's.
-    ``suspected``: the looks that were beyond their limits."""
+    Single tokens may be as hard there as those that the truth holds. ``suspected``: the looks that
+    were beyond their limits."""
     assert unit.stats is not None
-    forwards = unit.stats.forwards
+    forwards, hard = unit.stats.forwards, CLEAR * unit.stats.hardest
     typical, token = (
         [
             look for look in unit.looks
@@ -585,12 +586,15 @@ def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) ->
     )  # fmt: skip
     if typical and statistics.median(look.typical for look in typical) > unit.limit:
         return "typical"
-    unsure = [look for look in typical if look.place in suspected]
+    unsure = [
+        look for look in typical
+        if look.place in suspected and (look.num_rows >= FEW_ROWS or look.typical > hard)
+    ]  # fmt: skip
     for look in unsure:
         look.usage = max(look.usage, look.between)
     if unsure:
         return "forward"
-    far = not routed and any(look.worst > unit.worst_limit for look in token)
+    far = not routed and any(look.worst > max(unit.worst_limit, hard) for look in token)
     return "token" if far else None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.judge import limit_of, observed, outliers
-from divergence.comparison.limits import CANCELS, FEW_ROWS, FEWEST
+from divergence.comparison.limits import CANCELS, CLEAR, FEW_ROWS, FEWEST
 from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results import PromptRatio, SiteResult, Visible, num_rows, order_of
 from divergence.facts import Fact, fact
@@ -687,6 +687,9 @@ def flag(
         medians((unit.phase, unit.typical) for unit in group) for group in (outputs, gradients)
     )
     usual_at = medians(((u.phase, look.place), look.typical) for u in outputs for look in u.looks)
+    worst_in_prefill = {
+        (unit.pass_, unit.site): unit.worst for unit in units if unit.phase == "prefill"
+    }
     for family in families_of(units):
         first, siblings = family[0], len(family) >= FEWEST
         sites, forwards = [math.inf] * len(family), [dict[PromptStep, float]()] * len(family)
@@ -720,9 +723,14 @@ def flag(
                 count = round(num_values(look.result) * look.share)
                 width = spread(count, num_looks=len(unit.looks))
                 limit = thresholds.typical * width
+                beside = forwards[number].get(look.place, math.inf)
                 if few_rows:  # then the typical row is a single token
                     limit = thresholds.token * width * few_numbers(look.result)
-                limit = min(limit, forwards[number].get(look.place, math.inf))
+                    if unit.phase == "decode":  # as hard as tokens of the prefill may be there
+                        beside = max(
+                            beside, CLEAR * worst_in_prefill.get((unit.pass_, unit.site), 0.0)
+                        )
+                limit = min(limit, beside)
                 look.limit = limit * unit.widened * wider
                 look.usage = look.between = look.typical / look.limit
             used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,7 +43,7 @@ from divergence.comparison.calls import (
     reached,
     rerouted_in,
 )
-from divergence.comparison.judge import limit_of, observed, reach
+from divergence.comparison.judge import farthest, limit_of, observed, reach
 from divergence.comparison.limits import ENOUGH_ROWS, NEAR_LIMIT, SAME_VALUE
 from divergence.comparison.measure.judge import work_dtype
 from divergence.comparison.results import (
@@ -431,7 +431,8 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # in quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
 # ``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
 # may spread wider (numerics.floor). Narrower questions see what a median cannot: one row's error
-# over the other side's there, one column's, and one slice's (a head's typical row).
+# over the other side's there, one column's, and one slice's (a head's typical row). They share the
+# judge's one chance of a false alarm (comparison.judge), as observations without siblings.
 #
 # Integers are codes: chosen indices may differ only where rounding explains it, that is where the
 # values chosen between are nearer to each other than the two sides' inputs are.
@@ -473,14 +474,13 @@ class _Parts:
         """(2, N), with the floor in quadrature."""
         return (self.squares + self.floor.square()).sqrt()
 
-    def limits(self, limit: float) -> torch.Tensor:
-        """(N,): how many times the other side's a side's error may be: ``limit``, or what chance
-        makes of so few numbers (comparison.judge)."""
+    def limits(self, deviate: float, sigma0: float) -> torch.Tensor:
+        """(N,): how many times the other side's a side's error may be (comparison.judge)."""
         energy = (self.errors.square() - self.floor.square()) / self.floor.square()
         energy = energy.clamp_min(0.0)
         _, variance = observed(energy.numpy(), self.numbers.numpy(), 1.0)
-        chance = np.exp(np.minimum(reach(limit_of(len(self.floor)), variance), 300.0))
-        return torch.from_numpy(np.maximum(limit, chance))
+        far = reach(deviate, variance + sigma0**2)
+        return torch.from_numpy(np.exp(np.minimum(far, 300.0)))
 
 
 @dataclass(slots=True)
@@ -513,10 +513,11 @@ def judge_unit(
     thresholds: Thresholds,
     *,
     with_truth: bool,
+    num_observations: int,
     alone: bool,
 ) -> OperatorResult:
     """One unit held against every limit. ``sizes``: of each result so far, by site and phase;
-    ``alone``: each operator on its own inputs."""
+    ``num_observations``: rows of all units; ``alone``: each operator on its own inputs."""
     pooled = _pool(unit)
     if pooled is not None:
         if len(pooled.rows.floor):
@@ -524,7 +525,7 @@ def judge_unit(
             floor = float(pooled.rows.floor.median())
             result = replace(result, difference=difference, floor=floor)
         if with_truth:
-            result = _against_truth(result, pooled, thresholds, alone=alone)
+            result = _against_truth(result, pooled, thresholds, num_observations, alone=alone)
         else:
             entering = {
                 feed.site: sizes[key] for feed in feeds if (key := (feed.site, feed.phase)) in sizes
@@ -616,8 +617,9 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
 
 
 def _against_truth(
-    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, *, alone: bool
-) -> OperatorResult:
+    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, num_observations: int, *,
+    alone: bool,
+) -> OperatorResult:  # fmt: skip
     result = replace(
         result, reference_error=pooled.raw[0], candidate_error=pooled.raw[1],
         ulp_share_reference=pooled.over_1_ulp[0], ulp_share_candidate=pooled.over_1_ulp[1],
@@ -632,23 +634,35 @@ def _against_truth(
     w, peak = b / a, 1.0
     asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
     asked.append((max(w, 1 / w) / (thresholds.operator * wider), "typical", SIDES[b > a]))
-    parts: list[tuple[_Parts, Question, float]] = [(pooled.rows, "row", thresholds.operator_row)]
+
+    # an operator has no siblings: its rows and columns are held against the other side's, or where
+    # one number may make a row's error, the largest against the largest
+    def far(number: float, sigma0: float) -> float:
+        return float(farthest(num_observations, number, sigma0))
+
+    together = far(_num_together(pooled.rows), thresholds.lone_spread)
+    parts: list[tuple[_Parts, Question]] = [(pooled.rows, "row")]
     if pooled.columns is not None:
-        parts.append((pooled.columns, "column", thresholds.operator_column))
-    for part, why, limit in parts:
-        excess = _excess(part, limit) if result.phase != "backward" else {}
-        largest = _excess_of_largest(part.errors, [limit * wider] * 2)
-        for side, (times, usage) in (excess or largest).items():
+        parts.append((pooled.columns, "column"))
+    for part, why in parts:
+        if result.phase == "backward":
+            excess = _excess_of_largest(part.errors, [together] * 2)
+        else:
+            excess = _excess(part, part.limits(limit_of(num_observations), thresholds.row_spread))
+        for side, times, usage in excess:
             asked.append((usage, why, side))
             peak = max(peak, times)
     if result.phase != "backward":
-        for side, (times, usage) in _excess_of_size(pooled, thresholds.operator_row).items():
+        squares, numbers = _by_size(pooled)
+        limits = [far(number, thresholds.lone_spread) for number in reversed(numbers)]
+        errors = (squares + pooled.rows.floor.square()).sqrt()
+        for side, times, usage in _excess_of_largest(errors, limits):
             asked.append((usage, "row", side))
             peak = max(peak, times) if usage > 1 else peak
     for members in pooled.slices:
         ours, theirs = (_typical(rows[members]) for rows in pooled.rows.errors)
         times = max(ours / theirs, theirs / ours)
-        limit = thresholds.operator_column * rare_ratio(_num_together(pooled.rows, members))
+        limit = far(_num_together(pooled.rows, members), thresholds.row_spread)
         asked.append((times / limit, "slice", SIDES[theirs > ours]))
         peak = max(peak, times)
     usage, why, side = max(asked)
@@ -656,9 +670,9 @@ def _against_truth(
         result, w=w, peak=peak, limit_usage=usage, why=why, leans=side,
         verdict=side if usage > 1 else "fine",
     )  # fmt: skip
-    far = thresholds.typical * wider * float(pooled.rows.floor.median())
-    if usage <= 1 and alone and min(a, b) > far:
-        result = replace(result, verdict="both", why="typical", limit_usage=min(a, b) / far)
+    most = thresholds.typical * wider * float(pooled.rows.floor.median())
+    if usage <= 1 and alone and min(a, b) > most:
+        result = replace(result, verdict="both", why="typical", limit_usage=min(a, b) / most)
     return result
 
 
@@ -674,44 +688,37 @@ def _num_together(rows: _Parts, members: torch.Tensor | None = None) -> int:
     return max(1, round(float(numbers.sum(1).min().nan_to_num(1.0))))
 
 
-_Excess = dict[Side, tuple[float, float]]
-"""By side the largest of its errors over the other's, and the largest share of a limit that one
-uses."""
-
-
-def _excess(parts: _Parts, limit: float) -> _Excess:
-    """Each side's errors over the other side's there (or its median, if larger)."""
-    limits, errors = parts.limits(limit), parts.errors
-    excess: _Excess = {}
+def _excess(parts: _Parts, limits: torch.Tensor) -> Iterator[tuple[Side, float, float]]:
+    """Of each side the largest of its errors over the other side's there (or its median, if
+    larger), and the largest share of a limit that one uses."""
+    errors = parts.errors
     for side, own, other in zip(SIDES, errors, errors.flip(0), strict=True):
         times = own / other.clamp_min(other.median())
         top = int((times / limits).argmax())
-        excess[side] = float(times[top]), float(times[top] / limits[top])
-    return excess
+        yield side, float(times[top]), float(times[top] / limits[top])
 
 
-def _excess_of_largest(errors: torch.Tensor, limits: Sequence[float]) -> _Excess:
+def _excess_of_largest(
+    errors: torch.Tensor, limits: Sequence[float]
+) -> Iterator[tuple[Side, float, float]]:
     """Each side's largest error (2, N) over the other's largest, by side's limits. Of a gradient a
     row's error may come of one number, a sum whose terms cancel (as in a norm's backward): then
     rows differ so much by chance that a row tells nothing beside the same row of the other side."""
-    times = [
-        float(own / other)
-        for own, other in zip(errors.amax(1), errors.amax(1).flip(0), strict=True)
-    ]
-    return {side: (x, x / limit) for side, x, limit in zip(SIDES, times, limits, strict=True)}
+    largest = errors.amax(1)
+    for side, times, limit in zip(SIDES, (largest / largest.flip(0)).tolist(), limits, strict=True):
+        yield side, times, times / limit
 
 
-def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
-    """The same of rows by their size, small ones held against the median one: where a row's error
-    is that of one number (a massive activation's), the same row of the other side tells nothing,
-    and where that number is small by chance, neither does the row's own size."""
+def _by_size(pooled: _Pooled) -> tuple[torch.Tensor, list[float]]:
+    """(2, N) squared errors of rows by their size, small ones held against the median one, and of
+    how many numbers each side's are made. Where a row's error is that of one number (a massive
+    activation's), the same row of the other side tells nothing, and where that number is small by
+    chance, neither does the row's own size."""
     rows = pooled.rows
     squares = (rows.errors.square() - rows.floor.square()).clamp_min(0.0)
     squares = squares * pooled.sizes.square()
     made_of = (squares.square() / rows.numbers).sum(1).clamp_min(1e-300)
-    together = (squares.sum(1).square() / made_of).nan_to_num(1.0).tolist()  # numbers, by side
-    wider = [limit * rare_ratio(max(1, round(number))) for number in reversed(together)]
-    return _excess_of_largest((squares + rows.floor.square()).sqrt(), wider)
+    return squares, (squares.sum(1).square() / made_of).nan_to_num(1.0).tolist()
 
 
 def _against_each_other(
@@ -845,6 +852,9 @@ def judge_operators(
     sizes: dict[tuple[str, str], Size] = {}
     steps: set[tuple[str, str]] = set()  # of whole numbers, by path and phase
     untold: dict[tuple[str, str], None] = {}  # what pads may have made, by path and phase
+    num_observations = sum(
+        len(errors.rows) for unit in measured.units for *_, errors in unit.forwards if errors
+    )
     for unit in measured.units:
         (sample, step), match, _ = unit.forwards[0]
         reference, candidate = match.reference, match.candidate
@@ -874,7 +884,8 @@ def judge_operators(
         feeds = [by_path[key] for key in _keys(unit.feeds, unit.phase) if key in by_path]
         result = judge_unit(
             result, unit, feeds, sizes, thresholds,
-            with_truth=measured.with_truth, alone=measured.frame == "operator",
+            with_truth=measured.with_truth, num_observations=num_observations,
+            alone=measured.frame == "operator",
         )  # fmt: skip
         if two_dtypes:  # casts are to other dtypes by right
             numbers = [operand for operand in result.other_operands if operand.is_value]

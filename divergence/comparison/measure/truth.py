@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, PromptStep, replayed_from
-from divergence.comparison.limits import FEW_ROWS, HARD
+from divergence.comparison.limits import CLEAR, FEW_ROWS, HARD, OF_NOISE
 from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.lines import other_weights
 from divergence.comparison.results import SiteResult, TruthDiff
@@ -279,6 +279,8 @@ class TruthStats:
     typical: dict[Side, float]
     floor: float
     """Of the median row, relative to it."""
+    hardest: float = 0.0
+    """What the hardest row is off by on both sides, in floors; 0 where no row is hard."""
     channels: ChannelErrors | None = None
     gains: list[tuple[float, float, float, float]] = field(default_factory=list)
     gains_at: dict[PromptStep, list[tuple[float, float, float, float]]] = field(
@@ -312,11 +314,18 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     )
     stats.channels = _channel_errors(samples.channels, rows)
     stats.alike = rows.alike(rows.usual)[0]
+    with np.errstate(over="ignore"):
+        energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
+    of_columns = np.stack([rows.numbers[side] for side in SIDES])
+    of_sides, hardest = _numbers_of(rows, energy, of_columns)
+    stats.hardest = math.sqrt(hardest)
+    with np.errstate(all="ignore"):  # of errors of 0 nothing is known
+        known = np.clip(np.nan_to_num(of_sides / of_columns, nan=1.0), 0.0, 1.0).min(axis=0)
     # each forward of each prompt by itself, and where its rows belong
     keys: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     places: dict[PromptStep, int] = {}
-    spread = np.maximum(rows.spread, 1.0)
+    spread = np.maximum(rows.spread * known, 1.0)
     for number, (result, against, _) in enumerate(forwards):
         mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
         usual, in_place = rows.usual[mine], np.zeros(against.num_rows, np.int64)
@@ -335,9 +344,6 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
         numbers.append(in_place)
         keys.append((np.int64(result.sample) << 44) + (np.int64(result.step) << 24)
                     + against.row_index)  # fmt: skip
-    with np.errstate(over="ignore"):
-        energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
-    of_sides = _numbers_of(energy, np.stack([rows.numbers[side] for side in SIDES]), rows.usual)
     if is_norm(first.site):  # one number, of many
         of_sides = np.full_like(of_sides, ENOUGH)
     stats.rows = RowErrors(
@@ -347,20 +353,38 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     return stats
 
 
-def _numbers_of(energy: np.ndarray, numbers: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    """(2, R): of how many numbers an error is made. ``numbers``: as its columns show. What makes a
-    row hard on both sides enlarges the rounding of a few numbers, as sharp attention does that of
-    its scores: so what both have beyond ``HARD`` times the usual error counts as one number."""
-    of_both = energy.min(axis=0)
+def _numbers_of(rows: _Rows, energy: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, float]:
+    """((2, R): of how many numbers an error is made, no more than ``numbers``, as its columns show;
+    the squared error of the hardest row).
+
+    What makes a row hard on both sides enlarges the rounding of a few numbers, as sharp attention
+    does that of its scores. Then both errors are large; or, where that number happens to be small
+    on one side, they have one direction, whose cosine the difference of the sides tells,
+
+        |d|² = |e_A|² + |e_B|² - 2 |e_A| |e_B| cos,
+
+    while a fault has another direction than the other side's rounding. What both have beyond
+    ``HARD`` times the usual error counts as one number; and where there are such rows, so does what
+    is no larger than ``CLEAR`` times the hardest: chance may have spared the other side."""
+    least = energy.min(axis=0)
+    usual = HARD**2 * _median(least[rows.usual])
     with np.errstate(all="ignore"):
-        enlarged = np.maximum(of_both - HARD**2 * _median(of_both[usual]), 0.0) / energy
+        cosine = (energy.sum(axis=0) - np.square(rows.between)) / 2 / np.sqrt(energy.prod(axis=0))
+        beyond_chance = np.square(cosine) - OF_NOISE**2 / numbers
+        both = np.maximum(least, np.clip(np.nan_to_num(beyond_chance), 0.0, 1.0) * energy)
+        hardest = float(np.where(np.isfinite(both), both, 0.0).max())
+        hardest = hardest if hardest > usual else 0.0
+        both = np.maximum(both, np.minimum(energy, CLEAR**2 * hardest))
+        enlarged = np.maximum(both - usual, 0.0) / energy
         enlarged = np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)
-        return np.asarray(1 / (np.square(1 - enlarged) / numbers + np.square(enlarged)))
+        made_of = 1 / (np.square(1 - enlarged) / numbers + np.square(enlarged))
+    return np.asarray(made_of), hardest
 
 
 class _Rows:
     """All rows of a site's forwards, one after the other, (R,). ``errors``: each side's, in
-    floors; ``usual``: those that are no sinks; ``forward``: the number of the forward."""
+    floors, ``between``: the sides'; ``usual``: those that are no sinks; ``forward``: the number of
+    the forward."""
 
     def __init__(self, forwards: _Forwards) -> None:
         def joined(name: str) -> np.ndarray:
@@ -385,15 +409,15 @@ class _Rows:
         if all(against.update is not None for _, against, _ in forwards):
             self.update = joined("update")
             self.gains["update_gain"] = {side: joined(f"update_gain_{side}") for side in SIDES}
-        self._alike, self._between = joined("alike"), joined("between")
+        self._alike = joined("alike")
+        self.between = joined("between") / np.maximum(self.norm, 1e-300) / self.floor
 
     def alike(self, among: np.ndarray) -> tuple[bool, bool]:
         """(most rows ``among`` all, the one of them with the largest difference for its floor):
         are both sides' errors alike? Where both are measured they are what they are."""
         if self._alike.all() or not among.any():
             return True, True
-        difference = self._between / np.maximum(self.norm, 1e-300) / self.floor
-        worst = int(np.where(among, difference, -math.inf).argmax())
+        worst = int(np.where(among, self.between, -math.inf).argmax())
         return 2 * int(self._alike[among].sum()) > int(among.sum()), bool(self._alike[worst])
 
 

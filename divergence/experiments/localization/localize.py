@@ -15,6 +15,7 @@ truth that is not the reference's is refused.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
 from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.decide import RANK, check, confidence_of, decide
+from divergence.comparison.judge import farthest
 from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.code import (
@@ -114,9 +116,11 @@ def prove(
         is_off, limits = True, THRESHOLDS
         if site.truth is not None:
             questions = [(site.truth.w_median, limits.operator)]
-            questions.append((site.truth.w_max, limits.operator_row))
-            if math.prod(site.shape[:-1]) >= _MIN_ROWS:
-                questions.append((site.truth.w_channel, limits.operator_column))
+            num_rows, width = math.prod(site.shape[:-1]), site.shape[-1] if site.shape else 1
+            far = functools.partial(farthest, num_rows + width, sigma0=limits.row_spread)
+            questions.append((site.truth.w_max, float(far(width))))
+            if num_rows >= _MIN_ROWS:
+                questions.append((site.truth.w_channel, float(far(num_rows))))
             is_off = any(
                 (w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions
             )

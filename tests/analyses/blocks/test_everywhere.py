@@ -115,6 +115,19 @@ def test_bad_tokens_in_every_block_are_found_without_a_truth(
     assert is_of_all_blocks(answer(a, tmp_path, at_tokens(tokens, factor)), None)
 
 
+@pytest.mark.parametrize("truth", ["full", "no"])
+def test_the_first_line_names_the_token(truth, reference, tmp_path):
+    """The last token of prompt 1 in every block, and no other."""
+    a = reference("float32", truth=truth)
+
+    def change(output):
+        return at_tokens([-1], 1 + 3e-4)(output) if output.shape[1] == 33 else output
+
+    verdict = answer(a, tmp_path, change).verdict
+    assert verdict.kind == "systematic"
+    assert verdict.summary.endswith("(of 4), at token 32: what is special there?")
+
+
 @pytest.mark.parametrize(("dtype", "roundings"), [("float32", 16), ("bfloat16", 6)])
 def test_one_small_factor_of_all_blocks_is_not_one_blocks(dtype, roundings, reference, tmp_path):
     """B is twice as far from the truth in all blocks; in one the scale error alone is beyond."""

@@ -1,0 +1,146 @@
+"""What people's models showed, each as small as it shows, through ``capture`` and ``compare``:
+healthy pairs that were alarmed, and a fault beside blocks that agree bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+
+PROMPTS = [[(13 * n + 7 * k) % 400 + 3 for k in range(count)] for n, count in enumerate((24, 40))]
+LLAMA = transformers.LlamaConfig(
+    vocab_size=512, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """``model(config, change)``: a folder with random weights, changed so."""
+
+    def make(config, change=lambda made: None):
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(config)
+        change(made)
+        folder = tmp_path_factory.mktemp("reported") / "model"
+        made.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def another_order(model):
+    """All products add in another order, as other kernels do."""
+    for linear in model.modules():
+        if isinstance(linear, torch.nn.Linear):
+            made = torch.Generator().manual_seed(3)
+            order = torch.randperm(linear.weight.shape[1], generator=made)
+
+            def forward(x, own=linear, order=order):
+                return torch.nn.functional.linear(x[..., order], own.weight[:, order], own.bias)
+
+            linear.forward = forward
+
+
+def is_healthy(report):
+    verdict = report.verdict
+    assert verdict.kind == "within_floor", verdict.summary
+    assert not any(site.flagged for site in report.sites)
+    return True
+
+
+@pytest.mark.parametrize("truth", ["auto", "no"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_massive_channels_raise_no_alarm(dtype, truth, model, tmp_path):
+    """A channel that carries the energy of its rows in some blocks, as trained models have."""
+
+    def massive(made):
+        with torch.no_grad():
+            for number in (1, 3):
+                mlp = made.model.layers[number].mlp
+                mlp.down_proj.weight[17] *= 300
+
+    a = capture(model(LLAMA, massive), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+                dtype=dtype, truth=truth, probe=False)  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", prepare=another_order,
+                probe=False)  # fmt: skip
+    assert is_healthy(compare(a, b))
+
+
+def test_a_model_with_its_own_position_bias_raises_no_alarm(model, tmp_path):
+    """CPM-Ant in float32: buckets of positions, and prompts of its own before the text."""
+    config = transformers.CpmAntConfig(
+        vocab_size=512, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128,
+        num_hidden_layers=4, prompt_length=4, prompt_types=4, segment_types=4,
+        position_bias_num_buckets=32, position_bias_max_distance=128,
+    )  # fmt: skip
+    a = capture(model(config), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+                dtype="float32", probe=False)  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False)
+    assert is_healthy(compare(a, b))
+
+
+def sharp(made):
+    """Scores of 64 times the size: which of two keys a token sees, their last bits decide."""
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.q_proj.weight *= 8
+            layer.self_attn.k_proj.weight *= 8
+
+
+@pytest.fixture(scope="module")
+def sharp_run(model, tmp_path_factory):
+    prompts = [[(13 * n + 7 * k) % 400 + 3 for k in range(c)] for n, c in enumerate((24, 40, 60))]
+    return capture(model(LLAMA, sharp), out=tmp_path_factory.mktemp("sharp") / "a",
+                   prompts=prompts, max_new_tokens=3, dtype="float32", truth="full",
+                   probe=False)  # fmt: skip
+
+
+def test_tokens_of_sharp_attention_accuse_nobody(sharp_run, tmp_path):
+    """Single tokens are off by ten floors, some on one side alone."""
+    b = capture(like=sharp_run, out=tmp_path / "b", prepare=another_order, probe=False)
+    assert is_healthy(compare(sharp_run, b))
+
+
+def test_a_bad_token_beside_sharp_attention_is_found(sharp_run, tmp_path):
+    """One that is far beyond what sharp attention makes of any."""
+
+    def prepare(made):
+        another_order(made)
+        mlp = made.model.layers[2].mlp
+
+        def forward(x, own=mlp.forward):
+            y = own(x).clone()
+            if y.shape[1] == 40:
+                y[:, 11] *= 1 + 1e-3
+            return y
+
+        mlp.forward = forward
+
+    report = compare(
+        sharp_run, capture(like=sharp_run, out=tmp_path / "b", prepare=prepare, probe=False)
+    )
+    verdict = report.verdict
+    assert (verdict.kind, verdict.side) == ("localized", "candidate"), verdict.summary
+    assert verdict.onset.block == "model.layers.2"
+    assert "prompt 1" in verdict.summary
+    assert "at token 11" in verdict.summary
+
+
+@pytest.mark.parametrize("truth", ["auto", "no"])
+def test_a_block_that_alone_differs_is_named_for_sure(truth, model, tmp_path):
+    """Beside blocks that agree bit for bit a few floors are no rounding."""
+    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+                dtype="float32", truth=truth, probe=False)  # fmt: skip
+
+    def prepare(made):
+        mlp = made.model.layers[2].mlp
+        mlp.forward = lambda x, own=mlp.forward: own(x) * (1 + 2e-5)
+
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    assert (verdict.kind, verdict.confidence) == ("localized", "high")
+    assert verdict.onset.block == "model.layers.2"
+    assert verdict.side in ("candidate", None if truth == "no" else "candidate")

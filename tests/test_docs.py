@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,6 +208,25 @@ def test_the_floor_in_the_documents_is_the_code():
     text = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8")
     assert f"rms {floor._ONE_ROUNDING} u" in text
     assert f"√2 · {floor._ONE_ROUNDING} u = {2**0.5 * floor._ONE_ROUNDING:.2f} u" in text
+
+
+def test_the_worked_example_of_the_judge_is_the_code():
+    """A block with W = 6.5 beside 29 healthy ones, of 4,000 numbers each."""
+    import math
+
+    from divergence.comparison import judge
+    from divergence.numerics.floor import THRESHOLDS
+
+    own = 1 / 4000 + 1 / 4000**2
+    variance = own + math.pi / 2 * own / 29 + THRESHOLDS.site_spread**2
+    n = 2 / (math.sqrt(1 + 4 * variance) - 1)
+    z = (8 * n + 1) / (8 * n + 3) * math.sqrt(2 * n * math.log(math.cosh(math.log(6.5))))
+    limit = judge.limit_of(30)
+    reached = math.exp(judge.reach(limit, np.array([variance]))[0])
+    text = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8")
+    figures = f"{variance:.5f}", f"that of n = {n:.0f}", f"=  {z:.1f}", f"z = {limit:.1f}"
+    for figure in (*figures, f"W = {reached:.1f} ×"):
+        assert figure in text
 
 
 def test_switches_and_variables_of_devices_are_the_code():

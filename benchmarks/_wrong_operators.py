@@ -95,7 +95,7 @@ def attention_nan_rows(query, key, value, mask, causal, scale):
 
 def paged_attention_whole_blocks(query, key_cache, value_cache, block_tables, context_lens, scale):
     """Sees the last block to its end."""
-    from divergence.ops.suite.operators.paged_attention import OPERATORS
+    from divergence.domains.suite.operators import PAGED as OPERATORS
 
     size = key_cache.shape[1]
     lengths = (context_lens + size - 1) // size * size
@@ -103,7 +103,7 @@ def paged_attention_whole_blocks(query, key_cache, value_cache, block_tables, co
 
 
 def rope_other_layout(query, key, cos, sin):
-    from divergence.ops.suite.operators.rope import OPERATORS
+    from divergence.domains.suite.operators import ROTARY as OPERATORS
 
     return OPERATORS[1].run(query, key, cos, sin)
 

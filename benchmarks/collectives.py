@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from divergence import MachineOptions, Run, capture, compare
-from divergence.analyses.collectives.recorded import Recorded
-from divergence.arithmetic.additions import Tree
-from divergence.collectives.orders import chain_of, decode
+from divergence.domains.collectives.orders import chain_of, decode
+from divergence.domains.collectives.recorded import Recorded
 from divergence.numerics.formats import format_named
+from divergence.numerics.trees import Tree
 
 RANKS = (2, 3, 4, 5, 8)
 FAULTS = ("bfloat16", "swap", "tail:17", "unordered")

@@ -31,14 +31,14 @@ import json, sys, time
 import torch
 out, threads, form, *terms = sys.argv[1:]
 torch.set_num_threads(int(threads))
-from divergence.arithmetic.quick import quick_facts
+from divergence.domains.probe.quick import quick_facts
 torch.nn.functional.linear(torch.ones(1, 8), torch.ones(4, 8))  # libraries loaded, as in a capture
 def spent(call):
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - wall, time.process_time() - cpu
 quick = spent(lambda: quick_facts("cpu"))
-from divergence.arithmetic.api import probe
+from divergence.domains.probe.api import probe
 terms = [int(n) for n in terms]
 full = spent(lambda: probe(out=out, device="cpu", quick=form == "quick", terms=terms, force=True))
 print(json.dumps({"quick": quick, "full": full}))

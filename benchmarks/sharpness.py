@@ -45,7 +45,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare (served|rollout)",
     ),
     ("experiments/sensitivity.py", "PER_DOUBLING = 8", "PER_DOUBLING = 4", "^sensitivity"),
-    ("arithmetic/quick.py", "QUICK_TERMS = 512", "QUICK_TERMS = 256", "^probe"),
+    ("domains/probe/quick.py", "QUICK_TERMS = 512", "QUICK_TERMS = 256", "^probe"),
     # a word
     (
         "report/summary.py",
@@ -82,7 +82,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^capture",
     ),
     (
-        "analyses/collectives/sections.py",
+        "domains/collectives/sections.py",
         "row.num_repeated, row.limit_usage)",
         "row.num_repeated, None)",
         "collectives",

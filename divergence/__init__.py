@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from divergence._version import __version__
-    from divergence.arithmetic.api import probe
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
     from divergence.domains import public
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
         "BatchOptions", "DiffResult", "LoadOptions", "LossReport", "MachineOptions", "Matrix",
         "RecordOptions", "Report", "Run", "ScoresReport", "SelfcheckResult",
         "ServerOptions", "TrainOptions", "__version__", "bundle", "capture", "check", "compare",
-        "compare_losses", "compare_many", "diff", "import_dump", "localize", "pack", "probe",
+        "compare_losses", "compare_many", "diff", "import_dump", "localize", "pack",
         "record", "replay", "repro", "scores", "selfcheck", "selftest",
         "sensitivity", "truth", "unpack",
     ]  # fmt: skip
@@ -87,7 +86,6 @@ _HOMES = {
     "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.target",
-    "probe": "divergence.arithmetic.api",
     "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer",

@@ -77,6 +77,32 @@ class Claim:
     """Can nothing else be judged beside it?"""
 
 
+@dataclass(frozen=True)
+class Suite:
+    """Cases that are run in the place of a model: ``capture suite:NAME``."""
+
+    name: str
+    module: str
+    """What runs them (divergence.recording.cases says what is in it)."""
+    line: str
+    """What they are, in a few words."""
+    takes: tuple[str, ...] = ()
+    """Options of ``capture`` that mean something to it, beside those that every suite takes."""
+    answers: str | None = None
+    """What one run of it tells without a second, as a question: ``compare RUN``."""
+
+
+@dataclass(frozen=True)
+class SelftestStep:
+    """A step of ``selftest``."""
+
+    title: str
+    function: str
+    """It is given the bench (divergence.experiments.selftest) and returns what was seen."""
+    slow: bool = False
+    """Left out by ``--quick``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Domain:
     """What a domain adds. Places are texts: ``package.module``, or ``package.module:attribute``."""
@@ -91,6 +117,8 @@ class Domain:
     analyses: Mapping[str, str] = field(default_factory=dict)
     """Questions that it asks of two runs which are compared site by site, by name: the package
     (divergence.comparison.analysis says what is in it)."""
+    after: Mapping[str, str] = field(default_factory=dict)
+    """Of an analysis of its own: the one behind which it is asked, where that is not the last."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     """What its findings may claim as the verdict, by name (docs/verdicts.md has the core's)."""
     engines: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +134,20 @@ class Domain:
     readers: Mapping[str, str] = field(default_factory=dict)
     """Options of ``capture`` that name settings of another tool: the function that makes options of
     such a text."""
+    judges: Mapping[str, str] = field(default_factory=dict)
+    """Pairs of runs that it compares as a whole, in place of site by site, by a name: the package
+    (divergence.comparison.analysis says what is in it)."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Fields that it adds to the report, by the key of the JSON: the class, a ``ReportPart`` of
+    divergence.comparison.results."""
+    arithmetic: str | None = None
+    """Where the function is that tells each capture what a device's arithmetic does, in a second:
+    ``ArithmeticFact``s of the manifest."""
+    suites: tuple[Suite, ...] = ()
+    operators: Mapping[str, str] = field(default_factory=dict)
+    """Operators of its own that ``replay`` and ``repro`` run again, by the namespace in which runs
+    name them: a mapping of full names to what has ``run`` and ``truth``, both plain functions."""
+    selftest: tuple[SelftestStep, ...] = ()
 
 
 @functools.cache
@@ -141,6 +183,11 @@ def domains() -> tuple[Domain, ...]:
 def added(kind: str) -> dict[str, Any]:
     """What all domains add in one field of theirs, such as ``engines``, by name."""
     return {name: what for domain in domains() for name, what in getattr(domain, kind).items()}
+
+
+def suites() -> dict[str, Suite]:
+    """Those of all domains, by name."""
+    return {suite.name: suite for domain in domains() for suite in domain.suites}
 
 
 def placed(place: str) -> Any:

@@ -307,5 +307,6 @@ def _holds_facts(kind: Any) -> bool:
     if kind is Fact:
         return True
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return any(_holds_facts(field.type) for field in msgspec.structs.fields(kind))
+        fields = msgspec.structs.fields(kind)  # of a base without any, nobody knows
+        return not fields or any(_holds_facts(field.type) for field in fields)
     return any(_holds_facts(inner) for inner in typing.get_args(kind))

@@ -79,14 +79,16 @@ def test_facts_are_equal_by_what_they_tell():
 
 
 DECIDES = (
-    "analyses", "comparison", "collectives", "evaluations", "training", "experiments", "gate",
-    "fleet", "domains/doctor", "domains/quantization", "domains/training",
+    "analyses", "comparison", "evaluations", "training", "experiments", "gate", "fleet",
+    "domains/collectives", "domains/doctor", "domains/quantization", "domains/suite",
+    "domains/training",
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
-    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|formats/.*|advice)\.py$"
+    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|formats/.*|advice"
+    r"|definition|operators)\.py$"
 )
-"""Modules that show, read files of people, or print commands."""
+"""Modules that show, read files of people, print commands, or write operators down."""
 PROSE = re.compile(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}")
 
 

@@ -1,6 +1,6 @@
 """Who may import whom: the drawing in the architecture, enforced.
 
-    errors <- numerics <- {run, options} <- {recording, ops, arithmetic, comparison} <- analyses
+    errors <- numerics <- {run, options} <- {recording, ops, comparison} <- analyses
     <- {experiments, gate, fleet} <- report <- cli <- domains
 
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
@@ -44,8 +44,6 @@ LEVELS = {
     "recording": 3,
     "endpoints": 3,  # servers asked, not models run
     "ops": 3,
-    "collectives": 3,  # of a process group, as ops are of a device
-    "arithmetic": 3,
     "comparison": 3,
     "training": 3,  # curves of losses
     "analyses": 4,  # what comparison looks up by name
@@ -72,8 +70,8 @@ MAX_LOADED = {"identical": 57, "within_floor": 62}
 analysis applies, and what domains there are. They may only shrink."""
 
 UNASKED = (
-    "operators/find", "precision/find", "ranks/find", "suite/compare", "experts/find",
-    "arithmetic/find", "blocks/sides", "blocks/onset", "code/find", "ends/integers",
+    "operators/find", "precision/find", "ranks/find", "experts/find",
+    "blocks/sides", "blocks/onset", "code/find", "ends/integers",
 )  # fmt: skip
 UNASKED_OF_EQUAL = ("blocks/rounding", "ends/seams")
 """What does not apply to such a pair, and to one that is equal bit for bit."""
@@ -105,7 +103,7 @@ OWNERS = {
         "domains/quantization/",
         "domains/vllm/",
     ),
-    "vllm": ("domains/vllm/", "ops/suite/"),  # its kernels, where a suite is asked for them
+    "vllm": ("domains/vllm/", "domains/suite/"),  # its kernels, where a suite is asked for them
     "onnx": ("domains/onnx/",),
     "onnxruntime": ("domains/onnx/",),
     "numba": ("numerics/compiled.py",),

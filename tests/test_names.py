@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {"one", "two", "found", "right"}
 """Whatever they stand for has a noun of its own."""
 NUMBERS = {
-    ("numerics/compiled.py", "one"), ("ops/suite/operators/quantization.py", "one"),
+    ("numerics/compiled.py", "one"), ("domains/suite/operators.py", "one"),
 }  # fmt: skip
 """Where it is the number."""
 FIELDS = {("recording/machine.py", "found"), ("run/shards.py", "found")}

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.comparison.result import Report
-from divergence.domain import own_domains
+from divergence.comparison.result import BESIDE, Report
+from divergence.domain import added as added_by_domains
+from divergence.domain import own_domains, placed
 from divergence.evaluations.result import ScoresReport
 from divergence.fleet.result import Matrix
 from divergence.run.manifest import Manifest
@@ -30,7 +31,7 @@ at attn attributes axes backend bandwidth base baseline batch batches before beg
 better bits bless budget buffer build bytes cache capability captured causal cause causes changed
 channel chat check checks choice chosen chunk class clause command common compared compiled
 complete compute computed concurrency config confirm conflicting consensus consumer correlation
-cosine cost cpu created cross csv db decoder default dequantized derived detail deterministic device
+cosine cost cpu created cross csv db decoder default dequantized detail deterministic device
 devices diff differ different differing differs disturbed divergence driver dry dtype duplicates
 dynamic each elements elsewhere embedding empty ended entering env environment environments equal
 error escalate estimated example exit expected expert explain explained explanation extra fallbacks
@@ -69,9 +70,12 @@ def keys() -> Iterator[tuple[str, str]]:
     """(name, where) of all keys of the JSON of reports and runs, and of all options."""
     added = [getattr(divergence, name) for domain in own_domains() for name in domain.public]
     answers = [each for each in added if isinstance(each, type)]
+    parts = {name: placed(place) for name, place in added_by_domains("parts").items()}
+    yield from ((name, "Report") for name in parts)
+    answers += parts.values()
     for kind in (Report, Matrix, ScoresReport, *answers, Manifest, Record):
         for name, record in msgspec.json.schema(kind)["$defs"].items():
-            for key in record.get("properties", {}):
+            for key in record.get("properties", {}).keys() - {BESIDE}:
                 yield key, f"{kind.__name__}: {name}.{key}"
     surface = {}
     for path in (ROOT / "tests/cli/surface.json", *(ROOT / "tests/domains").glob("*/surface.json")):

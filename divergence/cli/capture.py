@@ -25,7 +25,7 @@ from divergence.run.manifest import SUITE
 
 def capture(
     *,
-    model: str | None = option("MODEL", "Model, suite:llm or suite:collectives; not with --like."),
+    model: str | None = option("MODEL", "Model, or suite:NAME; not with --like."),
     out: str | None = OUT,
     options: Annotated[dict[str, Any], CaptureOptions],
     plan_options: Annotated[dict[str, Any], PlanOptions],
@@ -64,8 +64,6 @@ def capture(
     divergence capture ./model -o a --whole                     # then: divergence compare a
     divergence capture ./model -o a --truth full                # float64 of every forward
     divergence capture ./model --dry-run --train --mesh fsdp=8,tp=2 --link-rate 50GB/s   # memory
-    divergence capture suite:llm -o a                           # the operators alone, no model
-    torchrun --nproc-per-node 8 -m divergence capture suite:collectives -o c    # the ranks alone
     divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
     torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
     divergence capture --endpoint http://localhost:8000 --model NAME -o served --prompts p.txt

@@ -87,14 +87,13 @@ def compare(
 ) -> None:
     """A is what the others are held against, as in diff old new. Neither the model nor an
     accelerator is needed, except for --explain-token. With one run, its decode steps are
-    compared with one forward over the whole sequence, which capture --whole has made; a run of
-    suite:collectives is held to the definitions.
+    compared with one forward over the whole sequence, which capture --whole has made; a run of a
+    suite that needs no second is held to the definitions.
     With more than two, each is compared with the first: one row a run, and which one is odd.
 
     Examples:
     divergence compare a b
     divergence compare a                # captured with --whole: is it the cache?
-    divergence compare c                # of suite:collectives: does each rank hold what it should?
     divergence compare a b --all | less
     divergence compare a b --truth truth            # divergence truth a -o truth
     divergence compare a b --explain-token          # the model runs here: why a token flipped

@@ -96,7 +96,6 @@ COMMANDS = {
         "runs",
         "Write one operator as a script that runs anywhere, with its data and a bug report.",
     ),
-    "probe": ("runs", "Find out from outside what this machine's arithmetic does."),
     "inspect": (
         "runs",
         "Show what a run holds: what ran, where, whether it finished, and which sites.",

@@ -1,5 +1,5 @@
 """Commands for runs and what is in them: inspect, bundle, import, pack, unpack, replay, repro; and
-for this machine: probe, env."""
+for this machine: env."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from divergence.cli.answers import (
     show_captured,
     show_copy,
     show_document,
-    show_made,
 )
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
@@ -24,7 +23,6 @@ from divergence.options.commands import (
     OUTPUT,
     EvidenceOptions,
     Output,
-    ProbeOptions,
     ReplayOptions,
     ReproOptions,
     option,
@@ -297,37 +295,7 @@ def bundle(
     )  # fmt: skip
 
 
-# `divergence probe` and `env`: this machine, and what its arithmetic does.
-
-
-def probe(
-    *,
-    out: str | None = OUT,
-    options: Annotated[dict[str, Any], ProbeOptions],
-    force: bool = FORCE,
-    output: Output,
-    command: str | None,
-) -> None:
-    """Makes a run of facts with the inputs and outputs that they rest on: order of additions, width
-    of sums, rounding, subnormals, elementary functions, rows alone and in batches.
-
-    Examples:
-    divergence probe -o here
-    divergence probe -o here --quick                    # seconds: what each capture notes
-    divergence probe -o here --terms 1024 --svg trees   # the trees as drawings
-    divergence compare here there                       # facts that differ, then outputs
-
-    Each order of additions is proven by replaying it bit by bit, or marked unverified.
-    """
-    if out is None:
-        raise UsageError("there is no directory to write to", hint="-o RUN")
-
-    from divergence.arithmetic.api import probe as call
-    from divergence.report.environment import probed_document
-
-    with progress_bars(quiet=output.silent) as progress:
-        run = call(out=out, force=force, command=command, progress=progress, **options)
-    show_made(run, output, probed_document(str(run.path), run.manifest, verbose=output.verbose))
+# `divergence env`: this machine.
 
 
 def env(*, device: str = DEVICE, output: Output) -> None:

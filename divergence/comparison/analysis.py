@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, get_args
 from divergence._version import __version__
 from divergence.comparison.align.pairs import Pieces
 from divergence.comparison.decide import claim_named, decide, nothing_explains
-from divergence.comparison.result import Report, summary_of
+from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import (
     Finding,
     PreflightLine,
@@ -33,6 +33,7 @@ from divergence.errors import first_line
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.contents import call_passes
+from divergence.run.manifest import SUITE
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +55,7 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 ANALYSES = (
-    "blocks", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
-    "ranks", "code",
+    "blocks", "tokens", "ends", "experts", "operators", "precision", "ranks", "code",
 )  # fmt: skip
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
 compared by its own analysis alone (``without_sites``)."""
@@ -247,9 +247,12 @@ def _check(findings: Sequence[Finding]) -> None:
 
 
 def places() -> dict[str, str]:
-    """The package of each analysis, by its name: those of divergence, then those of domains."""
-    own = {name: f"divergence.analyses.{name}" for name in ANALYSES}
-    return own | added("analyses")
+    """The package of each analysis, by its name, in the order in which they are asked."""
+    names, of_domains, after = list(ANALYSES), added("analyses"), added("after")
+    for name in of_domains:
+        before = after.get(name)
+        names.insert(names.index(before) + 1 if before in names else len(names), name)
+    return {name: of_domains.get(name, f"divergence.analyses.{name}") for name in names}
 
 
 def numbers_of(name: str, measured: Measured) -> Any:
@@ -266,26 +269,35 @@ def limits_used(measured: Measured) -> Shown:
     return used
 
 
-_WITHOUT_SITES = ("collectives", "suite", "logprobs")
+_WITHOUT_SITES = ("logprobs",)
+
+
+def judges() -> dict[str, str]:
+    """The packages that compare runs as a whole, by name. Each has ``applies(a, b)``, and in its
+    ``compare`` module ``report_on``; one that judges a run without another has ``alone(run)`` and
+    ``report_alone``, too."""
+    own = {name: f"divergence.analyses.{name}" for name in _WITHOUT_SITES}
+    return own | added("judges")
 
 
 def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:
-    """What compares two runs that are not compared site by site (suites of operators,
-    log-probabilities alone); None where they are."""
-    for name in _WITHOUT_SITES:
-        if _module_of(name).applies(a, b):
-            report: Callable[..., Report] = _module_of(name, "compare").report_on
+    """What compares two runs that are not compared site by site (suites, log-probabilities alone);
+    None where they are."""
+    for package in judges().values():
+        if import_module(package).applies(a, b):
+            report: Callable[..., Report] = import_module(f"{package}.compare").report_on
             return report
     return None
 
 
 def without_partner(run: Run) -> Callable[..., Report] | None:
-    """What judges one run without another (collectives, by their definitions); None where nothing
-    does."""
-    if not _module_of("collectives").alone(run):
-        return None
-    report: Callable[..., Report] = _module_of("collectives", "compare").report_alone
-    return report
+    """What judges one run without another; None where nothing does."""
+    for package in judges().values():
+        alone = getattr(import_module(package), "alone", None)
+        if alone is not None and alone(run):
+            report: Callable[..., Report] = import_module(f"{package}.compare").report_alone
+            return report
+    return None
 
 
 def report_of(
@@ -294,10 +306,11 @@ def report_of(
 ) -> Report:  # fmt: skip
     """The report where one finding says it all, and no site was compared. ``part``: the field of
     the Report that tells more."""
+    own = {name: part.pop(name) for name in no_parts() if name in part}
     return Report(
         tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
         verdict=decide([finding]).verdict, findings=[finding], preflight=preflight, tokens=None,
-        coverage=coverage, sites=[], remarks=list(notes), **part,
+        coverage=coverage, sites=[], remarks=list(notes), parts=no_parts() | own, **part,
     )  # fmt: skip
 
 
@@ -307,6 +320,6 @@ def _module_of(name: str, *module: str) -> ModuleType:
     return import_module(".".join((package, *module)))
 
 
-def is_probe(manifest: Manifest) -> bool:
-    """Was the run made by `divergence probe`?"""
-    return manifest.model.task == "operators" and manifest.model.source == "probe"
+def of_machine(manifest: Manifest) -> bool:
+    """Is it a run of the machine itself, of neither a model nor a suite?"""
+    return manifest.model.task == "operators" and not manifest.model.source.startswith(SUITE)

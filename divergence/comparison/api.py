@@ -36,7 +36,7 @@ from divergence.comparison.measure.runs import (
     opened_truth,
 )
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report, summary_of
+from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
 from divergence.errors import UsageError
 from divergence.facts import fact, with_sentences
@@ -74,7 +74,7 @@ def compare(
     floor, see numerics.floor.
     ``device``: where tensors are measured; not the CPU only where float64 is to be had.
     Without ``candidate``: one run's decode steps against its whole pass, see comparison.within; a
-    run of ``suite:collectives`` against the definitions.
+    run of a suite that needs no second against its definitions.
 
     Raises RunFormatError for unreadable runs, IncomparableError when they have nothing in
     common, and UsageError for a truth or a floor that belongs to other runs, or for a single run
@@ -199,6 +199,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         rest = fact("not_exercised", modules=modules)
         verdict = replaced(verdict, headline=[*verdict.headline, rest])
     tokens, alignment = parts.get("tokens"), measured.alignment
+    beside: dict[str, Any] = {**parts}
     return Report(
         tool_version=__version__,
         reference=summary_of(measured.reference),
@@ -219,6 +220,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         visible=parts.get("visible"),
         remarks=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[claim for claim in (*findings, *explanations) if claim.says_something],
+        parts={name: beside.get(name) for name in no_parts()},
         operators=parts.get("operators"),
         audit=parts.get("audit"),
         replicas=parts.get("replicas", []),
@@ -233,7 +235,7 @@ def _of_one_run(report: Report) -> Report:
     verdict = of_one_run(
         report.verdict,
         report.reference.id,
-        judged_by_truth=report.suite is not None and report.suite.judged,
+        judged_by_truth=any(part.by_truth for part in report.parts.values() if part),
         num_held=0 if differ else sum(replica.num_tensors for replica in report.replicas[:1]),
         again=command("capture", like=report.reference.path, o="NEW"),
     )

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from divergence.comparison.analysis import is_probe
+from divergence.comparison.analysis import of_machine
 from divergence.comparison.limits import POOR_ULP
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import PreflightLine
@@ -99,7 +99,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
             details=[fact("no_common_fact")],
         )  # fmt: skip
         return Explained(lines=[line])
-    formats = None if is_probe(a) and is_probe(b) else {a.model.dtype, b.model.dtype, "float32"}
+    formats = None if of_machine(a) and of_machine(b) else {a.model.dtype, b.model.dtype, "float32"}
     names = [name for name in names if formats is None or _format(ref[name]) in formats]
     sure = [name for name in names if ref[name].verified and cand[name].verified]
     differ = [name for name in sure if ref[name].answer != cand[name].answer]

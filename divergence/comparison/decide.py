@@ -45,11 +45,7 @@ _SEEN_IN_EQUAL_INPUTS = 40
 CLAIMS: dict[str, Claim] = {
     # other weights, other blocks, other prompt tokens
     "other_experiment": Claim(10, measured=False, alone=True),
-    # what two probed machines' arithmetic is, and what stands alone: operators, collectives,
-    # log-probabilities
-    "arithmetic": Claim(20, measured=False, alone=True),
-    "suite": Claim(20, measured=False, alone=True),
-    "collectives": Claim(20, measured=False, alone=True),
+    # what stands alone: log-probabilities
     "logprobs": Claim(20, measured=False, alone=True),
     # nan or inf where the other side, or any result, has none
     "nonfinite": Claim(30, measured=False, alone=True),

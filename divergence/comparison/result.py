@@ -18,21 +18,21 @@ import msgspec
 
 from divergence.comparison.results import (
     AuditResult,
-    CollectivesResult,
     Coverage,
     Finding,
     LogprobsResult,
     OperatorsResult,
     PreflightLine,
+    ReportPart,
     SiteResult,
-    SuiteResult,
     TokensResult,
     Unexercised,
     Verdict,
     Visible,
 )
+from divergence.domain import added, placed
 from divergence.errors import UsageError
-from divergence.facts import Fact, Worded
+from divergence.facts import Fact, JsonValue, Worded
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import LOGPROBS
 from divergence.words import Side, printable_json
@@ -104,6 +104,23 @@ class Answer(JsonAnswer):
         return written
 
 
+BESIDE = "(parts)"
+"""The name of a field whose entries are written as fields of the Struct that has it."""
+
+
+def flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Struct with those that lie in ``BESIDE`` among them."""
+    beside = fields.get(BESIDE)
+    if not isinstance(beside, dict):
+        return fields
+    return {name: value for name, value in fields.items() if name != BESIDE} | beside
+
+
+def no_parts() -> dict[str, ReportPart | None]:
+    """Nothing of any domain."""
+    return dict.fromkeys(added("parts"))
+
+
 class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """The answer of `compare`."""
 
@@ -131,14 +148,20 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """None where neither side recorded operators."""
     replicas: list[ReplicaCheck] = []
     """For each side that several ranks made: its ranks compared with one another."""
-    suite: SuiteResult | None = None
-    """None unless both runs are of an operator suite. Such runs have no other sites."""
-    collectives: CollectivesResult | None = None
-    """None unless one run of collectives was judged, or two. They have no other sites."""
     logprobs: LogprobsResult | None = None
     """None unless one of both runs holds log-probabilities alone. Nothing has sites then."""
     findings: list[Finding] = []
     """What each analysis claimed. The verdict was made of these."""
+    parts: dict[str, ReportPart | None] = msgspec.field(name=BESIDE, default_factory=no_parts)
+    """What domains have to say, None where they say nothing: ``report.NAME``, and in the JSON a key
+    of that name beside the others."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The part of that name. Only what is no field is asked for here."""
+        try:
+            return self.parts[name]
+        except KeyError:
+            raise AttributeError(f"a report has no {name!r}") from None
 
     def __repr__(self) -> str:
         """``<Report a b: localized>``: all fields are megabytes."""
@@ -170,6 +193,16 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
         return frame
 
     @classmethod
+    def of(cls, fields: dict[str, JsonValue]) -> Report:
+        """The report of which these are the fields, as JSON has them. Raises what msgspec does."""
+        fields, parts = flat(fields), no_parts()
+        for name, place in added("parts").items():
+            if fields.get(name) is not None:
+                parts[name] = msgspec.convert(fields[name], placed(place), strict=False)
+        report = msgspec.convert(fields, cls, strict=False)  # "nan" is a number
+        return msgspec.structs.replace(report, parts=parts)
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """The report in a file that ``compare --json``, ``check --json`` or ``localize --json``
         wrote. Raises UsageError where there is none."""
@@ -190,7 +223,7 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
                     f"its schema_version is {version}",
                     hint="a newer divergence wrote it, which reads it too",
                 )
-            return msgspec.convert(stored, cls, strict=False)  # "nan" is a number
+            return cls.of(stored)
         except (AttributeError, KeyError, TypeError):
             raise refused("it holds something else") from None
         except (ValueError, RecursionError) as error:  # what msgspec raises is a ValueError
@@ -242,7 +275,7 @@ def json_safe(value: Any) -> Any:
             return "inf" if value > 0 else "-inf"
         return value
     if isinstance(value, dict):
-        return {json_safe(key): json_safe(item) for key, item in value.items()}
+        return {json_safe(key): json_safe(item) for key, item in flat(value).items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value

@@ -5,7 +5,8 @@ At runtime each domain names its own (``Domain.public``), and nothing imports th
 
 from divergence.domains.doctor.doctor import doctor
 from divergence.domains.doctor.result import Checkup
+from divergence.domains.probe.api import probe
 from divergence.domains.quantization.quantize import quantize
 from divergence.domains.quantization.result import Quantization
 
-__all__ = ["Checkup", "Quantization", "doctor", "quantize"]
+__all__ = ["Checkup", "Quantization", "doctor", "probe", "quantize"]

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from divergence._version import __version__
-from divergence.arithmetic.quick import quick_facts
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
+from divergence.domain import domains, placed
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.result import Selftest, Step, StepStatus
@@ -66,7 +66,7 @@ def selftest(
 ) -> Selftest:
     """Try every path of the tool that touches ``device``; what was seen, step by step.
 
-    ``quick``: without the suite of operators. ``keep``: a directory for the runs, which are
+    ``quick``: without the longest steps. ``keep``: a directory for the runs, which are
     otherwise removed.
 
     Raises UsageError for a device that is not there; KeyboardInterrupt carries what was done so
@@ -79,7 +79,7 @@ def selftest(
         folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
     else:
         folder = output_folder(folder_of(keep))
-    bench = _Bench(name, folder, environment)
+    bench = Bench(name, folder, environment)
 
     def result(*, complete: bool) -> Selftest:
         return Selftest(
@@ -117,7 +117,7 @@ def _tried(title: str, work: Callable[[], Fact]) -> Step:
     return worded(Step(name=title, status=status, seconds=seconds, seen=seen, detail=detail))
 
 
-def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], Fact]]]:
+def _steps(bench: Bench, quick: bool) -> Iterator[tuple[str, Callable[[], Fact]]]:
     yield _title("references"), bench.references
     for dtype in _DTYPES:
         yield _title("healthy", dtype=dtype), partial(bench.healthy, dtype)
@@ -133,32 +133,32 @@ def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], Fact]
     yield _title("truth_there"), bench.truth_there
     yield _title("measured_there"), bench.measured_there
     yield _title("second"), bench.second
-    yield _title("arithmetic"), bench.arithmetic
-    if not quick:
-        yield _title("suite"), bench.suite
+    for step in (step for domain in domains() for step in domain.selftest):
+        if not (quick and step.slow):
+            yield step.title, partial(placed(step.function), bench)
 
 
 def _title(code: str, **values: str) -> str:
     return sentence(fact(f"experiments.step_{code}", **values))
 
 
-class _Bench:
+class Bench:
     """The runs that steps share, made by the first that needs them."""
 
     def __init__(self, device: str, folder: Path, environment: Environment) -> None:
-        self._device, self._folder, self._environment = device, folder, environment
+        self.device, self._folder, self._environment = device, folder, environment
         self._kind = device.partition(":")[0]
         self.switches: list[Switch] = []
         self.fallbacks: list[str] = []
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         return self._folder / name
 
-    def _capture(self, name: str, like: str | Run, *, device: str | None = None,
+    def capture(self, name: str, like: str | Run, *, device: str | None = None,
                  **values: Any) -> Run:  # fmt: skip
-        source = self._path(like) if isinstance(like, str) else like
+        source = self.path(like) if isinstance(like, str) else like
         run = make_run(
-            like=source, out=self._path(name), device=device or self._device, force=True,
+            like=source, out=self.path(name), device=device or self.device, force=True,
             probe=False, **values,
         )  # fmt: skip
         settings = run.manifest.settings
@@ -167,27 +167,27 @@ class _Bench:
         return run
 
     def _held(self, name: str, *, like: str = "cpu-float32") -> Report:
-        return compare(self._path(like), self._path(name), truth=self._path(f"{like}-truth"))
+        return compare(self.path(like), self.path(name), truth=self.path(f"{like}-truth"))
 
     def references(self) -> Fact:
-        model = self._path("model")
+        model = self.path("model")
         if not (model / "config.json").is_file():
             build(model, num_blocks=3)
         for dtype in _DTYPES:
             run = make_run(
-                model, out=self._path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
+                model, out=self.path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
                 prompts=_PROMPTS, sites=["modules"], truth="no", force=True,
             )  # fmt: skip
-            make_truth(run, out=self._path(f"cpu-{dtype}-truth"), force=True)
+            make_truth(run, out=self.path(f"cpu-{dtype}-truth"), force=True)
         cpu = run.manifest.environment.cpu
         return fact("experiments.seen_references", num=len(_DTYPES), cpu=cpu)
 
     def healthy(self, dtype: str) -> Fact:
-        self._capture(dtype, f"cpu-{dtype}", escalate=dtype != "float32")
-        return _healthy(self._held(dtype, like=f"cpu-{dtype}"))
+        self.capture(dtype, f"cpu-{dtype}", escalate=dtype != "float32")
+        return healthy(self._held(dtype, like=f"cpu-{dtype}"))
 
     def repeats(self) -> Fact:
-        repeated = self._capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
+        repeated = self.capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
         if repeated.num_different:
             raise _Failed(
                 f"{repeated.num_different} of {repeated.num_compared} repeated tensors differ, "
@@ -196,19 +196,19 @@ class _Bench:
         return fact("experiments.seen_repeats", num=repeated.num_compared)
 
     def stored(self, store: str) -> Fact:
-        self._capture(store, "cpu-float32", store=store)
-        return _identical(compare(self._path("float32"), self._path(store)))
+        self.capture(store, "cpu-float32", store=store)
+        return _identical(compare(self.path("float32"), self.path(store)))
 
     def batch(self) -> Fact:
-        self._capture("batch", "cpu-float32", batch=True)
-        return _healthy(self._held("batch"))
+        self.capture("batch", "cpu-float32", batch=True)
+        return healthy(self._held("batch"))
 
     def whole(self) -> Fact:
-        run = self._capture("whole", "cpu-float32", whole=True, anchor=False)
-        return _healthy(compare(run))
+        run = self.capture("whole", "cpu-float32", whole=True, anchor=False)
+        return healthy(compare(run))
 
     def planted(self) -> Fact:
-        self._capture("planted", "cpu-float32", plants=[_FAULT])
+        self.capture("planted", "cpu-float32", plants=[_FAULT])
         verdict = self._held("planted").verdict
         block, side = None if verdict.onset is None else verdict.onset.block, verdict.side
         if verdict.kind != "localized" or block != _BLOCK or side not in (None, "candidate"):
@@ -216,17 +216,17 @@ class _Bench:
         return plain(verdict.summary)
 
     def operators(self) -> Fact:
-        self._capture("operators", "cpu-float32", sites=[f"ops@{_BLOCK}"], weights=True)
-        run = replay(self._path("operators"), out=self._path("replayed"), device=self._device,
+        self.capture("operators", "cpu-float32", sites=[f"ops@{_BLOCK}"], weights=True)
+        run = replay(self.path("operators"), out=self.path("replayed"), device=self.device,
                      force=True)  # fmt: skip
         skipped = sum(run.manifest.plan.skipped_operators.values())
-        report = compare(self._path("operators"), run)
+        report = compare(self.path("operators"), run)
         return _identical(report).with_values(num_skipped=skipped or None)
 
     def localized(self) -> Fact:
         done = localize(
-            self._path("cpu-float32"), self._path("planted"), out=self._path("localized"),
-            truth=self._path("cpu-float32-truth"), here="both", device=self._device, force=True,
+            self.path("cpu-float32"), self.path("planted"), out=self.path("localized"),
+            truth=self.path("cpu-float32-truth"), here="both", device=self.device, force=True,
         )  # fmt: skip
         sites = " ".join(level.site or "" for level in done.levels)
         if f"{_BLOCK}.mlp.down_proj" not in sites:
@@ -238,14 +238,14 @@ class _Bench:
     def mapped(self) -> Fact:
         if self._kind == "cpu":
             raise _Skipped("the CPU is one device")
-        self._capture("mapped", "cpu-float32", device_map="auto")
-        return _identical(compare(self._path("float32"), self._path("mapped")))
+        self.capture("mapped", "cpu-float32", device_map="auto")
+        return _identical(compare(self.path("float32"), self.path("mapped")))
 
     def truth_there(self) -> Fact:
         self._needs_float64()
-        make_truth(self._path("cpu-float32"), out=self._path("truth-there"), device=self._device,
+        make_truth(self.path("cpu-float32"), out=self.path("truth-there"), device=self.device,
                   force=True)  # fmt: skip
-        a, b = Run.open(self._path("cpu-float32-truth")), Run.open(self._path("truth-there"))
+        a, b = Run.open(self.path("cpu-float32-truth")), Run.open(self.path("truth-there"))
         worst = 0.0
         for record in a.records:
             other = b.find((record.pass_, record.sample, record.step, record.site))
@@ -262,8 +262,8 @@ class _Bench:
             raise _Skipped("compare measures on the CPU anyway")
         self._needs_float64()
         here = self._held("float32")
-        there = compare(self._path("cpu-float32"), self._path("float32"),
-                        truth=self._path("cpu-float32-truth"), device=self._device)  # fmt: skip
+        there = compare(self.path("cpu-float32"), self.path("float32"),
+                        truth=self.path("cpu-float32-truth"), device=self.device)  # fmt: skip
         worst = 0.0
         for site, other in zip(here.sites, there.sites, strict=True):
             x, y = site.rel_l2, other.rel_l2
@@ -279,42 +279,24 @@ class _Bench:
     def second(self) -> Fact:
         if self._environment.num_devices < 2:
             raise _Skipped("there is one device")
-        index = int(self._device.partition(":")[2] or 0)
+        index = int(self.device.partition(":")[2] or 0)
         other = f"{self._kind}:{1 if index == 0 else 0}"
-        self._capture("second", "cpu-float32", device=other)
-        seen = _identical(compare(self._path("float32"), self._path("second")))
+        self.capture("second", "cpu-float32", device=other)
+        seen = _identical(compare(self.path("float32"), self.path("second")))
         return seen.with_values(device=other)
-
-    def arithmetic(self) -> Fact:
-        """What the device's arithmetic does otherwise than the CPU's: noted, never a failure."""
-        here, there = ({f.name: f.value for f in quick_facts(dev)} for dev in ("cpu", self._device))
-        odd = [name for name, value in there.items() if name in here and here[name] != value]
-        return fact(
-            "experiments.seen_arithmetic", num=len(there), num_odd=len(odd),
-            odd=[f"{name}: {here[name]} / {there[name]}" for name in odd[:6]],
-            num_more=max(0, len(odd) - 6) or None,
-        )  # fmt: skip
-
-    def suite(self) -> Fact:
-        run = make_run("suite:llm", out=self._path("suite-cpu"), device="cpu", force=True,
-                      probe=False)  # fmt: skip
-        make_truth(run, out=self._path("suite-truth"), force=True)
-        self._capture("suite", run)
-        return _healthy(compare(run, self._path("suite"), truth=self._path("suite-truth")),
-                        also=("systematic",))  # fmt: skip
 
     def _needs_float64(self) -> None:
         import torch
 
         try:
-            matrix = torch.ones(2, 2, dtype=torch.float64, device=self._device)
+            matrix = torch.ones(2, 2, dtype=torch.float64, device=self.device)
             float((matrix @ matrix).sum())
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:120]
             raise _Skipped(f"the device has no float64 matrix product: {text}") from None
 
 
-def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> Fact:
+def healthy(report: Report, *, also: tuple[str, ...] = ()) -> Fact:
     verdict = report.verdict
     if verdict.kind not in (*_HEALTHY, *also):
         raise _Failed(f"{verdict.kind}: {verdict.summary}")

@@ -147,8 +147,6 @@ SENTENCES: Mapping[str, str] = {
     "step_truth_there": "float64 truth made on the device",
     "step_measured_there": "compare --device",
     "step_second": "another device of this kind",
-    "step_arithmetic": "arithmetic",
-    "step_suite": "a suite of operators",
     "seen_references": "{num} dtypes, {cpu}",
     "seen_healthy": (
         "{kind}, {num} tensors, rel L2 of blocks up to {rel_l2:.1e}, {usage:.2f} of a limit"

@@ -8,7 +8,7 @@ are given or whose operands are checked here (ops.bounds). Operators of other pa
 the caller asked for their namespace. All must be registered in this process (nothing is imported by
 name but transformers' own), give tensors, and touch no files and no other processes.
 
-A suite's operator, ``suite.NAME``, is a plain function that the suite's own catalog knows.
+The operators of a domain are plain functions that its own table knows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from divergence.domain import added, placed
 from divergence.run.manifest import NO_TENSOR
 from divergence.run.site import did_you_mean
 
@@ -89,20 +90,31 @@ def is_uninitialised(name: str) -> bool:
     return short_name(name) in _UNINITIALISED
 
 
-def suite_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
-    """The function that ``suite.NAME`` stands for, or its float64 definition. Raises Refusal."""
-    from divergence.ops.suite.catalog import OPERATORS
+@functools.cache
+def _tables() -> dict[str, str]:
+    """Operators that are plain functions, by their namespace: where their table stands."""
+    return added("operators")
 
-    known = OPERATORS.get(operator)
+
+def is_function(operator: str) -> bool:
+    """Is it a plain function that a domain knows, and none of torch's operators?"""
+    return operator.partition(".")[0] in _tables()
+
+
+def plain_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
+    """The function that such a name stands for, or its float64 definition. Raises Refusal."""
+    table = placed(_tables()[operator.partition(".")[0]])
+    known = table.get(operator)
     if known is None:
         raise Refusal(
             f"this divergence has no operator {operator}",
-            detail=did_you_mean(operator, OPERATORS) or None,
+            detail=did_you_mean(operator, table) or None,
         )
-    return known.truth if truth else known.run
+    function: Callable[..., Any] = known.truth if truth else known.run
+    return function
 
 
-_OWN = frozenset({"aten", "suite", "transformers"})
+_OWN = frozenset({"aten", "transformers"})
 _TYPES = re.compile(
     r"(?:Optional\[|List\[)*(?:Tensor|int|float|bool|number|complex|str|Device|Generator)\]*"
 )
@@ -198,7 +210,8 @@ def check_namespace(name: str, namespaces: Collection[str] | None) -> None:
     """Refuse an operator of a package that nobody asked for. ``namespaces``: those asked for,
     beside aten's and the tool's own; None: any."""
     space = name.partition(".")[0]
-    if namespaces is not None and space not in _OWN and space not in namespaces:
+    own = space in _OWN or is_function(name)
+    if namespaces is not None and not own and space not in namespaces:
         raise Unsafe(f"operators of {space} are run only on request (--operators {space})")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 
-from divergence.arithmetic.quick import quick_facts
 from divergence.errors import UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.ops.allowed import (
@@ -24,17 +23,17 @@ from divergence.ops.allowed import (
     check_namespace,
     check_operator,
     find_operator,
+    is_function,
     is_uninitialised,
+    plain_function,
     schema_name,
     short_name,
-    suite_function,
 )
 from divergence.ops.bounds import Bound, Checking, check_bounds
-from divergence.ops.suite.definition import PREFIX
 from divergence.recording.dispatch import draws_random_numbers, tensors_in, written_arguments
 from divergence.recording.engines.load import Weights
 from divergence.recording.machine import deterministic_settings, resolve_device
-from divergence.recording.new_run import check_output, provenance
+from divergence.recording.new_run import check_output, probed, provenance
 from divergence.recording.prompts import plain_wishes
 from divergence.recording.request import taken_from
 from divergence.recording.widening import Widening
@@ -96,18 +95,17 @@ def decoded(value: Any, tensors: Sequence[Any], device: str | torch.device) -> A
 
 
 def check_names(call: Call) -> None:
-    """Are all arguments of the call its operator's, by torch's schema or the suite's own function?
+    """Are all arguments of the call its operator's, by torch's schema or a domain's own function?
     Raises Refusal, which names the first that is not, or where there is no such operator."""
-    if call.operator.startswith(PREFIX):
-        function = suite_function(call.operator, truth=True)  # one that runs may take any
+    if is_function(call.operator):
+        function = plain_function(call.operator, truth=True)  # one that runs may take any
         parameters = inspect.signature(function).parameters.items()
         known = {name for name, kind in parameters if kind.kind is not kind.KEYWORD_ONLY}
     else:
         known = {argument.name for argument in find_operator(call.operator)._schema.arguments}
     strange = sorted(name for name in call.arguments if name not in known)
     if strange:
-        suite = call.operator.startswith(PREFIX)
-        name = call.operator if suite else short_name(call.operator)
+        name = call.operator if is_function(call.operator) else short_name(call.operator)
         raise Unsafe(f"{name} has no argument {strange[0][:80]!r} here")
 
 
@@ -394,8 +392,8 @@ def execute_ports(
             wide = value.to(compute_dtype)  # 8-bit codes stay what they are
         address = 0 if aligned or compute_dtype is not None else operand.misalignment_bytes
         laid.append(laid_out(wide, operand.stride, device=device, misalignment_bytes=address))
-    if call.operator.startswith(PREFIX):  # its named implementation, or its float64 definition
-        function = suite_function(call.operator, truth=compute_dtype is not None)
+    if is_function(call.operator):  # its usual implementation, or its float64 definition
+        function = plain_function(call.operator, truth=compute_dtype is not None)
         values = {name: decoded(value, laid, device) for name, value in call.arguments.items()}
         why = f"{call.operator} does not run on {torch.device(device).type}"
         with _refusals(why), Checking():
@@ -648,7 +646,7 @@ def replay(
             model=theirs.model,
             tokens=theirs.tokens,
             settings=settings,
-            arithmetic=[] if truth else quick_facts(device),
+            arithmetic=[] if truth else probed(device, silent),
             plan=Plan(
                 passes=["replayed"],
                 sites=list(sites) or theirs.plan.sites,

@@ -24,7 +24,14 @@ from divergence.comparison.arithmetic import is_about
 from divergence.errors import FaultError, RunExistsError, RunWriteError, UsageError
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.ulp import NAN_DISTANCE, ulp_distance
-from divergence.ops.allowed import Refusal, Unsafe, asked_for, find_operator, suite_function
+from divergence.ops.allowed import (
+    Refusal,
+    Unsafe,
+    asked_for,
+    find_operator,
+    is_function,
+    plain_function,
+)
 from divergence.ops.replay import (
     RANDOM,
     UNINITIALISED,
@@ -38,7 +45,6 @@ from divergence.ops.replay import (
     recorded_calls,
     replayable_pass,
 )
-from divergence.ops.suite.definition import PREFIX
 from divergence.output import write_output
 from divergence.recording.engines.load import Weights
 from divergence.recording.machine import resolve_device
@@ -50,14 +56,14 @@ from divergence.run.record import Call, Record, other_scalars, scalar_words
 from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.words import Progress, printable, silent
 
-# What a script is made of: a run's values as Python source, and functions of the suite.
+# What a script is made of: a run's values as Python source, and functions of domains.
 #
 # A run may come from anyone, and a script that is made of it is run on other machines. So whatever
 # a run says reaches the script through ``node`` alone: a syntax tree of a value whose type is
 # checked, whose text Python itself writes. A script is then read back: its tree must be that of its
-# template with these trees in their places. A suite's operator is pasted with all that it stands on
-# in this package: torch's, the standard library's, constants that ``repr`` writes, and functions of
-# this package that stand alone themselves.
+# template with these trees in their places. A domain's operator is pasted with all that it stands
+# on in this package: torch's, the standard library's, constants that ``repr`` writes, and functions
+# of this package that stand alone themselves.
 
 _MAX_BITS = 64
 _PLACE = "MEANT_"
@@ -300,7 +306,7 @@ def what_differs(
 # A script that runs one operator: torch and safetensors alone, short enough for a bug tracker.
 #
 # Whatever the run says of itself reaches the script as a literal (reproducer.source), never as
-# code; the names of the operator and of its arguments are those that torch, or the suite, knows.
+# code; the names of the operator and of its arguments are those that torch, or a domain, knows.
 # Values stand beside it in safetensors files; a dtype that not every release of safetensors has a
 # name for as raw bytes.
 
@@ -430,8 +436,8 @@ def _kind(device: str) -> str:
 
 def _called(call: Call, names: Sequence[str]) -> tuple[str, str, ast.expr, list[ast.expr] | None]:
     """(imports, definitions, the call, the tensors it writes to where it returns none)."""
-    if call.operator.startswith(PREFIX):
-        function = suite_function(call.operator)
+    if is_function(call.operator):
+        function = plain_function(call.operator)
         needed: dict[str, str] = {}
         parts: dict[str, str] = {}
         _collect(function, call.operator, needed, parts)

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -30,8 +30,8 @@ from divergence.run.site import did_you_mean
 # That is the whole declaration. Derived from it: the parameter of the command line (cli.signature),
 # the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
 # of the Python API gave (recording.wishes), the place in the manifest where it is written
-# and from where ``--like`` takes it (recording.request), whether a suite of operators may be
-# given it (recording.suites), and the words of a command that is run elsewhere (experiments).
+# and from where ``--like`` takes it (recording.request), whether a suite of cases may be
+# given it (recording.cases), and the words of a command that is run elsewhere (experiments).
 #
 # The field's type is that of the plain value. ``capture`` takes most of its options in groups, that
 # is in classes of them. Other functions of the Python API repeat names and defaults, since type
@@ -55,13 +55,14 @@ class Option(msgspec.Struct, frozen=True):
     setting: bool = False
     """May be set in the settings file and as a variable, under its long name."""
     machine: bool = False
-    """Its setting is this machine's: used for ``--like`` and for a suite of operators, too."""
+    """Its setting is this machine's: used for ``--like`` and for a suite of cases, too."""
     recorded: str | None = None
     """Where the manifest holds it, ``settings.seed``; ``--like`` takes it from there. The part
     alone where its key has the option's name."""
     needs_like: bool = False
-    suite: bool = False
-    """Means something to a suite of operators."""
+    suite: Literal["", "too", "alone"] = ""
+    """Means something to a suite of cases too, or to one that takes it (``Suite.takes``) and to no
+    model."""
     commas: bool = False
     """A list that is written as one text, its parts divided by commas."""
     after: str | None = None
@@ -363,7 +364,7 @@ class Output(Options):
 OUT = option("--out -o RUN", "Directory, archive or URL; needed.")
 FORCE = option("--force", "Replace an existing run.", default=False)
 LABEL = option(
-    "--label TEXT", "What to call this machine.", OUTPUT, setting=True, machine=True, suite=True
+    "--label TEXT", "What to call this machine.", OUTPUT, setting=True, machine=True, suite="too"
 )
 NAME_MAP = option(
     "--map FILE", "Name map (TOML) from the first run's module paths to the second's.", setting=True
@@ -440,7 +441,7 @@ class TruthOptions(Options):
         "--max-new-tokens N", "Fewer forwards. Default: as many as the run has."
     )
     device: str = option(
-        "--device DEVICE", "cpu, or a device that has float64.", suite=True, default="cpu"
+        "--device DEVICE", "cpu, or a device that has float64.", suite="too", default="cpu"
     )
     attn_implementation: str | None = option(
         "--attn-implementation NAME",
@@ -448,7 +449,7 @@ class TruthOptions(Options):
     )
     trust_remote_code: bool = TRUST
     label: str | None = option(
-        "--label TEXT", "What to call it. Default: float64 truth.", OUTPUT, suite=True
+        "--label TEXT", "What to call it. Default: float64 truth.", OUTPUT, suite="too"
     )
 
 
@@ -471,25 +472,6 @@ class ReplayOptions(Options):
     )
     trust_remote_code: bool = TRUST
     operators: Sequence[str] = OPERATORS
-    label: str | None = LABEL
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions(Options):
-    device: str = DEVICE
-    quick: bool = option("--quick", "The short form, as every capture makes it.", default=False)
-    terms: Sequence[int] = option(
-        "--terms N",
-        "Length of the sums whose order is looked for, a power of two up to 4096; "
-        "repeatable. Default: 64, 1024 and 4096; with --quick 512.",
-        default=(),
-    )
-    deterministic: bool = option(
-        "--no-deterministic",
-        "Probe the machine as it stands; else under the switches that a capture sets.",
-        default=True,
-    )
-    svg: Path | None = option("--svg DIR", "Draw each tree there.", OUTPUT)
     label: str | None = LABEL
 
 
@@ -527,7 +509,7 @@ class MainOptions(Options):
         setting=True,
         recorded="settings.dtype",
     )
-    device: str = but(DEVICE, panel=MODEL, setting=True, machine=True, suite=True)
+    device: str = but(DEVICE, panel=MODEL, setting=True, machine=True, suite="too")
     engine: str | None = option(
         "--engine NAME",
         "What runs the model: transformers, compile (torch.compile, block by block), or another "
@@ -558,14 +540,13 @@ class MainOptions(Options):
         REPEATING,
         setting=True,
         recorded="settings.seed",
-        suite=True,
+        suite="too",
     )
     plants: Sequence[Any] = option(
         "--plant SITE=FAULT",
         "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
-        "that prompt's step alone. Of suite:collectives: COLLECTIVE=FAULT@RANK.",
+        "that prompt's step alone. Of a suite on ranks: CASE=FAULT@RANK.",
         REPEATING,
-        suite=True,
         default=(),
     )
     sites: Sequence[str] = option(
@@ -575,7 +556,7 @@ class MainOptions(Options):
         RECORDED,
         setting=True,
         recorded="plan.sites",
-        suite=True,
+        suite="too",
         default=(),
     )
     store: str | None = option(
@@ -597,7 +578,7 @@ class MainOptions(Options):
         setting=True,
     )
     probe: bool = option(
-        "--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True, default=True
+        "--no-probe", "Leave out the probe of this machine's arithmetic.", suite="too", default=True
     )
 
 
@@ -635,10 +616,9 @@ class LoadOptions(Options):
     trust_remote_code: bool = but(TRUST, panel=MODEL)
     impl: Sequence[str] | Mapping[str, Callable[..., object]] = option(
         "--impl [OP=]NAME",
-        "Of a suite: which implementation runs, flash_attn or rms_norm=MODULE:FUNCTION; "
-        "repeatable.",
+        "Of a suite: which implementation runs, NAME or OP=MODULE:FUNCTION; repeatable.",
         MODEL,
-        suite=True,
+        suite="alone",
         default=(),
     )
     mesh: str | None = option(
@@ -758,7 +738,7 @@ class RecordOptions(Options):
         "Run K times and say whether this machine repeats itself. Default: 1.",
         REPEATING,
         minimum=1,
-        suite=True,
+        suite="too",
         default=1,
     )
     anchor: bool = option(
@@ -795,21 +775,21 @@ class MachineOptions(Options):
         REPEATING,
         setting=True,
         recorded="settings.deterministic",
-        suite=True,
+        suite="too",
     )
     ranks: int | None = option(
         "--ranks N",
-        "Of suite:collectives: start N processes on this machine, in place of torchrun.",
+        "Of a suite on ranks: start N processes on this machine, in place of torchrun.",
         MODEL,
         minimum=2,
-        suite=True,
+        suite="alone",
     )
     link_rate: str | None = option(
         "--link-rate RATE",
-        "The stated rate of one link, 400Gb/s or 50GB/s. Of suite:collectives: to hold the "
+        "The stated rate of one link, 400Gb/s or 50GB/s. Of a suite on ranks: to hold the "
         "measured bandwidth against; with --dry-run --train: the time of a step's collectives.",
         MODEL,
-        suite=True,
+        suite="alone",
     )
     buffer: str | int = option(
         "--buffer SIZE",
@@ -1003,7 +983,7 @@ class SelfcheckOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class SelftestOptions(Options):
     device: str = DEVICE
-    quick: bool = option("--quick", "Leave out the suite of operators.", default=False)
+    quick: bool = option("--quick", "Leave out the longest steps.", default=False)
     keep: str | Path | None = KEEP
 
 

@@ -34,6 +34,13 @@ from divergence.options.commands import (
     ungrouped,
 )
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
+from divergence.recording.cases import (
+    CaseRequest,
+    capture_cases,
+    refuse_options,
+    suite_meant,
+    truth_of_cases,
+)
 from divergence.recording.engines.engine import (
     DEFAULT,
     engine_named,
@@ -44,19 +51,13 @@ from divergence.recording.engines.load import check_data_alone
 from divergence.recording.execution import Execution
 from divergence.recording.hooks import Forwards
 from divergence.recording.machine import cpu_threads, deterministic_settings, resolve_device
-from divergence.recording.new_run import SuiteRequest, check_output
+from divergence.recording.new_run import check_output
 from divergence.recording.optimizer import check_stage, training_of
 from divergence.recording.plant import Plant
 from divergence.recording.processes import joined
 from divergence.recording.prompts import Prompt, options_of, plain_wishes
 from divergence.recording.request import Request, resolve_request, taken
 from divergence.recording.structure import settled
-from divergence.recording.suites import (
-    capture_suite,
-    refuse_of_collectives,
-    truth_of_suite,
-    wants_suite,
-)
 from divergence.recording.training import TrainingSession
 from divergence.recording.widening import check_device
 from divergence.run.location import location_of
@@ -112,7 +113,7 @@ def capture(
 
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
-    in its place. A ``model`` ``suite:NAME`` is a suite of operators. A ``model`` that is a torch
+    in its place. A ``model`` ``suite:NAME`` is a suite of cases. A ``model`` that is a torch
     module, of any kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict
     of named ones; only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the
     caller run it).
@@ -181,12 +182,12 @@ def make_run(
         sites = options.sites or ("modules",)
         return capture_inputs(model, inputs, out=out, sites=sites, label=options.label, force=force)
     like = None if like is None else Run.open(like)
-    if wants_suite(model, like, options.impl):
-        return capture_suite(model, SuiteRequest(
+    if (suite := suite_meant(model, like)) is not None:
+        return capture_cases(suite, CaseRequest(
             out=out, like=like, options=options, force=force, command=command,
             progress=progress or silent,
-        ), prepare)  # fmt: skip
-    refuse_of_collectives(options)
+        ), prepare=prepare)  # fmt: skip
+    refuse_options(None, options)
     request = resolve_request(model, like=like, options=options)
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
@@ -227,10 +228,14 @@ def truth(
             f"{recorded.manifest.settings.compute_dtype})",
             hint="give the run that was captured in the model's own dtype",
         )
-    if wants_suite(None, recorded):
-        return truth_of_suite(
-            recorded, options=options, out=out, force=force, command=command, progress=progress
+    if (suite := suite_meant(None, recorded)) is not None:
+        chosen = CaptureOptions(
+            label=options.label or "float64 truth", seed=0, deterministic=True, probe=False
         )
+        return truth_of_cases(suite, CaseRequest(
+            out=out, like=recorded, options=chosen, force=force, command=command,
+            progress=progress or silent,
+        ), options)  # fmt: skip
     attention = recorded.manifest.model.attn_implementation
     if options.attn_implementation is None and attention not in (None, "eager", "sdpa"):
         options = dataclasses.replace(options, attn_implementation="eager")

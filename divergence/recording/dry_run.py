@@ -9,6 +9,7 @@ equal ones cannot be told from shapes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 from divergence.domain import added, placed
 from divergence.errors import ModelError
 from divergence.options.commands import CaptureOptions
+from divergence.recording.cases import CaseRequest, plan_cases, refuse_options, suite_meant
 from divergence.recording.engines.load import Loading, empty_model
 from divergence.recording.execution import keeps_tensors, mode_of, planned_passes, tokens_of
 from divergence.recording.new_run import PlannedSite
@@ -25,13 +27,6 @@ from divergence.recording.ranks import count_shapes
 from divergence.recording.request import resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
 from divergence.recording.structure import describe_modules
-from divergence.recording.suites import (
-    of_collectives,
-    refuse_of_collectives,
-    refuse_options,
-    wants_suite,
-)
-from divergence.run.manifest import SUITE
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, module_of
 
@@ -71,10 +66,21 @@ def plan_capture(
     planned = plan_options(options)
     chosen = CaptureOptions(**plain_wishes(**options))
     like = None if like is None else Run.open(like)
-    if wants_suite(model, like, chosen.impl):
-        return _plan_suite(model, like=like, options=chosen)
+    if (suite := suite_meant(model, like)) is not None:
+        planned_cases = plan_cases(suite, CaseRequest(like=like, options=chosen))
+        return DryRun(
+            model=str(model or ("" if like is None else like.manifest.model.source)),
+            rows=planned_cases,
+            num_sites=len(planned_cases),
+            num_prompts=0,
+            num_prompt_tokens=0,
+            num_steps=1,
+            passes=["free" if like is None else "replayed"],
+            total_bytes=sum(row.bytes for row in planned_cases),
+            notes=["shapes and sizes are of the inputs; equal ones are stored once"],
+        )
     request = resolve_request(model, like=like, options=chosen)
-    refuse_of_collectives(chosen, planned=bool(request.train))
+    refuse_options(None, replace(chosen, link_rate=None) if request.train else chosen)
     loaded = empty_model(request.loading)
     samples, groups, _ = tokens_of(request, loaded)
     lengths = [sample.num_padded for sample in samples]
@@ -202,28 +208,3 @@ def plantable_module(
              if math.prod(row.shape) == math.prod(result.shape)]  # fmt: skip
     writers = [path for path in whole if path in weighted]
     return block, (writers or weighted)[-1]
-
-
-def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOptions) -> DryRun:
-    """The cases that a capture would run, with the bytes of their inputs."""
-    collectives = of_collectives(model, like)
-    refuse_options(options, collectives=collectives)
-    if collectives:
-        from divergence.collectives.capturing import plan_collectives
-
-        rows = plan_collectives(like, options)
-    else:
-        from divergence.ops.suite.capturing import plan_cases
-
-        rows = plan_cases(str(model).removeprefix(SUITE), like=like, sites=options.sites)
-    return DryRun(
-        model=str(model or ("" if like is None else like.manifest.model.source)),
-        rows=rows,
-        num_sites=len(rows),
-        num_prompts=0,
-        num_prompt_tokens=0,
-        num_steps=1,
-        passes=["free" if like is None else "replayed"],
-        total_bytes=sum(row.bytes for row in rows),
-        notes=["shapes and sizes are of the inputs; equal ones are stored once"],
-    )

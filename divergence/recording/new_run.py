@@ -1,21 +1,18 @@
-"""What every new run needs, whatever makes it: a free place, and where it comes from; and the whole
-manifest of one that has no model."""
+"""What every new run needs, whatever makes it: a free place, and where it comes from."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from divergence._version import __version__
+from divergence.domain import domains, placed
 from divergence.errors import RunExistsError, RunWriteError
-from divergence.options.commands import CaptureOptions
 from divergence.recording.engines.identity import without_home
-from divergence.recording.machine import Determinism, collect_environment
+from divergence.recording.machine import collect_environment
 from divergence.run.location import Location, archive_kind, same_location
 from divergence.run.manifest import (
     UNKNOWN,
@@ -24,14 +21,9 @@ from divergence.run.manifest import (
     Manifest,
     ModelIdentity,
     ModuleNote,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
 )
 from divergence.run.reader import Run
 from divergence.run.target import check_target, partial_of
-from divergence.run.trust import recorded_seed
 from divergence.run.writer import new_run_id
 from divergence.words import Progress
 
@@ -78,51 +70,6 @@ class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteRequest:
-    """What a capture of a suite was asked for, whichever suite it is."""
-
-    out: str | Path
-    like: Run | None
-    options: CaptureOptions
-    force: bool
-    command: str | None
-    progress: Progress
-
-    @property
-    def seed(self) -> int:
-        """Raises RunFormatError for a recorded one that torch does not take."""
-        if self.options.seed is not None or self.like is None:
-            return self.options.seed or 0
-        return recorded_seed(self.like.manifest)
-
-    @property
-    def deterministic(self) -> bool:
-        if self.options.deterministic is not None or self.like is None:
-            return self.options.deterministic is not False
-        return self.like.manifest.settings.deterministic
-
-    def manifest(
-        self, device: str, plan: Plan, *, source: str, kind: str, determinism: Determinism
-    ) -> Manifest:
-        """``kind``: what stands for a model's class. Nothing is generated: one sample stands for
-        the suite."""
-        like = None if self.like is None else self.like.manifest
-        return Manifest(
-            **provenance(device, label=self.options.label, command=self.command, like=like),
-            model=ModelIdentity(
-                source=source, model_class=kind, task="operators", config_digest="",
-                dtype="float32", num_parameters=0, digest="",
-            ),
-            tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
-            settings=Settings(
-                deterministic=self.deterministic, seed=self.seed, device=device, max_new_tokens=0,
-                batch=False, switches=determinism.switches,
-            ),
-            plan=plan,
-        )  # fmt: skip
-
-
 def unlike(
     like: Manifest, model: ModelIdentity, engine: EngineNote, modules: Mapping[str, ModuleNote]
 ) -> Iterator[str]:
@@ -155,11 +102,10 @@ def unlike(
 
 
 def probed(device: str, on_progress: Progress) -> list[ArithmeticFact]:
-    """What a quick probe finds of the device's arithmetic."""
-    from divergence.arithmetic.quick import quick_facts
-
+    """What quick probes find of the device's arithmetic."""
     on_progress("probe", 0, None, "")
-    return quick_facts(device)
+    places = [domain.arithmetic for domain in domains() if domain.arithmetic is not None]
+    return [item for place in places for item in placed(place)(device)]
 
 
 def check_output(

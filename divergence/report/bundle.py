@@ -105,7 +105,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 def redacted_report(report: Report, redaction: Redaction) -> Report:
     """The report with nothing in it that tells of people and places."""
-    return msgspec.convert(redaction.all(msgspec.to_builtins(report)), Report)
+    return Report.of(redaction.all(msgspec.to_builtins(report)))
 
 
 def bundle_files(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.document import Column, Document, Headline, Section, Table, named
-from divergence.domain import added, placed
+from divergence.domain import added, placed, suites
 from divergence.layout import count, shape_text, size
 from divergence.report.environment import changes, fallbacks, repeats, switch_sentences
 from divergence.report.inspection import (
@@ -19,7 +19,7 @@ from divergence.report.inspection import (
     truth_text,
 )
 from divergence.run.command import command_line
-from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest
+from divergence.run.manifest import SUITE, UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOGPROBS, LOSS, join_site
 from divergence.words import shortened
@@ -64,18 +64,16 @@ def captured_document(
         if texts and None not in texts:
             made = repr("".join(text or "" for text in texts))
         facts.append(named(f"prompt {number}", f"{shortened(prompt, 60)} -> {made}"))
+    suite = suites().get(manifest.model.source.removeprefix(SUITE)) if no_tokens else None
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
-    elif like is None and manifest.model.source == COLLECTIVES:
+    elif like is None and suite is not None and suite.answers is not None:
+        ranks: dict[str, Any] = {}
+        if manifest.mesh is not None:
+            ranks["ranks"] = manifest.num_ranks
         following = [
-            command_line("compare", path, note="does every rank hold what it should?"),
-            command_line(
-                "capture",
-                ranks=manifest.num_ranks,
-                like=path,
-                o="OTHER",
-                note="on the other machine",
-            ),
+            command_line("compare", path, note=suite.answers),
+            command_line("capture", **ranks, like=path, o="OTHER", note="on the other machine"),
         ]
     elif like is None:
         server: dict[str, Any] = (

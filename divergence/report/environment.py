@@ -22,11 +22,9 @@ from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
 from divergence.layout import count
 from divergence.numerics.sums import Estimate
-from divergence.run.command import command_line
 from divergence.run.manifest import (
     ArithmeticFact,
     Environment,
-    Manifest,
     Repeatability,
     Settings,
     Switch,
@@ -240,23 +238,6 @@ def _answer(fact: ArithmeticFact, *, verbose: bool) -> str:
     if not fact.verified:
         text += f" [unverified: {fact.evidence}]" if fact.evidence else " [unverified]"
     return f"{text} [{fact.evidence}]" if verbose and fact.verified and fact.evidence else text
-
-
-def probed_document(path: str, manifest: Manifest, *, verbose: bool) -> Document:
-    """What `divergence probe` says when it is done."""
-    trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
-    proven = sum(fact.verified for fact in trees)
-    text = (
-        f"probed {path}: {count(len(manifest.arithmetic), 'fact')}; {proven} of "
-        f"{count(len(trees), 'order')} of additions replayed bit by bit"
-    )
-    machine = named("machine", f"{manifest.environment.label}, on {manifest.settings.device}")
-    again = command_line("probe", o="OTHER", note="on the other machine")
-    return Document(
-        headline=Headline("", text, "green", [machine]),
-        sections=arithmetic_sections(manifest.arithmetic, verbose=verbose),
-        next=[again, command_line("compare", path, "OTHER")],
-    )
 
 
 _STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "yellow"}

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 
 from divergence.analyses.precision.sections import audit_sections
+from divergence.comparison.analysis import of_machine
 from divergence.comparison.results import AuditResult, called_at
 from divergence.document import (
     Block,
@@ -122,8 +123,8 @@ def run_document(
 
 
 def _next(run: str, manifest: Manifest) -> list[str]:
-    if (manifest.model.task, manifest.model.source) == ("operators", "probe"):
-        return [command_line("compare", run, "OTHER", note="a probe of another machine")]
+    if of_machine(manifest):
+        return [command_line("compare", run, "OTHER", note="of another machine")]
     if manifest.settings.compute_dtype:
         return [command_line("compare", "A", "B", truth=run, note="A: the run that it repeats")]
     if manifest.plan.replayed_pass is not None:

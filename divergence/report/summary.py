@@ -51,7 +51,9 @@ def document(
     found come before the settings."""
     page = background is not None
     made = analysis_sections(report, every=every, background=background)
-    first = sorted(made, key=lambda name: page and name not in _FIRST)
+    # on a page what was compared comes before the others, which keep the terminal's order
+    main = ("blocks", *analysis.judges())
+    first = sorted(made, key=lambda name: page and name not in main)
     settings = _settings_sections(report.preflight, verbose=verbose or page)
     texts = [*report.notes, *(() if background is None else background.notes)]
     notes = [Sentence(text, "note", indent=0, hang=6) for text in texts]
@@ -86,7 +88,7 @@ def opening_of(report: Report) -> Document:
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
     """The whole document as text: the two runs stand where a first screen has what was compared."""
-    alone = report.collectives is not None and len(report.collectives.sides) == 1
+    alone = any(part.num_runs == 1 for part in report.parts.values() if part)
     runs = [("A", report.reference), ("B", report.candidate)][: 1 if alone else 2]
     known = [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
     whole = document(report, every=all_sites, verbose=verbose)
@@ -241,9 +243,7 @@ def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
     return [named("settings", "; ".join(shown), "yellow" if differ else "")]
 
 
-_DIGESTED = (
-    "weights", "code", "config", "derived tensors", "tokenizer", "chat template",
-)  # fmt: skip
+_DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
 """Settings whose values are digests: what differs stands in the detail."""
 
 
@@ -469,12 +469,7 @@ def _findings(report: Report) -> list[Section]:
 
 # What the analyses show.
 
-_ORDER = (
-    "tokens", "blocks", "suite", "collectives", "logprobs", "operators", "precision", "ends",
-    "ranks",
-)  # fmt: skip
-_FIRST = ("blocks", "suite", "collectives", "logprobs")
-"""On a page before the others, which keep the terminal's order."""
+_ORDER = ("tokens", "blocks", "logprobs", "operators", "precision", "ends", "ranks")
 
 
 def analysis_sections(
@@ -483,7 +478,7 @@ def analysis_sections(
     """What each analysis shows, those behind _ORDER last. ``background``: what the report does not
     hold, given for a page."""
     sections = {}
-    places = analysis.places()
+    places = analysis.places() | analysis.judges()
     for name in dict.fromkeys((*_ORDER, *places)):
         path = f"{places.get(name, f'divergence.analyses.{name}')}.sections"
         if find_spec(path) is not None:

@@ -449,9 +449,7 @@ class ParameterNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 SCHEMA_VERSION = 8
 SUITE = "suite:"
-"""Before the name of an operator suite, which stands where a model's source would."""
-COLLECTIVES = f"{SUITE}collectives"
-"""The suite that several processes run."""
+"""Before the name of a suite of cases, which stands where a model's source would."""
 
 SCHEME_UNKNOWN = "scheme not known"
 """Stands in place of a scheme that a method does not tell."""
@@ -481,19 +479,6 @@ class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 ConfigValue = bool | int | float | str | list[bool | int | float | str | None] | None
 """One value of a model's configuration."""
-
-
-class DerivedNote(_Strict, kw_only=True):
-    """A tensor that modules made, and that no checkpoint stores."""
-
-    digest: str
-    """xxh3-128."""
-    dtype: str
-    shape: list[Count]
-    values: list[bool | int | float | str] = []
-    """The first 64, row-major; nan and inf as text."""
-    changed_after: Count | None = None
-    """The prompt after which it was another one, in the free pass. None: it stayed as it was."""
 
 
 class ModelIdentity(_Strict, kw_only=True):
@@ -529,8 +514,6 @@ class ModelIdentity(_Strict, kw_only=True):
     """Parameters that the checkpoint lacks, and that are therefore random."""
     config: dict[str, ConfigValue] = {}
     """The configuration by dotted key, without names, paths and what changes no number."""
-    derived: dict[str, DerivedNote] = {}
-    """By dotted name: tensors that no checkpoint stores, as they were once the model was loaded."""
     code: dict[str, CodeNote] = {}
     """By class of module: ``ModuleNote.kind`` without what follows a slash. Where two classes share
     a name, the Python module's name and a dot come before it."""

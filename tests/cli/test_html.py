@@ -142,6 +142,7 @@ def test_a_missing_extra_is_told_before_the_work(invoke, monkeypatch):
     assert 'pip install "divergence-debug[plot]"' in err
 
 
+@pytest.mark.whole
 def test_without_a_curve_the_answer_stands(invoke, tmp_path):
     """Runs of a suite have no blocks: the report is printed, and the exit code says that the
     picture is not there."""

@@ -146,7 +146,13 @@ JOURNEYS = {
 """Commands; of the last one, what it offers is run as well."""
 
 
-@pytest.mark.parametrize("journey", JOURNEYS)
+@pytest.mark.parametrize(
+    "journey",
+    [
+        pytest.param(name, marks=pytest.mark.whole if name in ("suite", "probe") else ())
+        for name in JOURNEYS
+    ],
+)
 def test_every_command_that_an_experiment_offers_works(tmp_path, llama, invoke, follow, journey):
     """Suites, probes, training, sensitivity, selfcheck."""
     (tmp_path / "mine.py").write_text(

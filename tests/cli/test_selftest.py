@@ -42,7 +42,7 @@ def test_a_step_that_breaks_stops_nothing(few, monkeypatch):
     def broken(self):
         raise RuntimeError("the runtime's own words\nand more")
 
-    monkeypatch.setattr(module._Bench, "batch", broken)
+    monkeypatch.setattr(module.Bench, "batch", broken)
     result = selftest("cpu", quick=True)
 
     assert [step.detail for step in result.failed] == ["RuntimeError: the runtime's own words"]
@@ -59,7 +59,7 @@ def test_an_interrupted_one_is_written(few, invoke, tmp_path, monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Bench, "batch", interrupted)
+    monkeypatch.setattr(module.Bench, "batch", interrupted)
     code, _, _ = invoke("selftest", "--device", "cpu", "--quick")
 
     assert code == 130

@@ -33,9 +33,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 KINDS = {
     "other_experiment": "incomparable",
-    "arithmetic": "systematic",
-    "suite": "localized",
-    "collectives": "localized",
     "logprobs": "systematic",
     "nonfinite": "nonfinite",
     "integers_differ": "localized",
@@ -177,9 +174,7 @@ def test_what_lies_between_modules_yields_to_equal_inputs_alone():
     assert decide([anchored, seam]).verdict.summary == "error_made_here"
 
 
-@pytest.mark.parametrize(
-    "claim", [c for c in KINDS if KINDS[c] == "localized" and c not in ("suite", "collectives")]
-)
+@pytest.mark.parametrize("claim", [c for c in KINDS if KINDS[c] == "localized"])
 @pytest.mark.parametrize("met", [True, False])
 def test_an_operator_that_agrees_never_lowers_confidence(claim, met):
     """In the same block and by the same side, it tells where to look."""

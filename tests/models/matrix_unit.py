@@ -15,7 +15,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from divergence.arithmetic.additions import COLUMNS, Summing, keep_bits
+from divergence.domains.probe.additions import (
+    COLUMNS,
+    Summing,
+    keep_bits,
+)
 from divergence.numerics.formats import format_of
 
 __all__ = ["matrix_unit"]

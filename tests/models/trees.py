@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.arithmetic.additions import Tree
+from divergence.numerics.trees import Tree
 
 __all__ = ["balanced", "sequential", "size_between", "tree_of_parents"]
 

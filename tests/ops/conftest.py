@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from divergence.ops import allowed
 from divergence.recording.dispatch import tensors_in
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
@@ -158,6 +159,17 @@ def record(tmp_path: Path) -> Callable[..., Run]:
         return Run.open(out)
 
     return make
+
+
+@pytest.fixture
+def own_operators(monkeypatch) -> Callable[[dict[str, Any]], None]:
+    """``own_operators({"suite.half": ...})``: these are the plain functions that a domain knows."""
+
+    def put(table: dict[str, Any]) -> None:
+        monkeypatch.setattr(allowed, "_tables", lambda: {"suite": "here"})
+        monkeypatch.setattr(allowed, "placed", lambda place: table)
+
+    return put
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

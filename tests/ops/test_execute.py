@@ -214,7 +214,9 @@ def test_uninitialised_memory_is_no_result():
         ("load_library.x.y", "this machine has no operator"),
         ("higher_order.cond.default", "this machine has no operator"),
         ("__import__('os')", "is no operator's name"),
-        ("suite.no_such_thing", "has no operator suite.no_such_thing"),
+        pytest.param(
+            "suite.no_such_thing", "has no operator suite.no_such_thing", marks=pytest.mark.whole
+        ),
     ],
 )
 def test_names_that_run_nothing(operator, reason):

@@ -16,7 +16,6 @@ import typer
 from typer.testing import CliRunner
 
 import divergence
-from divergence.arithmetic.api import probe
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
@@ -39,7 +38,6 @@ from divergence.options.commands import (
     LoadOptions,
     LocalizeOptions,
     MainOptions,
-    ProbeOptions,
     ReplayOptions,
     ReproOptions,
     SelfcheckOptions,
@@ -59,7 +57,7 @@ from divergence.run.reader import Run
 from divergence.words import Progress
 
 KINDS = [
-    CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions, ProbeOptions,
+    CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions,
     LocalizeOptions, ReproOptions, SelfcheckOptions, SelftestOptions, SensitivityOptions,
 ]  # fmt: skip
 
@@ -135,7 +133,6 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
         ),
         (truth, TruthOptions, "run out force command progress"),
         (replay, ReplayOptions, "run out force command progress"),
-        (probe, ProbeOptions, "out force command progress"),
         (compare, CompareOptions, "reference candidate thresholds progress"),
         (
             compare_many,

@@ -560,7 +560,7 @@ def sections(
         if each is not None
     ]
     equal = report.verdict.kind == "identical" and not every
-    parts = (report.operators, report.collectives, report.suite, report.logprobs)
+    parts = (report.operators, *report.parts.values(), report.logprobs)
     if report.sites and not equal:
         made += _tables(report, every=every)
     elif not equal and not any(parts):

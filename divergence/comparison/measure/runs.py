@@ -37,7 +37,7 @@ from divergence.comparison.align.pairs import (
     why_no_pair,
     why_nothing,
 )
-from divergence.comparison.analysis import Measured, is_probe, numbers_of
+from divergence.comparison.analysis import Measured, numbers_of, of_machine
 from divergence.comparison.experts import Routes, Routing, routing_notes, unknown_blocks
 from divergence.comparison.limits import SUMMARY_PRECISION
 from divergence.comparison.measure.judge import Judge, ModelFloor, PairNumbers, work_format
@@ -1150,7 +1150,7 @@ def measure_tensors(
         a, b, ModelFloor(thresholds), inputs=inputs or inputs_of(a, b), truth=truth, own_floor=floor
     )
     sites = measure_all(measurer, alignment.pairs, progress)
-    if is_probe(a.manifest) and is_probe(b.manifest):
+    if of_machine(a.manifest) and of_machine(b.manifest):
         # their inputs cancel on purpose, and no model's floor fits
         nothing = dict.fromkeys(("floor", "ratio", "ratio_max", "ratio_sink"))
         sites = [msgspec.structs.replace(site, **nothing, prompts=[]) for site in sites]

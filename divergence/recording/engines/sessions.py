@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from divergence.errors import ModelError, UsageError, first_line
-from divergence.recording.engines.derived import derived_state
 from divergence.recording.engines.engine import (
     EngineOptions,
     Feature,
@@ -92,8 +91,7 @@ class TorchSession:
         return describe_modules(self.loaded.structure)
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
-        identity = identify(self.loaded, on_parameter=on_parameter)
-        return msgspec.structs.replace(identity, derived=derived_state(self.loaded.module))
+        return identify(self.loaded, on_parameter=on_parameter)
 
     def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
         check_ids(self.loaded, samples)

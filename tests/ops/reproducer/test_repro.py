@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.replay import replay
 from divergence.ops.reproducer import FILES, repro
-from divergence.ops.suite import catalog
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
@@ -314,10 +313,10 @@ INJECTED = [
 
 @pytest.mark.parametrize("name", INJECTED, ids=ascii)
 @pytest.mark.parametrize("operator", ["suite.half", "aten.add.Tensor"])
-def test_an_argument_s_name_becomes_no_code(operator, name, tmp_path, monkeypatch):
+def test_an_argument_s_name_becomes_no_code(operator, name, tmp_path, own_operators):
     """It is the operator's own, or the reproducer is refused, also where nothing is computed."""
     one = SimpleNamespace(run=_suite_run, truth=_suite_truth)
-    monkeypatch.setattr(catalog, "OPERATORS", {"suite.half": one})
+    own_operators({"suite.half": one})
     first = "x" if operator == "suite.half" else "self"
     names = {first: {"tensor": 0}, "eps" if first == "x" else "other": 0.25}
     call = Call(
@@ -379,11 +378,11 @@ def _suite_truth(x: torch.Tensor, eps: float) -> torch.Tensor:
     return 0.5 * x + eps**0.5
 
 
-def test_an_operator_of_a_suite_brings_its_source(tmp_path, monkeypatch):
+def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators):
     """The function, what it calls and its constants are pasted; others are refused."""
     one = SimpleNamespace(run=_suite_run, truth=_suite_truth)
     odd = SimpleNamespace(run=lambda x, eps: pytest.approx(x), truth=_suite_truth)
-    monkeypatch.setattr(catalog, "OPERATORS", {"suite.half": one, "suite.odd": odd})
+    own_operators({"suite.half": one, "suite.odd": odd})
     call = Call(
         operator="suite.half",
         arguments={"x": {"tensor": 0}, "eps": 0.25},

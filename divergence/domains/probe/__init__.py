@@ -1,0 +1,34 @@
+"""How a machine adds, rounds and multiplies, found from outside: the order of additions, the width
+of sums, elementary functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from divergence.domain import Claim, Domain, SelftestStep, Subcommand
+
+if TYPE_CHECKING:
+    from divergence.comparison.analysis import Measured
+
+_AT = "divergence.domains.probe"
+
+DOMAIN = Domain(
+    name="probe",
+    commands=(
+        Subcommand(
+            "probe", f"{_AT}.command:probe",
+            "Find out from outside what this machine's arithmetic does.", after="repro",
+        ),
+    ),
+    public={"probe": f"{_AT}.api"},
+    analyses={"arithmetic": _AT},
+    after={"arithmetic": "tokens"},
+    claims={"arithmetic": Claim(20, measured=False, alone=True)},
+    arithmetic=f"{_AT}.quick:quick_facts",
+    selftest=(SelftestStep("arithmetic", f"{_AT}.quick:tried"),),
+)  # fmt: skip
+
+
+def applies(measured: Measured) -> bool:
+    """Where a machine was probed."""
+    return bool(measured.reference.manifest.arithmetic or measured.candidate.manifest.arithmetic)

@@ -1,0 +1,1254 @@
+"""The operators of the suite, by family: what runs, the definition in float64, the arguments of
+each case, and what vendors have in place of torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from divergence.domains.suite.definition import (
+    PLAN,
+    Arguments,
+    Implementation,
+    Operator,
+    OperatorCase,
+    Plan,
+    TensorSource,
+    Unavailable,
+    cases_of,
+    stored,
+)
+from divergence.numerics.drawn import integers, normal, to_tensor
+from divergence.numerics.formats import format_named
+
+Shape = tuple[int, ...]
+
+# Matrix products: linear layers as GEMM and GEMV, with and without bias, plain and batched.
+
+
+_PRODUCT_SHAPES = {
+    "decode": (1, 1024, 256), "odd": (7, 129, 65), "prefill": (64, 512, 256),
+    "large_k": (3, 16384, 32),
+}  # fmt: skip
+_PRODUCT_PLAN: Plan = (*PLAN, ("large_k", "normal"), ("large_k", "cancelling"))
+
+
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def _run_matmul(x: Tensor, y: Tensor) -> Tensor:
+    return torch.matmul(x, y)
+
+
+def _truth_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """y = x Wᵀ, weight (N, K) as torch.nn.Linear keeps it."""
+    return x @ weight.T
+
+
+def _truth_linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y = x Wᵀ + b."""
+    return x @ weight.T + bias
+
+
+def _truth_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
+    return x @ y
+
+
+def _linear(source: TensorSource, shape: Shape) -> Arguments:
+    m, k, n = shape
+    weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))
+    return {"x": source.main("x", (m, k)), "weight": weight}
+
+
+def _linear_bias(source: TensorSource, shape: Shape) -> Arguments:
+    return {**_linear(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125)}
+
+
+def _transposed(source: TensorSource, shape: Shape) -> Arguments:
+    """y is the transposed view of a stored (N, K) matrix, as in x @ W.T."""
+    linear = _linear(source, shape)
+    return {"x": linear["x"], "y": linear["weight"].T}
+
+
+def _batched(source: TensorSource, shape: Shape) -> Arguments:
+    b, m, k, n = shape
+    y = source.paired("batch", (b, n, k), scale=2.0 ** -round(k.bit_length() / 2))
+    return {"x": source.main("x", (b, m, k)), "y": y.transpose(1, 2).contiguous()}
+
+
+def _vector(source: TensorSource, shape: Shape) -> Arguments:
+    n, k = shape
+    x = source.main("x", (k,))
+    weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))
+    return {"matrix": weight, "vector": x}
+
+
+def _truth_gemv(matrix: Tensor, vector: Tensor) -> Tensor:
+    """y_i = Σ_k A_ik x_k."""
+    return matrix @ vector
+
+
+PRODUCTS = (
+    Operator(
+        name="linear", run=_run_linear, truth=_truth_linear,
+        cases=cases_of(_linear, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
+    ),
+    Operator(
+        name="linear_bias", run=_run_linear,
+        truth=_truth_linear_bias, cases=cases_of(_linear_bias, shapes=_PRODUCT_SHAPES),
+    ),
+    Operator(
+        name="matmul", run=_run_matmul, truth=_truth_matmul,
+        cases=cases_of(_transposed, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
+    ),
+    Operator(
+        name="batched_matmul", run=_run_matmul, truth=_truth_matmul,
+        cases=cases_of(
+            _batched,
+            shapes={"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
+        ),
+    ),
+    Operator(
+        name="gemv", run=lambda matrix, vector: torch.mv(matrix, vector), truth=_truth_gemv,
+        cases=cases_of(
+            _vector,
+            shapes={"odd": (65, 129), "large_k": (32, 16384)},
+            plan=[("odd", v) for v in ("normal", "outliers", "subnormals", "cancelling", "equal")]
+            + [("large_k", "normal"), ("large_k", "cancelling")],
+        ),
+    ),
+)  # fmt: skip
+
+# Normalisation over the last axis: RMSNorm, RMSNorm after a residual addition, LayerNorm.
+#
+# x may be stored in 16 bits; statistics belong in float32. The normalised value may be rounded to
+# the dtype of x before it is multiplied by the weight, as Hugging Face's models do.
+
+
+_EPS = 1e-6
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """torch's own where it has one (2.4 and later)."""
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def rms_norm_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's dtype.
+    Source: transformers/models/llama/modeling_llama.py."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _truth_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / √(mean(x²) + ε) · w (Zhang and Sennrich, "Root Mean Square Layer Normalization",
+    NeurIPS 2019; ε inside the root as in Llama)."""
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return stored(x * scale) * weight
+
+
+def _truth_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """h = x + r; y = h / √(mean(h²) + ε) · w; returns y and h. h may be rounded before the norm:
+    fused kernels differ in that."""
+    total = x + residual
+    return _truth_rms_norm(stored(total), weight, eps), total
+
+
+def _truth_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """y = (x - μ) / √(σ² + ε) · w + b, with σ² = mean((x - μ)²) (Ba, Kiros and Hinton, "Layer
+    Normalization", 2016)."""
+    centred = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    return stored(centred * scale) * weight + bias
+
+
+def _norm(source: TensorSource, shape: Shape) -> Arguments:
+    weight = source.plain("norm", shape[-1:], scale=0.125, mean=1.0)
+    return {"x": source.main("x", shape), "weight": weight, "eps": _EPS}
+
+
+def _add_norm(source: TensorSource, shape: Shape) -> Arguments:
+    residual = source.main("residual", shape, scale=2.0)
+    return {"residual": residual, **_norm(source, shape)}
+
+
+def _layer(source: TensorSource, shape: Shape) -> Arguments:
+    return {
+        **_norm(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125), "eps": 1e-5,
+    }  # fmt: skip
+
+
+def _npu_rms_norm() -> Implementation:
+    import torch_npu
+
+    return lambda x, weight, eps: torch_npu.npu_rms_norm(x, weight, eps)[0]
+
+
+def _npu_add_rms_norm() -> Implementation:
+    import torch_npu
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    return call
+
+
+def _vllm_rms_norm() -> Implementation:
+    from vllm import _custom_ops
+
+    def call(x: Tensor, weight: Tensor, eps: float) -> Any:
+        out = torch.empty_like(x)
+        _custom_ops.rms_norm(out, x, weight, eps)
+        return out
+
+    return call
+
+
+def _vllm_add_rms_norm() -> Implementation:
+    from vllm import _custom_ops
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
+        out, total = x.clone(), residual.clone()  # both are overwritten
+        _custom_ops.fused_add_rms_norm(out, total, weight, eps)
+        return out, total
+
+    return call
+
+
+def _liger_rms_norm() -> Implementation:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+
+
+NORMS = (
+    Operator(
+        name="rms_norm", run=rms_norm, truth=_truth_rms_norm,
+        cases=cases_of(_norm),
+        implementations={
+            "llama": lambda: rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
+            "triton": _liger_rms_norm,
+        },
+    ),
+    Operator(
+        name="add_rms_norm", run=_add_rms_norm,
+        truth=_truth_add_rms_norm, cases=cases_of(_add_norm),
+        implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
+    ),
+    Operator(
+        name="layer_norm", run=_layer_norm,
+        truth=_truth_layer_norm, cases=cases_of(_layer),
+    ),
+)  # fmt: skip
+
+# Rotary position embedding, in the two layouts that checkpoints come in.
+#
+# Pairs of features are turned by an angle that grows with the position (Su et al., "RoFormer",
+# 2021). Which features form a pair is a convention: half-split pairs i with i + D/2 (GPT-NeoX,
+# Llama in transformers), interleaved pairs 2i with 2i + 1 (the paper, GPT-J, Meta's Llama). The
+# same weights under the other convention give fluent nonsense, so each layout is an operator.
+#
+# cos and sin are inputs (T, D/2): rational points of the circle, ((1 - t²), 2t) / (1 + t²), which
+# come out of exact arithmetic alike on every machine.
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
+    return first, second
+
+
+def _rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = _halves(x)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    return turn(query), turn(key)
+
+
+def _rope_interleaved(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    def turn(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+
+    return turn(query), turn(key)
+
+
+def _truth_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(a, b) → (a cos θ - b sin θ, b cos θ + a sin θ) for a = x_i, b = x_(i + D/2)."""
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = _halves(x)
+        return torch.cat([stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)], -1)
+
+    return turn(query), turn(key)
+
+
+def _truth_rope_interleaved(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for a = x_(2i), b = x_(2i + 1)."""
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x[..., 0::2], x[..., 1::2]
+        pair = [stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)]
+        return torch.stack(pair, -1).flatten(-2)
+
+    return turn(query), turn(key)
+
+
+def _rotary_inputs(source: TensorSource, shape: Shape) -> Arguments:
+    batch, heads, kv_heads, tokens, width = shape
+    t = normal("angle", (tokens, width // 2))
+    whole = 1.0 + t * t
+    return {
+        "query": source.main("query", (batch, heads, tokens, width)),
+        "key": source.main("key", (batch, kv_heads, tokens, width)),
+        "cos": to_tensor((1.0 - t * t) / whole, source.dtype),
+        "sin": to_tensor(2.0 * t / whole, source.dtype),
+    }
+
+
+def _npu_rotary(interleaved: bool) -> Callable[[], Implementation]:
+    def find() -> Implementation:
+        import torch_npu
+
+        def call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            repeat = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (
+                lambda x: torch.cat([x, x], -1)
+            )  # fmt: skip
+            tables = [repeat(table)[None, None].contiguous() for table in (cos, sin)]
+            mode = "interleave" if interleaved else "half"
+            return tuple(
+                torch_npu.npu_rotary_mul(x.contiguous(), *tables, rotary_mode=mode)
+                for x in (query, key)
+            )
+
+        return call
+
+    return find
+
+
+_ROTARY_SHAPES = {"decode": (1, 8, 2, 1, 64), "odd": (1, 3, 1, 7, 38), "prefill": (1, 4, 2, 48, 64)}
+_ROTARY_PLAN = [entry for entry in PLAN if entry != ("odd", "equal")]  # adds nothing here
+
+ROTARY = (
+    Operator(
+        name="rope", run=_rope, truth=_truth_rope,
+        cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
+        implementations={"torch_npu": _npu_rotary(False)},
+    ),
+    Operator(
+        name="rope_interleaved", run=_rope_interleaved,
+        truth=_truth_rope_interleaved,
+        cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
+        implementations={"torch_npu": _npu_rotary(True)},
+    ),
+)  # fmt: skip
+
+# Softmax, and attention over whole sequences with grouped heads and masks.
+#
+# Axes: B batch, N heads, G key-value heads, T queries, S keys, H head dim. Query head n reads
+# key-value head n // (N / G). Masks are boolean, True where a key is seen; a query that sees no key
+# gives 0, as torch's scaled_dot_product_attention does since 2.5.
+
+
+def _truth_softmax(x: Tensor) -> Tensor:
+    """p_i = exp(x_i - m) / Σ_j exp(x_j - m), m = max x."""
+    weights = torch.exp(x - x.amax(-1, keepdim=True))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _truth_log_softmax(x: Tensor) -> Tensor:
+    """x_i - m - log Σ_j exp(x_j - m)."""
+    shifted = x - x.amax(-1, keepdim=True)
+    return shifted - torch.log(torch.exp(shifted).sum(-1, keepdim=True))
+
+
+def _logits(source: TensorSource, shape: Shape) -> Arguments:
+    """Four times a normal value: what attention scores and router logits of trained models
+    reach."""
+    return {"x": source.main("x", shape, scale=1.0 if source.values == "subnormals" else 4.0)}
+
+
+_WINDOW = 5
+
+
+def _run_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """The kernel that torch chooses."""
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def _run_math(**operands: Any) -> Tensor:
+    """torch's own formula, in elementary operators."""
+    attended: Tensor = _backend("MATH")()(**operands)
+    return attended
+
+
+def _run_eager(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """As eager attention in transformers: scores in the tensors' dtype, softmax in float32."""
+    key, value = _spread(key, query.shape[1]), _spread(value, query.shape[1])
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    seen = _seen(mask, causal, scores)
+    if seen is not None:
+        scores = scores + torch.zeros_like(scores).masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).nan_to_num(0.0).to(query.dtype)
+    return torch.matmul(weights, value)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    *,
+    scores_stored: bool = False,
+) -> Tensor:
+    """P = softmax(s Q Kᵀ) over the keys that are seen, P V (Vaswani et al., "Attention Is All You
+    Need", 2017). P may be stored in the tensors' dtype, as fused kernels do before the second
+    product; eager attention stores the scores as well."""
+    scores = query @ key.transpose(-1, -2)  # (..., T, H), (..., S, H) → (..., T, S)
+    scores = stored(stored(scores) * scale) if scores_stored else scores * scale
+    if seen is not None:
+        scores = torch.where(seen, scores, -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    return stored(weights / torch.where(total == 0.0, 1.0, total)) @ value
+
+
+def _truth_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    *,
+    scores_stored: bool = False,
+) -> Tensor:
+    """See attend."""
+    heads, queries = query.shape[1], query.shape[2]
+    seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
+    key, value = _spread(key, heads), _spread(value, heads)
+    return attend(query, key, value, seen, scale, scores_stored=scores_stored)
+
+
+_truth_eager = partial(_truth_attention, scores_stored=True)
+
+
+def _spread(x: Tensor, heads: int) -> Tensor:
+    """Each key-value head once for every query head that reads it: (B, G, S, H) → (B, N, S, H)."""
+    batch, groups, length, width = x.shape
+    if groups == heads:
+        return x
+    wide = x[:, :, None].expand(batch, groups, heads // groups, length, width)
+    return wide.reshape(batch, heads, length, width)
+
+
+def _seen(mask: Tensor | None, causal: bool, scores: Tensor) -> Tensor | None:
+    if not causal:
+        return mask
+    queries, keys = scores.shape[-2:]
+    return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
+
+
+def _attention_inputs(source: TensorSource, shape: Shape) -> Arguments:
+    batch, heads, groups, queries, keys, width = shape
+    inner, outer = source.values in ("outliers", "equal"), source.values
+    where = (batch, groups, keys, width)
+    return {
+        "query": source.plain("query", (batch, heads, queries, width), scale=2.0),
+        "key": source.main("key", where) if inner else source.plain("key", where),
+        "value": source.main("value", where, axis=-2) if outer != "normal" or source.strided
+        else source.plain("value", where),
+        "mask": None, "causal": False, "scale": width**-0.5,
+    }  # fmt: skip
+
+
+def _causal(source: TensorSource, shape: Shape) -> Arguments:
+    return {**_attention_inputs(source, shape), "causal": True}
+
+
+def _masked(kind: str) -> Callable[[TensorSource, Shape], Arguments]:
+    def build(source: TensorSource, shape: Shape) -> Arguments:
+        return {**_attention_inputs(source, shape), "mask": torch.from_numpy(mask_of(kind, shape))}
+
+    return build
+
+
+def mask_of(kind: str, shape: Shape) -> np.ndarray:
+    """(B, 1, T, S), True where query t sees key s. ``padding``: the last sample's first keys are
+    none; ``all_masked``: its first two queries see nothing; ``window``: the last five keys up to
+    the query's own place at the end."""
+    batch, _, _, queries, keys, _ = shape
+    seen = np.ones((batch, 1, queries, keys), dtype=bool)
+    if kind == "padding":
+        seen[-1, :, :, : keys // 3] = False
+    elif kind == "all_masked":
+        seen[-1, :, :2] = False
+    elif kind == "window":
+        place = np.arange(queries)[:, None] + keys - queries - np.arange(keys)[None]
+        seen &= (place >= 0) & (place < _WINDOW)
+    return seen
+
+
+_ATTENTION_SHAPES = {
+    "decode": (1, 8, 2, 1, 130, 64), "odd": (2, 3, 3, 7, 19, 40), "grouped": (2, 6, 2, 9, 33, 32),
+    "square": (1, 3, 3, 33, 33, 40), "prefill": (1, 4, 2, 48, 48, 64),
+}  # fmt: skip
+_ATTENTION_PLAN: Plan = (
+    ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
+    ("odd", "subnormals"), ("odd", "cancelling"), ("odd", "equal"), ("odd.strided", "normal"),
+    ("grouped", "normal"), ("prefill", "normal"), ("prefill", "outliers"),
+)  # fmt: skip
+
+
+def _attention_cases() -> Iterator[OperatorCase]:
+    yield from cases_of(_attention_inputs, shapes=_ATTENTION_SHAPES, plan=_ATTENTION_PLAN)()
+    square: Plan = (("square", "normal"), ("prefill", "normal"))
+    yield from cases_of(_causal, shapes=_ATTENTION_SHAPES, plan=square, suffix="causal")()
+    odd: Plan = (("odd", "normal"), ("grouped", "normal"))
+    for kind in ("padding", "all_masked", "window"):
+        yield from cases_of(_masked(kind), shapes=_ATTENTION_SHAPES, plan=odd, suffix=kind)()
+
+
+def _backend(name: str) -> Callable[[], Implementation]:
+    """scaled_dot_product_attention with one backend alone; what it cannot do, it refuses."""
+
+    def find() -> Implementation:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, name, None)
+        if backend is None:
+            raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
+
+        def call(**operands: Any) -> Tensor:
+            with sdpa_kernel([backend]):
+                return _run_sdpa(**operands)
+
+        return call
+
+    return find
+
+
+def _flash_attn() -> Implementation:
+    from flash_attn import flash_attn_func
+
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Any:
+        if mask is not None:
+            raise Unavailable("flash_attn takes no mask")
+        # (B, N, T, H) → (B, T, N, H) and back
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+    return call
+
+
+ATTENTION = (
+    Operator(
+        name="softmax", run=lambda x: torch.softmax(x, -1), truth=_truth_softmax,
+        cases=cases_of(_logits),
+    ),
+    Operator(
+        name="log_softmax", run=lambda x: torch.log_softmax(x, -1), truth=_truth_log_softmax,
+        cases=cases_of(_logits),
+    ),
+    Operator(
+        name="attention", run=_run_sdpa, truth=_truth_attention, cases=_attention_cases,
+        implementations={
+            "sdpa_flash": _backend("FLASH_ATTENTION"), "sdpa_math": _backend("MATH"),
+            "sdpa_efficient": _backend("EFFICIENT_ATTENTION"),
+            "sdpa_cudnn": _backend("CUDNN_ATTENTION"), "flash_attn": _flash_attn,
+        },
+    ),
+    Operator(
+        name="attention_math", run=_run_math, truth=_truth_eager,
+        cases=_attention_cases,
+    ),
+    Operator(
+        name="attention_eager", run=_run_eager, truth=_truth_eager,
+        cases=_attention_cases,
+    ),
+)  # fmt: skip
+
+# Incremental attention over a paged cache of keys and values: one new token per sequence.
+#
+# The cache is a pool of blocks (blocks, block size, G, H); a sequence's tokens lie in the blocks
+# that its row of the block table names, in order, and it sees the first ``context_lens`` of them
+# (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+# SOSP 2023). What lies beyond in the last block and in other blocks is large here, so that reading
+# it shows.
+
+
+_BLOCK = 16
+_FLASH_PAGE = 256
+
+
+def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """One sequence's keys or values: (G, S, H)."""
+    if not 0 < length <= table.numel() * cache.shape[1]:
+        raise ValueError(f"{length} tokens in {table.numel()} blocks")
+    pages = cache[table[: -(-length // cache.shape[1])].long()]  # (blocks, size, G, H)
+    return pages.flatten(0, 1)[:length].transpose(0, 1)
+
+
+def _run_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Gathers each sequence, then scaled_dot_product_attention."""
+    results = []
+    for number, length in enumerate(context_lens.tolist()):
+        key, value = (
+            _gathered(cache, block_tables[number], length)[None]
+            for cache in (key_cache, value_cache)
+        )
+        queries = query[number][None, :, None]  # (N, H) → (1, N, 1, H)
+        attended = functional.scaled_dot_product_attention(
+            queries, key, value, scale=scale, enable_gqa=queries.shape[1] != key.shape[1]
+        )
+        results.append(attended[0, :, 0])
+    return torch.stack(results)
+
+
+def _truth_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention of query b over its context_lens[b] first cached tokens; see attention.attend."""
+    results = []
+    for number, length in enumerate(context_lens.tolist()):
+        key, value = (
+            _gathered(cache, block_tables[number], length) for cache in (key_cache, value_cache)
+        )
+        groups, heads = key.shape[0], query.shape[1]
+        # (N, H) → (G, N/G, H): the heads that read one key-value head are its queries
+        queries = query[number].reshape(groups, heads // groups, -1)
+        results.append(attend(queries, key, value, None, scale).reshape(heads, -1))
+    return torch.stack(results)
+
+
+def _paged_inputs(source: TensorSource, shape: Shape) -> Arguments:
+    batch, heads, groups, blocks, width = shape
+    lengths = [
+        (37 * number + 21) % (2 * _BLOCK * blocks // batch - 1) + 1 for number in range(batch)
+    ]
+    lengths = [min(length, _BLOCK * (blocks // batch)) for length in lengths]
+    order = np.argsort(normal("block order", (blocks,)), kind="stable").astype(np.int32)
+    tables = order[: batch * (blocks // batch)].reshape(batch, blocks // batch)
+    used = np.zeros((blocks, _BLOCK), dtype=bool)
+    for table, length in zip(tables, lengths, strict=True):
+        for place in range(length):
+            used[table[place // _BLOCK], place % _BLOCK] = True
+    where = (blocks, _BLOCK, groups, width)
+    caches = {}
+    for name in ("key", "value"):
+        inner = name == "value" or source.values in ("outliers", "equal")
+        cache = source.main(name, where) if inner else source.plain(name, where)
+        beyond = to_tensor(300.0 + normal(f"{name} beyond", where), source.dtype)
+        seen = torch.from_numpy(used)[:, :, None, None]
+        caches[f"{name}_cache"] = torch.where(seen, cache, beyond)
+    return {
+        "query": source.plain("query", (batch, heads, width), scale=2.0), **caches,
+        "block_tables": torch.from_numpy(tables.copy()),
+        "context_lens": torch.tensor(lengths, dtype=torch.int32), "scale": width**-0.5,
+    }  # fmt: skip
+
+
+def _repaged(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """The same tokens in pages of 256, the only ones that flash_attn takes, last page first; and
+    the table of those. What fills a page up is large, too."""
+    batch = tables.shape[0]
+    tokens = cache[tables.long()].flatten(1, 2)  # (B, blocks x size, G, H)
+    pages = -(-tokens.shape[1] // _FLASH_PAGE)
+    wide = tokens.new_full((batch, pages * _FLASH_PAGE, *tokens.shape[2:]), 300.0)
+    wide[:, : tokens.shape[1]] = tokens
+    flat = wide.reshape(batch * pages, _FLASH_PAGE, *tokens.shape[2:]).flip(0).contiguous()
+    table = torch.arange(batch * pages - 1, -1, -1, dtype=tables.dtype, device=tables.device)
+    return flat, table.reshape(batch, pages)
+
+
+def _flash_attn_paged() -> Implementation:
+    from flash_attn import flash_attn_with_kvcache
+
+    def call(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Any:
+        keys, table = _repaged(key_cache, block_tables)
+        values, _ = _repaged(value_cache, block_tables)
+        attended = flash_attn_with_kvcache(
+            query[:, None], keys, values, cache_seqlens=context_lens, block_table=table,
+            softmax_scale=scale,
+        )  # fmt: skip
+        return attended[:, 0]
+
+    return call
+
+
+def _npu_paged() -> Implementation:
+    import torch_npu
+
+    def call(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Any:
+        batch, heads, width = query.shape
+        blocks, size, groups, _ = key_cache.shape
+        operands = (
+            query.reshape(batch, 1, heads * width),
+            key_cache.reshape(blocks, size, groups * width),
+            value_cache.reshape(blocks, size, groups * width),
+        )
+        paged = {"block_table": block_tables, "block_size": size, "num_heads": heads,
+                 "num_key_value_heads": groups, "input_layout": "BSH"}  # fmt: skip
+        lengths = context_lens.tolist()
+        if hasattr(torch_npu, "npu_fused_infer_attention_score"):  # the only one on newer devices
+            attended, *_ = torch_npu.npu_fused_infer_attention_score(
+                *operands, actual_seq_lengths_kv=lengths, scale=scale, **paged
+            )
+        else:
+            attended = torch_npu.npu_incre_flash_attention(
+                *operands, actual_seq_lengths=lengths, scale_value=scale, **paged
+            )
+        return attended.reshape(batch, heads, width)
+
+    return call
+
+
+_PAGED_PLAN: Plan = (
+    ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
+    ("odd", "equal"), ("batch", "normal"),
+)  # fmt: skip
+_PAGED_SHAPES = {"decode": (1, 8, 2, 9, 64), "odd": (3, 6, 3, 13, 40), "batch": (8, 8, 8, 64, 64)}
+
+
+PAGED = (
+    Operator(
+        name="paged_attention", run=_run_paged, truth=_truth_paged,
+        cases=cases_of(_paged_inputs, shapes=_PAGED_SHAPES, plan=_PAGED_PLAN),
+        implementations={"flash_attn": _flash_attn_paged, "torch_npu": _npu_paged},
+    ),
+)  # fmt: skip
+
+# Activations: GELU in both forms, SiLU, and SwiGLU, the gated product of feed-forward blocks.
+
+
+def _run_gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x)
+
+
+def _truth_gelu(x: Tensor) -> Tensor:
+    """x/2 (1 + erf(x/√2)) (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016)."""
+    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _truth_gelu_tanh(x: Tensor) -> Tensor:
+    """x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), the paper's approximation: another function,
+    up to 5e-4 away."""
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def _truth_silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x))."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def _truth_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(g) · u (Shazeer, "GLU Variants Improve Transformer", 2020); silu(g) may be stored."""
+    return stored(_truth_silu(gate)) * up
+
+
+def _one(source: TensorSource, shape: Shape) -> Arguments:
+    return {"x": source.main("x", shape)}
+
+
+def _gate_and_up(source: TensorSource, shape: Shape) -> Arguments:
+    return {"gate": source.main("x", shape), "up": source.plain("up", shape)}
+
+
+def _npu_swiglu() -> Implementation:
+    import torch_npu
+
+    return lambda gate, up: torch_npu.npu_swiglu(torch.cat([gate, up], -1), dim=-1)
+
+
+def _vllm_swiglu() -> Implementation:
+    import vllm._custom_ops  # noqa: F401 - registers torch.ops._C
+
+    def call(gate: Tensor, up: Tensor) -> Any:
+        out = torch.empty_like(up)
+        torch.ops._C.silu_and_mul(out, torch.cat([gate, up], -1))
+        return out
+
+    return call
+
+
+def _liger_swiglu() -> Implementation:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda gate, up: LigerSiLUMulFunction.apply(gate.contiguous(), up)
+
+
+ACTIVATIONS = (
+    Operator(
+        name="gelu", run=_run_gelu, truth=_truth_gelu, cases=cases_of(_one),
+    ),
+    Operator(
+        name="gelu_tanh", run=lambda x: functional.gelu(x, approximate="tanh"),
+        truth=_truth_gelu_tanh, cases=cases_of(_one),
+    ),
+    Operator(
+        name="silu", run=lambda x: functional.silu(x), truth=_truth_silu, cases=cases_of(_one),
+    ),
+    Operator(
+        name="swiglu", run=lambda gate, up: functional.silu(gate) * up, truth=_truth_swiglu,
+        cases=cases_of(_gate_and_up),
+        implementations={
+            "torch_npu": _npu_swiglu, "vllm": _vllm_swiglu, "triton": _liger_swiglu,
+        },
+    ),
+)  # fmt: skip
+
+# Choices, rows of a table, sums: what picks from an axis, or adds along it.
+#
+# Choices are top-k, the gating of a mixture of experts, argmax. Where scores are equal, the
+# definition takes the lowest index first. torch.argmax documents that; torch.topk documents no
+# order, so there a choice among exact ties is shown and is no fault.
+#
+# Embedding is exact, so any difference is a fault. Sums are accumulated in float32, stored in the
+# dtype of x.
+
+
+_K = 4
+
+
+def _run_moe_gating(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As Mixtral's and Qwen's routers in transformers: softmax in float32, then top-k."""
+    weights, experts = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
+
+
+def _truth_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest, in descending order; of equal ones the lowest index first."""
+    values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
+    return values[..., :k], indices[..., :k]
+
+
+def _truth_moe_gating(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """p = softmax(logits); the k largest p, divided by their sum, and which they are."""
+    weights, experts = _truth_topk(_truth_softmax(logits), k)
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def _truth_argmax(x: Tensor) -> Tensor:
+    """The lowest index of the largest value."""
+    largest = x == x.amax(-1, keepdim=True)
+    places = torch.arange(x.shape[-1]).expand(x.shape)
+    return torch.where(largest, places, x.shape[-1]).amin(-1)
+
+
+def _choose(source: TensorSource, shape: Shape) -> Arguments:
+    return {"x": source.main("x", shape), "k": _K}
+
+
+def _route(source: TensorSource, shape: Shape) -> Arguments:
+    return {"logits": source.main("x", shape), "k": _K}
+
+
+def _npu_moe_gating() -> Implementation:
+    import torch_npu
+
+    def call(logits: Tensor, k: int) -> Any:
+        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
+        return weights / weights.sum(-1, keepdim=True), experts.long()
+
+    return call
+
+
+_CHOICE_PLAN: Plan = (
+    ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "ties"),
+    ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"), ("prefill", "ties"),
+)  # fmt: skip
+_EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
+_VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
+
+
+def _truth_embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """y_t = W[id_t]."""
+    return weight[ids]
+
+
+def _rows(source: TensorSource, shape: Shape) -> Arguments:
+    tokens, rows, width = shape
+    return {
+        "ids": source.indices("ids", (tokens,), rows), "weight": source.main("x", (rows, width)),
+    }  # fmt: skip
+
+
+def _truth_sum(x: Tensor) -> Tensor:
+    """Σ_i x_i."""
+    return x.sum(-1)
+
+
+def _truth_mean(x: Tensor) -> Tensor:
+    """Σ_i x_i / n."""
+    return x.sum(-1) / x.shape[-1]
+
+
+def _truth_cumsum(x: Tensor) -> Tensor:
+    """y_j = Σ_(i <= j) x_i."""
+    return x.cumsum(-1)
+
+
+_SUM_SHAPES = {"odd": (7, 129), "prefill": (64, 512), "long": (4, 32768)}
+_SUM_PLAN: Plan = (
+    ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"), ("odd", "cancelling"),
+    ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"), ("long", "normal"),
+    ("long", "cancelling"), ("long", "equal"),
+)  # fmt: skip
+
+REDUCTIONS = (
+    Operator(
+        name="topk", run=lambda x, k: torch.topk(x, k, dim=-1), truth=_truth_topk,
+        cases=cases_of(_choose, shapes=_VOCABULARY, plan=_CHOICE_PLAN), scores=lambda x, k: x,
+    ),
+    Operator(
+        name="moe_gating", run=_run_moe_gating, truth=_truth_moe_gating,
+        cases=cases_of(_route, shapes=_EXPERTS, plan=_CHOICE_PLAN),
+        scores=lambda logits, k: _truth_softmax(logits),
+        implementations={"torch_npu": _npu_moe_gating},
+    ),
+    Operator(
+        name="argmax", run=lambda x: torch.argmax(x, -1), truth=_truth_argmax,
+        cases=cases_of(_one, shapes=_VOCABULARY, plan=_CHOICE_PLAN),
+    ),
+    Operator(
+        name="embedding", run=lambda ids, weight: functional.embedding(ids, weight),
+        truth=_truth_embedding,
+        cases=cases_of(
+            _rows,
+            shapes={"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
+            plan=[
+                ("decode", "normal"), ("odd", "normal"), ("odd", "subnormals"),
+                ("odd.strided", "normal"), ("prefill", "outliers"),
+            ],
+        ),
+    ),
+    *(
+        Operator(
+            name=name, run=run, truth=truth,
+            cases=cases_of(_one, shapes=_SUM_SHAPES, plan=_SUM_PLAN),
+        )
+        for name, run, truth in (
+            ("sum", lambda x: x.sum(-1), _truth_sum),
+            ("mean", lambda x: x.mean(-1), _truth_mean),
+            ("cumsum", lambda x: x.cumsum(-1), _truth_cumsum),
+        )
+    ),
+)  # fmt: skip
+
+# Quantisation to int8 and to 8-bit floats, and the linear layer on int8 codes.
+#
+# Codes are round(·) to the nearest integer, half-way cases to the even one, as torch.round and
+# IEEE 754's default do; a result outside -128 to 127 is the nearer end.
+#
+# 8-bit floats: e4m3fn has no infinity and ends at 448, e5m2 ends at 57344 (Micikevicius et al.,
+# "FP8 Formats for Deep Learning", 2022; OCP 8-bit floating point specification 1.0). Beyond the
+# end the specification allows two conversions, saturating or not (nan in e4m3fn, infinity in e5m2),
+# and torch's ``.to`` has changed between versions, so the plain cast leaves it open there (nan in
+# the truth: not judged); the saturating cast clamps first and is judged everywhere.
+
+
+_LOW, _HIGH = -128, 127
+
+
+def _run_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    scaled = x.float() * scale.float() + offset.float()
+    return torch.round(scaled).clamp(_LOW, _HIGH).to(torch.int8)
+
+
+def _truth_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """y = round(x · scale + offset), to int8 (the formula of Ascend's quantize operator). scale
+    and offset hold one number, or one for each channel of the last axis."""
+    return torch.round(x * scale + offset).clamp(_LOW, _HIGH).to(torch.int8)
+
+
+def _run_dynamic_quant(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = x.float() if smooth is None else x.float() * smooth.float()
+    scale = wide.abs().amax(-1) / _HIGH
+    codes = torch.round(wide / torch.where(scale == 0, 1.0, scale)[..., None])
+    return codes.clamp(_LOW, _HIGH).to(torch.int8), scale
+
+
+def _truth_dynamic_quant(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scale = rowmax(|x|) / 127, y = round(x / scale), with x · smooth for x where there are smooth
+    scales (the formula of Ascend's DynamicQuant). A row of zeros has scale 0 and codes 0."""
+    wide = x if smooth is None else x * smooth
+    scale = wide.abs().amax(-1) / _HIGH
+    codes = torch.round(wide / torch.where(scale == 0, 1.0, scale)[..., None])
+    return codes.clamp(_LOW, _HIGH).to(torch.int8), scale
+
+
+def _run_w8a8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
+) -> Tensor:
+    if x.device.type == "npu":  # torch's own int8 product runs on the CPU there
+        there: Tensor = _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
+        return there
+    product = _int_product(x, weight.T).float()
+    return (product * x_scale[:, None] * weight_scale).to(getattr(torch, out_dtype))
+
+
+def _int_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y of int8 codes in int32, exactly. Accelerators want at least 17 rows and even sides."""
+    if x.device.type == "cpu":
+        return x.int() @ y.int()
+    if not hasattr(torch, "_int_mm"):
+        raise Unavailable(f"torch {torch.__version__} has no product of int8 on {x.device.type}")
+    rows, columns = x.shape[0], y.shape[1]
+    wide = x.new_zeros(max(32, -(-rows // 8) * 8), -(-x.shape[1] // 8) * 8)
+    wide[:rows, : x.shape[1]] = x
+    other = y.new_zeros(-(-columns // 8) * 8, wide.shape[1])  # columns first: cuBLAS wants it so
+    other[:columns, : y.shape[0]] = y.T
+    return torch._int_mm(wide, other.T)[:rows, :columns]
+
+
+def _truth_w8a8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
+) -> Tensor:
+    """y_mn = s_m t_n Σ_k x_mk w_nk: int8 codes, exactly summed, one scale for each token and one
+    for each output channel."""
+    return (x.double() @ weight.double().T) * x_scale[:, None] * weight_scale
+
+
+_Cast = Callable[[Tensor], Tensor]
+
+
+def _to_grid(x: Tensor, name: str) -> Tensor:
+    """Float64 rounded to the 8-bit format, to nearest even, the range taken as endless."""
+    form = format_named(name)
+    _, exponent = torch.frexp(x)
+    least = round(math.log2(form.smallest_subnormal))
+    power = (exponent.double() - 1 - form.mantissa_bits).clamp_min(least)
+    step = torch.exp2(power)
+    return torch.round(x / step) * step
+
+
+def _cast(name: str, *, saturating: bool) -> tuple[_Cast, _Cast]:
+    """(run, truth) of a cast to the 8-bit format: to the nearest code, ties to even; beyond the
+    largest one that code where it is ``saturating``, else open (nan in the truth)."""
+    form, dtype = format_named(name), getattr(torch, name)
+
+    def run(x: Tensor) -> Tensor:
+        return (x.clamp(-form.max, form.max) if saturating else x).to(dtype)
+
+    def truth(x: Tensor) -> Tensor:
+        rounded = _to_grid(x, name)
+        if saturating:
+            return rounded.clamp(-form.max, form.max).to(dtype)
+        return torch.where(rounded.abs() > form.max, math.nan, rounded).to(dtype)
+
+    return run, truth
+
+
+def _per_tensor(source: TensorSource, shape: Shape) -> Arguments:
+    x = source.main("x", shape)
+    ties = source.values == "ties"  # x · 2 + 1 is half-way between integers in half of the places
+    scale, offset = (2.0, 1.0) if ties else (37.0, -3.0)
+    one = torch.ones(1, dtype=x.dtype)
+    return {"x": x, "scale": one * scale, "offset": one * offset}
+
+
+def _per_channel(source: TensorSource, shape: Shape) -> Arguments:
+    scale = source.plain("scale", shape[-1:], scale=4.0, mean=32.0)
+    return {
+        "x": source.main("x", shape), "scale": scale,
+        "offset": source.plain("offset", shape[-1:], scale=8.0),
+    }  # fmt: skip
+
+
+def _quantize_cases() -> Iterator[OperatorCase]:
+    plan: Plan = (
+        ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"),
+        ("odd", "ties"), ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"),
+    )  # fmt: skip
+    yield from cases_of(_per_tensor, plan=plan, suffix="per_tensor")()
+    few: Plan = (
+        ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("prefill", "normal"),
+    )  # fmt: skip
+    yield from cases_of(_per_channel, plan=few, suffix="per_channel")()
+
+
+def _dynamic(source: TensorSource, shape: Shape) -> Arguments:
+    return {"x": source.main("x", shape), "smooth": None}
+
+
+def _smoothed(source: TensorSource, shape: Shape) -> Arguments:
+    smooth = source.plain("smooth", shape[-1:], scale=0.125, mean=1.0)
+    return {"x": source.main("x", shape), "smooth": smooth}
+
+
+def _zero_row(source: TensorSource, shape: Shape) -> Arguments:
+    x = source.main("x", shape)
+    x[2] = 0.0
+    return {"x": x, "smooth": None}
+
+
+def _dynamic_cases() -> Iterator[OperatorCase]:
+    plan: Plan = (
+        ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
+        ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"),
+        ("prefill", "outliers"),
+    )  # fmt: skip
+    yield from cases_of(_dynamic, plan=plan)()
+    yield from cases_of(_smoothed, plan=[("odd", "normal")], suffix="smooth")()
+    yield from cases_of(_zero_row, plan=[("odd", "normal")], suffix="zero_row")()
+
+
+def _w8a8_inputs(source: TensorSource, shape: Shape) -> Arguments:
+    m, k, n = shape
+    codes = {
+        "x": torch.from_numpy(integers("codes", (m, k), -127, 128)).to(torch.int8),
+        "weight": torch.from_numpy(integers("weight codes", (n, k), -127, 128)).to(torch.int8),
+    }
+    scales = {
+        name: to_tensor(integers(name, (size,), 1, 1 << 16) / 2.0**24, "float32")
+        for name, size in (("x_scale", m), ("weight_scale", n))
+    }
+    return {**codes, **scales, "out_dtype": source.dtype}
+
+
+def _cast_inputs(source: TensorSource, shape: Shape) -> Arguments:
+    """Subnormals here are those of the 8-bit formats."""
+    if source.values == "subnormals":
+        return {"x": source.plain("x", shape, scale=2.0**-9)}
+    return {"x": source.main("x", shape, scale=8.0)}
+
+
+_CAST_PLAN: Plan = (
+    ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"),
+    ("odd", "ties"), ("odd.strided", "normal"), ("prefill", "normal"),
+)  # fmt: skip
+
+
+def _casts() -> Iterator[Operator]:
+    for short in ("e4m3fn", "e5m2"):
+        for kind in ("", "_saturating"):
+            run, truth = _cast(f"float8_{short}", saturating=bool(kind))
+            yield Operator(
+                name=f"cast_{short}{kind}", run=run, truth=truth,
+                cases=cases_of(_cast_inputs, plan=_CAST_PLAN),
+            )  # fmt: skip
+
+
+def _npu_quantize() -> Implementation:
+    import torch_npu
+
+    return lambda x, scale, offset: torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
+
+
+def _npu_quant_matmul() -> Implementation:
+    import torch_npu
+
+    return lambda x, weight, x_scale, weight_scale, out_dtype: torch_npu.npu_quant_matmul(
+        x, weight.T, weight_scale, pertoken_scale=x_scale, output_dtype=getattr(torch, out_dtype)
+    )
+
+
+def _npu_dynamic_quant() -> Implementation:
+    import torch_npu
+
+    return lambda x, smooth: torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
+
+
+QUANTIZATION = (
+    Operator(
+        name="quantize", run=_run_quantize,
+        truth=_truth_quantize, cases=_quantize_cases,
+        implementations={"torch_npu": _npu_quantize},
+    ),
+    Operator(
+        name="dynamic_quant", run=_run_dynamic_quant,
+        truth=_truth_dynamic_quant, cases=_dynamic_cases,
+        implementations={"torch_npu": _npu_dynamic_quant},
+    ),
+    Operator(
+        name="w8a8_linear",
+        run=_run_w8a8, truth=_truth_w8a8,
+        cases=cases_of(
+            _w8a8_inputs,
+            shapes={
+                "decode": (1, 1024, 256), "odd": (7, 129, 65), "prefill": (64, 512, 256),
+                "large_k": (3, 16384, 32),
+            },
+            plan=[(shape, "normal") for shape in ("decode", "odd", "prefill", "large_k")],
+        ),
+        implementations={"torch_npu": _npu_quant_matmul},
+    ),
+    *_casts(),
+)  # fmt: skip
+
+
+OPERATORS: dict[str, Operator] = {
+    operator.full_name: operator
+    for family in (
+        PRODUCTS, NORMS, ROTARY, ATTENTION, PAGED, ACTIVATIONS, REDUCTIONS, QUANTIZATION,
+    )
+    for operator in family
+}  # fmt: skip
+"""By full name, in the order in which a suite runs them."""

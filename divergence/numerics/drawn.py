@@ -1,0 +1,80 @@
+"""Input values of cases, the same bytes on every machine.
+
+A counter-based generator: element i of a tensor is a hash of (seed, i), by SplitMix64 (Steele, Lea
+and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, the finaliser) in 64-bit
+integer arithmetic; a normal value is the sum of twelve 20-bit uniforms less its mean (Irwin-Hall:
+mean 0, variance 1 after division by 2^20), an integer below 2^24 and so exact in float32. What
+follows are additions, products and quotients, which IEEE 754 rounds in one way only. The last step
+rounds to the dtype to nearest even, by integer operations for bfloat16: a vector unit may flush the
+subnormals that are meant here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+OUTLIER_FACTOR = 1000.0
+_OUTLIER_PERIOD, _OUTLIER_FIRST = 43, 5
+"""Every 43rd channel from the sixth on: three in a row of 129, twelve of 512."""
+
+
+def _hash(seed: int, count: int, stream: int) -> np.ndarray:
+    """``count`` 64-bit hashes (uint64) of (seed, stream, index): SplitMix64."""
+    z = np.arange(1, count + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = (z + np.uint64((seed << 34) + (stream << 32))) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _seed(name: str, shape: tuple[int, ...]) -> int:
+    """Thirty bits of the tensor's name and shape."""
+    return zlib.crc32(f"{name}{list(shape)}".encode()) & 0x3FFFFFFF
+
+
+@lru_cache(maxsize=32)  # operators and dtypes share tensors, one after the other
+def normal(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Nearly normal values, mean 0 and variance 1, |x| <= 6, float64 holding 24 bits or fewer;
+    read-only."""
+    count = int(np.prod(shape))
+    seed, total = _seed(name, shape), np.zeros(count, dtype=np.int64)
+    for stream in range(4):  # three 20-bit uniforms of each hash
+        bits = _hash(seed, count, stream)
+        for shift in (0, 20, 40):
+            total += ((bits >> np.uint64(shift)) & np.uint64(0xFFFFF)).astype(np.int64)
+    values = ((total - 6 * (2**20 - 1)) / 2.0**20).reshape(shape)
+    values.setflags(write=False)
+    return values
+
+
+def integers(name: str, shape: tuple[int, ...], low: int, high: int) -> np.ndarray:
+    """Integers from ``low`` to ``high - 1``, int64; the slight bias of a remainder is kept."""
+    count = int(np.prod(shape))
+    drawn = _hash(_seed(name, shape), count, 0) >> np.uint64(33)
+    return (drawn.astype(np.int64) % (high - low) + low).reshape(shape)
+
+
+def outlier_channels(size: int) -> slice:
+    """Which channels of ``size`` are massive."""
+    return slice(min(_OUTLIER_FIRST, size - 1), None, _OUTLIER_PERIOD)
+
+
+def to_tensor(x: np.ndarray, dtype: str) -> Tensor:
+    """Round float64 values to ``dtype``, to nearest even, subnormals kept."""
+    if dtype == "float64":
+        return torch.from_numpy(np.ascontiguousarray(x))
+    single = np.ascontiguousarray(x, dtype=np.float32)
+    if dtype == "float16":
+        return torch.from_numpy(single.astype(np.float16))
+    if dtype != "bfloat16":
+        return torch.from_numpy(single).to(getattr(torch, dtype))
+    bits = single.view(np.uint32)  # finite: nothing here overflows
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
+    return torch.from_numpy(rounded.view(np.int16)).view(torch.bfloat16)

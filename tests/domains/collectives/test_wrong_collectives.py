@@ -1,0 +1,197 @@
+"""Who made what is wrong, and what is there instead, is said only where it is known."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch.distributed as dist
+
+from divergence import LoadOptions, MachineOptions, Run, capture, compare
+from divergence.domains.collectives.compare import _who
+from divergence.domains.collectives.result import CollectiveFault
+from divergence.errors import UsageError
+from divergence.facts import sentence
+from divergence.recording.processes import Ranks
+
+HERE = "tests.analyses.collectives.wrong_collectives"
+RANDOM = ("*.float32.odd.random", "reduce_scatter.float32.even.random")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """``made(ranks, sites, all_reduce="average")``: the run of functions of wrong_collectives."""
+    folder = tmp_path_factory.mktemp("wrong")
+    number = iter(range(100))
+
+    def make(ranks: int, sites: tuple[str, ...] = RANDOM, own: tuple[str, ...] = (),
+             **functions: str) -> Run:  # fmt: skip
+        impl = [*own, *(f"{name}={HERE}:{what}" for name, what in functions.items())]
+        return capture(
+            "suite:collectives",
+            out=folder / str(next(number)),
+            machine=MachineOptions(ranks=ranks),
+            sites=list(sites),
+            loading=LoadOptions(impl=impl),
+            probe=False,
+        )
+
+    return make
+
+
+def faults(run: Run) -> dict[str, list[CollectiveFault]]:
+    found: dict[str, list[CollectiveFault]] = {}
+    for fault in compare(run).collectives.sides[0].faults:
+        found.setdefault(fault.collective, []).append(fault)
+    return found
+
+
+@pytest.fixture(scope="module")
+def three(made):
+    return faults(
+        made(
+            3, (*RANDOM, "order.all_reduce.float32.odd"), all_reduce="own_first",
+            reduce="lacks_1", reduce_scatter="scattered_at_times",
+            all_gather="gathered_wrong_from_1", all_to_all="dealt_wrong_from_1",
+            broadcast="sent_by_1",
+        )
+    )  # fmt: skip
+
+
+def test_ranks_that_add_in_orders_of_their_own_are_not_blamed(three):
+    """Two of three have the same bits, since the first two terms commute; the third is as right."""
+    (fault,) = three["all_reduce"]
+    assert (fault.check, fault.ranks) == ("same_bits", ())
+    assert "adds in its own order: ranks 0, 1, rank 2" in fault.text
+
+
+def test_the_root_of_a_reduce_is_not_blamed_for_what_it_got(three):
+    (fault,) = three["reduce"]
+    assert (fault.ranks, fault.text) == ((), "all 1,037 elements lack what rank 1 put in")
+    who = sentence(_who(fault, "candidate"))
+    assert who == "rank 0 of B, which alone holds the result (any may have made it)"
+
+
+def test_a_repetition_that_lacks_a_rank_is_no_other_order(three):
+    (fault,) = three["reduce_scatter"]
+    assert fault.check == "repeatable"
+    assert fault.text == "in call 3, all 129 elements lack what rank 1 put in"
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+def test_what_is_wrong_on_every_other_rank_was_sent_so(three, name):
+    """Not certainly: the others may each have received it wrong."""
+    (fault,) = three[name]
+    assert (fault.ranks, fault.assumed) == ((1,), True)
+    assert "what this rank sent" in fault.text
+
+
+def test_a_broadcast_that_all_ranks_have_wrong_names_the_root_with_care(three):
+    (fault,) = three["broadcast"]
+    assert (fault.ranks, fault.assumed) == ((0,), True)
+
+
+def test_an_average_is_called_one(made):
+    """Of a group that is too large, too: 1 / 3 and not the 1 / 2 that would be right."""
+    found = faults(made(3, all_reduce="average", reduce="first_alone", all_gather="too_short"))
+    assert found["all_reduce"][0].text == "all 1,037 elements are the sum divided by 3"
+    assert found["reduce"][0].text == "all 1,037 elements are what the rank itself put in"
+    (fault,) = found["all_gather"]
+    assert fault.ranks == (0, 1, 2)
+    assert fault.text == "128 elements are there in place of 387"
+
+
+def test_what_is_said_of_all_ranks_is_true_of_each(made):
+    found = faults(made(3, all_reduce="first_alone"))
+    assert found["all_reduce"][0].text == "all 1,037 elements are what rank 0 put in"
+
+
+def test_where_every_rank_is_wrong_none_is_named_one_by_one(made):
+    """In bfloat16 single elements come out right by chance, others on each rank."""
+    (fault,) = faults(made(3, ("all_reduce.bfloat16.odd.random",), all_reduce="nothing"))[
+        "all_reduce"
+    ]
+    assert fault.ranks == ()
+    assert "are what the rank itself put in" in fault.text
+    assert sentence(_who(fault)) == "ranks 0, 1, 2, all wrong (one rank made it, or each did)"
+
+
+def test_terms_that_cancel_are_not_taken_for_one_another(made):
+    """Twice rank 1's is nearly without rank 0's."""
+    found = faults(made(2, ("all_reduce.float32.odd.cancelling",), all_reduce="twice_1"))
+    assert "hold twice what rank 1 put in" in found["all_reduce"][0].text
+
+
+def test_one_case_that_a_dtype_explains_by_chance_proves_nothing(made):
+    """Subnormal numbers have too few digits to tell a narrow sum from what was sent narrow."""
+    sites = ("all_reduce.float32.odd.*", "order.all_reduce.float32.odd")
+    found = faults(made(3, sites, all_reduce="sent_in_bfloat16"))["all_reduce"]
+    assert not [fault.text for fault in found if "add in" in fault.text]
+
+
+def test_zeros_beside_subnormal_sums_are_no_setting(made):
+    """A tail that never arrived is no flushing to zero."""
+    (fault,) = faults(made(2, ("all_reduce.float32.odd.subnormal",), all_reduce="lost_tail"))[
+        "all_reduce"
+    ]
+    assert "the last 17 of 1,037 elements are 0" in fault.text
+
+
+def test_equal_bits_are_promised_of_equal_partial_sums_alone(made):
+    """All-reduce adds in float32, reduce-scatter in bfloat16, in one order: both are right."""
+    sites = ("*.bfloat16.even.random", "order.*.bfloat16.even")
+    report = compare(made(3, sites, own=("flat",), all_reduce="wide"))
+    assert report.verdict.kind == "within_floor", report.verdict.summary
+    (row,) = report.collectives.sides[0].identities
+    assert row.num_different > 0 and not row.promised
+
+
+def test_orders_and_times_alone_are_no_right_collective(made):
+    sites = ("order.all_reduce.float32.odd", "bandwidth.all_reduce")
+    first, second = made(2, sites), made(2, sites)
+    assert compare(first).verdict.kind == "undetermined"
+    verdict = compare(first, second).verdict
+    assert (verdict.kind, verdict.summary) == ("undetermined", "no case is common to both")
+
+
+@pytest.mark.parametrize(
+    ("impl", "words"),
+    [
+        (f"all_reduce={HERE}:none", "gave None of a row"),
+        (f"all_reduce={HERE}:in_float64", "gave torch.float64"),
+        ("all_reduce=no_such_module:f", "cannot import 'no_such_module:f'"),
+        ("all_reduce=math:pi", "is not a function"),
+        ("all_reduce=", "has nothing behind its '='"),
+        ("=ring", "has nothing before its '='"),
+    ],
+)
+def test_an_implementation_that_is_none_is_refused(tmp_path, impl, words):
+    with pytest.raises(UsageError, match=words):
+        capture(
+            "suite:collectives",
+            out=tmp_path / "x",
+            machine=MachineOptions(ranks=2),
+            loading=LoadOptions(impl=[impl]),
+            probe=False,
+            sites=["all_reduce.float32.odd.random"],
+        )
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_too_few_ranks_are_refused(tmp_path, ranks):
+    with pytest.raises(UsageError, match="nothing to communicate"):
+        capture(
+            "suite:collectives",
+            out=tmp_path / "x",
+            machine=MachineOptions(ranks=ranks),
+            probe=False,
+        )
+
+
+def test_a_rank_that_alone_was_refused_does_not_wait_for_ever(monkeypatch):
+    """The others are in the call still, and wait for it."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    ranks = object.__new__(Ranks)
+    ranks.rank, ranks.size, ranks._note, ranks._meetings = 1, 2, "note", 0
+    with pytest.raises(RuntimeError):
+        ranks.meet(datetime.timedelta(seconds=0.1))

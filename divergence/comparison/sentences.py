@@ -284,7 +284,7 @@ SENTENCES: Mapping[str, str] = {
         "[[, and all {num_same} recorded tensors are equal bit for bit]]"
     ),
     "not_all_compared": "not everything was compared",
-    # analyses.suite and analyses.collectives
+    # runs that are compared as a whole
     "not_every_case": "not every case was compared",
     # an analysis of somebody's package
     "analysis_failed": (

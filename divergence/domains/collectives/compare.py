@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate, permutations, product
 from typing import Any
 
@@ -665,23 +665,11 @@ _REPLICATED = ("all_reduce", "rs_ag", "all_gather", "broadcast")
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Of one collective: the fields of its CollectiveRow."""
-
-    implementation: str
-    num_cases: int = 0
-    num_right: int = 0
-    num_repeated: int = 0
-    num_flushed: int = 0
-    limit_usage: float | None = None
-
-
-@dataclass(slots=True)
 class _Judge:
     recorded: Recorded
     orders: dict[Key, list[Stretch]] = field(default_factory=dict)
     faults: list[CollectiveFault] = field(default_factory=list)
-    tallies: dict[str, _Tally] = field(default_factory=dict)
+    rows: dict[str, CollectiveRow] = field(default_factory=dict)
     num_missing: int = 0
 
     def add(
@@ -728,9 +716,6 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
     for number, case in enumerate(cases):
         (progress or silent)("compare", number, len(cases), case.case.path)
         _judge_case(all_of, case)
-    rows = [
-        CollectiveRow(collective=name, **asdict(tally)) for name, tally in all_of.tallies.items()
-    ]
     order_rows = [
         order_row(recorded, order.case, order.elements, all_of.orders[_key(order.case)])
         for order in measured
@@ -775,7 +760,8 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         for (dtype, why), names in collectives.items()
     ]
     return CollectivesSide(
-        side=side, num_ranks=n, backend=run.manifest.model.model_class, rows=rows,
+        side=side, num_ranks=n, backend=run.manifest.model.model_class,
+        rows=list(all_of.rows.values()),
         faults=sorted(faults, key=_gravity), orders=order_rows,
         identities=[row for _, row, _ in pairs], bandwidth=list(recorded.bandwidth()),
         num_missing=all_of.num_missing, lacking=lacking + others,
@@ -787,17 +773,10 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     if not case.has_inputs:
         all_of.num_missing += 1
         return
-    implementation = all_of.recorded.implementation(case.case.path)
-    tally = all_of.tallies.setdefault(name, _Tally(implementation))
-    tally.implementation = implementation
-    tally.num_cases += 1
     num_faults = len(all_of.faults)
     held = [rank for rank in case.ranks if rank in case.results]
     all_of.num_missing += len(case.ranks) - len(held)
     wrong = wrong_of(case, case.results)
-    tally.num_flushed += wrong.flushed
-    if wrong.usage is not None:
-        tally.limit_usage = max(tally.limit_usage or 0.0, wrong.usage)
     check: CollectiveCheck = "sum" if case.case.adds else "definition"
     misfits = grouped(wrong.misfits, lambda rank: (len(case.results[rank]), wrong.misfits[rank]))
     for (num, size), ranks in misfits.items():
@@ -813,8 +792,20 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
         if odd is not None:
             others, differ, what = odd
             all_of.add(case, "same_bits", differ, others, what)
-    tally.num_repeated += _judge_repeats(all_of, case, wrong)
-    tally.num_right += len(all_of.faults) == num_faults
+    repeated = _judge_repeats(all_of, case, wrong)
+    row = all_of.rows.get(name) or CollectiveRow(
+        collective=name, implementation="-", num_cases=0, num_right=0, num_repeated=0
+    )
+    usages = [usage for usage in (row.limit_usage, wrong.usage) if usage is not None]
+    all_of.rows[name] = replace(
+        row,
+        implementation=all_of.recorded.implementation(case.case.path),
+        num_cases=row.num_cases + 1,
+        num_right=row.num_right + (len(all_of.faults) == num_faults),
+        num_repeated=row.num_repeated + repeated,
+        num_flushed=row.num_flushed + wrong.flushed,
+        limit_usage=max(usages, default=None),
+    )
 
 
 def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bool:

@@ -14,7 +14,7 @@ from divergence.errors import UsageError
 from divergence.facts import sentence
 from divergence.recording.processes import Ranks
 
-HERE = "tests.analyses.collectives.wrong_collectives"
+HERE = "tests.domains.collectives.wrong_collectives"
 RANDOM = ("*.float32.odd.random", "reduce_scatter.float32.even.random")
 
 

@@ -45,8 +45,9 @@ HARD = 2.0
 enlarge, as sharp attention does a score's rounding (comparison.measure.truth)."""
 
 BY_CHANCE = 4.0
-"""A row of a tensor is smaller than the median one by chance by no more than that, and is then held
-against so much more than its own norm (comparison.measure.judge)."""
+"""A row of a tensor is smaller than the median one by chance by no more than that, where it has 16
+numbers and more, and is then held against so much more than its own norm
+(comparison.measure.judge)."""
 
 NEAR_BITS = 0.6
 """Products whose inputs keep 10 bits, or 7, are told from others by so many bits: what a test holds

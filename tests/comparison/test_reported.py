@@ -83,6 +83,19 @@ def test_a_model_with_its_own_position_bias_raises_no_alarm(model, tmp_path):
     assert is_healthy(compare(a, b))
 
 
+def test_a_state_of_single_numbers_raises_no_alarm(model, tmp_path):
+    """RWKV without a truth: a number of its state may be as small as any, and its error is not."""
+    config = transformers.RwkvConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=4, context_length=256
+    )
+    prompts = [[(13 * n + 7 * k) % 200 + 3 for k in range(c)] for n, c in enumerate((24, 37, 12))]
+    a = capture(model(config), out=tmp_path / "a", prompts=prompts, max_new_tokens=3,
+                dtype="float32", truth="no", probe=False)  # fmt: skip
+    assert is_healthy(
+        compare(a, capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False))
+    )
+
+
 def sharp(made):
     """Scores of 64 times the size: which of two keys a token sees, their last bits decide."""
     with torch.no_grad():

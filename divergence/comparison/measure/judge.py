@@ -144,7 +144,8 @@ class ModelFloor:
             usual = real & ~sinks
             # a single row may be small by chance, and its error is not: that of what cancelled
             own = allowed * norm
-            single = made * norm / np.clip(medians(own, usual)[:, None], own, BY_CHANCE * own)
+            most = _small_by_chance(max(1, num_features)) * own
+            single = made * norm / np.clip(medians(own, usual)[:, None], own, most)
             rows_usual, rows_sink = (
                 np.where(kept, values, -math.inf)
                 for kept, values in ((usual, single), (sinks, ratio))
@@ -175,6 +176,14 @@ class ModelFloor:
                     Ratios(middle, typical, worst, sink if has_sink else None, members, row)
                 )
         return rated
+
+
+def _small_by_chance(num_values: int) -> float:
+    """How many times the norm of a row the median row's may be by chance: the quantile of the root
+    of χ²_n / n that one row in a million is below (Wilson and Hilferty 1931), inverted. That of a
+    few numbers may be as small as any."""
+    root = 1 - 2 / (9 * num_values) - 4.75 * math.sqrt(2 / (9 * num_values))
+    return max(BY_CHANCE, root**-1.5) if root > 0 else math.inf
 
 
 def _members(

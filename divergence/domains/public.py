@@ -8,5 +8,9 @@ from divergence.domains.doctor.result import Checkup
 from divergence.domains.probe.api import probe
 from divergence.domains.quantization.quantize import quantize
 from divergence.domains.quantization.result import Quantization
+from divergence.domains.tokenizers.compare import compare_tokens
+from divergence.domains.tokenizers.result import TokensReport
 
-__all__ = ["Checkup", "Quantization", "doctor", "probe", "quantize"]
+__all__ = [
+    "Checkup", "Quantization", "TokensReport", "compare_tokens", "doctor", "probe", "quantize",
+]  # fmt: skip

@@ -1,0 +1,260 @@
+"""Where two tokenizers part, over texts.
+
+A text goes through a chat template, where it is a chat, a normaliser, a splitter and merges, and
+special tokens are put around it. The first of these that makes another thing of it is the cause;
+special tokens, which hide nothing else, are told beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from divergence._version import __version__
+from divergence.domains.tokenizers.result import TokenizerSide, TokensCause, TokensReport
+from divergence.errors import UsageError
+from divergence.facts import Fact, fact, with_sentences
+from divergence.recording.engines.load import load_tokenizer
+from divergence.recording.prompts import collect_prompts, tokenize
+from divergence.words import Progress, Side, first_apart, shortened, silent
+
+_EXCERPT = 40
+_NAMED = 20
+"""Names of tokens in a fact, at most."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_PLAIN = ("padding_side", "truncation_side", "model_max_length", "clean_up_tokenization_spaces")
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor")
+
+
+@with_sentences
+def compare_tokens(
+    reference: str | Path,
+    candidate: str | Path,
+    *,
+    texts: str | Path | Sequence[str],
+    chat: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> TokensReport:
+    """Compare what two tokenizers make of ``texts``.
+
+    ``reference``, ``candidate``: directories or hub ids with a tokenizer. ``texts``: a file of
+    prompts (.txt, a text a line; .jsonl or .json with ``text`` or ``messages``), or a list of them.
+    ``chat``: texts are a user's turn, and go through each side's chat template, as ``messages`` do.
+
+    Raises UsageError where a side has no tokenizer, PromptError for texts that cannot be read and
+    for a chat without a template.
+    """
+    on_progress = progress or silent
+    if isinstance(texts, str | Path):
+        prompts = collect_prompts([], texts)
+    else:
+        prompts = collect_prompts(list(texts), None)
+    if any(prompt.input_ids is not None for prompt in prompts):
+        raise UsageError("token ids cannot be tokenised", hint="give text or messages")
+    sides = [_loaded(str(source), trust_remote_code) for source in (reference, candidate)]
+    by_name: dict[str, tuple[list[int], Fact]] = {}
+    num_equal, num_tokens = 0, [0, 0]
+    excerpts: dict[str, str] = {}
+    for number, prompt in enumerate(prompts):
+        on_progress("texts", number, len(prompts), "")
+        samples = [tokenize([prompt], side, chat=chat)[0] for side in sides]
+        ids = [list(sample.prompt_ids) for sample in samples]
+        num_tokens = [num + len(each) for num, each in zip(num_tokens, ids, strict=True)]
+        rendered = [sample.text or "" for sample in samples]
+        num_equal += ids[0] == ids[1]
+        causes = [] if ids[0] == ids[1] else _causes(sides, rendered, ids)
+        for name, item, place in causes:
+            numbers, _ = by_name.setdefault(name, ([], item))
+            numbers.append(number)
+            excerpts.setdefault(name, shortened(rendered[0][max(0, place - 10) :], _EXCERPT))
+    return TokensReport(
+        tool_version=__version__,
+        reference=_side(str(reference), sides[0]),
+        candidate=_side(str(candidate), sides[1]),
+        chat=chat or any(prompt.messages is not None for prompt in prompts),
+        num_texts=len(prompts),
+        num_equal=num_equal,
+        num_tokens=num_tokens,
+        facts=_settings(*sides),
+        causes=[
+            TokensCause(
+                name=name, num_texts=len(numbers), first=numbers[0], shown=excerpts[name],
+                facts=[item],
+            )
+            for name, (numbers, item) in sorted(by_name.items(), key=lambda pair: -len(pair[1][0]))
+        ],
+    )  # fmt: skip
+
+
+def _loaded(source: str, trust_remote_code: bool) -> Any:
+    tokenizer = load_tokenizer(source, revision=None, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        raise UsageError(
+            f"{source} has no tokenizer that transformers loads",
+            hint="a directory with tokenizer.json or tokenizer.model, or a hub id; "
+            "--trust-remote-code for one with code of its own",
+        )
+    return tokenizer
+
+
+def _side(source: str, tokenizer: Any) -> TokenizerSide:
+    return TokenizerSide(source=source, kind=type(tokenizer).__name__, num_tokens=len(tokenizer))
+
+
+def _causes(
+    sides: Sequence[Any], rendered: Sequence[str], ids: Sequence[list[int]]
+) -> list[tuple[str, Fact, int]]:
+    """(name, what it is, character of A's text from which it shows) of one text."""
+    causes: list[tuple[str, Fact, int]] = []
+    if rendered[0] != rendered[1]:
+        causes.append(("template", _templates(*rendered), first_apart(*rendered)))
+        # what the tokenizers make of one rendered text is another question
+        ids = [side(rendered[0], add_special_tokens=False)["input_ids"] for side in sides]
+    a, b = (side.convert_ids_to_tokens(each) for side, each in zip(sides, ids, strict=True))
+    special = [{*side.all_special_tokens} for side in sides]
+    starts, ends = [], []
+    for tokens, own in zip((a, b), special, strict=True):
+        start = next((n for n, token in enumerate(tokens) if token not in own), len(tokens))
+        end = next((n for n, token in enumerate(reversed(tokens)) if token not in own), 0)
+        starts.append(start)
+        ends.append(len(tokens) - (end if start < len(tokens) else 0))
+    first, last = a[: starts[0]], b[: starts[1]]
+    if first != last:
+        causes.append(("start", _start(first, last), 0))
+    if a[ends[0] :] != b[ends[1] :]:
+        code = fact(
+            "tokenizers.end", reference=a[ends[0] :] or None, candidate=b[ends[1] :] or None
+        )
+        causes.append(("end", code, len(rendered[0])))
+    inner_a, inner_b = a[starts[0] : ends[0]], b[starts[1] : ends[1]]
+    if inner_a != inner_b:
+        causes.append(_inside(sides, rendered[0], inner_a, inner_b))
+    else:
+        pairs = zip(a, ids[0], b, ids[1], strict=False)
+        other = next(((t, x, y) for t, x, u, y in pairs if t == u and x != y), None)
+        if other is not None and len(a) == len(b):
+            token, x, y = other
+            item = fact("tokenizers.ids", token=token, reference=x, candidate=y)
+            causes.append(("ids", item, 0))
+    return causes
+
+
+def _templates(a: str, b: str) -> Fact:
+    place = first_apart(a, b)
+    shown = [json.dumps(shortened(text[max(0, place - 10) :], _EXCERPT)) for text in (a, b)]
+    values = {"reference": shown[0], "candidate": shown[1]}
+    if "".join(a.split()) == "".join(b.split()):
+        return fact("tokenizers.template_blanks", **values)
+    if place == min(len(a), len(b)):
+        side: Side = "reference" if len(a) > len(b) else "candidate"
+        more = json.dumps(shortened(max(a, b, key=len)[place:], _EXCERPT))
+        return fact("tokenizers.template_ending", side=side, text=more)
+    return fact("tokenizers.template", **values)
+
+
+def _start(a: list[str], b: list[str]) -> Fact:
+    for side, mine, other in (("reference", a, b), ("candidate", b, a)):
+        if len(mine) > 1 and mine[0] == mine[1] and other[:1] == mine[:1] and len(other) < 2:
+            return fact("tokenizers.twice", side=side, token=mine[0])
+    return fact("tokenizers.start", reference=a or None, candidate=b or None)
+
+
+def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tuple[str, Fact, int]:
+    """Why the tokens between the special ones differ: what comes first in a tokenizer."""
+    place = first_apart(a, b)
+    longer, shorter = (a, b) if len(a) > len(b) else (b, a)
+    side: Side = "candidate" if longer is a else "reference"
+    for end, kept in (("end", longer[: len(shorter)]), ("start", longer[-len(shorter) :])):
+        if shorter and kept == shorter:
+            num, total = len(shorter), len(longer)
+            return "cut", fact("tokenizers.cut", side=side, num=num, total=total, at=end), len(text)
+    for number, (name, tokens) in enumerate((("reference", a), ("candidate", b))):
+        own, others = sides[number].get_added_vocab(), sides[1 - number].get_vocab()
+        alone = next((token for token in tokens[place:] if token in own.keys() - others), None)
+        if alone is not None:
+            return "added", fact("tokenizers.added", token=alone, side=name), text.find(alone)
+    backends = [getattr(side, "backend_tokenizer", None) for side in sides]
+    if None not in backends:
+        normal = [_normalised(backend, text) for backend in backends]
+        if normal[0] != normal[1]:
+            at = first_apart(*normal)
+            shown = [json.dumps(shortened(each[max(0, at - 5) :], 20)) for each in normal]
+            item = fact("tokenizers.normaliser", reference=shown[0], candidate=shown[1])
+            return "normaliser", item, at
+        pieces = [_pieces(backend, each) for backend, each in zip(backends, normal, strict=True)]
+        if pieces[0] != pieces[1]:
+            at = first_apart(*pieces)
+            spans = [[piece for piece, _ in each[at : at + 3]] for each in pieces]
+            item = fact("tokenizers.split", reference=spans[0], candidate=spans[1])
+            return "split", item, pieces[0][at][1][0] if at < len(pieces[0]) else len(text)
+    item = fact("tokenizers.merges", reference=a[place : place + 4], candidate=b[place : place + 4])
+    return "merges", item, max(0, text.find("".join(a[place : place + 1]).lstrip("Ġ▁#")))
+
+
+def _normalised(backend: Any, text: str) -> str:
+    return str(backend.normalizer.normalize_str(text)) if backend.normalizer else text
+
+
+def _pieces(backend: Any, text: str) -> list[tuple[str, tuple[int, int]]]:
+    splitter = backend.pre_tokenizer
+    return list(splitter.pre_tokenize_str(text)) if splitter else [(text, (0, len(text)))]
+
+
+def _settings(a: Any, b: Any) -> list[Fact]:
+    """What the tokenizers say of themselves, where they do not say the same."""
+    facts = [
+        fact("tokenizers.setting", name=name, reference=_shown(x), candidate=_shown(y))
+        for name in (*_SPECIAL, *_PLAIN)
+        if (x := getattr(a, name, None)) != (y := getattr(b, name, None))
+    ]
+    vocab_a, vocab_b = a.get_vocab(), b.get_vocab()
+    for side, mine, other in (("reference", vocab_a, vocab_b), ("candidate", vocab_b, vocab_a)):
+        names = sorted(mine.keys() - other.keys(), key=mine.__getitem__)
+        if names:
+            facts.append(fact("tokenizers.only", side=side, num=len(names), names=names[:_NAMED]))
+    moved = [name for name, number in vocab_a.items() if vocab_b.get(name, number) != number]
+    if moved:
+        moved.sort(key=vocab_a.__getitem__)
+        facts.append(fact("tokenizers.other_ids", num=len(moved), names=moved[:_NAMED]))
+    parts_a, parts_b = _parts(a), _parts(b)
+    for name, (content, x) in parts_a.items():
+        other, y = parts_b.get(name, (content, x))  # a tokenizer of Python code tells none
+        if content != other:
+            facts.append(
+                fact("tokenizers.part", name=name, reference=x, candidate=None if x == y else y)
+            )
+    templates = [getattr(side, "chat_template", None) for side in (a, b)]
+    if templates[0] != templates[1]:
+        shown = [None if template is None else str(template) for template in templates]
+        place = first_apart(shown[0] or "", shown[1] or "")
+        facts.append(fact("tokenizers.template_file", place=place))
+    return facts
+
+
+def _parts(tokenizer: Any) -> dict[str, tuple[Any, str]]:
+    """(content, in short) of each part of a fast tokenizer."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return {}
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts = {name: (state.get(name), _types(state.get(name))) for name in _PARTS}
+    kind, merges = state["model"].get("type"), state["model"].get("merges") or []
+    return parts | {"model": (kind, str(kind)), "merges": (merges, f"{len(merges):,}")}
+
+
+def _types(part: Any) -> str:
+    """``Sequence (Prepend, Replace)``"""
+    if not isinstance(part, dict):
+        return "none"
+    inner = next((value for value in part.values() if isinstance(value, list)), [])
+    names = [each["type"] for each in inner if isinstance(each, dict) and "type" in each]
+    return str(part.get("type")) + (f" ({', '.join(names)})" if names else "")
+
+
+def _shown(value: Any) -> str | int | None:
+    """A limit that no text reaches is none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if value < 10**9 else None
+    return None if value is None else str(value)

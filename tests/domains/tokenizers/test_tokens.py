@@ -1,0 +1,159 @@
+"""tokens: each text that two tokenizers make other tokens of is put down to what makes it so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import divergence
+from divergence.errors import PromptError, UsageError
+
+TEXTS = ["The bridge was built in 1890, and it didn't fall.", "one two three four", "ÄÖ  x"]
+
+
+@pytest.fixture(scope="module")
+def original(llama, tmp_path_factory):
+    """A folder with a tokenizer alone."""
+    folder = tmp_path_factory.mktemp("tokens") / "a"
+    folder.mkdir()
+    for file in llama.glob("*"):
+        if "token" in file.name or "chat" in file.name:
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def changed(original, tmp_path):
+    """``changed(change)``: the tokenizer with its tokenizer.json changed."""
+
+    def copy(change, settings=None):
+        folder = tmp_path / "b"
+        shutil.copytree(original, folder)
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        change(content)
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        if settings is not None:
+            settings(folder)
+        return folder
+
+    return copy
+
+
+def no_bos(content):
+    content["post_processor"]["single"] = content["post_processor"]["single"][1:]
+
+
+def two_bos(content):
+    content["post_processor"]["single"].insert(0, content["post_processor"]["single"][0])
+
+
+def with_eos(content):
+    content["post_processor"]["single"].append({"SpecialToken": {"id": "<|eos|>", "type_id": 0}})
+
+
+def lower_case(content):
+    content["normalizer"] = {"type": "Lowercase"}
+
+
+def no_split(content):
+    content["pre_tokenizer"]["use_regex"] = False
+
+
+def fewer_merges(content):
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = merges[: len(merges) // 2]
+
+
+def swapped(content):
+    vocab = content["model"]["vocab"]
+    vocab["e"], vocab["o"] = vocab["o"], vocab["e"]
+
+
+def added(content):
+    last = dict(content["added_tokens"][-1], id=9999, content="bridge", special=False)
+    content["added_tokens"].append(last)
+
+
+def cut(content):
+    content["truncation"] = {
+        "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "text", "num"),
+    [
+        (no_bos, "start", "it begins with <|bos|> on A, with none on B", 3),
+        (two_bos, "start", "B begins with <|bos|> twice", 3),
+        (with_eos, "end", "with <|eos|> on B", 3),
+        (lower_case, "normaliser", 'normalised otherwise: "The bridge', 2),
+        (no_split, "split", "it is split otherwise: ", None),
+        (fewer_merges, "merges", "other tokens of the same piece: ", None),
+        (swapped, "ids", " is ", None),
+        (added, "added", "bridge is one token on B alone", 1),
+    ],
+)
+def test_the_cause_is_named_with_the_texts_that_show_it(original, changed, change, name, text, num):
+    report = divergence.compare_tokens(original, changed(change), texts=TEXTS)
+    assert not report.equal
+    assert [cause.name for cause in report.causes] == [name]
+    assert text in report.causes[0].text
+    assert num is None or report.causes[0].num_texts == num
+    assert report.settings, "what the file says otherwise is told as well"
+
+
+def test_a_tokenizer_is_equal_to_its_copy(original, changed):
+    report = divergence.compare_tokens(original, changed(lambda content: None), texts=TEXTS)
+    assert report.equal and not report.causes and not report.settings
+    assert report.num_tokens[0] == report.num_tokens[1] > len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("<|im_end|>\n", "<|im_end|> \n", "differ in blanks alone"),
+        ("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n", "B's template goes on"),
+        ("<|im_start|>{{", "[{{", "the templates render"),
+    ],
+)
+def test_another_template_is_told_by_what_it_renders(original, changed, old, new, text):
+    def edit(folder):
+        for file in folder.iterdir():
+            written = file.read_text(encoding="utf-8")
+            for before, after in ((old, new), (json.dumps(old)[1:-1], json.dumps(new)[1:-1])):
+                if before in written and "message" in written:
+                    written = written.replace(before, after)
+            file.write_text(written, encoding="utf-8")
+
+    other = changed(lambda content: None, edit)
+    report = divergence.compare_tokens(original, other, texts=TEXTS, chat=True)
+    assert [cause.name for cause in report.causes] == ["template"]
+    assert text in report.causes[0].text and report.causes[0].num_texts == 3
+    assert divergence.compare_tokens(original, other, texts=TEXTS).equal
+
+
+def test_the_command_answers_with_its_exit_code(original, changed, tmp_path, invoke):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TEXTS), encoding="utf-8")
+    other = changed(no_bos)
+    code, out, _ = invoke("tokens", original, other, "--texts", texts, "--exit-code")
+    assert code == 1
+    assert out.startswith("OTHER TOKENS: in 3 of 3 texts; in 3 of them it begins with")
+    answer = json.loads(invoke("tokens", original, other, "--texts", texts, "--json")[1])
+    assert answer["causes"][0]["facts"][0]["code"] == "tokenizers.start"
+    code, out, _ = invoke("tokens", original, original, "--texts", texts, "--exit-code")
+    assert code == 0
+    assert out.startswith("IDENTICAL: all 3 texts become the same tokens")
+
+
+def test_what_has_no_tokenizer_or_no_text_is_refused(original, tmp_path):
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        divergence.compare_tokens(original, tmp_path, texts=TEXTS)
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"input_ids": [1, 2]}\n')
+    with pytest.raises(UsageError, match="token ids cannot be tokenised"):
+        divergence.compare_tokens(original, original, texts=ids)
+    with pytest.raises(PromptError):
+        divergence.compare_tokens(original, original, texts=tmp_path / "none.txt")

@@ -291,3 +291,11 @@ def test_a_page_in_chinese_shows_what_the_english_one_shows(name):
     for parts, whole in ((chinese, english), (also_shown, shown)):
         places = [whole.index(part) for part in parts]
         assert places == sorted(places)
+
+
+@pytest.mark.whole
+def test_the_page_of_the_keys_of_the_json_is_that_of_the_types():
+    """docs/json.md has every key; ``python tests/json_page.py`` writes it again."""
+    from tests.json_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page()

@@ -32,7 +32,7 @@ their name says; words are in the [glossary](glossary.md), facts in [facts](fact
 """
 
 
-def added() -> list[type]:
+def added() -> list[type[msgspec.Struct]]:
     """The parts of a report that domains bring, where they do."""
     from divergence.domain import own_domains
 
@@ -40,9 +40,9 @@ def added() -> list[type]:
     return [getattr(importlib.import_module(at.split(":")[0]), at.split(":")[1]) for at in places]
 
 
-def types_of(kind: type) -> Iterator[type]:
+def types_of(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
     """The type and those in its fields, each once, in the order in which they are met."""
-    seen: list[type] = []
+    seen: list[type[msgspec.Struct]] = []
     waiting = [kind]
     while waiting:
         current = waiting.pop(0)
@@ -54,14 +54,14 @@ def types_of(kind: type) -> Iterator[type]:
             waiting += [each for each in _inside(hint) if each not in seen]
 
 
-def _inside(hint: object) -> Iterator[type]:
+def _inside(hint: object) -> Iterator[type[msgspec.Struct]]:
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         yield hint
     for part in typing.get_args(hint):
         yield from _inside(part)
 
 
-def described(kind: type) -> dict[str, str]:
+def described(kind: type[msgspec.Struct]) -> dict[str, str]:
     """The string below each field of a struct, by its key; empty where there is none."""
     (node,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)

@@ -7,6 +7,7 @@ in which every face writes them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,12 @@ class Column(NamedTuple):
     """At least so many letters of a grid."""
     own: bool = False
     """The tool's own words: Markdown may obey them."""
+    short: str = ""
+    """Its title in a terminal, where that is another."""
+    face: str = ""
+    """``terminal`` or ``page``, where it is shown on one alone."""
+    meaning: str = ""
+    """What it holds, for who asks: at its title on a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +136,23 @@ class Table:
         ]
 
     @property
+    def is_word(self) -> list[bool]:
+        """Of each column that is shown: do its values begin at the left?"""
+        return [n < self.num_left or column.left for n, (_, column) in enumerate(self.shown)]
+
+    @property
     def titles(self) -> tuple[str, ...]:
         return tuple(column.title for _, column in self.shown)
+
+    def on(self, face: str) -> Table:
+        """The table with the columns of this face, ``terminal`` or ``page``, and their titles."""
+        columns = [item if isinstance(item, Column) else Column(item) for item in self.columns]
+        kept = [n for n, column in enumerate(columns) if column.face in ("", face)]
+        shown = [columns[n] for n in kept]
+        if face == "terminal":
+            shown = [column._replace(title=column.short or column.title) for column in shown]
+        rows = [[row[n] for n in kept] for row in self.rows]
+        return dataclasses.replace(self, columns=shown, rows=rows)
 
     def cells(self) -> list[tuple[str, ...]]:
         """The rows that are shown, as texts."""
@@ -162,9 +184,9 @@ class Table:
         return self.marks[number].partition(" ")[0] if number < len(self.marks) else ""
 
 
-MARKS = ("onset", "flagged", "wrong", "differs", "below", "good", "blocks")
-"""Where the error begins; beyond a limit; wrong, or beyond what is allowed; worth a look; below
-what is usual; as it should be; what forbids a comparison."""
+MARKS = ("onset", "odd", "flagged", "wrong", "differs", "below", "good", "blocks")
+"""Where the error begins; not like most others; beyond a limit; wrong, or beyond what is allowed;
+worth a look; below what is usual; as it should be; what forbids a comparison."""
 
 
 class Drawing(Protocol):

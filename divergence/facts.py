@@ -161,7 +161,10 @@ def sentence(item: Fact) -> str:
 
 def sentence_behind(item: Fact, place: str) -> str:
     """The fact in words, without the head that names ``place`` where it begins with that."""
-    template = template_of(item.code)
+    try:
+        template = template_of(item.code)
+    except KeyError:  # of a report that another version made
+        return item.text
     head = re.match(r"\{(\w+)\}", template)
     if head and str(item[head[1]]).startswith(place):
         template = template.partition(": ")[2]

@@ -140,9 +140,9 @@ SENTENCES: Mapping[str, str] = {
         "(limit {limit:.1f} ×)"
     ),
     "typical_off": (
-        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s{like:none=; "
-        "in the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×)"
-        "[[; the median token is off by {own:.2e}, in {other:letter} by {other_error:.2e}]]"
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s"
+        "[[ ({own:.1e} / {other_error:.1e})]]{like:none=; in the other blocks {control:.2f} ×|"
+        "*=, like {like} of its kind} (limit {limit:.1f} ×)"
         "[[, {estimated:letter}'s by their difference, the other's measured]]"
     ),
     "forward_off": (

@@ -139,7 +139,6 @@ _NAMED = 7
 class PlotLine:
     """One line of a plot. ``kind``: its CSS class, and the shape of its points."""
 
-    label: str
     kind: str
     values: Sequence[float | None]
 
@@ -151,9 +150,7 @@ class Plot:
     id: str
     title: str
     described: str
-    """What it shows, in a sentence."""
-    label: str
-    """The picture in words, for who does not see it."""
+    """What it shows, in a sentence; for who does not see it too."""
     legend: Sequence[tuple[str, str]]
     """(class, text) of each colour."""
     names: Sequence[str]
@@ -169,6 +166,10 @@ class Plot:
     """What is shown where a column is chosen."""
     wide: bool = False
     """It takes a line of its own on a page."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.title}, on a logarithmic axis. {self.described}"
 
     @property
     def axis(self) -> LogAxis:

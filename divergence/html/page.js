@@ -51,7 +51,8 @@
     table.append(make("caption", content.caption));
     const head = make("tr");
     content.titles.forEach((title, n) => {
-      head.append(make("th", title, { scope: "col", class: n < content.left ? "" : "figure" }));
+      const kind = content.words[n] ? "" : "figure";
+      head.append(make("th", title, { scope: "col", class: kind, title: content.meanings[n] }));
     });
     const body = make("tbody");
     content.rows.forEach((row, number) => {
@@ -59,7 +60,7 @@
       const line = make("tr", null, { class: mark });
       row.forEach((cell, n) => {
         const place = n === 0 ? make("th", cell, { scope: "row" }) : make("td", cell);
-        if (n >= content.left) place.className = "figure";
+        if (!content.words[n]) place.className = "figure";
         if (n === 0 && mark) {
           const word = mark === "onset" ? "begins here" : "beyond its limit";
           place.append(make("span", word, { class: "mark" }));

@@ -18,7 +18,7 @@ from divergence.html.parts import (
     shortened,
 )
 
-_MARKS = {"onset": "begins here", "flagged": "beyond its limit"}
+_MARKS = {"onset": "begins here", "odd": "odd", "flagged": "beyond its limit"}
 _CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 """Marks of a row that have the look of another."""
 
@@ -61,10 +61,13 @@ def _nodes(block: Block | None) -> Iterator[Node]:
 
 def table(content: Table) -> Element:
     """A table that scrolls by itself where it is too wide; below it what is said of its rows."""
+    content = content.on("page")
+    columns, is_word = [column for _, column in content.shown], content.is_word
     head = [
-        el("th", title, scope="col", class_=None if n < content.num_left else "figure")
-        for n, title in enumerate(content.titles)
-    ]
+        el("th", column.title, scope="col", class_=None if word else "figure",
+           title=column.meaning or None)
+        for column, word in zip(columns, is_word, strict=True)
+    ]  # fmt: skip
     body = []
     for number, row in enumerate(content.cells()):
         mark = _mark(content, number)
@@ -72,11 +75,14 @@ def table(content: Table) -> Element:
         cells = [
             el("th", name(row[0]), word, scope="row"),
             *(
-                el("td", name(cell), class_=None if n < content.num_left else "figure")
+                el("td", name(cell), class_=None if is_word[n] else "figure")
                 for n, cell in enumerate(row[1:], 1)
             ),
         ]
         body.append(el("tr", *cells, class_=mark or None))
+        if below := content.below.get(number):
+            notes = (el("p", item.text) for item in below)
+            body.append(el("tr", el("td", *notes, colspan=len(columns)), class_="below"))
     grid = el(
         "table", el("caption", content.caption), el("thead", el("tr", *head)), el("tbody", *body),
         class_="names" if content.names else None,
@@ -84,11 +90,7 @@ def table(content: Table) -> Element:
     # what scrolls must be reached by keyboard, and so needs a name
     wide = el("div", grid, class_="scroll", tabindex=0, role="group", aria_label=content.caption)
     note = _note(content)
-    said = [el("li", item.text) for items in content.below.values() for item in items]
-    return el(
-        "div", wide, el("p", note, class_="note") if note else None,
-        el("ul", *said, class_="notes") if said else None,
-    )  # fmt: skip
+    return el("div", wide, el("p", note, class_="note") if note else None)
 
 
 def _mark(content: Table, number: int) -> str:
@@ -108,12 +110,13 @@ def script_data(sections: Sequence[Section]) -> dict[str, Any]:
         known["facts"] += part.facts
         known["tables"] += [
             {
-                "caption": its.caption, "titles": its.titles, "left": its.num_left,
+                "caption": its.caption, "titles": its.titles, "words": its.is_word,
+                "meanings": [column.meaning for _, column in its.shown],
                 "rows": [[shortened(cell, LONGEST) for cell in row] for row in its.cells()],
                 "marks": [_mark(its, number) for number in range(len(its.marks))],
                 "note": _note(its), "names": its.names,
             }
-            for its in part.tables  # for page.js, makeTable
+            for its in (table.on("page") for table in part.tables)  # for page.js, makeTable
         ]  # fmt: skip
     bodies = (block for section in sections for block in section.body)
     figures = {

@@ -261,18 +261,17 @@ def _size_plots(result: Sensitivity) -> list[Plot]:
     names = [block.rpartition(".")[2] for block in result.blocks]
     for fault in result.phrases:
         sizes = {size.block: size for size in result.of(fault)}
-        lines = [PlotLine(label="anchored", kind="anchored",
-                          values=[sizes[block].size for block in result.blocks])]  # fmt: skip
+        lines = [PlotLine(kind="anchored", values=[sizes[block].size for block in result.blocks])]
         if result.escalated:
             deep = [sizes[block].escalated_size for block in result.blocks]
-            lines.append(PlotLine(label="escalated", kind="free", values=deep))
+            lines.append(PlotLine(kind="free", values=deep))
         seen = [value for value in lines[0].values if value is not None]
         worst = f"up to {share(max(seen))}" if seen else "in no block"
         legend = [("line anchored", f"in {result.dtype}"), ("line free", "escalated, float32")]
         plots.append(Plot(
             id=f"size-{fault}", title=fault, names=names, lines=lines,
             described=f"The smallest size that is seen, by block: {worst}.",
-            label=f"{fault}: seen {worst}.", legend=legend[: len(lines)],
+            legend=legend[: len(lines)],
         ))  # fmt: skip
     return plots
 

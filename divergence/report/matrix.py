@@ -51,9 +51,8 @@ def matrix_document(
         lacking = [f"{row.path}: {row.problem}" for row in matrix.rows if row.problem is not None]
         facts = [named("not compared", text.replace("\n", "; ")) for text in lacking]
         top = dataclasses.replace(top, facts=[*top.facts, *facts])
-    sections = [_table(matrix, every=all_runs), *_problems(matrix), *_among(matrix)]
-    if page:
-        sections = [_runs(matrix), *_among(matrix, page=True), *_problems(matrix)]
+    runs = _runs(matrix, every=all_runs, page=page)
+    sections = [runs, *_problems(matrix), *_among(matrix)]
     reports = [row.report_path for row in matrix.rows if row.report_path]
     if reports and not page:
         text = f"{count(len(reports), 'file')}, {reports[0]} ..."
@@ -99,14 +98,14 @@ def _state(row: MatrixRow) -> str:
     return "agrees" if row.verdict in ("identical", "within_floor") else "diverged"
 
 
-def _table(matrix: Matrix, *, every: bool) -> Section:
-    """In a terminal: the first run too."""
+def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
+    """A row a run, the first one too; on a page above them a figure in which one is chosen."""
     first = matrix.reference
     top: tuple[object, ...] = (first.path, first.label, "(first)", *[None] * 6)
     rows = [(first.path, "", top)]
     rows += [(row.path, _state(row), _values(row)) for row in matrix.rows]
     hidden: set[int] = set()
-    if len(rows) > MAX_ROWS and not every:
+    if len(rows) > MAX_ROWS and not every and not page:
         agreeing = [n for n, (_, state, _) in enumerate(rows) if state == "agrees"]
         hidden = {n for n in agreeing[NUM_FIRST:] if rows[n][0] not in matrix.odd}
     folders = {os.path.dirname(path) for path, *_ in rows}
@@ -115,57 +114,47 @@ def _table(matrix: Matrix, *, every: bool) -> Section:
     shown = [row for number, row in enumerate(rows) if number not in hidden]
     words = {"diverged": "wrong", "silent": "below"}
     table = Table(
-        columns=_COLUMNS, grid=True, gives=(0, 1, 3), num_left=5,
+        caption="Each run against the first", columns=_COLUMNS, grid=True, gives=(0, 1, 3),
+        num_left=5, names=True, most=_MOST_ON_PAGE if page else None,
         rows=[(path.removeprefix(prefix), *values[1:]) for path, _, values in shown],
-        marks=["onset " * (path in matrix.odd) + words.get(state, "") for path, state, _ in shown],
+        marks=["odd " * (path in matrix.odd) + words.get(state, "") for path, state, _ in shown],
     )  # fmt: skip
-    body: list[Block] = [table]
+    body: list[Block] = [Figures([_usage(matrix)], choose=True)] if page else []
+    body.append(table)
     if hidden:
         most = max(matrix.rows[number - 1].limit_usage or 0.0 for number in hidden)
         text = f"… {len(hidden):,} more that agree, at most {limit_share(most)} of a limit (--all)"
         body.append(Sentence(text, indent=2, style="dim"))
-    body.append(Sentence("each against the first; > odd, ! diverged, ? not told", style="dim"))
-    return Section(body=body)
+    if not page:
+        body.append(Sentence("each against the first; > odd, ! diverged, ? not told", style="dim"))
+    chosen = matrix.rows[: _MOST_ON_PAGE if page else 0]
+    return Section(
+        id="runs", heading="Runs", body=body,
+        parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in chosen],
+        lead=f"{count(len(matrix.rows), 'run')}, each compared with {first.path}.",
+    )  # fmt: skip
 
 
-def _runs(matrix: Matrix) -> Section:
-    """On a page."""
+def _usage(matrix: Matrix) -> Plot:
+    """How much of a limit each run uses."""
     rows = matrix.rows[:_MOST_ON_PAGE]
-    told = []
+    says = []
     for row in rows:
         parts = [_called(row.verdict, "not compared")]
         if row.limit_usage is not None:
             parts.append(f"{limit_share(row.limit_usage)} of a limit")
         if row.path in matrix.odd:
             parts.append("not like most of the others")
-        told.append(f"{row.path}: {', '.join(parts)}")
+        says.append(f"{row.path}: {', '.join(parts)}")
     flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
-    body: list[Block] = []
-    if sum(row.limit_usage is not None for row in rows) > 1:
-        paths = [row.path for row in rows]
-        plot = Plot(
-            id="usage", title="How far each run is from the first", says=told, wide=True,
-            blocks=paths,
-            described="The largest share of any limit, by the order in which runs were given.",
-            label=f"The largest share of a limit that each of {count(len(rows), 'run')} uses: "
-            f"{len(flagged)} beyond it.",
-            legend=[("dot run", "a run"), ("band floor", "within the limit")],
-            names=[str(n) for n in range(1, len(rows) + 1)], flagged=flagged,
-            lines=[PlotLine(label="of a limit", kind="run",
-                            values=[r.limit_usage for r in rows])],
-            band=([1.0] * len(rows), [None] * len(rows)),
-        )  # fmt: skip
-        body.append(Figures([plot], choose=True))
-    body.append(Table(
-        caption="Each run against the first", columns=_COLUMNS, names=True, num_left=5,
-        rows=[_values(row) for row in rows],
-        marks=["flagged" if n in flagged else "" for n in range(len(rows))],
-        note="" if len(rows) == len(matrix.rows) else f"The first {len(rows):,} rows.",
-    ))  # fmt: skip
-    return Section(
-        id="runs", title="runs", body=body,
-        lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
-        parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
+    return Plot(
+        id="usage", title="How far each run is from the first", says=says, wide=True,
+        described="The largest share of any limit, by the order in which runs were given: "
+        f"{len(flagged)} beyond it.",
+        blocks=[row.path for row in rows], names=[str(n) for n in range(1, len(rows) + 1)],
+        legend=[("dot run", "a run"), ("band floor", "within the limit")], flagged=flagged,
+        lines=[PlotLine(kind="run", values=[row.limit_usage for row in rows])],
+        band=([1.0] * len(rows), [None] * len(rows)),
     )  # fmt: skip
 
 
@@ -184,19 +173,18 @@ def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
     return facts
 
 
-def _among(matrix: Matrix, *, page: bool = False) -> list[Section]:
+def _among(matrix: Matrix) -> list[Section]:
     """Who agrees with whom; nothing where nobody asked."""
-    rows = [
-        (check.reference, check.candidate,
-         _called(check.verdict, f"not compared: {(check.problem or '').partition(chr(10))[0]}"))
-        for check in matrix.cross_checks
-    ]  # fmt: skip
-    body: list[Block] = [Sentence(f"{a} and {b}: {said}", "-", indent=2) for a, b, said in rows]
-    if page:
-        body = [Table(caption="The other runs with one another", num_left=3, rows=rows,
-                      columns=("run", "and run", "verdict"))]  # fmt: skip
+    rows = []
+    for check in matrix.cross_checks:
+        problem = f"not compared: {(check.problem or '').partition(chr(10))[0]}"
+        rows.append((check.reference, check.candidate, _called(check.verdict, problem)))
+    table = Table(
+        caption="The other runs with one another", columns=("run", "and run", "verdict"), rows=rows,
+        num_left=3, bare=True,
+    )  # fmt: skip
     return [Section(
-        id="among", title="among themselves", body=body,
+        id="among", title="among themselves", body=[table],
         detail="who agrees with whom, where the first is odd",
     )] if rows else []  # fmt: skip
 

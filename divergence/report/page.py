@@ -45,8 +45,10 @@ from divergence.report.environment import csv_columns
 from divergence.report.experiments import selfcheck_document, sensitivity_document
 from divergence.report.matrix import matrix_document
 from divergence.report.summary import (
+    computed,
     document,
     headline,
+    model_name,
     opening_of,
     run_text,
     states,
@@ -150,8 +152,7 @@ def _why(texts: Sequence[str]) -> list[Node]:
 
 
 def _run(letter: str, side: str, run: RunSummary) -> Element:
-    dtype = run.dtype.removeprefix("torch.")
-    rows = [("model", run.model), ("computed", f"{dtype} on {run.device}"), ("run", run.path)]
+    rows = [("model", model_name(run)), ("computed", computed(run)), ("run", run.path)]
     changed = [item.text for item in states(run)]
     head = el("h2", el("span", letter, class_=f"letter {side}"), name(run.label or run.path))
     notes = el("ul", *(el("li", name(text)) for text in changed), class_="warnings")
@@ -176,7 +177,7 @@ def page(
     said = onset or _SHORT.get(verdict.kind)
     answer = headline(report) + (f": {said[:60]}" if said else "")  # ``DIVERGED: model.layers.6``
     pair = [_run("A", "reference", report.reference), _run("B", "candidate", report.candidate)]
-    beside = el("aside", *pair, class_="pair", aria_label="The two runs")
+    beside = el("div", *pair, class_="pair", role="group", aria_label="The two runs")
     whole = document(report, background=background)
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(

@@ -11,12 +11,13 @@ import dataclasses
 from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
 from divergence.document import Block, Document, Section, Sentence, Table, named
+from divergence.facts import sentence_behind
 from divergence.layout import Line, count, cut, fold, limit_share
 from divergence.report.summary import is_quiet, model_name, opening_of, report_lines, states
 from divergence.report.text import document_lines
 from divergence.words import shortened
 
-WIDTH, HEIGHT = 80, 20
+WIDTH, HEIGHT = 80, 18
 _NUM_ROWS = 5
 _MOST_OF_FACT = 240
 """Letters of a fact behind the verdict."""
@@ -27,8 +28,7 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
     suite, probed arithmetic) is shown whole."""
     if not report.sites and report.verdict.kind != "incomparable":
         return report_lines(report)
-    most, least = (1, 1) if is_quiet(report) else (_NUM_ROWS, 2)
-    for num_rows in range(most, least - 1, -1):
+    for num_rows in range(_NUM_ROWS, 0, -1):
         lines = document_lines(_screen(report, num_rows, more))
         if sum(len(fold(item, WIDTH)) for item in lines) <= HEIGHT:
             break  # fewer rows where the rest is long
@@ -39,9 +39,12 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
     whole = opening_of(report)
     # the first fact behind a verdict that is more than that all is well
     most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 1
-    facts = [] if is_quiet(report) else whole.why[:most]
+    facts = [] if is_quiet(report) else report.verdict.evidence[:most]
+    # the line of the onset names the place already
+    place = report.verdict.onset.site if report.verdict.onset else None
+    texts = [sentence_behind(item, place) if place else item.text for item in facts]
     why = [named("" if number else "because", shortened(text, _MOST_OF_FACT))
-           for number, text in enumerate(facts)]  # fmt: skip
+           for number, text in enumerate(texts)]  # fmt: skip
     # of the second run only what is not as in the first
     a, b = report.reference, report.candidate
     same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device)
@@ -59,14 +62,21 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
     rest = [*["every block"] * bool(report.sites), "every setting"]
     rest += [count(len(report.notes), "note")] if report.notes else []
     hint = f"{', '.join(rest)}: {more}"
-    table = _worst(report, num_rows)
+    table, known = None, [*runs, *whole.known, *operators]
+    if is_quiet(report):
+        known += _nearest(report)
+    else:
+        table = _worst(report, num_rows)
+    alone = more.startswith("divergence ")  # a command stands on a line of its own
     shown: list[Block] = [Sentence(hint, style="dim", indent=0, hang=0)]
-    if table is not None:  # a command stands on a line of its own
-        alone = more.startswith("divergence ")
+    if table is not None:
         shown = [table, *shown] if alone else [dataclasses.replace(table, detail=hint)]
+    elif is_quiet(report) and not alone:
+        known.append(named("more", hint, "dim"))
+        shown = []
     return Document(
         headline=dataclasses.replace(whole.headline, facts=[*whole.headline.facts, *why]),
-        known=[*runs, *whole.known, *operators],
+        known=known,
         sections=[Section(body=shown)],
         next=[command.alone for command in report.verdict.commands[:1]],
     )
@@ -80,22 +90,39 @@ def _label(run: RunSummary) -> str:
     return f", on {run.label}" if run.label else ""
 
 
-def _worst(report: Report, num_rows: int) -> Table | None:
-    """What uses most of its limit; None where all is equal."""
+def _nearest(report: Report) -> list[Sentence]:
+    """Of a healthy pair, what comes nearest to its limit."""
     every = worst_rows(report)
-    rows = [row for row in every if not row.worst.identical]
-    if report.verdict.kind == "identical" or not rows:
+    unlike = [row for row in every if not row.worst.identical]
+    texts = []
+    for row, place in list(zip(unlike, worst_places(unlike), strict=True))[:1]:
+        site = row.worst
+        parts = [] if site.rel_l2 is None else [f"error {site.rel_l2:.1e}"]
+        if site.limit_usage is not None:
+            parts.append(f"{limit_share(site.limit_usage)} of its limit")
+        where = f"of {count(len(every), 'place')} {cut(site.site, 40)}, {place}"
+        texts.append(f"{where}: {', '.join(parts)}")
+    return [named("worst", text) for text in texts]
+
+
+def _worst(report: Report, num_rows: int) -> Table | None:
+    """What is beyond a limit, else what uses most of it; None where all is equal."""
+    every = worst_rows(report)
+    unlike = [row for row in every if not row.worst.identical]
+    if report.verdict.kind == "identical" or not unlike:
         return None
-    judged = any(row.worst.limit_usage is not None for row in rows)
+    judged = any(row.worst.limit_usage is not None for row in unlike)
+    rows = list(zip(unlike, worst_places(unlike), strict=True))
+    rows = [pair for pair in rows if pair[0].flagged or num_bad(pair[0].worst)] or rows
     shown = []
-    for row, place in list(zip(rows, worst_places(rows), strict=True))[:num_rows]:
+    for row, place in rows[:num_rows]:
         site = row.worst
         used = "not finite" if num_bad(site) else limit_share(site.limit_usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
         name = cut(site.site, 40) + ("  !" if row.flagged else "")
         shown.append((error, used, name, place))
-    same = ", the others equal bit for bit" if len(rows) <= num_rows < len(every) else ""
+    same = ", the others equal bit for bit" * (len(shown) == len(unlike) < len(every))
     return Table(
-        title=f"worst of {len(every)} places{same}", rows=shown, num_left=4, widest=44,
+        title=f"worst of {count(len(every), 'place')}{same}", rows=shown, num_left=4, widest=44,
         columns=("error", "of its limit" if judged else "", "where", ""),
     )  # fmt: skip

@@ -20,8 +20,8 @@ from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, PreflightLine
-from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
-from divergence.html.parts import el, prose_block
+from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
+from divergence.html.parts import details, el, prose_block
 from divergence.layout import Line, count, share, size
 from divergence.report.environment import changes
 from divergence.report.text import document_lines, headline_lines
@@ -195,9 +195,14 @@ _MOST_NAMED = 3
 def run_text(run: RunSummary) -> str:
     """``runs/a (H100): tiny/llama, bfloat16 on cuda``."""
     label = f" ({run.label})" if run.label else ""
-    return (
-        f"{run.path}{label}: {model_name(run)}, {run.dtype.removeprefix('torch.')} on {run.device}"
-    )
+    return f"{run.path}{label}: {model_name(run)}, {computed(run)}"
+
+
+def computed(run: RunSummary) -> str:
+    """``bfloat16 on cuda: H100``."""
+    dtype, device = run.dtype.removeprefix("torch."), run.device
+    unknown = dtype == UNKNOWN and UNKNOWN in device
+    return "dtype and device unknown" if unknown else f"{dtype} on {device}"
 
 
 def model_name(run: RunSummary) -> str:
@@ -281,7 +286,10 @@ def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list
 
 
 def _table_of(caption: str, rows: Iterable[PreflightLine], folded: str = "") -> Table:
-    columns = ["setting", "status", "A", "B", *["detail"] * any(row.detail for row in rows)]
+    rows = list(rows)
+    alone = len({row.status for row in rows}) == 1  # on a page the caption says it
+    state = Column("status", face="terminal" if alone else "")
+    columns = ["setting", state, "A", "B", *["detail"] * any(row.detail for row in rows)]
     return Table(
         caption=caption, num_left=5, folded=folded, columns=columns, listed=True,
         rows=[(row.check, _STATES[row.status][0], row.reference, row.candidate, row.detail or "")
@@ -297,8 +305,8 @@ def _tokens(report: Report) -> list[Sentence]:
     tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0 or _all_agree(report):
         return []
-    how = "B continued A's text" if tokens.forced else "each continued its own text"
-    text = f"next-token choice agrees in {tokens.num_equal} of {tokens.num_tokens} steps ({how})"
+    how = "" if tokens.forced else " (each continued its own text)"
+    text = f"{tokens.num_equal} of {tokens.num_tokens} next tokens equal{how}"
     if tokens.num_missing:
         text += f"; {tokens.num_missing} more in A alone"
     first = tokens.first_difference
@@ -308,7 +316,8 @@ def _tokens(report: Report) -> list[Sentence]:
             for choice in (first.reference, first.candidate)
         )
         said = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
-        text += f"; first at prompt {first.sample}, step {first.step}: {token_a} / {token_b}{said}"
+        text += f"; first apart at prompt {first.sample}, step {first.step}: "
+        text += f"{token_a} / {token_b}{said}"
     return [named("tokens", text)]
 
 
@@ -463,7 +472,7 @@ def _findings(report: Report) -> list[Section]:
         id="findings", title="All findings",
         lead="What each analysis found. The verdict was made of these; a hint or a context is a "
         "place to look, and no fault.",
-        body=(el("ol", *items, class_="findings"),),
+        body=(details(count(len(items), "finding"), el("ol", *items, class_="findings")),),
     )]  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from divergence.layout import (
 from divergence.words import markdown_code, printable
 
 _STYLES = {
-    "onset": "bold red", "wrong": "bold red", "flagged": "yellow", "below": "yellow",
-    "differs": "yellow", "good": "green", "blocks": "red",
+    "onset": "bold red", "odd": "bold red", "wrong": "bold red", "flagged": "yellow",
+    "below": "yellow", "differs": "yellow", "good": "green", "blocks": "red",
 }  # fmt: skip
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
@@ -51,7 +51,7 @@ def document_markdown(*documents: Document, made_by: str) -> str:
                 lines += [f"**{markdown_code(section.title)}**{detail}", ""]
             for block in section.body:
                 if isinstance(block, Table):
-                    lines += [*block.markdown(), ""]
+                    lines += [*block.on("terminal").markdown(), ""]
                 elif isinstance(block, Facts):
                     lines += _listed_markdown(
                         Sentence(" ".join(what), term.strip()) for term, *what in block.rows
@@ -113,7 +113,7 @@ def sentence_line(sentence: Sentence) -> Line:
 def _listed_lines(table: Table) -> list[Line]:
     """Both values where they differ, and below them what else is known."""
     lines = []
-    for number, (name, state, *both) in enumerate(table.cells()):
+    for number, (name, state, *both) in enumerate(table.on("terminal").cells()):
         text, style = " / ".join(dict.fromkeys(both[:2])), _STYLES.get(table.mark(number), "")
         lines.append(prose(f"  {state:<8}{name}:", text, style=style, width=10))
         lines += [prose("", detail, width=10) for detail in both[2:] if detail]
@@ -122,6 +122,7 @@ def _listed_lines(table: Table) -> list[Line]:
 
 def table_lines(table: Table) -> list[Line]:
     """Titles where there are any, rows, what stands below a row, and how many rows are not here."""
+    table = table.on("terminal")
     cells = [tuple(map(printable, row)) for row in table.cells()]
     titles = [table.titles] if any(table.titles) and not table.bare else []
     rows = _grid(table, [*titles, *cells]) if table.grid else columns(
@@ -131,7 +132,8 @@ def table_lines(table: Table) -> list[Line]:
         words = table.marks[number].split() if number < len(table.marks) else ()
         if table.grid:
             sign = next((_SIGNS[word] for word in words if word in _SIGNS), " ")
-            row = Line((Span(f" {'>' if 'onset' in words else ' '}{sign} "), *row.spans[1:]))
+            arrow = ">" if {"onset", "odd"}.intersection(words) else " "
+            row = Line((Span(f" {arrow}{sign} "), *row.spans[1:]))
         row = row._replace(hang=None) if table.whole else row
         lines.append(_styled(row, next((_STYLES[word] for word in words if word in _STYLES), "")))
         lines += map(sentence_line, table.below.get(number, ()))
@@ -147,7 +149,6 @@ def _styled(row: Line, style: str) -> Line:
 def _grid(table: Table, rows: list[tuple[str, ...]]) -> list[Line]:
     """Each column as wide as its widest cell; those that give are cut where that is too much."""
     shown = [column for _, column in table.shown]
-    left = [n < table.num_left or column.left for n, column in enumerate(shown)]
     widths = [
         max(column.width, *map(len, cells)) for column, *cells in zip(shown, *rows, strict=True)
     ]
@@ -160,7 +161,7 @@ def _grid(table: Table, rows: list[tuple[str, ...]]) -> list[Line]:
     return [
         line("    ", "  ".join(
             (cut(cell, size).ljust if at_left else cut(cell, size).rjust)(size)
-            for cell, size, at_left in zip(row, widths, left, strict=True)
+            for cell, size, at_left in zip(row, widths, table.is_word, strict=True)
         ).rstrip())
         for row in rows
     ]  # fmt: skip

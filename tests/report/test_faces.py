@@ -3,21 +3,71 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 
 import msgspec
 import pytest
 
+from divergence import capture, compare
 from divergence.comparison.results import Visible
 from divergence.report.bundle import Redaction, bundle_files
 from divergence.report.screen import screen_lines
-from divergence.report.summary import report_lines
+from divergence.report.summary import document, report_lines
+from divergence.report.text import document_markdown
 from divergence.run.command import command
 from divergence.words import HEADLINES
+
+MLP = "model.layers.1.mlp:out"
+RUNS = {
+    "healthy": {"attn_implementation": "sdpa"},
+    "equal": {},
+    "one block": {"plants": [f"{MLP}=scale:1.3"]},
+    "one prompt": {"plants": [f"{MLP}=scale:1.3@sample=1"]},
+    "every block": {"plants": [f"model.layers.{n}.mlp:out=scale:1.5" for n in range(2)]},
+    "nan": {"plants": [f"{MLP}=nan:3"]},
+    "another dtype": {"dtype": "bfloat16"},
+}
+"""What is done to the second run."""
 
 
 def words(text: str) -> str:
     return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, llama):
+    return capture(llama, out=tmp_path_factory.mktemp("faces") / "a", probe=False, dtype="float32",
+                   prompts=["Snow fell on", "One"], max_new_tokens=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
+    """Of runs that were captured: in the page, under -v, in JSON, Markdown and the bundle."""
+    report = compare(first, capture(like=first, out=tmp_path / "b", probe=False, **RUNS[case]))
+    markdown = document_markdown(document(report), made_by="compare")
+    shown = {face: words(text) for face, text in faces(report).items() if face != "notebook"}
+    shown["Markdown"] = words(html.unescape(re.sub(r"<[^>]*>", "", markdown)))
+    screen = [item.text for item in screen_lines(report)]
+    first_line, *rest = screen
+    told = {"answer": first_line.partition(": ")[2]}
+    for line in rest[: rest.index("next") if "next" in rest else None]:
+        told.setdefault(line[:12].strip(), line[12:])
+    assert {"answer", "confidence", "compared"} <= told.keys()
+    for name in ("answer", "onset", "side", "confidence", "not seen", "because"):
+        for face, text in shown.items():
+            assert words(told.get(name, "")).casefold() in text.casefold(), (name, face)
+    for name in ("settings", "tokens", "compared"):  # whose parts -v has in sections of their own
+        for face in ("page", "Markdown", "bundle"):
+            assert words(told.get(name, "")) in shown[face], (name, face)
+    values = json.loads(report.to_json())
+    assert values["verdict"]["summary"] == told["answer"]
+    assert values["verdict"]["confidence"] == told["confidence"].partition(":")[0]
+    because = [fact["text"] for fact in values["verdict"]["evidence"]]
+    assert "because" not in told or told["because"] in because[0]
+    for line in values["preflight"]:
+        if line["status"] == "differs":
+            assert line["check"] in shown["-v"] and line["check"] in shown["page"]
 
 
 def faces(report) -> dict[str, str]:

@@ -78,7 +78,7 @@ def test_many_runs(matrix, tmp_path):
     """Who is odd, a figure in which a run can be chosen, and why one was not compared."""
     text = matrix().to_html(tmp_path / "m.html").read_text(encoding="utf-8")
     for said in (">ODD<", "2 of 3 runs agree", "divergence compare runs/a runs/odd",
-                 "it does not exist", "Among themselves", "class=\"flagged\""):  # fmt: skip
+                 "it does not exist", "Among themselves", "class=\"odd\""):  # fmt: skip
         assert said in text
     data = data_of(text)
     assert data["noun"] == "Run"

@@ -35,7 +35,7 @@ def test_a_picture_is_a_whole_file(reports):
     assert root.tag == f"{SVG}svg" and root.get("role") == "img"
     title = "DIVERGED: the error is made in model.layers.30.mlp.down_proj"
     assert root.find(f"{SVG}title").text == texts(root)[0] == title
-    assert root.get("aria-label").startswith(f"{title}. Error of ")
+    assert root.get("aria-label").startswith(f"{title}. Difference between A and B")
     assert "on a logarithmic axis" in root.find(f"{SVG}desc").text
     allowed = {"svg", "g", "title", "desc", "rect", "text", "path", "circle", "line"}
     for node in root.iter():

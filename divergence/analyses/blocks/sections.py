@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from divergence.html.figures import (
     figure,
     heat_map,
 )
-from divergence.html.parts import Element, details
+from divergence.html.parts import Element, details, facts
 from divergence.html.sections import table
 from divergence.layout import (
     RATIO_DECADES,
@@ -97,16 +97,26 @@ def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
     return ratios
 
 
+def num_bad(site: SiteResult) -> int:
+    return site.nonfinite.differ if site.nonfinite is not None else 0
+
+
 def badness(site: SiteResult) -> tuple[bool, bool, float, float]:
-    """Sort key: non-finite values first, then what the judge flagged, then floor units."""
-    nonfinite = site.nonfinite is not None and site.nonfinite.total > 0
-    return (nonfinite, site.flagged, _rank(site.ratio), _rank(site.rel_l2))
+    """Sort key: nan and inf that one side alone has, then what the judge flagged, then the share of
+    a limit, then the difference."""
+    return num_bad(site) > 0, site.flagged, _rank(site.usage), _rank(site.rel_l2)
 
 
 def _rank(value: float | None) -> float:
     if value is None:
         return -1.0
     return math.inf if math.isnan(value) else value
+
+
+def _share(row: SiteRow) -> tuple[bool, bool, float, float]:
+    """The same of a row: by what all its forwards use together."""
+    site = row.worst
+    return num_bad(site) > 0, row.flagged, _rank(site.limit_usage), _rank(site.rel_l2)
 
 
 def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[SiteRow]:
@@ -174,7 +184,7 @@ def worst_rows(report: Report) -> list[SiteRow]:
         )
         for name, group in groups:
             own = [site for site in group if site.block is None or is_output(site)]
-            site = max(own or group, key=_place)
+            site = max(own or group, key=badness)
             flagged = any(result.flagged for result in group)
             here = onset is not None and name in (onset.site, onset.block)
             row = SiteRow(name, False, site, None, flagged, here)
@@ -208,19 +218,6 @@ def _at(site: SiteResult, *, exact: bool) -> str:
         return f"{place}, step {site.step}"
     place += f", {site.phase}" if exact else ""
     return place if position is None else f"{place}, token {position}"
-
-
-def num_bad(site: SiteResult) -> int:
-    return site.nonfinite.differ if site.nonfinite is not None else 0
-
-
-def _place(site: SiteResult) -> tuple[bool, bool, float, float]:
-    return num_bad(site) > 0, site.flagged, _rank(site.usage), _rank(site.rel_l2)
-
-
-def _share(row: SiteRow) -> tuple[bool, bool, float, float]:
-    bad, *_ = _place(row.worst)
-    return bad, row.flagged, _rank(row.worst.limit_usage), _rank(row.worst.rel_l2)
 
 
 def is_output(site: SiteResult) -> bool:
@@ -280,13 +277,6 @@ def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
     return sorted(worst.values(), key=lambda row: (-row[0], row[1]))
 
 
-def usage(row: SiteRow) -> float:
-    """By which rows are ordered; a nan is the largest."""
-    value = row.worst.limit_usage
-    value = row.worst.rel_l2 if value is None else value
-    return 0.0 if value is None else math.inf if math.isnan(value) else value
-
-
 # The error of each block as curves, and with a truth the distance of both sides from it.
 
 _PHASES = {
@@ -337,10 +327,9 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
         plots.append(Plot(
             id=f"truth-{phase}", title=f"Distance from the truth. {what}", legend=legend,
             described=f"Which side is wrong: {told}.",
-            label=f"Distance of both sides from the float64 truth, {what}: {told}.",
             names=[_key(row.name) for row in outputs], onset=next(iter(flagged), None),
-            lines=[PlotLine(label="A", kind="reference", values=a),
-                   PlotLine(label="B", kind="candidate", values=b)],
+            lines=[PlotLine(kind="reference", values=a),
+                   PlotLine(kind="candidate", values=b)],
             says=says, blocks=[row.name for row in outputs],
         ))  # fmt: skip
     return plots
@@ -357,10 +346,10 @@ def _typical(row: SiteRow, *, free: bool) -> float | None:
 def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
     anchored = any(row.main is not None and row.main.pass_ == "anchored" for row in rows)
     kind = "anchored" if anchored else "free"
-    lines = [PlotLine(label=kind, kind=kind, values=[_typical(row, free=False) for row in rows])]
+    lines = [PlotLine(kind=kind, values=[_typical(row, free=False) for row in rows])]
     if any(row.free is not None for row in rows):
         free = [_typical(row, free=True) for row in rows]
-        lines.append(PlotLine(label="free", kind="free", values=free))
+        lines.append(PlotLine(kind="free", values=free))
     floors = [row.worst.floor for row in rows]
     limits = [
         None if site.floor is None or site.limit is None else site.floor * site.limit
@@ -369,7 +358,6 @@ def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
     with_floor = any(floors)
     flagged = [n for n, row in enumerate(rows) if row.flagged]
     onset = next((n for n, row in enumerate(rows) if row.onset), None)
-    worst = max(rows, key=usage)
     told = f"{count(len(flagged), 'block') if flagged else 'none'} beyond the limit"
     legend = [(f"line {kind}", "made in this block" if anchored else "error at this block")]
     legend += [("line free", "on its own values")] if len(lines) > 1 else []
@@ -379,8 +367,6 @@ def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
     return Plot(
         id=f"error-{phase}", title=f"Difference between A and B. {what}", legend=legend,
         described=f"Relative L2 of the typical token, worst forward; {told}.",
-        label=f"Error of {count(len(rows), 'block')} on a logarithmic axis, {what}: {told}. "
-        f"The largest: {_says(worst)}.",
         names=[_key(row.name) for row in rows], lines=lines, flagged=flagged, onset=onset,
         band=(floors, limits) if with_floor else None,
         says=[_says(row) for row in rows], blocks=[row.name for row in rows],
@@ -428,11 +414,14 @@ class _Map:
             if value is not None
         ]
         value, row, column = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
-        told = f"The largest is {float(f'{value:.2g}'):g} {self.scale.unit}, at {row}, "
+        largest = f"{float(f'{value:.2g}'):g} {self.scale.unit}"
+        if self.scale is LIMIT_SHARES:
+            largest = f"{limit_share(value / 100)} of the limit"
+        told = f"The largest is {largest}, at {row}, "
         told += f"{self.column} {column}"
         if self.scale is LIMIT_SHARES:
             beyond = sum(item[0] > 100 or not math.isfinite(item[0]) for item in known)
-            told += f"; {count(beyond, 'cell')} of {len(known):,} beyond the limit"
+            told += f"; {beyond:,} of {count(len(known), 'cell')} beyond the limit"
         classes = (f"cell {kind}" for kind in self.scale.classes())
         legend = list(zip(classes, self.scale.names, strict=True))
         if any(not math.isfinite(item[0]) for item in known):
@@ -484,7 +473,7 @@ def maps(report: Report, background: Background) -> list[_Map]:
     grids = []
     for id, column, cells in (("steps", "step", by_step), ("prompts", "prompt", by_prompt)):
         columns = sorted({number for _, number in cells})
-        if len(columns) > 1:
+        if len(columns) > 1 and any(map(scale.step, cells.values())):  # one colour tells nothing
             values = [[cells.get((row, number)) for number in columns] for row in rows]
             grids.append(_Map(
                 id=f"map-{id}", title=f"Blocks × {id}", column=column, rows=rows,
@@ -541,31 +530,92 @@ def _named(names: Sequence[str], step: int) -> list[str]:
     return [f"{group[0]} to {group[-1]}" if len(group) > 1 else group[0] for group in groups]
 
 
-# The sections.
+# Tables: a row a block, with what each face shows of it.
 
-_MAX_PROMPTS = 12
-_MAX_NONFINITE = 5
+_REL_L2 = (
+    "|a-b| / |a| at this place; in an anchored pass A's inputs went in on both sides, so this much "
+    "is made there"
+)
+_FLOORS = "rel L2 of the median token, in units of what rounding makes; worst: of the worst token"
+_R = "|a-b| / |a-truth| of the median token: about 1.4 is rounding"
+_W = "|b-truth| / |a-truth| of the median token: about 1 where both are equally right"
+_DEEP = "the same once more in float32, in units of what rounding makes there"
+_BAR = "rel L2 in units of what rounding makes, on a logarithmic scale"
+_FREE = "rel L2 where each side went on with its own values: what has added up so far"
 
 
-def sections(
-    report: Report, *, every: bool = False, background: Background | None = None
-) -> list[Section]:
-    """A page has them in one. In a terminal there is no table of equal sites, unless all are asked
-    for."""
-    if background is not None:
-        return _page(report, background) if report.sites else []
-    made = [
-        Section(body=[each])
-        for each in (_prompts(report, every=every), _nonfinite(report, every=every))
-        if each is not None
-    ]
-    equal = report.verdict.kind == "identical" and not every
-    parts = (report.operators, *report.parts.values(), report.logprobs)
-    if report.sites and not equal:
-        made += _tables(report, every=every)
-    elif not equal and not any(parts):
-        made.append(Section(title="sites", detail="none were compared"))
-    return made
+def rows_table(
+    rows: Sequence[SiteRow], caption: str = "", *, several: bool = False,
+    escalated: Mapping[str, float] | None = None, below: Mapping[int, list[Sentence]] | None = None,
+) -> Table:  # fmt: skip
+    """Rows of blocks with their figures; a column that none of them has is left out. ``several``:
+    a place names its prompt; ``escalated``: by site, how large the error is in float32."""
+    main = [row.main for row in rows if row.main is not None]
+    floor, truth = (any(getattr(s, name) is not None for s in main) for name in ("ratio", "truth"))
+    where = "step" if any(site.step for site in main) else "token"
+    decades = RATIO_DECADES if floor else REL_L2_DECADES
+    alone = "page" if truth else ""  # a terminal has room for what a truth tells, or for these
+    columns = (
+        Column("block", face="page"), Column("site", face="terminal"),
+        Column("worst at", face="page", left=True),
+        Column("relative L2", decimal, short="rel L2", meaning=_REL_L2),
+        Column(f"p:{where}" if several else where, face="terminal",
+               meaning=f"prompt and {'decode ' * (where == 'step')}{where} where it is largest"
+               if several else ""),
+        Column("× floor", times, short="floors", face=alone, meaning=_FLOORS),
+        Column("worst token", times, short="worst", face=alone),
+        Column("share of limit", limit_share, face="page", meaning="over 100% is beyond the limit"),
+        Column("r", times, face="terminal", meaning=_R),
+        Column("B over A", times, short="W", meaning=_W),
+        Column("float32", times, meaning=_DEEP),
+        Column("bar .1-1e3" if floor else "bar 1e-8-1", lambda value: bar(value, decades),
+               left=True, face="terminal", meaning=_BAR if floor else ""),
+        Column("own values", decimal, short="free L2", meaning=_FREE),
+    )  # fmt: skip
+    values = []
+    for row, place in zip(rows, worst_places(rows, exact=True), strict=True):
+        site, equal = row.main, row.worst.identical
+        at = None if site is None else site.step or site.worst_position
+        named = None if at is None or equal else f"{row.worst.sample}:" * several + str(at)
+        length = (site.ratio if floor else site.rel_l2) if site is not None else None
+        against = site.truth if site is not None else None
+        values.append((
+            row.site if row.inner else row.name, "  " * row.inner + row.name,
+            "-" if equal else place, site and site.rel_l2, named, site and site.ratio,
+            site and site.ratio_max, row.worst.limit_usage, against and against.r_median,
+            against and against.w_median, escalated.get(row.site) if escalated else None,
+            None if escalated else length or 0.0, row.free and row.free.rel_l2,
+        ))  # fmt: skip
+    return Table(
+        caption=caption, columns=columns, rows=values, names=True, sparse=True, grid=True,
+        below=below or {},
+        marks=["onset " * row.onset + "flagged" * row.flagged for row in rows],
+    )  # fmt: skip
+
+
+def _phase_table(report: Report, phase: str, rows: list[SiteRow], most: int | None) -> Table:
+    """Of at most some ``most`` rows, between which it says what is not there."""
+    below: dict[int, list[Sentence]] = {}
+    shown: list[SiteRow] = []
+    for item in rows if most is None else elide(rows, max_rows=most):
+        if isinstance(item, SiteRow):
+            shown.append(item)
+            continue
+        worst = item.worst.worst
+        size = times(worst.ratio) if worst.ratio is not None else decimal(worst.rel_l2)
+        text = f"… {count(item.num_rows, 'healthy row')}, at most {size}"
+        below[len(shown) - 1] = [Sentence(text, indent=2, style="dim")]
+    samples = {site.sample for site in report.sites if site.phase == phase}
+    return rows_table(
+        shown, f"All blocks, {phase}", several=len(samples) > 1, below=below,
+        escalated=escalated_ratios(report, phase),
+    )  # fmt: skip
+
+
+def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
+    """What the columns hold, by their titles."""
+    columns = [column for table in tables for _, column in table.on(face).shown]
+    return list({column.title: column.meaning for column in columns if column.meaning}.items())
 
 
 def _prompts(report: Report, *, every: bool = False) -> Table | None:
@@ -607,117 +657,14 @@ def _nonfinite(report: Report, *, every: bool = False) -> Table | None:
     )  # fmt: skip
 
 
-# In a terminal: a table of each phase, and what its columns hold.
+# The sections.
 
+_MAX_PROMPTS = 12
+_MAX_NONFINITE = 5
 _PASSES = {
     "anchored": "anchored pass: each block got A's input",
     "free": "free pass: each run on its own values",
 }
-_LEGEND = {
-    "rel L2": "|a-b| / |a| at this place; in an anchored pass A's inputs went in on both sides, so "
-    "this much is made there",
-    "p:token": "prompt and token where it is largest",
-    "p:step": "prompt and decode step where it is largest",
-    "r": "|a-b| / |a-truth| of the median token: about 1.4 is rounding",
-    "W": "|b-truth| / |a-truth| of the median token: about 1 where both are equally right",
-    "floors": "rel L2 of the median token, in units of what rounding makes; worst: of the worst "
-    "token",
-    "float32": "the same once more in float32, in units of what rounding makes there",
-    "bar .1-1e3": "rel L2 in units of what rounding makes, on a logarithmic scale",
-    "free L2": "rel L2 where each side went on with its own values: what has added up so far",
-}
-"""What a column holds, by its title."""
-
-
-def _tables(report: Report, *, every: bool) -> list[Section]:
-    made = []
-    titles: set[str] = set()
-    for phase in phases(report):
-        sites = [site for site in report.sites if site.phase == phase]
-        rows = phase_rows(report, phase, all_sites=every)
-        content = _phase_table(report, phase, sites, rows, every=every)
-        titles.update(content.titles)
-        steps, prompts = ({getattr(site, name) for site in sites} for name in ("step", "sample"))
-        over = [
-            name for name, values in (("steps", steps), ("prompts", prompts)) if len(values) > 1
-        ]
-        worst = f"; the worst of all {' and '.join(over)}" if over else ""
-        pass_ = main_pass(sites)
-        beyond, equal = sum(row.flagged for row in rows), sum(row.worst.identical for row in rows)
-        begins = ", > where it begins" if any(row.onset for row in rows) else ""
-        text = f"{count(len(rows), 'row')}: {beyond:,} beyond the limit (!){begins}; "
-        made.append(Section(
-            title=f"decode, {count(len(steps), 'step')}" if phase == "decode" else phase,
-            detail=_PASSES.get(pass_, pass_) + worst + _estimated(rows),
-            body=[content, Sentence(f"{text}{equal:,} bit-identical", style="dim")],
-        ))  # fmt: skip
-    legend = [item for item in _LEGEND.items() if item[0] in titles]
-    legend.append(("more", "every word: docs/glossary.md; every number: --csv FILE, --json"))
-    return [*made, Section(title="columns", body=[Facts(legend, width=14)])]
-
-
-def _phase_table(
-    report: Report, phase: str, sites: Sequence[SiteResult], rows: list[SiteRow], *, every: bool
-) -> Table:
-    below: dict[int, list[Sentence]] = {}
-    shown: list[SiteRow] = []
-    for item in rows if every else elide(rows):
-        if isinstance(item, SiteRow):
-            shown.append(item)
-            continue
-        worst = item.worst.worst
-        most = times(worst.ratio) if worst.ratio is not None else decimal(worst.rel_l2)
-        text = f"… {count(item.num_rows, 'healthy row')}, at most {most}"
-        below[len(shown) - 1] = [Sentence(text, indent=2, style="dim")]
-    where = "step" if phase == "decode" else "token"
-    several = len({site.sample for site in sites}) > 1
-    with_floor = any(site.ratio is not None for site in sites)
-    with_truth = any(row.main is not None and row.main.truth is not None for row in rows)
-    with_free = any(row.free is not None for row in rows)
-    escalated = escalated_ratios(report, phase)
-
-    def numbers(row: SiteRow) -> list[object]:
-        """A column has a value in each row or in none."""
-        site = row.main
-        deep = times(escalated.get(row.site)) if escalated else None
-        free = decimal(row.free.rel_l2 if row.free else None) if with_free else None
-        if site is None:
-            return ["-", "-", None, None, deep, None if escalated else 0.0, free]
-        place = site.step if phase == "decode" else site.worst_position
-        at = "-" if place is None or site.identical else f"{site.sample}:" * several + str(place)
-        pair = [site.ratio, site.ratio_max]
-        if with_truth:
-            pair = [site.truth.r_median, site.truth.w_median] if site.truth else [None, None]
-        length = (site.ratio if with_floor else site.rel_l2) or 0.0
-        return [decimal(site.rel_l2), at, *pair, deep, None if escalated else length, free]
-
-    decades = RATIO_DECADES if with_floor else REL_L2_DECADES
-    return Table(
-        grid=True, sparse=True, below=below,
-        columns=(
-            "site", "rel L2", f"p:{where}" if several else where,
-            Column("r" if with_truth else "floors", times),
-            Column("W" if with_truth else "worst", times), "float32",
-            Column("bar .1-1e3" if with_floor else "bar 1e-8-1",
-                   lambda value: bar(value, decades), left=True),
-            "free L2",
-        ),
-        rows=[("  " * row.inner + row.name, *numbers(row)) for row in shown],
-        marks=["onset " * row.onset + "flagged" * row.flagged for row in shown],
-    )  # fmt: skip
-
-
-def _estimated(rows: list[SiteRow]) -> str:
-    known = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
-    errors = [estimate.relative_error for estimate in known if estimate.relative_error is not None]
-    if not known:
-        return ""
-    spread = f" ±{100 * statistics.median(errors):.0f}%" if errors else ""
-    return f"; estimated{spread}"
-
-
-# On a page: the error of each block, where and when it is largest, what a block is made of.
-
 _MOST_ROWS = 240
 _WORST = 5
 _MOST_MODULES = 3000
@@ -725,19 +672,59 @@ _MOST_MODULES = 3000
 block."""
 
 
-def _page(report: Report, background: Background) -> list[Section]:
-    plots: list[Plot] = []
-    tables: list[Element] = []
-    rows_of = {phase: phase_rows(report, phase) for phase in phases(report)}
-    for phase, rows in rows_of.items():
-        plots += phase_curves(report, phase, rows)
-        shown = elide([row for row in rows if not row.inner], max_rows=_MOST_ROWS)
-        gone = sum(row.num_rows for row in shown if isinstance(row, Elision))
-        note = f"{count(gone, 'healthy row')} left out." if gone else ""
-        kept = [row for row in shown if not isinstance(row, Elision)]
-        tables.append(table(rows_table(kept, f"All blocks, {phase}", note=note)))
-    pictures = maps(report, background)
-    parts = block_parts(report)
+def sections(
+    report: Report, *, every: bool = False, background: Background | None = None
+) -> list[Section]:
+    """A page has them in one. In a terminal there is no table of equal sites, unless all are asked
+    for."""
+    page = background is not None
+    parts = (report.operators, *report.parts.values(), report.logprobs)
+    if not report.sites:
+        lone = not page and report.verdict.kind != "identical" and not any(parts)
+        return [Section(title="sites", detail="none were compared")] if lone else []
+    lists = [_prompts(report, every=every), _nonfinite(report, every=every)]
+    rows_of = {phase: phase_rows(report, phase, all_sites=every) for phase in phases(report)}
+    most = _MOST_ROWS if page else None if every else MAX_ROWS
+    tables = {phase: _phase_table(report, phase, rows, most) for phase, rows in rows_of.items()}
+    if background is not None:
+        return [_page(report, background, rows_of, list(tables.values()), lists)]
+    made = [Section(body=[each]) for each in lists if each is not None]
+    if report.verdict.kind == "identical" and not every:
+        return made
+    made += [_phase(report, phase, rows_of[phase], content) for phase, content in tables.items()]
+    legend = _legend(list(tables.values()), "terminal")
+    legend.append(("more", "every word: docs/glossary.md; every number: --csv FILE, --json"))
+    return [*made, Section(title="columns", body=[Facts(legend, width=14)])]
+
+
+def _phase(report: Report, phase: str, rows: Sequence[SiteRow], content: Table) -> Section:
+    sites = [site for site in report.sites if site.phase == phase]
+    steps, prompts = ({getattr(site, name) for site in sites} for name in ("step", "sample"))
+    over = [name for name, values in (("steps", steps), ("prompts", prompts)) if len(values) > 1]
+    worst = f"; the worst of all {' and '.join(over)}" if over else ""
+    estimated = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
+    errors = [item.relative_error for item in estimated if item.relative_error is not None]
+    spread = f" ±{100 * statistics.median(errors):.0f}%" if errors else ""
+    worst += f"; estimated{spread}" if estimated else ""
+    pass_ = main_pass(sites)
+    beyond, equal = sum(row.flagged for row in rows), sum(row.worst.identical for row in rows)
+    begins = ", > where it begins" if any(row.onset for row in rows) else ""
+    text = f"{count(len(rows), 'row')}: {beyond:,} beyond the limit (!){begins}; "
+    return Section(
+        title=f"decode, {count(len(steps), 'step')}" if phase == "decode" else phase,
+        detail=_PASSES.get(pass_, pass_) + worst,
+        body=[content, Sentence(f"{text}{equal:,} bit-identical", style="dim")],
+    )
+
+
+def _page(
+    report: Report, background: Background, rows_of: Mapping[str, list[SiteRow]],
+    tables: Sequence[Table], lists: Sequence[Table | None],
+) -> Section:  # fmt: skip
+    """The largest errors, the error of each block, where and when it is largest, what a block is
+    made of."""
+    plots = [plot for phase, rows in rows_of.items() for plot in phase_curves(report, phase, rows)]
+    pictures, modules = maps(report, background), block_parts(report)
     equal = all(site.identical for site in report.sites)
     onset = report.verdict.onset
     lead = "There is none: all bits are equal."
@@ -747,47 +734,22 @@ def _page(report: Report, background: Background) -> list[Section]:
     elif not equal:
         lead = "Each run went its own way, so a block also carries the errors of those before it. "
         lead += "The shaded band is what rounding in one block explains."
-    every = [row for rows in rows_of.values() for row in rows if not row.inner]
-    worst = max(every, key=usage, default=None)
-    chosen = (onset.block or onset.site) if onset is not None else worst and worst.name
-    return [Section(
+    every = worst_rows(report)
+    worst = [row for row in every if not row.worst.identical][:_WORST] or every[:_WORST]
+    caption = f"The {len(worst)} largest" if len(worst) > 1 else "The largest"
+    legend = facts(_legend(tables, "page"))
+    return Section(
         id="blocks", lead=lead,
         heading="The error of each block" if onset is None else "Where the error is made",
         body=[
-            None if equal else _worst_table(report),
+            None if equal else rows_table(worst, caption),
             Figures(plots, choose=True),
             Figures(pictures) if pictures else None,
-            _prompts(report),
-            _nonfinite(report),
-            details(f"All {count(len(parts), 'row')} as a table", *tables),
+            *lists,
+            details(f"All as a table: {count(len(modules), 'row')}", *map(table, tables), legend),
         ],
-        parts=parts, chosen=chosen,
-    )]  # fmt: skip
-
-
-def rows_table(rows: Sequence[SiteRow], caption: str, *, note: str = "") -> Table:
-    """Rows of blocks with their figures; columns that none of them has are left out."""
-    return Table(
-        caption=caption, num_left=2, note=note, names=True, sparse=True,
-        columns=("block", "worst at", Column("relative L2", decimal), Column("× floor", times),
-                 Column("worst token", times), Column("share of limit", limit_share),
-                 Column("B over A", times), Column("own values", decimal)),
-        rows=[
-            (row.site if row.inner else row.name, "-" if site.identical else place, site.rel_l2,
-             site.ratio, site.ratio_max, site.limit_usage, site.truth and site.truth.w_median,
-             row.free and row.free.rel_l2)
-            for row, place in zip(rows, worst_places(rows, exact=True), strict=True)
-            for site in [row.worst]
-        ],
-        marks=["onset" if row.onset else "flagged" if row.flagged else "" for row in rows],
+        parts=modules, chosen=(onset.block or onset.site) if onset is not None else worst[0].name,
     )  # fmt: skip
-
-
-def _worst_table(report: Report) -> Table:
-    every = worst_rows(report)
-    rows = [row for row in every if not row.worst.identical] or every
-    num = min(_WORST, len(rows))
-    return rows_table(rows[:_WORST], f"The {num} largest" if num > 1 else "The largest")
 
 
 def block_parts(report: Report) -> list[BlockPart]:
@@ -861,5 +823,4 @@ def _part(
 
 def _pass_rank(site: SiteResult) -> tuple[bool, bool, bool, float, float]:
     """The pass that is judged comes before the free one."""
-    nonfinite, flagged, ratio, rel_l2 = badness(site)
-    return site.pass_ != "free", nonfinite, flagged, ratio, rel_l2
+    return (site.pass_ != "free", *badness(site))

@@ -10,12 +10,14 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Background, OperatorResult, OperatorsResult
 from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table
 from divergence.layout import MAX_WIDTH, count, cut, decimal, limit_share, share, times
-from divergence.words import grouped, letter, list_names
+from divergence.words import grouped, letter
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
+_W = "how much farther B is from the truth than A"
 _WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
 _MOST_OF_BLOCK = 80
+_MOST_ALONE = 8
 _MOST = 1500
 """Operators of all blocks together."""
 
@@ -27,14 +29,12 @@ def sections(
     operators = report.operators
     if operators is None:
         return []
-    results = operators.results
-    page = background is not None
+    results, page = operators.results, background is not None
     shown = list(range(len(results))) if every else _chosen(operators)
-    body: list[Block] = [_table(operators, shown, page=page)]
     beyond = sum(result.limit_usage > 1 for result in results)
     equal = sum(result.identical for result in results)
+    body: list[Block] = [_table(operators, shown, "Where it begins, and the largest")]
     if not page:
-        results = operators.results
         parts = [f"{count(len(results), 'operator')}: {beyond} beyond, {equal} bit-identical"]
         if any(result.match == "sequence" for result in results):
             parts.append("~ by order")
@@ -53,7 +53,7 @@ def sections(
         proof = f"with the other side's result in place of {check.site}, {after}"
         body.append(Facts([("proof", proof)]))
     if operators.unmatched:
-        body += [_alone(operators)] if page else _lone(operators, every=every)
+        body.append(_lone(operators, every=every))
     body += [Sentence(note) for note in operators.notes]
     alone = operators.frame == "operator"
     modules = {result.block or result.site.partition("/")[0] for result in results}
@@ -83,57 +83,45 @@ def _chosen(operators: OperatorsResult) -> list[int]:
 
 
 def _table(
-    operators: OperatorsResult,
-    shown: Sequence[int],
-    caption: str = "",
-    *,
-    page: bool,
-    note: str = "",
+    operators: OperatorsResult, shown: Sequence[int], caption: str, *, note: str = ""
 ) -> Table:
     """Those of ``shown``: their numbers. Below each what stands in whose place there, and with what
     else it was called."""
     results = [operators.results[n] for n in shown]
     with_truth = operators.judged == "truth"
-    below = {} if caption else {n: _beside(result) for n, result in enumerate(results)}
-    if not page:
-        for n, (this, following) in enumerate(pairwise(shown)):
-            if following > this + 1:
-                below[n] = [*below[n], Sentence("…", indent=2, style="dim")]
-    names: tuple[str, ...] = ("share of limit", "difference", "one rounding")
-    if with_truth:
-        names = ("B over A", "A from truth", "B from truth", "one rounding", "over 1 ulp")
-    if not page:
-        names = ("W", "err A", "err B", "ideal", "ulp>1") if with_truth else (
-            "share", "differ", "floor")  # fmt: skip
+    below = {n: _beside(result) for n, result in enumerate(results)}
+    for n, (this, following) in enumerate(pairwise(shown)):
+        if following > this + 1:
+            below[n] = [*below[n], Sentence("…", indent=2, style="dim")]
     figures = [
-        Column(title, _figure, width=size)
-        for title, size in zip(names, (7, 8, 8, 7, 6), strict=False)
+        Column("share of limit", limit_share, short="share", width=7),
+        Column("difference", decimal, short="differ", width=8),
+        Column("one rounding", decimal, short="floor", width=8),
     ]
-    before, after = [Column("operator", width=34)], [Column("verdict", left=True)]
-    if page:
-        before, after = [Column("operator"), Column("verdict"), Column("line")], []
+    if with_truth:
+        figures = [
+            Column("B over A", short="W", width=7, meaning=_W),
+            Column("A from truth", decimal, short="err A", width=8),
+            Column("B from truth", decimal, short="err B", width=8),
+            Column("one rounding", decimal, short="ideal", width=7),
+            Column("over 1 ulp", share, short="ulp>1", width=6),
+        ]
     rows = []
     for result in results:
         numbers = _against_truth(result) if with_truth else (
-            limit_share(result.limit_usage), result.difference, result.floor)  # fmt: skip
-        name, verdict = _short_name(result), _verdict(result)
-        if page:
-            rows.append((name, verdict or "fine", result.source, *numbers))
-            continue
-        name += "" if result.match == "exact" else f" {_MATCHED[result.match]}"
-        rows.append((name, *numbers, "equal" if result.identical and not verdict else verdict))
+            result.limit_usage, result.difference, result.floor)  # fmt: skip
+        matched = "" if result.match == "exact" else f" {_MATCHED[result.match]}"
+        verdict = _verdict(result) or "equal" * result.identical
+        rows.append((_short_name(result) + matched, *numbers, verdict, result.source))
     marks = [
         "onset " * (result.site == operators.onset) + "flagged" * (result.limit_usage > 1)
         for result in results
     ]
     return Table(
-        caption=caption or "Where it begins, and the largest", columns=[*before, *figures, *after],
-        rows=rows, marks=marks, num_left=len(before), names=True, note=note, below=below, grid=True,
+        caption=caption, rows=rows, marks=marks, names=True, note=note, below=below, grid=True,
+        columns=[Column("operator", width=34), *figures, Column("verdict", left=True),
+                 Column("line", face="page", left=True)],
     )  # fmt: skip
-
-
-def _figure(value: float | str) -> str:
-    return value if isinstance(value, str) else decimal(value)
 
 
 def _beside(result: OperatorResult) -> list[Sentence]:
@@ -158,7 +146,7 @@ def _against_truth(result: OperatorResult) -> tuple[object, ...]:
     return (
         times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
         result.reference_error, result.candidate_error, result.floor,
-        share(over) if result.w is not None else share(result.codes),
+        over if result.w is not None else result.codes,
     )  # fmt: skip
 
 
@@ -176,24 +164,14 @@ def _short_name(result: OperatorResult) -> str:
     return name + (" (decode)" if result.phase == "decode" else "")
 
 
-def _lone(operators: OperatorsResult, *, every: bool) -> list[Sentence]:
-    sentences = []
-    for side in ("reference", "candidate"):
-        names = [item.site for item in operators.unmatched if item.side == side]
-        if names:
-            shown = list_names(names, len(names) if every else 5)
-            sentences.append(Sentence(f"only in {letter(side)}: {shown}"))
-    return sentences
-
-
-def _alone(operators: OperatorsResult) -> Table:
+def _lone(operators: OperatorsResult, *, every: bool) -> Table:
     """What one side alone called."""
     return Table(
-        caption="Called by one side alone", columns=("operator", "side", "line"), num_left=3,
+        caption="Called by one side alone", title="called by one side alone",
+        columns=("operator", "side", Column("line", face="page")), num_left=3, names=True,
         rows=[(operator.site, letter(operator.side), operator.source)
               for operator in operators.unmatched],
-        most=_MOST_OF_BLOCK, names=True,
-        folded=f"{count(len(operators.unmatched), 'operator')} that one side alone called",
+        most=None if every else _MOST_ALONE,
     )  # fmt: skip
 
 
@@ -207,6 +185,6 @@ def _parts(operators: OperatorsResult) -> list[BlockPart]:
         worst = sorted(numbers, key=lambda n: -operators.results[n].limit_usage)[:most]
         left = len(numbers) - len(worst)
         note = f"{left} more are in the JSON." if left else ""
-        table = _table(operators, sorted(worst), "Operators", page=True, note=note)
+        table = _table(operators, sorted(worst), "Operators", note=note)
         parts.append(BlockPart(block=block, tables=[table]))
     return parts

@@ -49,7 +49,7 @@ class Page:
 def blocks(report: Report, title: str = "blocks") -> Page:
     """Each block, prefill and then decode; behind one its modules."""
     rows = [row for phase in phases(report) for row in phase_rows(report, phase)]
-    table = rows_table(rows, title)
+    table = rows_table(rows, title).on("page")
 
     def behind(number: int) -> Page:
         row = rows[number]
@@ -284,7 +284,7 @@ class Browser(App[None]):
 
     def _go(self, page: Page) -> None:
         """The first row that is marked is chosen: where the error begins, else beyond a limit."""
-        marks = page.table.marks
+        marks = [page.table.mark(n) for n in range(len(page.table.marks))]
         wanted = next((mark for mark in _MARKS if mark in marks), None)
         self.stack.append((page, 0 if wanted is None else marks.index(wanted)))
         self._show()
@@ -310,13 +310,11 @@ def _rows(table: Table) -> list[list[_Cell]]:
     """Marks first; figures end where their column ends."""
     cells = [[shortened(printable(cell), _WIDEST) for cell in row] for row in table.cells()]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_word = table.is_word
     return [
         [
             _Cell(_MARKS.get(table.mark(number), "")),
-            *(
-                _Cell(cell if n < table.num_left else cell.rjust(widths[n]))
-                for n, cell in enumerate(row)
-            ),
+            *(_Cell(cell if is_word[n] else cell.rjust(widths[n])) for n, cell in enumerate(row)),
         ]
         for number, row in enumerate(cells)
     ]

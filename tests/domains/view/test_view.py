@@ -47,7 +47,7 @@ def test_the_onset_and_what_lies_outside_blocks_open_their_forwards(reports):
     blocks = page(report, "b")
     names = column(blocks, "block")
     assert blocks.open(names.index("lm_head:out")).title == "lm_head:out"
-    inner = blocks.table.marks.index("onset")
+    inner = [blocks.table.mark(n) for n in range(len(names))].index("onset", 31)
     assert blocks.open(inner).title == "model.layers.30.mlp.down_proj:out"
 
 
@@ -143,7 +143,7 @@ def test_the_first_screen_has_verdict_rows_and_keys(reports):
         assert "relative L2" in text and "mlp.down_proj:out" in text
         for key in ("Back", "Blocks", "Prompts", "Steps", "Report", "Help", "Quit"):
             assert key in text.splitlines()[-1]
-        assert app.page.table.marks[app.query_one("DataTable").cursor_row] == "onset"
+        assert app.page.table.mark(app.query_one("DataTable").cursor_row) == "onset"
 
     shown(reports.make_long_report(), check=check)
 

@@ -289,9 +289,10 @@ def _table_of(caption: str, rows: Iterable[PreflightLine], folded: str = "") -> 
     rows = list(rows)
     alone = len({row.status for row in rows}) == 1  # on a page the caption says it
     state = Column("status", face="terminal" if alone else "")
-    columns = ["setting", state, "A", "B", *["detail"] * any(row.detail for row in rows)]
+    detail = ["detail"] * any(row.detail for row in rows)
     return Table(
-        caption=caption, num_left=5, folded=folded, columns=columns, listed=True,
+        caption=caption, num_left=5, folded=folded, listed=True,
+        columns=("setting", state, "A", "B", *detail),
         rows=[(row.check, _STATES[row.status][0], row.reference, row.candidate, row.detail or "")
               for row in rows],
         marks=[_STATES[row.status][1] for row in rows],

@@ -11,12 +11,20 @@ A user's function takes the operator's arguments by name and returns its results
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from divergence.domains.suite.definition import PREFIX, Operator, OperatorCase, Unavailable
+import torch
+
+from divergence.domains.suite.definition import (
+    PREFIX,
+    Implementation,
+    Operator,
+    OperatorCase,
+    Unavailable,
+)
 from divergence.domains.suite.operators import OPERATORS
 from divergence.errors import UsageError
 from divergence.recording.cases import Wishes, function_named, label_of, pairs_of
@@ -64,76 +72,59 @@ def choose(wishes: Wishes) -> dict[str, ChosenOperator]:
     functions by operator name. Raises UsageError, which names what there is."""
     chosen = {name: ChosenOperator(DEFAULT, operator.run) for name, operator in OPERATORS.items()}
     for where, what in pairs_of(wishes):
-        if not where:
-            chosen.update(_everywhere(what))
+        if not where:  # wherever there is one of that name
+            having = [operator for operator in OPERATORS.values() if what in _ways(operator)]
+            if not having:
+                hint = _known()
+                raise UsageError(f"no operator has an implementation called {what!r}", hint=hint)
+            chosen |= {} if what == DEFAULT else _loaded(what, having)
             continue
         operator = find(where if where.startswith(PREFIX) else PREFIX + where)
-        name = what if isinstance(what, str) else label_of(what)
-        call = _named(operator, what) if isinstance(what, str) else what
-        chosen[operator.full_name] = ChosenOperator(name, call)
+        if not isinstance(what, str):
+            chosen[operator.full_name] = ChosenOperator(label_of(what), what)
+        elif ":" in what:
+            function = function_named(what, operator.name)
+            chosen[operator.full_name] = ChosenOperator(what, function)
+        elif what in _ways(operator):
+            chosen |= _loaded(what, [operator])
+        else:
+            raise UsageError(
+                f"{operator.name} has no implementation called {what!r}",
+                hint=f"it has {', '.join(_ways(operator))}; or your own: "
+                f"{operator.name}=MODULE:FUNCTION",
+            )
     return chosen
 
 
-def available() -> dict[str, list[str]]:
-    """Implementation name → operators that can run it here."""
-    names: dict[str, list[str]] = {}
-    for operator in OPERATORS.values():
-        for name in operator.implementations:
-            with contextlib.suppress(ImportError, Unavailable, OSError):
-                operator.implementations[name]()
-                names.setdefault(name, []).append(operator.name)
-    return names
+def _ways(operator: Operator) -> dict[str, Callable[[], Implementation]]:
+    """What can run it, by name: each imports what it needs when it is called."""
+    usual: dict[str, Callable[[], Implementation]] = {
+        DEFAULT: lambda: operator.run,
+        COMPILED: lambda: partial(torch.compile(operator.run, dynamic=False)),
+    }
+    return usual | dict(operator.implementations)
 
 
-def _everywhere(name: str) -> dict[str, ChosenOperator]:
-    """The implementation of that name wherever there is one."""
-    if name == DEFAULT:
-        return {}
-    if name == COMPILED:
-        return {
-            full: ChosenOperator(name, _compiled(operator)) for full, operator in OPERATORS.items()
-        }
-    having = [operator for operator in OPERATORS.values() if name in operator.implementations]
-    if not having:
-        raise UsageError(f"no operator has an implementation called {name!r}", hint=_known())
-    chosen, why = {}, ""
-    for operator in having:
+def _loaded(name: str, operators: Sequence[Operator]) -> dict[str, ChosenOperator]:
+    """The implementation of that name of those whose is here. Raises UsageError where none is."""
+    loaded, why = {}, ""
+    for operator in operators:
         try:
-            chosen[operator.full_name] = ChosenOperator(name, operator.implementations[name]())
+            loaded[operator.full_name] = ChosenOperator(name, _ways(operator)[name]())
         except (ImportError, Unavailable, OSError) as error:
             why = str(error)
-    if not chosen:
+    if not loaded:
         raise UsageError(f"{name} is not here: {why}", hint=_known())
-    return chosen
-
-
-def _named(operator: Operator, name: str) -> Callable[..., Any]:
-    if ":" in name:
-        return function_named(name, operator.name)
-    if name == DEFAULT:
-        return operator.run
-    if name == COMPILED:
-        return _compiled(operator)
-    if name not in operator.implementations:
-        own = ", ".join((DEFAULT, COMPILED, *operator.implementations))
-        raise UsageError(
-            f"{operator.name} has no implementation called {name!r}",
-            hint=f"it has {own}; or your own: {operator.name}=MODULE:FUNCTION",
-        )
-    try:
-        return operator.implementations[name]()
-    except (ImportError, Unavailable, OSError) as error:
-        raise UsageError(f"{name} is not here: {error}", hint=_known()) from error
-
-
-def _compiled(operator: Operator) -> Callable[..., Any]:
-    import torch
-
-    return partial(torch.compile(operator.run, dynamic=False))
+    return loaded
 
 
 def _known() -> str:
     """What could be asked for here."""
-    here = available()
+    here: dict[str, list[str]] = {}
+    for operator in OPERATORS.values():
+        for name in operator.implementations:
+            with contextlib.suppress(ImportError, Unavailable, OSError):
+                operator.implementations[name]()
+                here.setdefault(name, []).append(operator.name)
     rows = [f"{name} ({', '.join(operators)})" for name, operators in sorted(here.items())]
     return "here are: " + "; ".join([DEFAULT, COMPILED, *rows])

@@ -76,7 +76,7 @@ from divergence.recording.structure import (
 from divergence.recording.training import leaves
 from divergence.recording.widening import Widening, check_device
 from divergence.run.captured import Buffer, BufferLimits, CapturedTensor
-from divergence.run.contents import each_of, first_nonfinite, nonfinite_text, why_no_bytes
+from divergence.run.contents import first_nonfinite, nonfinite_text, why_no_bytes
 from divergence.run.location import Location, Url
 from divergence.run.manifest import (
     Manifest,
@@ -476,7 +476,7 @@ class FloorSink:
         self._orders: dict[str, int] = {}
         self._free: dict[str, dict[tuple[int, int], Record]] = defaultdict(dict)
         """By site, and by prompt and step, what has a floor."""
-        for record in each_of(own.records):
+        for record in own.records:
             note = notes.get(module_of(record.site))
             outer = note is not None and note.role != "inner" and ":out" in record.site
             rows = len(record.shape) >= 2 and record.numel > 0

@@ -23,17 +23,13 @@ from divergence.run.command import command_line
 from divergence.run.contents import (
     Content,
     Part,
-    RecordTable,
     check_parts,
     count_passes,
-    each_of,
     find_content,
-    is_large,
     name_of,
     parts_of,
     read_manifest,
     read_records,
-    read_table,
     records_at,
     records_by_content,
     shards_of,
@@ -67,10 +63,6 @@ if TYPE_CHECKING:
 # is found before any number is printed. Tensors are views of memory maps, or of ranges fetched
 # from a URL; each is checked against its checksum when it is first read.
 
-_FEW = 256
-"""Of so many records, or one of so many, each is looked for alone; for more all are indexed."""
-
-
 _RELEASED_BYTES = 16 << 20
 """What was read is released in portions of so much."""
 
@@ -94,7 +86,6 @@ class Run:
         self._headers = None if store is None or store.far else Headers()
         self._read_bytes = 0
         self._digests: dict[tuple[str, str], str] = {}
-        self._num_found = 0
         self._by_coordinates: dict[Coordinates, Record] = {}
         self._by_content: dict[Content, Record] = {}
         self._fallback: Run | None = None
@@ -125,16 +116,10 @@ class Run:
                 stack.callback(store.close)
                 manifest = read_manifest(store)
                 run = cls(place, manifest, [], store=store)
-                table = None
-                if is_large(store, manifest):
-                    table = read_table(store, manifest)
-                run.records, run.torn_tail = table or read_records(store, manifest)
-                if table is None or not table[0].places_are_sound(run._shard):
-                    check_parts(run.records, run._shard)
+                run.records, run.torn_tail = read_records(store, manifest)
+                check_parts(run.records, run._shard)
                 if not manifest.complete:  # a killed capture's says what was there long before
                     manifest.sizes = sizes_of(run.records)
-                if table is not None:
-                    table[0].finish()
             except OSError as error:
                 raise RunFormatError(
                     f"cannot be read: {error.strerror or error}", where=str(error.filename or place)
@@ -198,10 +183,6 @@ class Run:
     def find(self, coordinates: Coordinates) -> Record | None:
         """The record at (pass, sample, step, site), or None."""
         if not self._by_coordinates:
-            if isinstance(self.records, RecordTable):
-                self._num_found += 1
-                if self._num_found < max(_FEW, len(self.records) // _FEW):
-                    return self.records.find(coordinates)
             with self._indexing:  # of several threads that ask, one makes it
                 if not self._by_coordinates:
                     self._by_coordinates = {record.coordinates: record for record in self.records}
@@ -334,8 +315,8 @@ class Run:
         """Check every checksum; returns the problems found, one line each."""
         problems: list[str] = []
         seen: set[tuple[str, str, str | None]] = set()
-        self.expect(each_of(self.records))
-        for number, record in enumerate(each_of(self.records)):
+        self.expect(self.records)
+        for number, record in enumerate(self.records):
             (progress or silent)("verify", number, len(self.records), record.site)
             for part in parts_of(record):
                 identity = (part.place.shard, part.place.key, part.xxh3)
@@ -389,14 +370,14 @@ class OwnFloor:
         self._records: dict[_Key, Record] = {}
         self.channels: dict[str, Record] = {}
         """By site: ‖e‖ and ‖a‖ of each channel, (2, D)."""
-        for record in each_of(run.records):
+        for record in run.records:
             if record.pass_ == "floor" and record.step == 0:
                 self._records[record.sample, record.site] = record
             elif record.pass_ == "floor":
                 self.channels[record.site] = record
         self._steps: dict[_Key, dict[int, int]] = defaultdict(dict)
         """By step, the number of rows."""
-        for record in each_of(run.records):
+        for record in run.records:
             key = record.sample, record.site
             if record.pass_ == "free" and key in self._records and record.shape:
                 self._steps[key][record.step] = record.numel // max(1, record.shape[-1])
@@ -442,7 +423,7 @@ def own_truth(run: Run) -> Run | None:
         stopped_by = note.stopped_by or ("the time it was given" if fewer else stopped_by)
     records = [
         replaced(record, pass_=OWN_TRUTH[record.pass_])
-        for record in each_of(run.records)
+        for record in run.records
         if record.pass_ in OWN_TRUTH
     ]
     return Run(
@@ -465,9 +446,9 @@ def own_truth(run: Run) -> Run | None:
 def without_passes(run: Run, passes: Collection[str]) -> Run:
     """``run`` as it would be without ``passes``; itself where it has none of them. It reads from
     the same files."""
-    if not any(record.pass_ in passes for record in each_of(run.records)):
+    if not any(record.pass_ in passes for record in run.records):
         return run
-    records = [record for record in each_of(run.records) if record.pass_ not in passes]
+    records = [record for record in run.records if record.pass_ not in passes]
     manifest = copy.deepcopy(run.manifest)
     manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
     if OWN_TRUTH.keys() <= set(passes) and manifest.plan.truth is not None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -334,27 +334,6 @@ class UnsoundError(Exception):
     """Something is wrong with a record; which and what, reading line by line says."""
 
 
-class Numbering(dict[Any, int]):
-    """Numbers things in the order in which they appear."""
-
-    def __missing__(self, key: Any) -> int:
-        code = self[key] = len(self)
-        return code
-
-
-class Checked(NamedTuple):
-    """Sound records, by their fields."""
-
-    fields: tuple[tuple[Any, ...], ...]
-    """One tuple a field, in the order of ``Record``."""
-    sites: list[int]
-    """Of each record's site the number in ``RecordCheck.sites``."""
-    kinds: list[int]
-    """Of each record's dtype and shape the number in ``RecordCheck.kinds``."""
-    xxh3: bytes
-    """The digests, 16 bytes each; where a record has none, zeros."""
-
-
 class RecordCheck:
     """Checks what the types of records do not, one by one or many at a time.
 
@@ -365,40 +344,31 @@ class RecordCheck:
     def __init__(self, first_samples: set[int], num_axes: int | None) -> None:
         self._first_samples, self._num_axes = first_samples, num_axes
         self.rank = 0
-        self.sites, self.kinds = Numbering(), Numbering()
-        self._num_sites = self._num_kinds = 0
+        self._sites: set[str] = set()
+        self._kinds: set[tuple[str, tuple[int, ...]]] = set()
 
-    def all(self, records: Sequence[Record]) -> Checked:
+    def all(self, records: Sequence[Record]) -> None:
         """Checks records, at least one. Raises UnsoundError where one is not sound."""
-        fields = tuple(zip(*map(msgspec.structs.astuple, records), strict=True))
+        # by columns: record by record it takes as long as decoding them
         (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, _, positions, _,
-         placements) = fields  # fmt: skip
-        site_codes = list(map(self.sites.__getitem__, sites))
-        kind_codes = list(map(self.kinds.__getitem__, zip(dtypes, shapes, strict=True)))
-        digests = _digests(xxh3s)
+         placements) = zip(*map(msgspec.structs.astuple, records), strict=True)  # fmt: skip
+        new_sites = set(sites) - self._sites
+        new_kinds = set(zip(dtypes, shapes, strict=True)) - self._kinds
         sound = (
             self._first_samples.issuperset(samples)
-            and digests is not None
-            and (folds.count(None) == len(folds) or _digests(folds) is not None)
-            and (
-                xxh3s.count(None) == 0
-                or all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
-            )
-            and (
-                placements.count(None) == len(placements)
-                if self._num_axes is None
-                else not any(map(self.misplaced, records))
-            )
+            and _are_digests(xxh3s)
+            and _are_digests(folds)
+            and all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
+            and all(map(_SITE.fullmatch, new_sites))
         )
-        if len(self.sites) > self._num_sites:
-            sound = sound and all(map(_SITE.fullmatch, list(self.sites)[self._num_sites :]))
-            self._num_sites = len(self.sites)
-        if len(self.kinds) > self._num_kinds or positions.count(None) < len(positions):
+        if self._num_axes is not None or placements.count(None) < len(placements):
+            sound = sound and not any(map(self.misplaced, records))
+        if new_kinds or positions.count(None) < len(positions):
             sound = sound and not any(map(self.broken, records))
-            self._num_kinds = len(self.kinds)
-        if not sound or digests is None:
+        if not sound:
             raise UnsoundError
-        return Checked(fields, site_codes, kind_codes, digests)
+        self._sites |= new_sites
+        self._kinds |= new_kinds
 
     def broken(self, record: Record) -> str | None:
         """What a record breaks that its type cannot say, or None."""
@@ -433,18 +403,15 @@ class RecordCheck:
 _SITE = re.compile(SITE_PATTERN)
 
 
-def _digests(texts: Sequence[str | None]) -> bytes | None:
-    """Their bytes, with zeros for None. None where one is not 32 hexadecimal digits."""
-    known = [_ZEROS if text is None else text for text in texts]
-    joined = "".join(known)
+def _are_digests(texts: Sequence[str | None]) -> bool:
+    """Is each 32 hexadecimal digits, where it is there?"""
+    given = [text for text in texts if text is not None]
+    joined = "".join(given)
     try:
-        digests = bytes.fromhex(joined)
+        same = bytes.fromhex(joined).hex() == joined
     except ValueError:
-        return None
-    return digests if set(map(len, known)) == {32} and digests.hex() == joined else None
-
-
-_ZEROS = "0" * 32
+        return False
+    return same and all(len(text) == 32 for text in given)
 
 
 # Scalar arguments of two calls of one operator: which differ, and how they are said.

@@ -13,17 +13,9 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.run import contents as parsing
 from divergence.run import record as layout
 from divergence.run.manifest import SCHEMA_VERSION
 from divergence.run.reader import Run
-
-
-@pytest.fixture(autouse=True, params=["as a list", "by columns"])
-def opened(request, monkeypatch):
-    """Runs of few and of many records are opened in two ways, which answer alike."""
-    if request.param == "by columns":
-        monkeypatch.setattr(parsing, "LARGE_BYTES", 0)
 
 
 def refused(path, *texts: str) -> RunFormatError:

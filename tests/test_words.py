@@ -31,7 +31,7 @@ at attn attributes axes backend bandwidth base baseline batch batches before beg
 better bits bless budget buffer build bytes cache capability captured causal cause causes changed
 channel chat check checks choice chosen chunk class clause command common compared compiled
 complete compute computed concurrency config confirm conflicting consensus consumer correlation
-cosine cost cpu created cross csv db decoder default dequantized detail deterministic device
+cosine cost cpu created cross csv db decoder default dequantized derived detail deterministic device
 devices diff differ different differing differs disturbed divergence driver dry dtype duplicates
 dynamic each elements elsewhere embedding empty ended entering env environment environments equal
 error escalate estimated example exit expected expert explain explained explanation extra fallbacks

@@ -125,5 +125,8 @@ SUMS_MOVED = 1e-2
 WEIGHTS_NEAR = 0.25
 """Of the norm: what coarse codes make of weights, and hardly anything else."""
 
+TABLES_NEAR = 2.0**-18
+"""Relative: powers and cosines differ by some ulps of float32 from library to library."""
+
 SHARP = 64.0
 """How much wider than the rounding model two float64 runs may differ."""

@@ -20,6 +20,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
 from divergence.options.commands import CaptureOptions
+from divergence.recording.engines.derived import derived_state
 from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, provenance
@@ -105,6 +106,7 @@ def record(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         digest=digest_many(digests),
         digests=digests,
+        derived=derived_state(module),
     )
     device = next((str(parameter.device) for parameter in module.parameters()), "cpu")
     manifest = Manifest(

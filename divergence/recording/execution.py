@@ -43,6 +43,7 @@ from divergence.numerics.summaries import folds_of, sketch_tensor
 from divergence.numerics.summary import summarize
 from divergence.options.commands import CaptureOptions, recorded_in
 from divergence.recording import optimizer as asked
+from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import (
     Feature,
@@ -1256,6 +1257,7 @@ class Execution:
             if self.ranks is not None and not self.ranks.owns(group[0]):
                 return
             assert writer is not None  # or it is not called
+            note_changes(self.loaded.module, writer.manifest.model.derived, group[-1])
             tokens, like = writer.manifest.tokens, self.request.like
             for place, number in enumerate(group):
                 sample = self.samples[number]

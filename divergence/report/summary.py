@@ -248,7 +248,9 @@ def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
     return [named("settings", "; ".join(shown), "yellow" if differ else "")]
 
 
-_DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
+_DIGESTED = (
+    "weights", "code", "config", "derived tensors", "tokenizer", "chat template",
+)  # fmt: skip
 """Settings whose values are digests: what differs stands in the detail."""
 
 

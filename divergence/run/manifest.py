@@ -481,6 +481,19 @@ ConfigValue = bool | int | float | str | list[bool | int | float | str | None] |
 """One value of a model's configuration."""
 
 
+class DerivedNote(_Strict, kw_only=True):
+    """A tensor that modules made, and that no checkpoint stores."""
+
+    digest: str
+    """xxh3-128."""
+    dtype: str
+    shape: list[Count]
+    values: list[bool | int | float | str] = []
+    """The first 64, row-major; nan and inf as text."""
+    changed_after: Count | None = None
+    """The prompt after which it was another one, in the free pass. None: it stayed as it was."""
+
+
 class ModelIdentity(_Strict, kw_only=True):
     """Which model ran, so that two runs can be shown to have used the same one."""
 
@@ -514,6 +527,8 @@ class ModelIdentity(_Strict, kw_only=True):
     """Parameters that the checkpoint lacks, and that are therefore random."""
     config: dict[str, ConfigValue] = {}
     """The configuration by dotted key, without names, paths and what changes no number."""
+    derived: dict[str, DerivedNote] = {}
+    """By dotted name: tensors that no checkpoint stores, as they were once the model was loaded."""
     code: dict[str, CodeNote] = {}
     """By class of module: ``ModuleNote.kind`` without what follows a slash. Where two classes share
     a name, the Python module's name and a dot come before it."""

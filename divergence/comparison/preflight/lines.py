@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from divergence.comparison.align.pairs import NameMap, find_prefix
-from divergence.comparison.limits import SUMS_EQUAL, SUMS_MOVED, WEIGHTS_NEAR
+from divergence.comparison.limits import SUMS_EQUAL, SUMS_MOVED, TABLES_NEAR, WEIGHTS_NEAR
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
@@ -20,15 +22,17 @@ from divergence.run.manifest import (
     NUM_SUMS,
     UNKNOWN,
     ConfigValue,
+    DerivedNote,
     EngineNote,
     Manifest,
     ModelIdentity,
     ParameterNote,
     SampleTokens,
+    digest_many,
 )
 from divergence.run.reader import Run
 from divergence.run.site import starred, unescape_path
-from divergence.words import first_apart, list_names
+from divergence.words import Side, first_apart, list_names
 
 # Which model each side ran: configuration, parameters, weights and codes.
 
@@ -482,6 +486,59 @@ def _text(value: ConfigValue) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
+def derived_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Tensors that modules made and no checkpoint stores, by name; nothing where a run tells none.
+    What changed while a side ran is told even where it began alike."""
+    ours, theirs = a.model.derived, b.model.derived
+    common = [name for name in ours if name in theirs]
+    if not common:
+        return []
+    by_text: dict[Fact, list[str]] = {}
+    for name in common:
+        if (text := _derived_difference(ours[name], theirs[name])) is not None:
+            by_text.setdefault(text, []).append(name)
+    details = [fact("preflight.derived", names=names, how=text) for text, names in by_text.items()]
+    shown = [
+        digest_many((name, notes[name].digest) for name in common)[:12] for notes in (ours, theirs)
+    ]
+    status: PreflightStatus = "differs" if details else "same"
+    return [_same("derived tensors", shown[0], shown[1], *details, status=status)]
+
+
+def _derived_difference(a: DerivedNote, b: DerivedNote) -> Fact | None:
+    if a.changed_after != b.changed_after:
+        alone = a.changed_after is None or b.changed_after is None
+        side: Side = "reference" if b.changed_after is None else "candidate"
+        sample = a.changed_after if side == "reference" else b.changed_after
+        return fact("preflight.derived_changed", side=side if alone else None, sample=sample)
+    if a.digest == b.digest and a.dtype == b.dtype:
+        return None
+    if a.shape != b.shape:
+        return fact("preflight.shapes", reference=a.shape, candidate=b.shape)
+    x, y = (np.array([float(value) for value in note.values]) for note in (a, b))
+    rounding = TABLES_NEAR
+    if a.dtype != b.dtype:
+        rounding = max(2 * format_named(note.dtype).unit_roundoff for note in (a, b))
+    same = np.isclose(x, y, rtol=rounding, atol=0, equal_nan=True)
+    if a.dtype != b.dtype and same.all():
+        return fact("preflight.derived_dtypes", reference=a.dtype, candidate=b.dtype)
+    if same.all():  # rounding, or behind what is kept of them
+        whole = math.prod(a.shape) <= len(x)
+        return None if whole else fact("preflight.derived_behind", num=len(x))
+    first = int(np.argmin(same))
+    for name, values in (("candidate", y), ("reference", x)):
+        if len(values) > first + 1 and (values[first:] == values[first]).all():
+            return fact("preflight.derived_constant", side=name, value=values[first], first=first)
+    with np.errstate(all="ignore"):
+        factors = y / x
+    if first == 0 and np.ptp(factors) <= rounding * abs(factors[0]):
+        return fact("preflight.scaled", factor=float(factors[0]))
+    return fact(
+        "preflight.derived_values", first=first, reference=float(x[first]),
+        candidate=float(y[first]),
+    )  # fmt: skip
+
+
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _CONTEXT = 24
 
@@ -843,6 +900,7 @@ def preflight(
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
+        *derived_lines(a, b),
         quantization_line(a, b),
         _prompt_ids(a, b),
         *label_lines(a, b),

@@ -64,6 +64,16 @@ SENTENCES: Mapping[str, str] = {
     "config_only": "only in {side:letter}: {shown:names 6}",
     "moved_keys": "the same values, {num} of them under other keys",
     "config_not_recorded": "in what is not recorded of it",
+    # tensors that modules made
+    "derived": "{names:names}: {how}",
+    "derived_changed": (
+        "changed while running, {side:none=on both sides, at different prompts|*=on {side:letter}, "
+        "after prompt {sample}}"
+    ),
+    "derived_dtypes": "{reference} / {candidate}, equal values but for rounding",
+    "derived_behind": "other values behind the first {num}",
+    "derived_constant": "{side:letter}'s is {value:g} from index {first} on",
+    "derived_values": "from index {first} on {reference:.6g} / {candidate:.6g}",
     # parameters by name
     "prefix_read": "{reference:none=(nothing)|*={reference}} read as {candidate:none=(nothing)|*="
     "{candidate}}",

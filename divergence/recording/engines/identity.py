@@ -199,7 +199,7 @@ def identify(
     groups: dict[int, list[str]] = {}
     for name, weight in structure.named_parameters(remove_duplicate=False):
         groups.setdefault(id(weight), []).append(name)
-    rows: dict[str, int | None] = {}
+    rows: dict[str, Any] = {}
     for field, side in (("embedding_rows", "input"), ("head_rows", "output")):
         try:
             weight = getattr(getattr(structure, f"get_{side}_embeddings")(), "weight", None)

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from divergence.errors import ModelError, UsageError, first_line
+from divergence.recording.engines.derived import derived_state
 from divergence.recording.engines.engine import (
     EngineOptions,
     Feature,
@@ -91,7 +92,8 @@ class TorchSession:
         return describe_modules(self.loaded.structure)
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
-        return identify(self.loaded, on_parameter=on_parameter)
+        identity = identify(self.loaded, on_parameter=on_parameter)
+        return msgspec.structs.replace(identity, derived=derived_state(self.loaded.module))
 
     def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
         check_ids(self.loaded, samples)

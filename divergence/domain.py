@@ -142,7 +142,7 @@ class Domain:
     divergence.comparison.results."""
     arithmetic: str | None = None
     """Where the function is that tells each capture what a device's arithmetic does, in a second:
-    ``ArithmeticFact``s of the manifest."""
+    ``ArithmeticFact``s of the manifest. It raises nothing."""
     suites: tuple[Suite, ...] = ()
     operators: Mapping[str, str] = field(default_factory=dict)
     """Operators of its own that ``replay`` and ``repro`` run again, by the namespace in which runs

@@ -9,6 +9,7 @@ knows neither the others nor the verdict of which they become a part.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -283,20 +284,27 @@ def judges() -> dict[str, str]:
 def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:
     """What compares two runs that are not compared site by site (suites, log-probabilities alone);
     None where they are."""
-    for package in judges().values():
-        if import_module(package).applies(a, b):
-            report: Callable[..., Report] = import_module(f"{package}.compare").report_on
-            return report
-    return None
+    return _judge_that("applies", "report_on", a, b)
 
 
 def without_partner(run: Run) -> Callable[..., Report] | None:
     """What judges one run without another; None where nothing does."""
+    return _judge_that("alone", "report_alone", run)
+
+
+def _judge_that(says: str, report: str, *runs: Run) -> Callable[..., Report] | None:
+    """The function ``report`` of the first judge that ``says`` so of the runs. One of somebody's
+    package that fails is left out, with a warning: it must not take other comparisons away."""
     for package in judges().values():
-        alone = getattr(import_module(package), "alone", None)
-        if alone is not None and alone(run):
-            report: Callable[..., Report] = import_module(f"{package}.compare").report_alone
-            return report
+        try:
+            question = getattr(import_module(package), says, None)
+            if question is not None and question(*runs):
+                judge: Callable[..., Report] = getattr(import_module(f"{package}.compare"), report)
+                return judge
+        except Exception as error:
+            if package.startswith("divergence."):
+                raise
+            warnings.warn(f"{package} is left out: {first_line(error)}", stacklevel=2)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 
 import pytest
 
@@ -109,6 +110,8 @@ def squares(tmp_path, monkeypatch):
     domain.domains.cache_clear()
     yield tmp_path
     domain.domains.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "squares"]:
+        del sys.modules[name]
 
 
 def test_a_suite_of_a_package_is_run_repeated_and_judged(squares):
@@ -146,3 +149,15 @@ def test_what_it_takes_is_told(squares, llama):
         truth(run, out=squares / "t")
     with pytest.raises(UsageError, match="needs no model"):
         capture(llama, like=run, out=squares / "b")
+
+
+def test_a_judge_that_fails_takes_no_comparison_away(squares, llama):
+    """It is left out, and said; runs of models are compared as ever."""
+    (squares / "squares" / "__init__.py").write_text(
+        PACKAGE + '\n\ndef applies(a, b):\n    raise RuntimeError("no such table")\n'
+    )
+    options = {"prompts": ["Snow fell"], "max_new_tokens": 1, "probe": False}
+    a = capture(llama, out=squares / "a", **options)
+    capture(like=a, out=squares / "b", probe=False)
+    with pytest.warns(UserWarning, match="squares is left out: no such table"):
+        assert compare(a, squares / "b").verdict.kind == "identical"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
+from divergence.analyses.blocks.sections import SiteRow, num_bad, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
 from divergence.document import Block, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
@@ -90,30 +90,35 @@ def _label(run: RunSummary) -> str:
     return f", on {run.label}" if run.label else ""
 
 
+def _unlike(report: Report) -> tuple[list[tuple[SiteRow, str]], int]:
+    """The rows that are not equal bit for bit, the worst first, each with its place; and of how
+    many rows."""
+    every = worst_rows(report)
+    rows = [row for row in every if not row.worst.identical]
+    return list(zip(rows, worst_places(rows), strict=True)), len(every)
+
+
 def _nearest(report: Report) -> list[Sentence]:
     """Of a healthy pair, what comes nearest to its limit."""
-    every = worst_rows(report)
-    unlike = [row for row in every if not row.worst.identical]
+    rows, total = _unlike(report)
     texts = []
-    for row, place in list(zip(unlike, worst_places(unlike), strict=True))[:1]:
+    for row, place in rows[:1]:
         site = row.worst
         parts = [] if site.rel_l2 is None else [f"error {site.rel_l2:.1e}"]
         if site.limit_usage is not None:
             parts.append(f"{limit_share(site.limit_usage)} of its limit")
-        where = f"of {count(len(every), 'place')} {cut(site.site, 40)}, {place}"
+        where = f"of {count(total, 'place')} {cut(site.site, 40)}, {place}"
         texts.append(f"{where}: {', '.join(parts)}")
     return [named("worst", text) for text in texts]
 
 
 def _worst(report: Report, num_rows: int) -> Table | None:
     """What is beyond a limit, else what uses most of it; None where all is equal."""
-    every = worst_rows(report)
-    unlike = [row for row in every if not row.worst.identical]
-    if report.verdict.kind == "identical" or not unlike:
+    unlike, total = _unlike(report)
+    if not unlike:
         return None
-    judged = any(row.worst.limit_usage is not None for row in unlike)
-    rows = list(zip(unlike, worst_places(unlike), strict=True))
-    rows = [pair for pair in rows if pair[0].flagged or num_bad(pair[0].worst)] or rows
+    judged = any(row.worst.limit_usage is not None for row, _ in unlike)
+    rows = [pair for pair in unlike if pair[0].flagged or num_bad(pair[0].worst)] or unlike
     shown = []
     for row, place in rows[:num_rows]:
         site = row.worst
@@ -121,8 +126,8 @@ def _worst(report: Report, num_rows: int) -> Table | None:
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
         name = cut(site.site, 40) + ("  !" if row.flagged else "")
         shown.append((error, used, name, place))
-    same = ", the others equal bit for bit" * (len(shown) == len(unlike) < len(every))
+    same = ", the others equal bit for bit" * (len(shown) == len(unlike) < total)
     return Table(
-        title=f"worst of {count(len(every), 'place')}{same}", rows=shown, num_left=4, widest=44,
+        title=f"worst of {count(total, 'place')}{same}", rows=shown, num_left=4, widest=44,
         columns=("error", "of its limit" if judged else "", "where", ""),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background
-from divergence.document import Block, Section, Sentence, Table
+from divergence.document import Block, Column, Section, Sentence, Table
 from divergence.domains.suite.result import SuiteCase, SuiteOperator, SuiteResult
 from divergence.layout import count, decimal, share, times
 from divergence.words import letter
@@ -58,10 +58,11 @@ def _short(operator: str) -> str:
     return operator.removeprefix("suite.")
 
 
-def _titles(judged: bool) -> Sequence[str]:
+def _titles(judged: bool) -> Sequence[Column | str]:
+    case = Column("worst case", left=True)
     if not judged:
-        return ("operator", "differ", "rel L2", "ulp p99", "ulp max", "worst case")
-    return ("operator", "worse", "differ", "W", "score", "ulp p99", "ulp max", "worst case")
+        return ("operator", "differ", "rel L2", "ulp p99", "ulp max", case)
+    return ("operator", "worse", "differ", "W", "score", "ulp p99", "ulp max", case)
 
 
 def _case_row(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:

@@ -208,7 +208,7 @@ def computed(run: RunSummary) -> str:
 def model_name(run: RunSummary) -> str:
     """As it is called on the hub; of a folder the last name."""
     path = PurePath(run.model)
-    return path.name if path.is_absolute() else run.model
+    return path.name if path.is_absolute() or path.parts[:1] == ("~",) else run.model
 
 
 def states(run: RunSummary) -> list[Sentence]:

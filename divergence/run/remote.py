@@ -125,12 +125,6 @@ def _nearness(address: str) -> int:
 NUM_TRIES = 3
 FIRST_PAUSE_S = 0.3
 """Then three times as long: 0.3, 0.9 s. Packages such as s3fs try each of these several times."""
-PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
-    "abfss": "adlfs", "oss": "ossfs", "http": "aiohttp", "https": "aiohttp",
-    "hf": "huggingface_hub", "sftp": "paramiko", "ssh": "paramiko",
-}  # fmt: skip
-"""Scheme → package that fsspec needs for it."""
 
 _WEB = ("http", "https")
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "created")
@@ -323,12 +317,11 @@ def _open(url: Url, refused: type[RunError]) -> tuple[Any, str]:
         system, path = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
         return system, path
     except ImportError as error:
-        package = PACKAGES.get(url.scheme)
         extra = "pip install 'divergence-debug[remote]'"
         raise UsageError(
             f"{url.scheme}:// needs a package that is not installed: {_text(error)}",
             where=str(url),
-            hint=extra if package in ("s3fs", "gcsfs") else f"pip install {package or 'it'}",
+            hint=extra if url.scheme in WITH_BUCKETS else "install the package that is named",
         ) from error
     # a scheme that is unknown, or one that takes more than a URL: each package says it its own way
     except Exception as error:

@@ -425,13 +425,9 @@ def write_archive(run: Run, target: Location, *, progress: Progress | None = Non
             remote.put("", made)
         return
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _beside(temporary, target):
         write(temporary, run, progress)
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _write_tar(path: Path, run: Run, progress: Progress | None) -> None:

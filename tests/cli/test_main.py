@@ -73,9 +73,9 @@ def test_the_api_is_functions_in_any_order_of_import():
     code = (
         "import divergence.comparison.result\n"
         "import inspect, divergence\n"
-        "from divergence import capture, compare, probe, truth\n"
+        "from divergence import capture, compare, replay, truth\n"
         "import divergence.recording, divergence.comparison, divergence.run\n"
-        "assert all(map(inspect.isfunction, (capture, compare, probe, truth)))\n"
+        "assert all(map(inspect.isfunction, (capture, compare, replay, truth)))\n"
         "assert divergence.compare is compare\n"
         "assert 'candidate' in inspect.signature(compare).parameters\n"
     )

@@ -2,7 +2,7 @@
 log-probabilities, results of evaluations, losses, prompts and labels.
 
 A form is a file or folder and the commands that read it. Hostile ones are those that the tests
-know (tests/importing/test_hostile.py), and some for the readers that no import has.
+know (tests/domains/importing/test_hostile.py), and some for the readers that no import has.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def hostile_form(
     forms: dict[str, Path], place: Path, random_: random.Random
 ) -> str:  # the kind of command
     """Puts a handmade hostile form at ``place``."""
-    from tests.importing.test_hostile import FOLDERS, TENSORS
+    from tests.domains.importing.test_hostile import FOLDERS, TENSORS
 
     choices: list[tuple[str, Callable[[Path], Any]]] = [
         *((name, make) for name in _HOSTILE if name in forms for make in _HOSTILE[name]),

@@ -617,9 +617,9 @@ def graph(folder: str) -> None:
 
 
 def modules(model: str, folder: str) -> None:
-    """A run of every module, as the dumps of tests/importing are written from."""
+    """A run of every module, as the dumps of tests/domains/importing are written from."""
     from divergence import capture
-    from tests.importing.writers import PROMPT_IDS
+    from tests.domains.importing.writers import PROMPT_IDS
 
     capture(
         model,
@@ -637,7 +637,7 @@ def modules(model: str, folder: str) -> None:
 def dump(kind: str, run: str, folder: str) -> None:
     """What another tool would have dumped of a run's forwards."""
     from divergence import Run
-    from tests.importing import writers
+    from tests.domains.importing import writers
 
     getattr(writers, f"write_{kind}")(Run.open(run), Path(folder))
 

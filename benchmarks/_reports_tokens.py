@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+import divergence
 from benchmarks._reports import Case, Runs, prompts_of
 from benchmarks._reports_models import make
-from divergence import capture, import_dump
+from divergence import capture
 
 __all__ = ["TOKENS"]
 
@@ -66,8 +67,8 @@ def _rollouts(told: Callable[[torch.Tensor, int], Told], noise: float) -> Callab
             })  # fmt: skip
         file = folder / "rollouts.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        import_dump(file, out=folder / "a")
-        import_dump(file, out=folder / "b", layout="trainer")
+        divergence.import_dump(file, out=folder / "a")
+        divergence.import_dump(file, out=folder / "b", layout="trainer")
         return Runs(folder / "a", folder / "b", is_localized=False)
 
     return made
@@ -91,7 +92,7 @@ def _one_token_too_many(case: Case, folder: Path) -> Runs:
             })  # fmt: skip
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        import_dump(file, out=folder / name)
+        divergence.import_dump(file, out=folder / name)
     return Runs(folder / "a", folder / "b", is_localized=False)
 
 

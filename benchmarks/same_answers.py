@@ -79,7 +79,13 @@ SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
 )
 """(pattern, replacement) in all texts."""
-PARTS = ("divergence", "tests/models", "tests/fixtures", "tests/endpoints", "tests/importing")
+PARTS = (
+    "divergence",
+    "tests/models",
+    "tests/fixtures",
+    "tests/endpoints",
+    "tests/domains/importing",
+)
 """What of a revision makes runs and answers: where these are the same, so are the answers."""
 SWITCHES = {
     "a": {},

@@ -20,7 +20,7 @@ from functools import cache
 import numpy as np
 from scipy import stats
 
-from divergence.evaluations.statistics import (
+from divergence.domains.scores.statistics import (
     documents_needed,
     equivalence_p,
     interval,

@@ -61,10 +61,15 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     ("domains/doctor/show.py", 'return "no rung fails"', 'return "all rungs hold"', "^doctor"),
     ("run/target.py", "is not the name of an archive", "is no archive", "^pack"),
-    ("importing/api.py", "{out} lies in the dump itself", "{out} is in the dump itself", "^import"),
+    (
+        "domains/importing/importing.py",
+        "{out} lies in the dump itself",
+        "{out} is in the dump itself",
+        "^import",
+    ),
     # a column or a line dropped
     (
-        "evaluations/show.py",
+        "domains/scores/show.py",
         '("width", "p_value", "equal", "needed")',
         '("width", "p_value", "equal")',
         "^scores",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.domains import public
     from divergence.domains.public import *  # noqa: F403 - what the domains add
-    from divergence.evaluations.api import scores
-    from divergence.evaluations.result import ScoresReport
     from divergence.experiments.diff import DiffResult, diff
     from divergence.experiments.localization.localize import localize
     from divergence.experiments.result import SelfcheckResult
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from divergence.fleet.many import compare_many
     from divergence.fleet.result import Matrix
     from divergence.gate.check import check
-    from divergence.importing.api import import_dump
     from divergence.ops.replay import replay
     from divergence.ops.reproducer import repro
     from divergence.options.commands import (
@@ -53,10 +50,9 @@ if TYPE_CHECKING:
 
     __all__ = [
         "BatchOptions", "DiffResult", "LoadOptions", "LossReport", "MachineOptions", "Matrix",
-        "RecordOptions", "Report", "Run", "ScoresReport", "SelfcheckResult",
-        "ServerOptions", "TrainOptions", "__version__", "bundle", "capture", "check", "compare",
-        "compare_losses", "compare_many", "diff", "import_dump", "localize", "pack",
-        "record", "replay", "repro", "scores", "selfcheck", "selftest",
+        "RecordOptions", "Report", "Run", "SelfcheckResult", "ServerOptions", "TrainOptions",
+        "__version__", "bundle", "capture", "check", "compare", "compare_losses", "compare_many",
+        "diff", "localize", "pack", "record", "replay", "repro", "selfcheck", "selftest",
         "sensitivity", "truth", "unpack",
     ]  # fmt: skip
     __all__ += public.__all__
@@ -71,7 +67,6 @@ _HOMES = {
     "RecordOptions": "divergence.options.commands",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
-    "ScoresReport": "divergence.evaluations.result",
     "SelfcheckResult": "divergence.experiments.result",
     "ServerOptions": "divergence.options.commands",
     "TrainOptions": "divergence.options.commands",
@@ -83,13 +78,11 @@ _HOMES = {
     "compare_losses": "divergence.training.curves.judging",
     "compare_many": "divergence.fleet.many",
     "diff": "divergence.experiments.diff",
-    "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.target",
     "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer",
-    "scores": "divergence.evaluations.api",
     "selfcheck": "divergence.experiments.selfcheck",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity",

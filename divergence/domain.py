@@ -123,6 +123,8 @@ class Domain:
     """What its findings may claim as the verdict, by name (docs/verdicts.md has the core's)."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """Tables of a policy file, by name: where the Struct is (gate.policy.PolicyTable)."""
     adds: Mapping[str, Addition] = field(default_factory=dict)
     """What commands of the core have more of, by the command's name."""
     files: tuple[Files, ...] = ()

@@ -79,9 +79,8 @@ def test_facts_are_equal_by_what_they_tell():
 
 
 DECIDES = (
-    "analyses", "comparison", "evaluations", "training", "experiments", "gate", "fleet",
-    "domains/collectives", "domains/doctor", "domains/quantization", "domains/suite",
-    "domains/training",
+    "analyses", "comparison", "training", "experiments", "gate", "fleet", "domains/collectives",
+    "domains/doctor", "domains/quantization", "domains/scores", "domains/suite", "domains/training",
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(

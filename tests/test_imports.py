@@ -47,11 +47,9 @@ LEVELS = {
     "comparison": 3,
     "training": 3,  # curves of losses
     "analyses": 4,  # what comparison looks up by name
-    "evaluations": 5,  # benchmark scores; it may record the prompts that flipped
     "experiments": 5,  # made of captures and comparisons
     "gate": 5,
     "fleet": 5,
-    "importing": 5,  # dumps of other tools, made runs
     "report": 6,
     "sending": 7,  # a report and what lies beside it, in one file
     "cli": 8,
@@ -80,8 +78,6 @@ REPORT_READS = (
     "divergence.fleet.result",
     "divergence.gate.result",
     "divergence.comparison.result",
-    "divergence.evaluations.result",
-    "divergence.evaluations.show",
     "divergence.experiments.result",
     "divergence.analyses",
     "divergence.comparison.analysis",
@@ -107,8 +103,8 @@ OWNERS = {
     "onnx": ("domains/onnx/",),
     "onnxruntime": ("domains/onnx/",),
     "numba": ("numerics/compiled.py",),
-    "scipy": ("evaluations/statistics.py",),
-    "zstandard": ("evaluations/formats/",),
+    "scipy": ("domains/scores/statistics.py",),
+    "zstandard": ("domains/scores/formats/",),
     "llvmlite": ("numerics/compiled.py",),
     "resvg_py": ("html/picture.py",),
     "tensorboard": ("training/curves/",),

@@ -150,7 +150,10 @@ QUICK = (("pack", True), ("bless", True))
     [
         pytest.param(
             name, there, id=f"{name}-{'replacing' if there else 'new'}",
-            marks=() if (name, there) in QUICK else pytest.mark.slow,
+            marks=[
+                *([] if (name, there) in QUICK else [pytest.mark.slow]),
+                *([pytest.mark.whole] if name == "import" else []),
+            ],
         )
         for name in COMMANDS
         for there in (False, True)

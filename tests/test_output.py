@@ -159,8 +159,8 @@ def test_a_device_stays_what_it_is(name, kind, command, tmp_path):
     "words",
     [
         *COMMANDS.values(),
-        ("scores", "a", "b", "--html"),
-        ("scores", "a", "b", "--csv"),
+        pytest.param(("scores", "a", "b", "--html"), marks=pytest.mark.whole),
+        pytest.param(("scores", "a", "b", "--csv"), marks=pytest.mark.whole),
         ("localize", "a", "b", "-o", "x", "--html"),
         ("sensitivity", "a", "--html"),
         ("selfcheck", "no-model", "--html"),

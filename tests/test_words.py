@@ -14,7 +14,6 @@ import divergence
 from divergence.comparison.result import BESIDE, Report
 from divergence.domain import added as added_by_domains
 from divergence.domain import own_domains, placed
-from divergence.evaluations.result import ScoresReport
 from divergence.fleet.result import Matrix
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record
@@ -73,16 +72,13 @@ def keys() -> Iterator[tuple[str, str]]:
     parts = {name: placed(place) for name, place in added_by_domains("parts").items()}
     yield from ((name, "Report") for name in parts)
     answers += parts.values()
-    for kind in (Report, Matrix, ScoresReport, *answers, Manifest, Record):
+    for kind in (Report, Matrix, *answers, Manifest, Record):
         for name, record in msgspec.json.schema(kind)["$defs"].items():
             for key in record.get("properties", {}).keys() - {BESIDE}:
                 yield key, f"{kind.__name__}: {name}.{key}"
-    surface = {}
     for path in (ROOT / "tests/cli/surface.json", *(ROOT / "tests/domains").glob("*/surface.json")):
-        surface |= json.loads(path.read_text(encoding="utf-8"))
-    for command, options in surface.items():
-        for option in options:
-            for name in option["names"]:
+        for command, options in json.loads(path.read_text(encoding="utf-8")).items():
+            for name in (name for option in options for name in option["names"]):
                 yield name.strip("-"), f"divergence {command} {name}"
 
 

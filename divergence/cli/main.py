@@ -74,10 +74,6 @@ COMMANDS = {
         "Compare two runs: the verdict, the first site where they part, and why.",
     ),
     "check": ("check", "Check a run against a golden under a policy."),
-    "scores": (
-        "scores",
-        "Compare benchmark scores document by document: is 41.4 against 39.9 a difference?",
-    ),
     "localize": (
         "experiments",
         "Go from the block to the operator, and prove it; captures what is missing.",
@@ -107,10 +103,6 @@ COMMANDS = {
     "unpack": (
         "runs",
         "Put a run into a directory: out of an archive, or from a URL with all its bytes.",
-    ),
-    "import": (
-        "runs",
-        "Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.",
     ),
     "bundle": (
         "runs",

@@ -3,7 +3,6 @@ for this machine: env."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from divergence.cli.answers import (
@@ -19,8 +18,6 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.options.commands import (
     DEVICE,
     FORCE,
-    OUT,
-    OUTPUT,
     EvidenceOptions,
     Output,
     ReplayOptions,
@@ -105,12 +102,7 @@ def repro(
     )  # fmt: skip
 
 
-# `divergence inspect`, `pack`, `unpack`, `import`, `bundle`: runs as they are stored and sent.
-
-FORMATS = (
-    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "lm-eval", "rollouts",
-    "trainer", "llama-kld",
-)  # fmt: skip
+# `divergence inspect`, `pack`, `unpack`, `bundle`: runs as they are stored and sent.
 
 
 def inspect(
@@ -214,47 +206,6 @@ def unpack(
     with progress_bars(quiet=output.silent) as progress:
         made = unpack(run, out=out, force=force, progress=progress)
     show_copy("unpacked", made, output)
-
-
-def import_(
-    *,
-    path: str = option("PATH", "The folder that was dumped, or one file.", default=...),
-    out: str | None = OUT,
-    layout: str = option(
-        "--format NAME", "What wrote it; auto looks.", choices=FORMATS, default="auto"
-    ),
-    map: Path | None = option("--map FILE", "A TOML file: which file, name or field is what."),
-    like: str | None = option(
-        "--like RUN", "The run it is to be held against: names, shapes, prompts."
-    ),
-    label: str | None = option("--label TEXT", "What to call its machine.", OUTPUT),
-    force: bool = FORCE,
-    output: Output,
-    command: str | None,
-) -> None:
-    """Of JSON lines with log-probabilities too: rollouts of verl, slime, TRL and NeMo-RL, and
-    what the trainer said of the same tokens; llama.cpp's base file of KL; samples of lm-eval.
-    What a dump does not tell (weights, settings, machine) stays unknown in the run, and
-    compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
-    lacks ranks or steps, is refused.
-
-    Examples:
-    divergence import dump -o b --like a             # then: divergence compare a b
-    divergence import dump/step0 -o b --map names.toml
-    divergence import rollouts.jsonl -o rollout
-    divergence import rollouts.jsonl -o trainer --format trainer  # then: compare rollout trainer
-    """
-    if out is None:
-        raise UsageError("there is no directory to write to", hint="-o RUN")
-
-    from divergence.importing.api import import_dump
-
-    with progress_bars(quiet=output.silent) as progress:
-        made = import_dump(
-            path, out=out, layout=layout, map=map, like=like, label=label, force=force,
-            command=command, progress=progress,
-        )  # fmt: skip
-    show_copy("imported", made, output)
 
 
 def bundle(

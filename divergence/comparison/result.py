@@ -89,6 +89,10 @@ class Answer(JsonAnswer):
     """One that is written as a page too."""
 
     __slots__ = ()
+    COMMAND: ClassVar[str] = "compare"
+    DOCUMENTS: ClassVar[str | None] = None
+    """Where the function is that gives the document of its page, or several, ``module:function``;
+    None where the page is one of its own."""
 
     def html(self) -> str:
         """A page for a browser: one file that loads nothing. What an answer does not hold (texts,

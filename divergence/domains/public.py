@@ -5,12 +5,16 @@ At runtime each domain names its own (``Domain.public``), and nothing imports th
 
 from divergence.domains.doctor.doctor import doctor
 from divergence.domains.doctor.result import Checkup
+from divergence.domains.importing.importing import import_dump
 from divergence.domains.probe.api import probe
 from divergence.domains.quantization.quantize import quantize
 from divergence.domains.quantization.result import Quantization
+from divergence.domains.scores.result import ScoresReport
+from divergence.domains.scores.scores import scores
 from divergence.domains.tokenizers.compare import compare_tokens
 from divergence.domains.tokenizers.result import TokensReport
 
 __all__ = [
-    "Checkup", "Quantization", "TokensReport", "compare_tokens", "doctor", "probe", "quantize",
+    "Checkup", "Quantization", "ScoresReport", "TokensReport", "compare_tokens", "doctor",
+    "import_dump", "probe", "quantize", "scores",
 ]  # fmt: skip

@@ -255,6 +255,8 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 class Sensitivity(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     """The answer of `sensitivity`."""
 
+    COMMAND: ClassVar[str] = "sensitivity"
+    DOCUMENTS: ClassVar[str] = "divergence.report.experiments:sensitivity_document"
     TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks", "next": "commands"}
 
     schema_version: int = 1
@@ -398,6 +400,9 @@ class SelfcheckLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
 class SelfcheckResult(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """The answer of `selfcheck`."""
+
+    COMMAND: ClassVar[str] = "selfcheck"
+    DOCUMENTS: ClassVar[str] = "divergence.report.experiments:selfcheck_document"
 
     schema_version: int = 1
     tool_version: str

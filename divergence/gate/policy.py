@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
+import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
 from divergence.comparison.results import SiteResult, VerdictKind
-from divergence.config import decode, find_config, load_toml
+from divergence.config import config_folders, decode, find_config, load_toml
+from divergence.domain import added, placed
 from divergence.errors import ConfigError, UsageError
-from divergence.evaluations.rows import parse_band
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
 from divergence.run.record import PassName
@@ -174,19 +175,15 @@ class LogprobsPolicy(_Strict, frozen=True, kw_only=True):
     min: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]] = {}
 
 
-class ScoresPolicy(_Strict, frozen=True, kw_only=True):
-    """What `scores` accepts of each task."""
+class PolicyTable(_Strict, frozen=True, kw_only=True):
+    """A table that a domain reads (Domain.policies), under its name in the file."""
 
-    verdicts: tuple[Literal["equal", "better", "worse", "undecided"], ...] = ("equal", "better")
-    """Any other verdict fails."""
-    band: str = "3%"
-    """How far a score may be off and still count as equal; ``--band`` is stronger."""
-    min_paired: Share = 1.0
-    """The least share of both sides' documents that must be in pairs."""
+    def check(self, where: str) -> None:
+        """Raises ConfigError for a value that cannot decide anything."""
 
 
 class Policy(_Strict, frozen=True, kw_only=True):
-    """What `check` accepts, and `scores`."""
+    """What `check` accepts. One that was loaded has each domain's tables as fields too."""
 
     name: str = ""
     """Filled in from where the policy was found."""
@@ -205,7 +202,6 @@ class Policy(_Strict, frozen=True, kw_only=True):
     """Differences that are known and lived with."""
     thresholds: Thresholds = THRESHOLDS
     """Multiples of the floor at which a site is flagged."""
-    scores: ScoresPolicy = ScoresPolicy()
 
     def tolerance_for(self, site: SiteResult) -> Tolerance | None:
         """The first tolerance that matches, or None."""
@@ -240,10 +236,9 @@ def check_bounds(policy: Policy, *, where: str) -> None:
     for key, name, value in _numbers(policy):
         check_range(value, RANGES[name], where=f"{where}: {key}")
     check_thresholds(policy.thresholds, where=where)
-    try:
-        parse_band(policy.scores.band)
-    except UsageError as error:
-        raise ConfigError(error.message, where=f"{where}: scores.band", hint=error.hint) from error
+    for name in policy.__struct_fields__:
+        if isinstance(table := getattr(policy, name), PolicyTable):
+            table.check(f"{where}: {name}")
     for number, tolerance in enumerate(policy.tolerance):
         place = f"{where}: tolerance[{number}]"
         _check_rule(tolerance, place)
@@ -275,7 +270,6 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, str, float]]:
     """(key path, name, value) of each number that RANGES bounds."""
     tokens = policy.tokens
     yield "min_coverage", "min_coverage", policy.min_coverage
-    yield "scores.min_paired", "min_coverage", policy.scores.min_paired
     for name in ("min_equal", "tie_z"):
         if (value := getattr(tokens, name)) is not None:
             yield f"tokens.{name}", name, value
@@ -313,6 +307,17 @@ def _check_dtype(dtype: str | None, place: str) -> None:
         )
 
 
+@functools.cache
+def _with_tables(places: tuple[tuple[str, str], ...]) -> type[Policy]:
+    """A policy that has these tables of domains."""
+    structs = [(name, placed(place)) for name, place in places]
+    kind: Any = msgspec.defstruct(
+        "Policy", [(name, struct, struct()) for name, struct in structs], bases=(Policy,),
+        frozen=True, kw_only=True, forbid_unknown_fields=True,
+    )  # fmt: skip
+    return cast(type[Policy], kind)
+
+
 def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy:
     """A policy by path or name; ``None`` is configs/ci.toml."""
     if isinstance(policy, Policy):
@@ -328,6 +333,10 @@ def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy
             "one question judges it with all others (docs/verdicts.md); take it out",
             stacklevel=2,
         )
-    loaded = decode(table, Policy, where=str(path))
+    places = added("policies").items()
+    kind = _with_tables(tuple((name, place) for name, place in places if name in table))
+    if path.parent in config_folders():  # whose domains may not be installed
+        table = {name: value for name, value in table.items() if name in kind.__struct_fields__}
+    loaded = decode(table, kind, where=str(path))
     check_bounds(loaded, where=str(path))
     return msgspec.structs.replace(loaded, name=loaded.name or path.stem)

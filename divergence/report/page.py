@@ -1,5 +1,5 @@
 """Pages: the verdict first, then what there is to show, then the two runs; of a report, of many
-runs, of localize, sensitivity, selfcheck and scores.
+runs, of localize, and of each answer that has documents.
 
 Nothing here opens a run: ``background`` brings what the report does not hold.
 
@@ -13,6 +13,7 @@ import gzip
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -21,9 +22,9 @@ from divergence.analyses.blocks.sections import curves
 from divergence.comparison.result import Answer, Report, RunSummary, strict_json
 from divergence.comparison.results import Background
 from divergence.document import Document, Section
+from divergence.domain import placed
 from divergence.errors import UsageError
-from divergence.evaluations.result import ScoresReport
-from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
+from divergence.experiments.result import Localization
 from divergence.fleet.result import Matrix
 from divergence.html import parts
 from divergence.html.parts import (
@@ -42,7 +43,6 @@ from divergence.html.sections import element, script_data, section_title
 from divergence.layout import count
 from divergence.report import localization as localized
 from divergence.report.environment import csv_columns
-from divergence.report.experiments import selfcheck_document, sensitivity_document
 from divergence.report.matrix import matrix_document
 from divergence.report.summary import (
     computed,
@@ -244,13 +244,10 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
         small = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
         lead = "This page holds the answer it was made of, without the report of each pair."
         whole = matrix_document(answer, page=True)
-        return _framed("compare", small, whole, noun="Run", data_lead=lead)
-    if isinstance(answer, Sensitivity):
-        return _framed("sensitivity", answer, sensitivity_document(answer))
-    if isinstance(answer, SelfcheckResult):
-        return _framed("selfcheck", answer, selfcheck_document(answer))
-    if isinstance(answer, ScoresReport):
-        return _scores(answer)
+        return _framed(small, [whole], noun="Run", data_lead=lead)
+    if answer.DOCUMENTS is not None:
+        documents = placed(answer.DOCUMENTS)(answer)
+        return _framed(answer, [documents] if isinstance(documents, Document) else documents)
     background = background or Background()
     if isinstance(answer, Localization):
         return _localization(answer, background)
@@ -258,12 +255,15 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
     return page(answer, background)
 
 
-def _framed(
-    name: str, answer: Matrix | Sensitivity | SelfcheckResult, whole: Document, **parts: str
-) -> str:
-    """``parts``: others of ``frame``."""
+def _framed(answer: Any, documents: list[Document], **parts: str) -> str:
+    """A page of documents alone. ``parts``: others of ``frame``."""
+    openings = [
+        opening(whole, id=f"verdict-{number}" if number else "verdict")
+        for number, whole in enumerate(documents)
+    ]
     return frame(
-        name, str(whole.headline)[:120], [opening(whole)], whole.sections,
+        answer.COMMAND, str(documents[0].headline)[:120], openings,
+        [section for whole in documents for section in whole.sections],
         attachment=answer.to_json().encode(), made_by=answer.tool_version, **parts,
     )  # fmt: skip
 
@@ -280,18 +280,6 @@ def _localization(result: Localization, background: Background) -> str:
     return page(
         result.report, background, openings=[top], sections=sections, command_name="localize"
     )
-
-
-def _scores(report: ScoresReport) -> str:
-    from divergence.evaluations.show import scores_documents  # it loads torch
-
-    documents = scores_documents(report, verbose=True)
-    return frame(
-        "scores", str(documents[0].headline)[:120],
-        [opening(whole, id=f"verdict-{number}") for number, whole in enumerate(documents)],
-        [section for whole in documents for section in whole.sections],
-        attachment=report.to_json().encode(), made_by=report.tool_version,
-    )  # fmt: skip
 
 
 # A report as a picture, and what a notebook shows of it.

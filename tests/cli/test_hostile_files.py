@@ -48,8 +48,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
+WHOLE = ("losses.jsonl", "losses.csv", "losses.json", "policy.toml", "report.json")
+"""Files that domains read."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.whole] if name in WHOLE else [], id=name)
+        for name in COMMANDS
+    ],
+)
 def test_each_file_of_each_command(name, kind, invoke, tiny_model, tmp_path):
     """Nothing is waited for, spread out or blamed on the tool."""
     path = tmp_path / name
@@ -75,7 +85,7 @@ def test_settings(kind, invoke, tmp_path, monkeypatch):
     "option",
     [
         ("compare", "NAME", "NAME"),
-        ("scores", "NAME", "NAME"),
+        pytest.param(("scores", "NAME", "NAME"), marks=pytest.mark.whole),
         ("capture", "NAME", "-o", "out"),
         ("inspect", "NAME"),
     ],

@@ -128,6 +128,7 @@ def test_options_of_models_are_refused(stub, tmp_path):
         capture("tiny", server=ServerOptions(endpoint="http://me:pw@host:1"), out=tmp_path / "a")
 
 
+@pytest.mark.whole
 def test_a_models_run_has_the_log_probabilities_of_its_logits(llama, tmp_path):
     """Beside a run of log-probabilities, a run with recorded logits is one too."""
     a = capture(llama, out=tmp_path / "t", prompts=[[5, 6, 7, n] for n in range(9)], probe=False,

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from divergence import compare, import_dump
+from divergence import compare
 
 
 @pytest.fixture
 def pair(tmp_path):
     """``pair(change)``: the report on a rollout and a trainer of which each log-probability is
     ``change(sequence, position, value, random)``."""
+    import_dump = pytest.importorskip("divergence.domains.importing.importing").import_dump
 
     def make(change, *, num=24, length=60, **options):
         generator = random.Random(3)

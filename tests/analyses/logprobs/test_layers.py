@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from divergence import RecordOptions, Run, capture, compare, import_dump
+from divergence import RecordOptions, Run, capture, compare
 from divergence.errors import UsageError
 from tests.models.tiny import build
 
@@ -17,6 +17,7 @@ OPTIONS = {"device": "cpu", "probe": False, "dtype": "float32", "max_new_tokens"
 
 def as_scores(run: Run, path) -> Run:
     """What a server of the same would have said: the log-probabilities of its tokens alone."""
+    import_dump = pytest.importorskip("divergence.domains.importing.importing").import_dump
     lines = []
     for number, sample in enumerate(run.manifest.tokens.samples):
         answer = [*sample.generated_ids, *sample.chosen_ids[len(sample.generated_ids) :]]

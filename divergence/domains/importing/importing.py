@@ -1,0 +1,107 @@
+"""import_dump(): what another tool dumped → a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from divergence.comparison.measure.runs import opened
+from divergence.domains.importing.building import Notes, load_rules, manifest_of, survey, write
+from divergence.domains.importing.layouts.files import FILES
+from divergence.domains.importing.layouts.llama_kld import LLAMA_KLD
+from divergence.domains.importing.layouts.lm_eval import LM_EVAL
+from divergence.domains.importing.layouts.msprobe import MSPROBE
+from divergence.domains.importing.layouts.rollouts import ROLLOUTS, TRAINER
+from divergence.domains.importing.layouts.sglang import DUMPER, HOOKS
+from divergence.domains.importing.layouts.transformers import DEBUGGER
+from divergence.domains.importing.scores import import_scores, load_fields
+from divergence.errors import DumpError, UsageError
+from divergence.outside import read_as
+from divergence.recording.new_run import check_output
+from divergence.run.foreign import DumpFolder
+from divergence.run.location import Url, location_of
+from divergence.run.reader import Run
+from divergence.run.site import near_names
+from divergence.run.writer import RunWriter
+from divergence.words import Progress
+
+LAYOUTS = {
+    "sglang": HOOKS, "sglang-dumper": DUMPER, "msprobe": MSPROBE, "transformers": DEBUGGER,
+    "files": FILES, "lm-eval": LM_EVAL, "rollouts": ROLLOUTS, "trainer": TRAINER,
+    "llama-kld": LLAMA_KLD,
+}  # fmt: skip
+"""By the name that ``--format`` gives them; ``auto`` asks them in this order."""
+
+
+def import_dump(
+    path: str | Path,
+    *,
+    out: str | Path | Url,
+    layout: str = "auto",
+    map: str | Path | None = None,
+    like: str | Path | Run | None = None,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Make a run of what another tool dumped: SGLang's forward hooks or dumper, msprobe,
+    transformers' debugger, or a folder of files by a map; or of log-probabilities: rollouts, and
+    what a trainer said of them.
+
+    ``layout``: ``auto``, or a name of LAYOUTS. ``map``: a TOML file, which docs/importing.md and,
+    of log-probabilities, docs/rl.md show. ``like``: the run whose model and prompts the dump is of;
+    names, shapes and prompts are held against it. ``progress`` is told what was left out (event
+    ``note``).
+
+    Nothing is written before the whole dump was opened. Raises DumpError for a dump that cannot be
+    read or is not whole, ConfigError for the map, UsageError where nothing matches.
+    """
+    folder = DumpFolder(path)
+    if layout not in ("auto", *LAYOUTS):
+        near = near_names(layout, LAYOUTS) or list(LAYOUTS)
+        raise UsageError(f"there is no layout {layout!r}", hint=f"one of {', '.join(near)}")
+    tried = LAYOUTS.values() if layout == "auto" else [LAYOUTS[layout]]
+    with read_as("a dump's writer", where=folder.place):
+        form = next((form for form in tried if form.recognise(folder)), None)
+    if form is None and layout == "auto":
+        raise DumpError(
+            "the folder is no dump that is known", where=str(folder.path),
+            hint=f"--format {', '.join(LAYOUTS)}, or files of .npy, .pt or .safetensors with --map",
+        )  # fmt: skip
+    if form is None:
+        raise DumpError(f"the folder is no dump of {LAYOUTS[layout].words}",
+                        where=str(folder.path), hint="--format auto looks what it is")  # fmt: skip
+    if map is not None and not form.takes_map:
+        raise UsageError(
+            f"a dump of {form.words} has names of its own and takes no map",
+            where=str(map), hint="leave --map out, or --format files",
+        )  # fmt: skip
+    run = None if like is None else opened(like)
+    place = location_of(out)
+    if not isinstance(place, Url) and folder.path.resolve() in (
+        place.resolve(), *place.resolve().parents
+    ):  # fmt: skip
+        raise UsageError(f"{out} lies in the dump itself", hint="choose another place with -o")
+    check_output(place, force=force, like=run)
+    notes = Notes()
+    with read_as(form.words, where=folder.place):
+        if form.scores is not None:
+            fields = None if map is None else load_fields(map)
+            made = import_scores(
+                form.words, form.scores(folder, fields, notes), place, like=run, label=label,
+                force=force, command=command,
+            )  # fmt: skip
+        else:
+            assert form.read is not None
+            rules = None if map is None else load_rules(map)
+            surveyed = survey(form.read(folder, rules, notes), run, notes)
+            manifest = manifest_of(
+                surveyed, name=form.words, like=run, label=label, command=command
+            )
+            with RunWriter(place, manifest, force=force) as writer:
+                write(writer, form.read(folder, rules, Notes()), surveyed, run, notes)
+            made = Run.open(place)
+    if progress is not None:
+        for sentence in notes.sentences():
+            progress("note", 0, None, sentence)
+    return made

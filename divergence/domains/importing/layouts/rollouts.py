@@ -1,0 +1,113 @@
+"""Rollouts of reinforcement learning as JSON lines: what the engine that sampled them said of their
+tokens, or what the trainer said of the same tokens.
+
+One file often holds both, side by side; each is a run of its own (``--format rollouts`` and
+``--format trainer``). The fields by which a framework is known stand in DIALECTS; docs/rl.md has
+them as a table, with what writes such a file. A nan or null is a token that was not scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from divergence.domains.importing.building import Notes
+from divergence.domains.importing.layouts import Layout
+from divergence.domains.importing.scores import FieldMap, Scored, scores_of
+from divergence.errors import DumpError
+from divergence.run.foreign import LINES, DumpFolder
+from divergence.run.scores import ScoreSource
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """``rollout``, ``trainer``: the field of each side, tried in order. ``rest``: of FieldMap."""
+
+    name: str
+    known_by: tuple[str, ...]
+    rollout: tuple[str, ...]
+    trainer: tuple[str, ...]
+    rest: dict[str, tuple[str, ...]]
+
+
+DIALECTS = (
+    _Dialect("verl", ("responses",), ("rollout_log_probs",), ("old_log_probs",), {
+        "prompt": ("prompts",), "answer": ("responses",), "mask": ("response_mask",),
+        "attention": ("attention_mask",),
+    }),
+    _Dialect("verl", ("response_ids",), ("rollout_log_probs", "response_logprobs"),
+             ("old_log_probs",), {
+        "prompt": ("prompt_ids",), "answer": ("response_ids",), "mask": ("response_mask",),
+    }),
+    _Dialect("slime", ("tokens", "response_length"), ("rollout_log_probs",), ("log_probs",), {
+        "tokens": ("tokens",), "answer_length": ("response_length",), "mask": ("loss_mask",),
+    }),
+    _Dialect("TRL", ("completion_ids",), ("sampling_per_token_logps", "logprobs"),
+             ("old_per_token_logps",), {
+        "prompt": ("prompt_ids",), "answer": ("completion_ids",), "mask": ("completion_mask",),
+        "top": ("top_logprobs",),
+    }),
+    _Dialect("NeMo-RL", ("token_ids",), ("generation_logprobs",), ("prev_logprobs",), {
+        "tokens": ("token_ids",), "length": ("input_lengths",),
+        "mask": ("token_loss_mask", "token_mask"),
+    }),
+)  # fmt: skip
+
+
+def recognise(folder: DumpFolder) -> bool:
+    return any(name.endswith(LINES) for name in folder.names)
+
+
+def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes, *, role: str) -> Scored:
+    """``role``: whose log-probabilities are taken, ``rollout`` or ``trainer``."""
+    framework, prompts = "unknown", []
+    for item, where in folder.objects(*LINES):
+        if fields is None:
+            framework, fields = _fields(item, role, where)
+        prompts.append((scores_of(item, fields, where), where))
+    if fields is None or not prompts:
+        raise DumpError("the file holds no line", where=str(folder.path))
+    facts = {"role": role, "tokens": "sampled", "field": fields.logprobs}
+    longest = max(len(scores.generated_ids) for scores, _ in prompts)
+    if empty := sum(not scores.positions for scores, _ in prompts):
+        notes.say(f"{empty} of {len(prompts)} lines have no scored token")
+    source = ScoreSource(engine=framework, facts=facts, max_new_tokens=longest)
+    return Scored(source, prompts)
+
+
+def _fields(item: Any, role: str, where: str) -> tuple[str, FieldMap]:
+    """The framework that writes such a line, and its fields."""
+    if not isinstance(item, dict):
+        raise DumpError("the line is no object", where=where)
+
+    def first(names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in item), None)
+
+    for dialect in DIALECTS:
+        if not all(name in item for name in dialect.known_by):
+            continue
+        names = dialect.rollout if role == "rollout" else dialect.trainer
+        logprobs = first(names)
+        if logprobs is None:
+            raise DumpError(
+                f"a file of {dialect.name} without {' or '.join(names)}, which the {role} would "
+                "have said", where=where,
+                hint="--map names another field; docs/rl.md tells what makes a framework write it",
+            )  # fmt: skip
+        rest = {key: first(tried) for key, tried in dialect.rest.items()}
+        return dialect.name, FieldMap(logprobs=logprobs, **rest)
+    raise DumpError(
+        f"no framework's fields are known here: {', '.join(list(item)[:12])}", where=where,
+        hint="--map FILE.toml names them; docs/rl.md has one to copy",
+    )  # fmt: skip
+
+
+ROLLOUTS = Layout(
+    words="rollouts' log-probabilities", recognise=recognise, takes_map=True,
+    scores=partial(read, role="rollout"),
+)  # fmt: skip
+TRAINER = Layout(
+    words="a trainer's scores", recognise=recognise, takes_map=True,
+    scores=partial(read, role="trainer"),
+)  # fmt: skip

@@ -1,0 +1,620 @@
+"""Two evaluations joined: documents paired, and why choices between answers flipped."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from divergence.comparison.align.pairs import logits_row
+from divergence.comparison.results import PreflightLine, PreflightStatus
+from divergence.domains.scores.formats import lm_eval, prompts_of
+from divergence.domains.scores.result import (
+    Candidate,
+    Captured,
+    FlipCauses,
+    Pairing,
+    RunCauses,
+    RunFlip,
+)
+from divergence.domains.scores.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.errors import PromptError, UsageError
+from divergence.facts import Fact, fact, sentence
+from divergence.numerics.floor import BY_DTYPE, WIDEST
+from divergence.recording.prompts import Prompt, tokenize
+from divergence.run.foreign import DumpFolder
+from divergence.run.reader import Run
+from divergence.words import Progress, Side
+
+# Two series of one task, document by document.
+#
+# A pair is one document with a usable score on both sides, asked in the same words, with the same
+# right answer. Everything else is counted and is in no number. A document's score is the mean of
+# its repeats: repeats are no documents of their own, so they make a score surer and n no larger.
+
+_DIGITS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Of each paired document: both scores, its cluster, one row of each side."""
+
+    pairing: Pairing
+    reference: np.ndarray
+    candidate: np.ndarray
+    clusters: np.ndarray | None
+    """None where each document is its own."""
+    rows: list[tuple[ScoreRow, ScoreRow]]
+    same_order: bool
+    single: bool
+    """One answer a document, on both sides."""
+
+    @property
+    def binary(self) -> bool:
+        """Are all scores 0 or 1?"""
+        values = np.concatenate([self.reference, self.candidate])
+        return bool(np.isin(values, (0.0, 1.0)).all())
+
+
+@dataclass(slots=True)
+class _Side:
+    """One side's documents: the rows of each that have a score."""
+
+    scored: dict[str, list[ScoreRow]]
+    unscored: set[str]
+    duplicates: int
+    conflicting: set[str]
+    whys: Counter[Fact]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.scored) + len(self.unscored) + len(self.conflicting)
+
+
+def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
+    """``force``: also pairs documents that were asked in other words."""
+    reference, other = _side(a.rows), _side(b.rows)
+    rows: list[tuple[ScoreRow, ScoreRow]] = []
+    scores: list[tuple[float, float]] = []
+    num_prompt = num_target = num_answers = num_other_answers = 0
+    for document, mine in reference.scored.items():
+        theirs = other.scored.get(document)
+        if theirs is None:
+            continue
+        first, second = mine[0], theirs[0]
+        if _differ(first.target, second.target) and not force:
+            num_target += 1
+            continue
+        if _differ(first.prompt, second.prompt) and not force:
+            num_prompt += 1
+            continue
+        rows.append((first, second))
+        scores.append((_mean(mine), _mean(theirs)))
+        num_answers, num_other_answers = num_answers + len(mine), num_other_answers + len(theirs)
+    num = len(rows)
+    values = np.array(scores, dtype=float).reshape(num, 2)
+    # a number for each document; one without a name is a cluster of its own
+    numbers: dict[str | int, int] = {}
+    members = [
+        numbers.setdefault(first.cluster or second.cluster or place, len(numbers))
+        for place, (first, second) in enumerate(rows)
+    ]
+    clusters = None if len(numbers) == num else np.array(members)
+    conflicting = reference.conflicting | other.conflicting
+    unscored = (reference.unscored | other.unscored) - conflicting
+    lost = unscored | conflicting
+    pairing = Pairing(
+        num_paired=num, num_clusters=num if clusters is None else int(clusters.max()) + 1,
+        num_reference=reference.num_documents, num_candidate=other.num_documents,
+        num_reference_only=len(reference.scored.keys() - other.scored.keys() - lost),
+        num_candidate_only=len(other.scored.keys() - reference.scored.keys() - lost),
+        num_other_prompt=num_prompt, num_other_target=num_target,
+        num_unscored=len(unscored),
+        num_duplicates=reference.duplicates + other.duplicates,
+        num_conflicting=len(conflicting),
+        repeats=(num_answers / num, num_other_answers / num) if num else (0.0, 0.0),
+        whys={sentence(why): count for why, count in (reference.whys + other.whys).items()},
+    )  # fmt: skip
+    positions = {document: number for number, document in enumerate(other.scored)}
+    order = [positions[second.document] for _, second in rows]
+    return Pairs(
+        pairing, values[:, 0], values[:, 1], clusters, rows,
+        same_order=all(x < y for x, y in itertools.pairwise(order)),
+        single=num_answers == num_other_answers == num,
+    )  # fmt: skip
+
+
+def _side(rows: list[ScoreRow]) -> _Side:
+    by_answer: dict[tuple[str, int], ScoreRow] = {}
+    side = _Side({}, set(), 0, set(), Counter())
+    for row in rows:
+        held = by_answer.setdefault((row.document, row.repeat), row)
+        if held is not row:
+            same = held.score == row.score and not _differ(held.prompt, row.prompt)
+            side.duplicates += same
+            if not same:
+                side.conflicting.add(row.document)
+            continue
+        if row.score is None:
+            side.whys[row.why or fact("evaluations.without_score")] += 1
+            side.unscored.add(row.document)
+        else:
+            side.scored.setdefault(row.document, []).append(row)
+    side.unscored -= side.scored.keys()  # some of its repeats were scored
+    for document in side.conflicting:
+        side.scored.pop(document, None)
+    side.unscored -= side.conflicting
+    return side
+
+
+def _mean(rows: list[ScoreRow]) -> float:
+    return sum(row.score or 0.0 for row in rows) / len(rows)  # all of them have one
+
+
+def _differ(a: str | None, b: str | None) -> bool:
+    return a is not None and b is not None and a != b
+
+
+def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
+    """What must be equal before any number is believed."""
+    pairing = pairs.pairing
+    unusable = [fact("evaluations.unusable", num=pairing.num_unscored)] + [
+        fact("evaluations.unusable_why", num=num, why=why) for why, num in pairing.whys.items()
+    ]
+    all_usable = sentence(fact("evaluations.all_usable"))
+    lines = [
+        _line("documents", [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
+              fact("evaluations.only_in", num=pairing.num_reference_only, side="reference"),
+              fact("evaluations.only_in", num=pairing.num_candidate_only, side="candidate"),
+              same=not pairing.num_reference_only and not pairing.num_candidate_only,
+              blocks=not pairing.num_paired),
+        _hashes("prompts", a, b, fact("evaluations.other_words", num=pairing.num_other_prompt)),
+        _hashes("targets", a, b, fact("evaluations.other_answer", num=pairing.num_other_target)),
+        _line("scores", ["", ""] if pairing.num_unscored else [all_usable] * 2, *unusable,
+              same=not pairing.num_unscored),
+        _line("duplicates", [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
+              fact("evaluations.duplicates", num=pairing.num_duplicates),
+              fact("evaluations.conflicting", num=pairing.num_conflicting),
+              same=not pairing.num_duplicates and not pairing.num_conflicting),
+        _line("repeats", [f"{repeat:g}" for repeat in pairing.repeats],
+              same=pairing.repeats[0] == pairing.repeats[1]),
+        _line("order", ["", ""], *([] if pairs.same_order else [fact("evaluations.other_order")]),
+              same=pairs.same_order),
+    ]  # fmt: skip
+    if (tops := _other_units(pairs)) is not None:
+        units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
+        lines.append(_line("units", units, same=False, blocks=True))
+    if a.higher_is_better != b.higher_is_better:
+        better = [
+            sentence(fact("evaluations.direction", higher=side.higher_is_better)) for side in (a, b)
+        ]
+        lines.append(_line("direction", better, same=False, blocks=True))
+    # documents of clusters that both sides tell, and do not tell alike. Names may differ
+    named = [(a.cluster, b.cluster) for a, b in pairs.rows if a.cluster and b.cluster]
+    parts = [Counter(names) for names in zip(*set(named), strict=True)]
+    if num := sum(parts[0][x] > 1 or parts[1][y] > 1 for x, y in named):
+        other = fact("evaluations.other_clusters", num_documents=num)
+        lines.append(_line("clusters", ["", ""], other, same=False, blocks=True))
+    for name in dict.fromkeys((*a.settings, *b.settings)):
+        mine, theirs = a.settings.get(name), b.settings.get(name)
+        told = mine is not None and theirs is not None
+        lines.append(PreflightLine(
+            check=name, status="unknown" if not told else "same" if mine == theirs else "blocking",
+            reference=mine or _said(False), candidate=theirs or _said(False),
+        ))  # fmt: skip
+    return lines
+
+
+def _other_units(pairs: Pairs) -> tuple[float, float] | None:
+    """Percent on one side and shares on the other, or another such scale, by the largest scores of
+    both: by what most documents show, else by these, where none is below 0."""
+    tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
+    least, most = sorted(tops)
+    below = min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0
+    rescaled = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= 20
+    both = (pairs.reference != 0) & (pairs.candidate != 0)
+    if not rescaled and int(both.sum()) > 1:
+        # most are a hundred times the other side's, or ten times or more to the last digit
+        powers = np.log10(np.abs(pairs.candidate[both])) - np.log10(np.abs(pairs.reference[both]))
+        middle = float(np.median(powers))
+        exact = float(np.mean(np.abs(powers - middle) < _DIGITS)) > 0.5
+        rescaled = 1.9 <= abs(middle) <= 2.1 or (exact and abs(middle) > 1 - _DIGITS)
+    return (tops[0], tops[1]) if rescaled else None
+
+
+def _line(
+    check: str, shown: list[str], *details: Fact, same: bool, blocks: bool = False
+) -> PreflightLine:
+    """``details``: what is counted, left out where it is 0."""
+    status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
+    parts = [item for item in details if item["num"] != 0]
+    counted = [fact("evaluations.parts", parts=parts)] if parts else []
+    return PreflightLine(
+        check=check, status=status, reference=shown[0], candidate=shown[1], details=counted
+    )
+
+
+def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
+    field = check.removesuffix("s")
+    told = [any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)]
+    if not all(told):
+        return PreflightLine(
+            check=check, status="unknown", reference=_said(told[0]), candidate=_said(told[1])
+        )
+    return _line(check, ["", ""], differing, same=not differing["num"])
+
+
+def _said(known: bool) -> str:
+    return sentence(fact("evaluations.said", known=known))
+
+
+# Why multiple choice flips: at near ties, or since the choices' likelihoods moved.
+#
+# A choice flips where the margin (in nats) between the reference's choice and the candidate's is
+# made up. Rounding moves every margin a little; where it moved by no more than rounding explains,
+# the flip is one at a near tie, which another machine would make elsewhere. Where it moved by more,
+# the cause is worth a look in the tensors.
+#
+# The limit is four standard deviations of a margin's shift. Its scale is the mean |shift| that
+# these two sides show between the two likeliest choices, but no more than what the coarser dtype
+# explains (√2 times the bound for one log-probability): so a fault that
+# shifts every document cannot pass as rounding. A mean |x| of a normal is 0.8 standard deviations.
+#
+# ``capture_flips`` goes from a score to the tensors: the prompts that flipped become a run. They
+# come from the reference's files, as they were rendered there; the documents whose margin moved
+# most come first. Of multiple choice one forward is recorded, the one that ranks the choices.
+
+_LIMIT = 4.0
+_MEAN_TO_SIGMA = math.sqrt(math.pi / 2)
+OF_ALL = fact("evaluations.shifts_of_all")
+
+
+def shift_of(a: ScoreRow, b: ScoreRow) -> float | None:
+    """How far the margin between A's choice and B's moved; between A's two likeliest where both
+    chose alike. None without the likelihoods of the same choices."""
+    if a.choices is None or b.choices is None or len(a.choices) != len(b.choices):
+        return None
+    mine, theirs = a.choices, b.choices
+    first, other = mine.index(max(mine)), theirs.index(max(theirs))
+    if other == first:
+        other = max((n for n in range(len(mine)) if n != first), key=mine.__getitem__)
+    return abs((mine[first] - mine[other]) - (theirs[first] - theirs[other]))
+
+
+def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
+    """None without likelihoods, and where no score flipped and rounding explains the margins."""
+    if not pairs.single:
+        return None
+    shifts = [shift_of(a, b) for a, b in pairs.rows]
+    judged = np.array([shift is not None for shift in shifts])
+    if not judged.any():
+        return None
+    values = np.array([math.nan if shift is None else shift for shift in shifts])
+    limit, source = explained(dtypes)
+    seen = _LIMIT * _MEAN_TO_SIGMA * float(values[judged].mean())
+    if seen <= limit:
+        limit, source = seen, OF_ALL
+    diff = pairs.candidate - pairs.reference
+    if not diff.any() and np.median(values[judged]) <= limit:
+        return None
+    flips = judged & (diff != 0)
+    ties, real = flips & (values <= limit), flips & ~(values <= limit)
+    return FlipCauses(
+        limit=limit, source=source, num_ties=int(ties.sum()), num_shifts=int(real.sum()),
+        difference_of_ties=float(diff[ties].sum() / len(diff)),
+        difference_of_shifts=float(diff[real].sum() / len(diff)),
+        median_shift=float(np.median(values[judged])), num_judged=int(judged.sum()),
+    )  # fmt: skip
+
+
+def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
+    """How far a margin may move by the rounding of the coarser dtype, in nats, and of which."""
+    known = [dtype for dtype in dtypes if dtype in BY_DTYPE]
+    coarse = max(known, key=lambda dtype: BY_DTYPE[dtype]) if len(known) == len(dtypes) else None
+    bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
+    source = fact("evaluations.rounding", dtype=coarse or "bfloat16", known=coarse is not None)
+    return _LIMIT * _MEAN_TO_SIGMA * bound, source
+
+
+def flips_of(pairs: Pairs) -> list[int]:
+    """The pairs whose scores differ, the largest shift of a margin first; losses first."""
+    order = [
+        (-(shift_of(a, b) or 0.0), y - x, number)
+        for number, ((a, b), x, y) in enumerate(
+            zip(pairs.rows, pairs.reference, pairs.candidate, strict=True)
+        )
+        if x != y
+    ]
+    return [number for _, _, number in sorted(order)]
+
+
+def capture_flips(
+    side: Evaluation, paired: Mapping[SeriesName, tuple[Series, Pairs]], *, model: str | Path,
+    out: str | Path, num_prompts: int, max_new_tokens: int | None, progress: Progress | None,
+    **options: Any,
+) -> Captured:  # fmt: skip
+    """Raises UsageError where nothing flipped, or the format holds no prompts."""
+    prompts: dict[Prompt, str] = {}
+    num_flips, choices = 0, True
+    for series, pairs in paired.values():
+        flips = flips_of(pairs)
+        num_flips += len(flips)
+        rows = [pairs.rows[flip][0] for flip in flips[: max(0, num_prompts - len(prompts))]]
+        by_place = prompts_of(side.format, series, {row.place for row in rows})
+        for row in rows:
+            if row.place in by_place:
+                prompts.setdefault(by_place[row.place], row.document)
+                choices = choices and row.choices is not None
+    if not prompts:
+        raise UsageError(
+            "no score flipped, so there is no prompt to record" if not num_flips
+            else f"{side.format}'s files do not hold the prompts of the {num_flips:,} flips",
+            where=side.path, hint="divergence capture MODEL --prompts FILE records any prompts",
+        )  # fmt: skip
+    from divergence.recording.api import make_run
+
+    if max_new_tokens is None and choices:
+        max_new_tokens = 1
+    run = make_run(
+        str(model), out=out, prompts=list(prompts), max_new_tokens=max_new_tokens,
+        progress=progress, **options,
+    )  # fmt: skip
+    return Captured(path=str(run.path), num_prompts=len(prompts), documents=list(prompts.values()))
+
+
+# Flips joined to two runs of their prompts: do the runs answer as the evaluations did, and by how
+# much did the answer's margin move between them?
+#
+# The runs are those that ``scores --capture`` and then ``capture --like`` wrote. A document is
+# found in them by its prompt's tokens. Its answer token is
+#
+#     of multiple choice     the first token of A's choice against that of B's, at step 0
+#     of a generated answer  the first token where both runs' greedy choices part
+#
+# and the margin, in nats, is the difference of both tokens' log-probabilities. By the limit L that
+# flips.py has for the runs' dtype a flip is
+#
+#     a real shift    the margin falls by more than L, from no less than -L in A's run to no more
+#                     than L in B's
+#     a near tie      it lies within L of 0 in both runs, on whichever side: what the runs do not
+#                     repeat of the evaluation, such as its batches, rounds it either way
+#     not reproduced  else: the flip came from sampling, another prompt, other weights
+
+_SIDES: tuple[Side, Side] = ("reference", "candidate")
+_Ids = tuple[int, ...]
+
+
+class _Answer(NamedTuple):
+    """A's token and B's, at a step. ``weights``: of their log-probabilities in the metric.
+    ``whole``: no other token belongs to either answer. ``logged``: the margin by each side's own
+    log."""
+
+    step: int
+    tokens: tuple[int, int]
+    weights: tuple[float, float] = (1.0, 1.0)
+    whole: bool = True
+    logged: tuple[float, float] | None = None
+
+
+class _Joint:
+    """Both runs, with what turns a document's prompt into their samples."""
+
+    def __init__(self, runs: Sequence[str | Path | Run]) -> None:
+        if len(runs) != 2:
+            raise UsageError("--runs takes two runs, A's and B's", hint="--runs flips flips-b")
+        self.runs = Run.open(runs[0]), Run.open(runs[1])
+        reference, other = self.runs
+        if reference.manifest.id == other.manifest.id:
+            raise UsageError("both runs are the same one, so nothing is joined",
+                             where=str(other.path), hint="--runs flips flips-b")  # fmt: skip
+        self.places: list[dict[_Ids, int]] = [{}, {}]
+        self.texts: dict[str, _Ids] = {}
+        for run, places in zip(self.runs, self.places, strict=True):
+            for number, sample in enumerate(run.manifest.tokens.samples):
+                places.setdefault(tuple(sample.prompt_ids), number)
+                if run is reference and sample.text:
+                    self.texts.setdefault(sample.text, tuple(sample.prompt_ids))
+        self.tokenizer = _tokenizer(self.runs)
+        dtypes = [run.manifest.model.dtype.removeprefix("torch.") for run in self.runs]
+        self.dtypes = dtypes[0], dtypes[1]
+
+    def ids(self, prompt: Prompt) -> _Ids | None:
+        """Of text, as the run has it; of chat by the tokenizer."""
+        if prompt.text in self.texts:
+            return self.texts[prompt.text]
+        if self.tokenizer is None:
+            return None
+        try:
+            (sample,) = tokenize([prompt], self.tokenizer, chat=False)
+        except PromptError:
+            return None
+        return tuple(sample.prompt_ids)
+
+    def samples(self, ids: _Ids | None) -> tuple[int, int] | None:
+        """The prompt's number in each run."""
+        if ids is None or not all(ids in places for places in self.places):
+            return None
+        return self.places[0][ids], self.places[1][ids]
+
+    def text(self, token: int) -> str:
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode([token]))
+        texts = (run.manifest.tokens.texts.get(str(token)) for run in self.runs)
+        return next((text for text in texts if text is not None), f"#{token}")
+
+
+def _tokenizer(runs: Sequence[Run]) -> Any:
+    """That of the model of either run, where it is here and is the one that was recorded."""
+    from divergence.recording.engines.identity import tokenizer_digest
+    from divergence.recording.engines.load import load_tokenizer
+
+    for model in (run.manifest.model for run in runs):
+        if model.tokenizer_digest is None:
+            continue
+        tokenizer = load_tokenizer(model.source, revision=model.revision, trust_remote_code=False)
+        if tokenizer is not None and tokenizer_digest(tokenizer) == model.tokenizer_digest:
+            return tokenizer
+    return None
+
+
+def joined(
+    candidate: Candidate, side: Evaluation, dtype: str | None,
+    paired: Mapping[SeriesName, tuple[Series, Pairs]], runs: Sequence[str | Path | Run],
+) -> Candidate:  # fmt: skip
+    """The candidate with what both runs tell of its flips. ``dtype``: what it was evaluated in.
+
+    Raises UsageError where nothing flipped, or the runs hold no prompt that did."""
+    joint = _Joint(runs)
+    tasks = []
+    for task in candidate.tasks:
+        series_pairs = paired.get(SeriesName(task.task, task.filter, task.metric))
+        causes = None
+        if series_pairs is not None and task.difference is not None:
+            causes = _causes(side, *series_pairs, joint, task.causes, (side.dtype, dtype))
+        tasks.append(replace(task, run_causes=causes))
+    if not any(task.run_causes for task in tasks):
+        flips = any(task.num_lost or task.num_gained for task in tasks)
+        raise UsageError(
+            "the runs hold none of the prompts whose scores flipped" if flips
+            else "no score flipped, so there is nothing to look for in runs",
+            where="--runs", hint="divergence scores A B --capture MODEL -o RUN records them",
+        )  # fmt: skip
+    return replace(candidate, tasks=tasks)
+
+
+def _causes(
+    side: Evaluation, series: Series, pairs: Pairs, joint: _Joint, causes: FlipCauses | None,
+    dtypes: Sequence[str | None],
+) -> RunCauses | None:  # fmt: skip
+    """None where nothing flipped, or no flip's prompt is in both runs."""
+    numbers = flips_of(pairs)
+    places = {pairs.rows[number][0].place for number in numbers}
+    prompts = prompts_of(side.format, series, places)
+    judged = side.format == "lm-eval" and any(pairs.rows[n][0].choices for n in numbers)
+    file = DumpFolder(series.file)
+    asked = lm_eval.asked(file, file.names[0], places) if judged else {}
+    limit, source = explained(joint.dtypes)
+    # the documents' own shifts are a finer limit, and hold for runs in the same dtypes
+    if causes is not None and causes.source == OF_ALL and tuple(dtypes) == joint.dtypes:
+        limit, source = min(limit, causes.limit), OF_ALL
+    flips: list[RunFlip] = []
+    shares: Counter[str] = Counter()
+    off: tuple[list[float], list[float]] = [], []
+    for number in numbers:
+        first, second = pairs.rows[number]
+        prompt = prompts.get(first.place)
+        samples = None if prompt is None else joint.samples(joint.ids(prompt))
+        if samples is None:
+            continue
+        if first.choices is not None and second.choices is not None:
+            answer: _Answer | Fact | None = _chosen(
+                asked[first.place], (first, second), series.name.metric, joint
+            )
+        else:
+            # the first different greedy choice
+            both = zip(*(
+                run.manifest.tokens.samples[sample].chosen_ids
+                for run, sample in zip(joint.runs, samples, strict=True)
+            ), strict=False)  # fmt: skip
+            steps = (_Answer(step, (x, y)) for step, (x, y) in enumerate(both) if x != y)
+            answer = next(steps, None)
+        flip = _judged(first.document, answer, joint, samples, limit)
+        flips.append(flip)
+        if isinstance(answer, _Answer) and answer.whole and answer.logged is not None:
+            margins = flip.reference_margin, flip.candidate_margin
+            for side_off, margin, logged in zip(off, margins, answer.logged, strict=True):
+                if margin is not None:
+                    side_off.append(abs(margin - logged))
+        shares[flip.judgement] += pairs.candidate[number] - pairs.reference[number]
+    if not flips:
+        return None
+    # runs in another dtype than what was evaluated say less of it
+    remarks = [
+        fact("evaluations.run_dtype", side=one_side, run_dtype=run_dtype, dtype=dtype)
+        for one_side, run_dtype, dtype in zip(_SIDES, joint.dtypes, dtypes, strict=True)
+        if dtype is not None and run_dtype != dtype
+    ]
+    # a run whose margins are not those of its side's own log ran something else
+    medians = [statistics.median(distances) if distances else 0.0 for distances in off]
+    remarks += [
+        fact("evaluations.run_off", side=one_side, nats=median)
+        for one_side, median in zip(_SIDES, medians, strict=True)
+        if not median <= limit
+    ]
+    count, (reference, other) = Counter(flip.judgement for flip in flips), joint.runs
+    return RunCauses(
+        reference=str(reference.path), candidate=str(other.path), limit=limit, source=source,
+        num_flips=len(numbers), num_ties=count["tie"], num_shifts=count["shift"],
+        num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
+        difference_of_ties=float(shares["tie"]) / len(pairs.rows),
+        difference_of_shifts=float(shares["shift"]) / len(pairs.rows), flips=flips,
+        remarks=remarks,
+    )  # fmt: skip
+
+
+def _judged(
+    document: str, answer: _Answer | Fact | None, joint: _Joint, samples: tuple[int, int],
+    limit: float,
+) -> RunFlip:  # fmt: skip
+    told = RunFlip(document=document, sample=samples[0], step=0, judgement="not_told")
+    if isinstance(answer, Fact):
+        return replace(told, reason=answer)
+    if answer is None:
+        same = fact("evaluations.no_token_differs")
+        return replace(told, judgement="not_reproduced", reason=same)
+    names = [joint.text(token) for token in answer.tokens]
+    told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
+    margins: list[float | None] = []
+    for run, sample in zip(joint.runs, samples, strict=True):
+        row = logits_row(run, sample, answer.step)
+        if row is None or max(answer.tokens) >= len(row):
+            margins.append(None)
+            continue
+        logprob, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
+        margins.append(float(answer.weights[0] * logprob - answer.weights[1] * other))
+    a, b = margins
+    if a is None or b is None:
+        return replace(told, reason=fact("evaluations.no_logits"))
+    if not math.isfinite(a) or not math.isfinite(b):
+        return replace(told, judgement="shift", reason=fact("evaluations.nonfinite_logits"))
+    told = replace(told, reference_margin=a, candidate_margin=b)
+    if a - b > limit and a >= -limit and b <= limit:
+        return replace(told, judgement="shift")
+    if max(abs(a), abs(b)) <= limit:
+        return replace(told, judgement="tie")
+    if not answer.whole:
+        return replace(told, reason=fact("evaluations.several_tokens"))
+    return replace(told, judgement="not_reproduced")
+
+
+def _chosen(
+    asked: tuple[str, list[str]], rows: tuple[ScoreRow, ScoreRow], metric: str, joint: _Joint
+) -> _Answer | Fact:
+    """The first tokens of A's choice and of B's, or why they are not known."""
+    context, texts = asked
+    if joint.tokenizer is None:
+        return fact("evaluations.no_tokenizer")
+    before = joint.ids(Prompt(text=context)) or ()
+    tails, weights = [], []
+    mine, theirs = (row.choices or () for row in rows)
+    numbers = mine.index(max(mine)), theirs.index(max(theirs))
+    for text in (texts[number] for number in numbers):
+        ids = joint.ids(Prompt(text=context + text)) or ()
+        if ids[: len(before)] != before or len(ids) == len(before):
+            return fact("evaluations.begins_in_prompt")
+        tails.append(ids[len(before) :])
+        weights.append(lm_eval.weight(metric, text))
+    if tails[0][0] == tails[1][0]:
+        return fact("evaluations.same_token")
+    whole = all(len(tail) == 1 for tail in tails)
+    margin, other = (choices[numbers[0]] - choices[numbers[1]] for choices in (mine, theirs))
+    tokens = tails[0][0], tails[1][0]
+    return _Answer(0, tokens, (weights[0], weights[1]), whole, (margin, other))

@@ -1,1 +1,0 @@
-"""Results of evaluations (lm-eval, evalscope, opencompass, inspect, plain tables), compared."""

@@ -1,0 +1,81 @@
+"""`divergence import`: its words, its exit codes, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from divergence.cli.main import app
+from divergence.domains.importing.command import FORMATS
+from divergence.domains.importing.importing import LAYOUTS
+from tests.domains.importing.writers import write_npy, write_sglang
+
+
+@pytest.fixture
+def call(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            app([str(arg) for arg in args], prog_name="divergence")
+        captured = capsys.readouterr()
+        return caught.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_formats_are_the_layouts():
+    """The command names them without importing torch."""
+    assert ("auto", *LAYOUTS) == FORMATS
+
+
+def test_import_and_compare(captured, tmp_path, call):
+    write_sglang(captured, tmp_path / "dump")
+    code, out, err = call("import", "dump", "-o", "b", "--like", captured.path)
+    assert code == 0, err
+    assert out.startswith("imported b: ")
+    assert "of 31 sites are none of RUN's" in err or "sites are none of RUN's" in err
+    code, out, _ = call("compare", captured.path, "b")
+    assert code == 0
+    assert out.startswith("IDENTICAL")
+    assert "unknown" in out
+    code, out, _ = call("inspect", "b", "--verify")
+    assert code == 0, out
+
+
+def test_json(captured, tmp_path, call):
+    names = write_npy(captured, tmp_path / "dump")
+    code, out, _ = call("import", "dump", "-o", "b", "--map", names, "--json", "--label", "x")
+    assert code == 0
+    assert json.loads(out)["manifest"]["environment"]["label"] == "x"
+
+
+def test_bad_input_is_exit_2(captured, tmp_path, call):
+    """One error with its place, and no run behind it."""
+    names = write_npy(captured, tmp_path / "dump")
+    (tmp_path / "dump" / "layer_0_step1.npy").write_bytes(b"")
+    write_sglang(captured, tmp_path / "sglang")
+    for arguments, words in (
+        (["dump"], "there is no directory to write to"),
+        (["absent", "-o", "b"], "no such file or folder"),
+        (["dump", "-o", "b"], "needs a map"),
+        (["dump", "-o", "b", "--format", "sglang"], "no dump of SGLang"),
+        (["dump", "-o", "b", "--map", names], "half written"),
+        (["dump", "-o", "dump/b", "--map", names], "lies in the dump"),
+        (["sglang", "-o", "b", "--map", names], "takes no map"),
+    ):
+        code, _, err = call("import", *arguments)
+        assert code == 2, err
+        assert words in " ".join(err.split()), err
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_gate_does_not_pass_what_is_unknown(captured, tmp_path, call):
+    """check needs a policy that allows it."""
+    write_sglang(captured, tmp_path / "dump")
+    assert call("import", "dump", "-o", "b", "--like", captured.path)[0] == 0
+    code, out, _ = call("check", captured.path, "b")
+    assert code == 1
+    assert "unknown: code, weights" in " ".join(out.split())

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from divergence import Run, ServerOptions, capture, compare
-from divergence.endpoints import client as client_module
+from divergence.domains.logprobs.endpoints import client as client_module
 
 NUM_TOKENS, TOP, FAILS = 8, 10, 0.05
 
@@ -90,7 +90,7 @@ def main(num: int) -> None:
     given = {"prompts": prompts, "max_new_tokens": NUM_TOKENS, "top_logprobs": TOP,
              "concurrency": 16}  # fmt: skip
     clients: list[client_module.Client] = []
-    from divergence.endpoints import capture as module
+    from divergence.domains.logprobs.endpoints import capture as module
 
     class Counted(client_module.Client):
         def __init__(self, url: str) -> None:

@@ -6,7 +6,7 @@
     python benchmarks/logprobs.py --causes     # the second one alone, without a model
 
 First table: a random Llama in its dtype against float64, the same tokens forced: mean |Δ log p| of
-the tokens, beside what divergence.analyses.logprobs.pattern takes as rounding. Second table: made-
+the tokens, beside what divergence.domains.logprobs.pattern takes as rounding. Second table: made-
 up trainer-rollout pairs with a cause each, many times over: the verdict that they get. A verdict of
 another kind is counted as wrong, and one with high confidence as wrong with confidence.
 """

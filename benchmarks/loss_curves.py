@@ -76,8 +76,8 @@ def pair(rng: Any, diffs: Any) -> tuple[Any, Any]:
 
 
 def verdict(a: Any, b: Any) -> Any:
-    from divergence.training.curves.judging import judge
-    from divergence.training.curves.reading import Curves
+    from divergence.domains.training.judging import judge
+    from divergence.domains.training.reading import Curves
 
     curves = [
         Curves(path=name, metrics={"loss": dict(enumerate(map(float, curve)))})
@@ -124,7 +124,7 @@ def _drifts(pairs: int) -> None:
 
 
 def _trained(seeds: int, steps: int) -> None:
-    from divergence.training.curves.judging import compare_losses
+    from divergence.domains.training.judging import compare_losses
 
     print(f"\ntrained twice, {steps} steps, {seeds} seeds\n")
     print("| the second time | verdicts | mean error | at the end | leaves the noise near |")

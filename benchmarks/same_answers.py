@@ -287,7 +287,7 @@ def serve_stubs() -> None:
     import threading
     from http.server import ThreadingHTTPServer
 
-    from tests.endpoints import conftest
+    from tests.domains.logprobs.endpoints import conftest
 
     addresses = {}
     for name, behaviour in STUBS.items():

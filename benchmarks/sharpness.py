@@ -33,13 +33,13 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare a-llama-bfloat16 ",
     ),
     (
-        "training/curves/judging.py",
+        "domains/training/judging.py",
         "_JUMP, _STAYS, _MIN_AFTER = 10.0,",
         "_JUMP, _STAYS, _MIN_AFTER = 2.0,",
         "losses",
     ),
     (
-        "analyses/logprobs/pattern.py",
+        "domains/logprobs/pattern.py",
         "_LEAST = THRESHOLDS.truth_least",
         "_LEAST = 4.0",
         "^compare (served|rollout)",

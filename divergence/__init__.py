@@ -45,14 +45,12 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
     from divergence.run.target import pack, unpack
     from divergence.sending import bundle
-    from divergence.training.curves.judging import compare_losses
-    from divergence.training.curves.result import LossReport
 
     __all__ = [
-        "BatchOptions", "DiffResult", "LoadOptions", "LossReport", "MachineOptions", "Matrix",
-        "RecordOptions", "Report", "Run", "SelfcheckResult", "ServerOptions", "TrainOptions",
-        "__version__", "bundle", "capture", "check", "compare", "compare_losses", "compare_many",
-        "diff", "localize", "pack", "record", "replay", "repro", "selfcheck", "selftest",
+        "BatchOptions", "DiffResult", "LoadOptions", "MachineOptions", "Matrix", "RecordOptions",
+        "Report", "Run", "SelfcheckResult", "ServerOptions", "TrainOptions", "__version__",
+        "bundle", "capture", "check", "compare", "compare_many", "diff", "localize", "pack",
+        "record", "replay", "repro", "selfcheck", "selftest",
         "sensitivity", "truth", "unpack",
     ]  # fmt: skip
     __all__ += public.__all__
@@ -61,7 +59,6 @@ _HOMES = {
     "BatchOptions": "divergence.options.commands",
     "DiffResult": "divergence.experiments.diff",
     "LoadOptions": "divergence.options.commands",
-    "LossReport": "divergence.training.curves.result",
     "MachineOptions": "divergence.options.commands",
     "Matrix": "divergence.fleet.result",
     "RecordOptions": "divergence.options.commands",
@@ -75,7 +72,6 @@ _HOMES = {
     "capture": "divergence.recording.api",
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
-    "compare_losses": "divergence.training.curves.judging",
     "compare_many": "divergence.fleet.many",
     "diff": "divergence.experiments.diff",
     "localize": "divergence.experiments.localization.localize",

@@ -121,6 +121,9 @@ class Domain:
     """Of an analysis of its own: the one behind which it is asked, where that is not the last."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     """What its findings may claim as the verdict, by name (docs/verdicts.md has the core's)."""
+    basis: tuple[str, ...] = ()
+    """Names of its checks where one that failed leaves low confidence, as what is claimed stands on
+    it."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
     policies: Mapping[str, str] = field(default_factory=dict)
@@ -133,6 +136,9 @@ class Domain:
     """What it adds to the answer of ``capture --dry-run``, by the field that holds it: the package,
     whose ``plan`` has a function of that name (recording.dry_run calls it) and whose ``sections``
     has one that shows its answer."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Options of ``capture`` that name something else to record than a model (``endpoint``): the
+    function that makes the run, given what ``capture`` was."""
     readers: Mapping[str, str] = field(default_factory=dict)
     """Options of ``capture`` that name settings of another tool: the function that makes options of
     such a text."""

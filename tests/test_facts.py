@@ -79,12 +79,13 @@ def test_facts_are_equal_by_what_they_tell():
 
 
 DECIDES = (
-    "analyses", "comparison", "training", "experiments", "gate", "fleet", "domains/collectives",
-    "domains/doctor", "domains/quantization", "domains/scores", "domains/suite", "domains/training",
+    "analyses", "comparison", "experiments", "gate", "fleet", "domains/collectives",
+    "domains/doctor", "domains/logprobs", "domains/quantization", "domains/scores",
+    "domains/suite", "domains/training",
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
-    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|formats/.*|advice"
+    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|formats/.*|endpoints/.*|advice"
     r"|definition|operators)\.py$"
 )
 """Modules that show, read files of people, print commands, or write operators down."""

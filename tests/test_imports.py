@@ -42,10 +42,8 @@ LEVELS = {
     "options": 2,  # what each command may be told: types alone
     "config": 2,  # may be imported by all above; itself names sites
     "recording": 3,
-    "endpoints": 3,  # servers asked, not models run
     "ops": 3,
     "comparison": 3,
-    "training": 3,  # curves of losses
     "analyses": 4,  # what comparison looks up by name
     "experiments": 5,  # made of captures and comparisons
     "gate": 5,
@@ -107,7 +105,7 @@ OWNERS = {
     "zstandard": ("domains/scores/formats/",),
     "llvmlite": ("numerics/compiled.py",),
     "resvg_py": ("html/picture.py",),
-    "tensorboard": ("training/curves/",),
+    "tensorboard": ("domains/training/",),
     "textual": ("domains/view/",),
     "typer": ("cli/",),
     "rich": ("cli/", "layout.py"),

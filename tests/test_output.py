@@ -22,7 +22,7 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="devices, links and m
 WRITERS = {
     "output.py": "it is the place",
     "cli/streams.py": "os.devnull for streams that are closed",
-    "endpoints/capture.py": "what was gone on with takes the place of the run",
+    "domains/logprobs/endpoints/capture.py": "what was gone on with takes the place of the run",
     "layout.py": "os.devnull for a reader that is gone",
     "run/shards.py": "a run's own files",
     "run/target.py": "a run's own files, piece by piece; what is no run is not replaced",

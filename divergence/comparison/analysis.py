@@ -270,15 +270,11 @@ def limits_used(measured: Measured) -> Shown:
     return used
 
 
-_WITHOUT_SITES = ("logprobs",)
-
-
 def judges() -> dict[str, str]:
     """The packages that compare runs as a whole, by name. Each has ``applies(a, b)``, and in its
     ``compare`` module ``report_on``; one that judges a run without another has ``alone(run)`` and
     ``report_alone``, too."""
-    own = {name: f"divergence.analyses.{name}" for name in _WITHOUT_SITES}
-    return own | added("judges")
+    return added("judges")
 
 
 def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:

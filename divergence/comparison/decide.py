@@ -36,7 +36,7 @@ from divergence.comparison.results import (
     Verdict,
     schemes_apart,
 )
-from divergence.domain import Claim, added
+from divergence.domain import Claim, added, domains
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
 from divergence.run.reader import Run
@@ -45,8 +45,6 @@ _SEEN_IN_EQUAL_INPUTS = 40
 CLAIMS: dict[str, Claim] = {
     # other weights, other blocks, other prompt tokens
     "other_experiment": Claim(10, measured=False, alone=True),
-    # what stands alone: log-probabilities
-    "logprobs": Claim(20, measured=False, alone=True),
     # nan or inf where the other side, or any result, has none
     "nonfinite": Claim(30, measured=False, alone=True),
     # masks, positions, choices: they do not round
@@ -93,13 +91,10 @@ _BASIS = frozenset(
         "agreement",  # no level blames the other side
         "same_experiment",  # nothing that blocks a comparison was overridden
         "two_runs",  # the two are not one run
-        "prompts",  # of log-probabilities: enough to tell
-        "scale",  # of log-probabilities: it is known what rounding makes
-        "told",  # of log-probabilities: both sides tell what decides
-        "experts",  # of log-probabilities: rounding sends no token to other experts
     }
 )
-"""Where one of these failed nothing better than low is left."""
+"""Where one of these failed nothing better than low is left; or one of a domain's own
+(``Domain.basis``)."""
 _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "engine")
 """Checks of preflight whose difference lets a correct machine compute other numbers."""
 _PRECISION = ("dtype", "quantization")
@@ -363,7 +358,8 @@ def _unsure(verdict: Verdict, *checks: Check, **changes: Any) -> Verdict:
 
 def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
     """One word for the checks of a verdict."""
-    if any(check.state == "failed" and check.name in _BASIS for check in checks):
+    basis = _BASIS.union(*(domain.basis for domain in domains()))
+    if any(check.state == "failed" and check.name in basis for check in checks):
         return "low"
     return "high" if all(check.state == "met" for check in checks) else "medium"
 

@@ -20,7 +20,6 @@ from divergence.comparison.results import (
     AuditResult,
     Coverage,
     Finding,
-    LogprobsResult,
     OperatorsResult,
     PreflightLine,
     ReportPart,
@@ -152,8 +151,6 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """None where neither side recorded operators."""
     replicas: list[ReplicaCheck] = []
     """For each side that several ranks made: its ranks compared with one another."""
-    logprobs: LogprobsResult | None = None
-    """None unless one of both runs holds log-probabilities alone. Nothing has sites then."""
     findings: list[Finding] = []
     """What each analysis claimed. The verdict was made of these."""
     parts: dict[str, ReportPart | None] = msgspec.field(name=BESIDE, default_factory=no_parts)

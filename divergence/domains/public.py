@@ -13,8 +13,10 @@ from divergence.domains.scores.result import ScoresReport
 from divergence.domains.scores.scores import scores
 from divergence.domains.tokenizers.compare import compare_tokens
 from divergence.domains.tokenizers.result import TokensReport
+from divergence.domains.training.judging import compare_losses
+from divergence.domains.training.result import LossReport
 
 __all__ = [
-    "Checkup", "Quantization", "ScoresReport", "TokensReport", "compare_tokens", "doctor",
-    "import_dump", "probe", "quantize", "scores",
+    "Checkup", "LossReport", "Quantization", "ScoresReport", "TokensReport", "compare_losses",
+    "compare_tokens", "doctor", "import_dump", "probe", "quantize", "scores",
 ]  # fmt: skip

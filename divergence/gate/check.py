@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ import msgspec
 from divergence.comparison.result import Report
 from divergence.comparison.results import (
     Coverage,
-    LogprobsResult,
     PreflightLine,
     TokenDifference,
     Verdict,
@@ -33,7 +32,7 @@ from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.gate.golden import choose_golden, refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
-from divergence.gate.policy import LogprobsPolicy, Policy, TokensPolicy, load_policy
+from divergence.gate.policy import PartLimits, Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
 from divergence.run.site import did_you_mean, near_names
@@ -126,7 +125,7 @@ def evaluate(
         *_preflight(report, policy),
         *_tokens(report, policy),
         *_tolerances(report, policy),
-        *(() if report.logprobs is None else _logprobs(report.logprobs, policy.logprobs)),
+        *_of_parts(report, policy),
     ]
     remarks = _notes(report, policy)
     return CheckResult(
@@ -218,10 +217,11 @@ def _unexplained_code(report: Report) -> PreflightLine | None:
 
 def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
     code = _unexplained_code(report) if policy.preflight.code == "fail" else None
+    told = all(part.is_told for part in report.parts.values() if part)
     for line in report.preflight:
         allowed = line.status != "blocking" and policy.preflight.allows(line.check)
         allowed = allowed and line is not code
-        if report.logprobs is not None and line.status == "unknown":
+        if not told and line.status == "unknown":
             continue  # nobody tells it of a server, or of a file
         if line.status != "same" and not allowed:
             yield Failure(
@@ -253,11 +253,10 @@ def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
     rules, tokens = policy.tokens, report.tokens
     if rules.min_equal is None and rules.min_equal_count is None:
         return
-    if report.logprobs is not None:
-        # each answer up to its first difference
-        told = report.logprobs
-        yield from _too_few(rules, told.num_equal, told.num_ties, told.num_tokens, 0)
-        return
+    for part in report.parts.values():
+        if part is not None and part.agreement is not None:
+            yield from _too_few(rules, *part.agreement, 0)
+            return
     total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
     if total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
         yield Failure(
@@ -360,19 +359,21 @@ def _notes(report: Report, policy: Policy) -> list[Fact]:
     return notes
 
 
-def _logprobs(result: LogprobsResult, policy: LogprobsPolicy) -> Iterator[Failure]:
+def _of_parts(report: Report, policy: Policy) -> Iterator[Failure]:
     """A number that no comparison has is a failure too: nothing was held against its limit."""
-    # Δ log p, the divergences, and what trainers watch, by name
-    numbers = dict(result.rollout)
-    for part in (result.delta, result.divergence):
-        values = {} if part is None else msgspec.structs.asdict(part)
-        numbers |= {name: value for name, value in values.items() if isinstance(value, float)}
-    for key, limits, sign in (("max", policy.max, 1), ("min", policy.min, -1)):
+    for part, table in policy.parts.items():
+        result = report.parts.get(part)
+        if result is not None:
+            yield from _beyond(part, table, result.numbers)
+
+
+def _beyond(part: str, table: PartLimits, numbers: Mapping[str, float]) -> Iterator[Failure]:
+    for key, limits, sign in (("max", table.max, 1), ("min", table.min, -1)):
         for name, limit in limits.items():
             value = numbers.get(name)
             if value is not None and sign * value <= sign * limit:
                 continue
-            rule, allowed = f"logprobs.{key}.{name}", f"{'<=' if sign > 0 else '>='} {limit:g}"
+            rule, allowed = f"{part}.{key}.{name}", f"{'<=' if sign > 0 else '>='} {limit:g}"
             if value is None:
                 near = near_names(name, sorted(numbers))
                 what = fact("gate.not_known_here", name=name, near=near)

@@ -168,8 +168,8 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
         return self.tie_margin
 
 
-class LogprobsPolicy(_Strict, frozen=True, kw_only=True):
-    """Limits of numbers of log-probabilities alone, by name: mean_abs, kl_lower, k3 ..."""
+class PartLimits(_Strict, frozen=True, kw_only=True):
+    """Limits of the numbers of a part of the report, by name (``ReportPart.numbers``)."""
 
     max: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]] = {}
     min: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]] = {}
@@ -194,8 +194,8 @@ class Policy(_Strict, frozen=True, kw_only=True):
     """The least share of the golden's records that must be compared."""
     preflight: PreflightPolicy = PreflightPolicy()
     tokens: TokensPolicy = TokensPolicy()
-    logprobs: LogprobsPolicy = LogprobsPolicy()
-    """Of runs of log-probabilities alone."""
+    parts: dict[str, PartLimits] = {}
+    """Of what domains add to the report, by the name of the part, which is a table of the file."""
     tolerance: tuple[Tolerance, ...] = ()
     """The first one that matches a site applies."""
     known: tuple[Known, ...] = ()
@@ -325,6 +325,7 @@ def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy
         return policy
     path = find_config("ci" if policy is None else policy, what="policy")
     table = load_toml(path)
+    parts = {name: table.pop(name) for name in added("parts") if name in table}
     limits = table.get("thresholds")
     if isinstance(limits, dict) and (gone := sorted(GONE & limits.keys())):
         table["thresholds"] = {name: x for name, x in limits.items() if name not in GONE}
@@ -337,6 +338,6 @@ def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy
     kind = _with_tables(tuple((name, place) for name, place in places if name in table))
     if path.parent in config_folders():  # whose domains may not be installed
         table = {name: value for name, value in table.items() if name in kind.__struct_fields__}
-    loaded = decode(table, kind, where=str(path))
+    loaded = decode(table | ({"parts": parts} if parts else {}), kind, where=str(path))
     check_bounds(loaded, where=str(path))
     return msgspec.structs.replace(loaded, name=loaded.name or path.stem)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from divergence.domain import added, placed
 from divergence.errors import ModelError, RenamedWarning, UsageError
 from divergence.options.commands import (
     SERVER,
@@ -162,18 +163,19 @@ def make_run(
     the manifest."""
     options = CaptureOptions(**plain_wishes(**values))
     command = plain_wishes(force=force, command=command)["command"]
-    if options.endpoint is not None:
-        from divergence.endpoints.capture import capture_endpoint
-
+    for name, place in added("sources").items():
+        if getattr(options, name, None) is None:
+            continue
         if inputs is not None or prepare is not None or not isinstance(model, str | Path | None):
             raise UsageError(
                 "a server runs a model of its own: it takes no module and no inputs",
                 hint="capture(NAME, server=ServerOptions(endpoint=URL), ...)",
             )
-        return capture_endpoint(
+        made: Run = placed(place)(
             model, options=options, like=None if like is None else Run.open(like), out=out,
             force=force, command=command, progress=progress,
         )  # fmt: skip
+        return made
     for field in given_fields(options):
         if field.option.panel == SERVER:
             raise UsageError(f"{field.option.names[0]} needs --endpoint URL")

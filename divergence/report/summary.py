@@ -481,7 +481,7 @@ def _findings(report: Report) -> list[Section]:
 
 # What the analyses show.
 
-_ORDER = ("tokens", "blocks", "logprobs", "operators", "precision", "ends", "ranks")
+_ORDER = ("tokens", "blocks", "operators", "precision", "ends", "ranks")
 
 
 def analysis_sections(

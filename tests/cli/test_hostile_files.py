@@ -48,7 +48,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-WHOLE = ("losses.jsonl", "losses.csv", "losses.json", "policy.toml", "report.json")
+WHOLE = (
+    "losses.jsonl", "losses.csv", "losses.json", "policy.json", "policy.toml", "report.json",
+)  # fmt: skip
 """Files that domains read."""
 
 

@@ -33,7 +33,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 KINDS = {
     "other_experiment": "incomparable",
-    "logprobs": "systematic",
     "nonfinite": "nonfinite",
     "integers_differ": "localized",
     "error_made_here": "localized",

@@ -23,7 +23,10 @@ STEP = {"train": True, "truth": "full"}
         ("llama", STEPS | {"use_cache": False}),
         ("llama", STEPS | {"attn_implementation": "eager"}),
         ("llama", STEPS | {"sites": ["blocks", "ops@model.layers.1"]}),
-        ("llama", STEPS | {"engine": "quantize", "engine_options": ["scheme=int8"]}),
+        pytest.param(
+            "llama", STEPS | {"engine": "quantize", "engine_options": ["scheme=int8"]},
+            marks=pytest.mark.whole,
+        ),
         ("llama", STEP),
         ("llama", STEP | {"optimizer": "adamw"}),
         ("bert", {}),

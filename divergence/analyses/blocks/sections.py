@@ -678,7 +678,7 @@ def sections(
     """A page has them in one. In a terminal there is no table of equal sites, unless all are asked
     for."""
     page = background is not None
-    parts = (report.operators, *report.parts.values(), report.logprobs)
+    parts = (report.operators, *report.parts.values())
     if not report.sites:
         lone = not page and report.verdict.kind != "identical" and not any(parts)
         return [Section(title="sites", detail="none were compared")] if lone else []

@@ -16,6 +16,7 @@ DOMAIN = Domain(
         "quantize": "divergence.domains.quantization.quantize",
     },
     analyses={"codes": "divergence.domains.quantization.codes"},
+    after={"codes": "blocks"},
     claims={"codes_wrong": Claim(40)},  # seen in equal inputs, as an error that is made at a site
     engines={"quantize": "divergence.domains.quantization.engine:QuantizeEngine"},
     sentences={

@@ -17,10 +17,14 @@ DOMAIN = Domain(
     },
     files=(
         Files(
-            noun="losses", recognise="divergence.training.curves.reading:is_losses",
+            noun="losses", recognise="divergence.domains.training.reading:is_losses",
             command="divergence.domains.training.command:compare",
         ),
     ),
+    public={
+        "LossReport": "divergence.domains.training.result",
+        "compare_losses": "divergence.domains.training.judging",
+    },
     analyses={"gradients": "divergence.domains.training.gradients"},
     plans={"training": "divergence.domains.training"},
     readers={"precision_policy": "divergence.domains.training.policies:read_policy"},

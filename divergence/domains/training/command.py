@@ -1,4 +1,4 @@
-"""`divergence compare` of two files of losses."""
+"""`divergence compare` of two files of losses, and what it shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from divergence.cli.answers import exit_with, show_document
+from divergence.document import Document, Headline, Section, Table, named
+from divergence.domains.training.result import CurveDiff, LossReport
+from divergence.layout import relative
 from divergence.options.commands import Options, Output, option
 
 
@@ -27,8 +30,7 @@ def compare(
     warmup_steps: int | None = None,
 ) -> None:  # fmt: skip
     """Compares both curves, and shows the answer."""
-    from divergence.training.curves.judging import compare_losses
-    from divergence.training.curves.show import EXIT_CODES, losses_document
+    from divergence.domains.training.judging import compare_losses
 
     report = compare_losses(reference, candidate, warmup_steps=warmup_steps)
     show_document(losses_document(report), output, json=partial(report.to_json, indent=2))
@@ -36,3 +38,61 @@ def compare(
         exit_with(EXIT_CODES[report.verdict.kind])
     if not report.metrics[0].num_steps and report.verdict.kind == "undetermined":
         exit_with(2)  # nothing was compared
+
+
+_HEADLINES = {
+    "identical": "IDENTICAL",
+    "aligned": "ALIGNED",
+    "misaligned": "MISALIGNED",
+    "drift": "DRIFTED",
+    "nonfinite": "NAN OR INF",
+    "undetermined": "NO ANSWER",
+}
+EXIT_CODES = {
+    "identical": 0,
+    "aligned": 0,
+    "misaligned": 1,
+    "drift": 1,
+    "nonfinite": 1,
+    "undetermined": 2,
+}
+
+
+def losses_document(report: LossReport) -> Document:
+    """What is shown of both curves."""
+    low, high = report.bands
+    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[EXIT_CODES[report.verdict.kind]]
+    about = [*(("note", note) for note in report.notes), ("A", report.reference),
+             ("B", report.candidate), ("left out", f"{report.warmup_steps} steps of warm-up"),
+             ("bands", f"a rule of thumb, not statistics: up to {low:.0%} aligned, above "
+              f"{high:.0%} misaligned")]  # fmt: skip
+    titles = ("metric", "steps", "mean error", "with sign", "at the end", "largest", "at step",
+              "noise", "leaves the noise", "first beyond")  # fmt: skip
+    table = Table(columns=titles, rows=list(map(_row, report.metrics)))
+    return Document(
+        headline=Headline(_HEADLINES[report.verdict.kind], report.verdict.summary, style),
+        known=[named(*fact) for fact in about],
+        sections=[Section(title="relative difference of a step", detail="(B - A) / |A|",
+                          body=[table])],
+    )  # fmt: skip
+
+
+def _row(curve: CurveDiff) -> tuple[str, ...]:
+    return (
+        curve.metric,
+        f"{curve.num_steps:,}",
+        _share(curve.mean_error),
+        _share(curve.mean_diff, sign=True),
+        _share(curve.end_diff, sign=True),
+        _share(curve.max_error),
+        "-" if curve.max_step is None else str(curve.max_step),
+        _share(curve.noise),
+        {"parts": f"near step {curve.trend.parts_at}", "within_noise": "no"}.get(
+            curve.trend.state, "not told"
+        ),
+        "-" if curve.jump_at is None else f"step {curve.jump_at}",
+    )
+
+
+def _share(value: float | None, *, sign: bool = False) -> str:
+    return "-" if value is None else relative(value, "+" if sign else "")

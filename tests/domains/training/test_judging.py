@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from divergence.domains.training.judging import judge
+from divergence.domains.training.reading import Curves
 from divergence.facts import worded
-from divergence.training.curves.judging import judge
-from divergence.training.curves.reading import Curves
 
 NUM_STEPS = 1000
 

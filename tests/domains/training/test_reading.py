@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from divergence.domains.training.reading import is_losses, metric_of, read_losses
 from divergence.errors import DumpError, UsageError
 from divergence.facts import sentence
-from divergence.training.curves.reading import is_losses, metric_of, read_losses
 
 ROWS = [{"step": 1, "loss": 2.5, "grad_norm": 1.0}, {"step": 2, "loss": 2.25, "grad_norm": 0.5}]
 LOSSES = {1: 2.5, 2: 2.25}

@@ -16,7 +16,7 @@ MLP = "model.layers.1.mlp"
     ("engine", "options"),
     [
         ("transformers", {}),
-        ("quantize", {"scheme": "w8a8-static", "smooth": 0.5}),
+        pytest.param("quantize", {"scheme": "w8a8-static", "smooth": 0.5}, marks=pytest.mark.whole),
         pytest.param("compile", {"backend": "eager"}, marks=pytest.mark.slow),
     ],
 )

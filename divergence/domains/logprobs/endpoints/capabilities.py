@@ -17,8 +17,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Question
+from divergence.domains.logprobs.endpoints.client import Client
+from divergence.domains.logprobs.endpoints.protocols import PROTOCOLS, Question
 from divergence.errors import EndpointError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.run.manifest import UNKNOWN

@@ -12,7 +12,22 @@ from typing import Any, Literal
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from divergence.analyses.logprobs.pairs import (
+from divergence.comparison.analysis import report_of
+from divergence.comparison.api import compare
+from divergence.comparison.decide import check
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results import (
+    Check,
+    Coverage,
+    Finding,
+    Onset,
+    PreflightLine,
+    PreflightStatus,
+    TokenChoice,
+    VerdictKind,
+)
+from divergence.domains.logprobs.pairs import (
     MOST,
     PromptPair,
     facts_of,
@@ -20,8 +35,8 @@ from divergence.analyses.logprobs.pairs import (
     processed,
     prompt_line,
 )
-from divergence.analyses.logprobs.pairs import Sequence as Text
-from divergence.analyses.logprobs.pattern import (
+from divergence.domains.logprobs.pairs import Sequence as Text
+from divergence.domains.logprobs.pattern import (
     FAULT,
     TIE,
     Pattern,
@@ -32,15 +47,7 @@ from divergence.analyses.logprobs.pattern import (
     scale_of,
     typical_of,
 )
-from divergence.comparison.analysis import report_of
-from divergence.comparison.api import compare
-from divergence.comparison.decide import check
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import (
-    Check,
-    Coverage,
-    Finding,
+from divergence.domains.logprobs.result import (
     LogprobDelta,
     LogprobDivergence,
     LogprobExpert,
@@ -48,22 +55,22 @@ from divergence.comparison.results import (
     LogprobLayers,
     LogprobPerplexity,
     LogprobSequence,
-    LogprobShift,
     LogprobsResult,
-    LogprobTexts,
-    Onset,
-    PreflightLine,
-    PreflightStatus,
     RolloutCheck,
-    TokenChoice,
-    VerdictKind,
 )
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
 from divergence.numerics.floor import WIDEST
 from divergence.numerics.formats import format_named
 from divergence.numerics.logits import SAFETY_BOUND, divergence_bounds, rollout_metrics
-from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, least_share, rank_sum, two_sample
+from divergence.numerics.statistics import (
+    LEAST_PROMPTS,
+    LEVEL,
+    TwoSample,
+    least_share,
+    rank_sum,
+    two_sample,
+)
 from divergence.numerics.sums import following_of, quantile
 from divergence.run.command import command_line
 from divergence.run.manifest import UNKNOWN
@@ -99,7 +106,7 @@ def _decoding(run: Run) -> str:
     return "greedy" if run.manifest.tokens.forced_by is None else "given"
 
 
-def texts_of(pairs: Sequence[PromptPair]) -> LogprobTexts | None:
+def texts_of(pairs: Sequence[PromptPair]) -> TwoSample | None:
     """None with fewer than two answers to a prompt."""
     groups = grouped(pairs, lambda pair: pair.prompt)
     if not groups or min(map(len, groups.values())) < 2:
@@ -116,14 +123,14 @@ def texts_of(pairs: Sequence[PromptPair]) -> LogprobTexts | None:
                 [[*answer, *[-9] * (width - len(answer))] for answer in side] for side in answers
             ]
             tables.append((np.array(filled[0], np.int64), np.array(filled[1], np.int64)))
-    return LogprobTexts(**asdict(two_sample(tables)))
+    return two_sample(tables)
 
 
 def _answer(text: Text) -> list[int]:
     return text.ids[text.num_prompt :]
 
 
-def of_drawn(finding: Finding, texts: LogprobTexts | None, pairs: Sequence[PromptPair]) -> Finding:
+def of_drawn(finding: Finding, texts: TwoSample | None, pairs: Sequence[PromptPair]) -> Finding:
     """``finding``, of tokens behind equal text, where it raises an alarm; else what texts tell."""
     if finding.kind not in ("identical", "within_floor", "undetermined"):
         return finding
@@ -417,7 +424,7 @@ def measure(
         divergence=_divergence(pairs),
         perplexity=_perplexity(pairs),
         texts=texts_of(pairs) if drawn else None,
-        shift=LogprobShift(**asdict(pattern.shift)) if pattern.shift.num_prompts else None,
+        shift=pattern.shift if pattern.shift.num_prompts else None,
         first_difference=next(iter([*faults, *flips]), None),
         num_flips=len(flips),
         num_ties=sum(flip.judgement == "tie" for flip in flips),

@@ -15,10 +15,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from divergence.endpoints.capabilities import Capabilities, find_server, probe
-from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import ServerAnswer
-from divergence.endpoints.scoring import Asked, Vocabulary, ask, asked_of, check_options, scores_of
+from divergence.domains.logprobs.endpoints.capabilities import Capabilities, find_server, probe
+from divergence.domains.logprobs.endpoints.client import Client
+from divergence.domains.logprobs.endpoints.protocols import ServerAnswer
+from divergence.domains.logprobs.endpoints.scoring import (
+    Asked,
+    Vocabulary,
+    ask,
+    asked_of,
+    check_options,
+    scores_of,
+)
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
 from divergence.facts import sentence
 from divergence.options.commands import CaptureOptions

@@ -7,14 +7,13 @@ import random
 
 import pytest
 
-from divergence import check
-from divergence.gate.policy import LogprobsPolicy, Policy
+from divergence import check, import_dump
+from divergence.gate.policy import PartLimits, Policy
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A rollout, and a trainer that is off by 0.02 nats."""
-    import_dump = pytest.importorskip("divergence.domains.importing.importing").import_dump
     folder, generator = tmp_path_factory.mktemp("check"), random.Random(1)
     lines = []
     for _ in range(12):
@@ -39,11 +38,11 @@ def test_the_default_policy_passes_a_healthy_pair(runs):
 
 def test_numbers_have_limits_by_their_names(runs):
     """Above, below, and a name that no comparison has."""
-    rules = LogprobsPolicy(
+    rules = PartLimits(
         max={"mean_abs": 0.1, "rollout_probs_diff_mean": 0.005, "k33": 1.0},
         min={"effective_sample_size": 0.3},
     )
-    result = check(*runs, policy=Policy(logprobs=rules))
+    result = check(*runs, policy=Policy(parts={"logprobs": rules}))
     assert [one.rule for one in result.failures] == [
         "logprobs.max.rollout_probs_diff_mean", "logprobs.max.k33",
     ]  # fmt: skip

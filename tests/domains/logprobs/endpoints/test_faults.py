@@ -9,7 +9,7 @@ import pytest
 
 from divergence import ServerOptions, capture, compare
 from divergence.errors import UsageError
-from tests.endpoints.conftest import VOCABULARY
+from tests.domains.logprobs.endpoints.conftest import VOCABULARY
 
 PROMPTS = [f"{n:02} is a prompt" + " and a few words more" * (n % 3) for n in range(24)]
 
@@ -339,7 +339,7 @@ def test_rounding_that_a_mean_allows_is_no_fault_by_one_flip(stub, serve):
 def test_pieces_of_characters_are_not_held_to_be_one_token(stub, serve, monkeypatch):
     """By text all of them read as U+FFFD: what follows the first is not compared, and that is
     said; that answers part there is not."""
-    from tests.endpoints import speakers
+    from tests.domains.logprobs.endpoints import speakers
 
     monkeypatch.setattr(speakers, "_text", lambda n: "\ufffd" if n % 4 == 1 else f"<{n}>")
     stub.speaks, stub.noise = "openai", 0.1

@@ -175,7 +175,8 @@ def test_a_server_of_text_alone(stub, serve):
 ])  # fmt: skip
 def test_what_a_server_does_not_tell_is_no_nan(lacks, stub, serve, monkeypatch):
     """Its answer's characters are the other side's tokens by text, and have no number there."""
-    monkeypatch.setattr("tests.endpoints.conftest.token_text", lambda number: chr(97 + number))
+    place = "tests.domains.logprobs.endpoints.conftest.token_text"
+    monkeypatch.setattr(place, lambda number: chr(97 + number))
     stub.lacks = {"ids"}
     a = serve("a")
     stub.lacks = lacks

@@ -68,7 +68,6 @@ class ServerAnswer:
     prompt_ids: Sequence[int] | None = None
     num_prompt: int | None = None
     prompt: Sequence[Token] = ()
-    finish: str | None = None
     model: str | None = None
     """Who answered, as the answer says."""
 
@@ -251,7 +250,7 @@ def _openai_answer(
     return ServerAnswer(
         text=text, tokens=tokens, prompt_ids=prompt_ids,
         num_prompt=_id(_dict(response.get("usage")).get("prompt_tokens")),
-        prompt=_prompt_of(_list(scored), prompt_ids), finish=choice.get("finish_reason"),
+        prompt=_prompt_of(_list(scored), prompt_ids),
         model=name if isinstance(name := response.get("model"), str) and name else None,
     )  # fmt: skip
 
@@ -300,11 +299,10 @@ def _of_sglang(response: dict[str, Any]) -> ServerAnswer:
         ]
 
     prompt = rows("input_token_logprobs")
-    finish = _dict(said.get("finish_reason")).get("type")
     return ServerAnswer(
         text=str(response.get("text") or ""), tokens=rows("output_token_logprobs"), prompt=prompt,
         prompt_ids=_ids_of(prompt),
-        num_prompt=_id(said.get("prompt_tokens")), finish=finish,
+        num_prompt=_id(said.get("prompt_tokens")),
     )  # fmt: skip
 
 
@@ -327,7 +325,7 @@ def _of_llama(response: dict[str, Any]) -> ServerAnswer:
     tokens = _rows(response.get("completion_probabilities"))
     return ServerAnswer(
         text=str(response.get("content") or ""), tokens=tokens,
-        num_prompt=_id(response.get("tokens_evaluated")), finish=response.get("stop_type"),
+        num_prompt=_id(response.get("tokens_evaluated")),
     )  # fmt: skip
 
 
@@ -353,7 +351,7 @@ def _of_tgi(response: dict[str, Any]) -> ServerAnswer:
     return ServerAnswer(
         text=str(response.get("generated_text") or ""), tokens=tokens, prompt=prompt,
         prompt_ids=_ids_of(prompt),
-        num_prompt=len(prompt) or None, finish=details.get("finish_reason"),
+        num_prompt=len(prompt) or None,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.endpoints import speakers
+from tests.domains.logprobs.endpoints import speakers
 
 VOCABULARY = 40
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from divergence.endpoints.capabilities import STEPS, Capabilities, tokens_of
-from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Question, ServerAnswer, Token
+from divergence.domains.logprobs.endpoints.capabilities import STEPS, Capabilities, tokens_of
+from divergence.domains.logprobs.endpoints.client import Client
+from divergence.domains.logprobs.endpoints.protocols import PROTOCOLS, Question, ServerAnswer, Token
 from divergence.errors import EndpointError, UsageError
 from divergence.options.commands import CaptureOptions, given_fields
 from divergence.recording.prompts import collect_prompts

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from divergence.domains.training.reading import Curves, is_losses, read_losses
+from divergence.domains.training.result import CurveDiff, Kind, LossReport, LossVerdict, Trend
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
 from divergence.numerics.sums import ratio
-from divergence.training.curves.reading import Curves, is_losses, read_losses
-from divergence.training.curves.result import CurveDiff, Kind, LossReport, LossVerdict, Trend
 from divergence.words import SIDES
 
 # Does the difference of two curves leave its own noise, and from which step on?

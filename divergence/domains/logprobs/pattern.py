@@ -10,7 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import (
+from divergence.comparison.decide import check
+from divergence.comparison.judge import limit_of, observed, outliers, reach
+from divergence.comparison.results import Check
+from divergence.comparison.trusted import refuse_compared
+from divergence.domains.logprobs.pairs import (
     FEW,
     MOST,
     PromptPair,
@@ -19,10 +23,7 @@ from divergence.analyses.logprobs.pairs import (
     prompt_line,
     share_of_size,
 )
-from divergence.comparison.decide import check
-from divergence.comparison.judge import limit_of, observed, outliers, reach
-from divergence.comparison.results import Check, LogprobsResult
-from divergence.comparison.trusted import refuse_compared
+from divergence.domains.logprobs.result import LogprobsResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import BY_DTYPE, THRESHOLDS, WIDEST

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from divergence import Run, ServerOptions, capture, compare
-from divergence.endpoints import capture as endpoint_capture
-from divergence.endpoints.client import Client
+from divergence.domains.logprobs.endpoints import capture as endpoint_capture
+from divergence.domains.logprobs.endpoints.client import Client
 from divergence.errors import DivergenceError, EndpointError, UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(10)]
@@ -134,7 +134,7 @@ def test_an_interrupt_leaves_a_run_to_go_on_with(stub, serve, tmp_path):
 
 def test_a_run_is_not_gone_on_with_on_another_server(stub, serve, monkeypatch):
     """Half of it from one version and half from another would be a run of neither."""
-    from tests.endpoints import speakers
+    from tests.domains.logprobs.endpoints import speakers
 
     stub.troubles = dict.fromkeys(range(8, 200), "400")
     with pytest.raises(EndpointError):

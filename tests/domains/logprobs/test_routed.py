@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from divergence import capture
-from divergence.analyses.logprobs import compare as compare_module
-from divergence.analyses.logprobs.compare import has_experts
+from divergence.domains.logprobs import compare as compare_module
+from divergence.domains.logprobs.compare import has_experts
 
 
 def rerouted(share):

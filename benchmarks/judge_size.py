@@ -3,7 +3,8 @@
     python benchmarks/judge_size.py [--constants]
 
 What decides is the judge and what is held against it: ``comparison`` without its results, advice
-and sentences, and of every analysis the modules that find, measure and compare. Branches are ``if``
+and sentences, the analyses without theirs, and of every domain the modules that find, measure and
+compare. Branches are ``if``
 statements and expressions; constants are names of modules that hold a number, and the fields of
 ``Thresholds``. ``--constants`` lists them.
 """
@@ -19,13 +20,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from divergence.comparison.analysis import places
+from divergence.domain import domains
 from divergence.numerics.floor import Thresholds
 
 HOME = Path(__file__).resolve().parents[1]
 _SAYING = ("__init__", "sections", "sentences", "command", "commands", "advice", "result",
            "results", "api")  # fmt: skip
 """Modules that say what was decided."""
+_OF_DOMAINS = ("find", "measure", "compare")
 
 
 def modules() -> dict[str, list[Path]]:
@@ -34,10 +36,12 @@ def modules() -> dict[str, list[Path]]:
     rooms = {"comparison": sorted((package / "comparison").rglob("*.py"))}
     for folder in sorted((package / "analyses").iterdir()):
         rooms[folder.name] = sorted(folder.glob("*.py"))
-    for name, at in places().items():
-        spec = importlib.util.find_spec(at)
-        if spec is not None and spec.origin is not None:
-            rooms[name] = sorted(Path(spec.origin).parent.glob("*.py"))
+    for domain in domains():
+        for name, at in {**domain.analyses, **domain.judges}.items():
+            spec = importlib.util.find_spec(at)
+            if spec is not None and spec.origin is not None:
+                files = sorted(Path(spec.origin).parent.glob("*.py"))
+                rooms[name] = [file for file in files if file.stem in _OF_DOMAINS]
     return {
         room: kept
         for room, files in rooms.items()

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from divergence.domains.quantization.quantize import cost_of
 from divergence.numerics.logits import RowCosts
 from divergence.numerics.sums import following_of, quantile
 
@@ -17,7 +16,10 @@ def test_a_quantile_is_a_value_that_was_seen():
     assert [quantile(values, share) for share in (0.01, 0.5, 0.75, 0.99)] == [1, 2, 3, 10]
 
 
+@pytest.mark.whole
 def test_what_quantisation_costs_has_the_figures_of_the_tokens_that_follow():
+    from divergence.domains.quantization.quantize import cost_of
+
     generator = np.random.default_rng(0)
     mine = -generator.exponential(size=37)
     other = mine + generator.normal(0, 0.3, 37)

@@ -34,6 +34,7 @@ _WRITES = re.compile(
 )
 
 
+@pytest.mark.whole
 def test_no_other_module_writes_files():
     """A new output goes through divergence/output.py."""
     writers = set()

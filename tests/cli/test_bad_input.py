@@ -540,6 +540,11 @@ def test_a_model_is_no_run_and_a_run_is_no_model(refused, runs, llama):
     """Two arguments that are easily taken for each other: the error gives the command meant."""
     refused("compare", llama, runs / "a", said=("is not a run but a model", f"capture {llama} -o"))
     refused("capture", runs / "a", "-o", "x", said=("is not a model but a run", "--like"))
+
+
+@pytest.mark.whole
+def test_a_models_file_is_no_run_and_no_losses(refused, runs, llama):
+    """Files that ``compare`` takes are compared with such files."""
     refused("compare", runs / "a", f"{llama}/config.json", said=("runs with runs", "config.json"))
 
 

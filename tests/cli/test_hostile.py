@@ -22,6 +22,7 @@ from divergence.options.commands import MachineOptions
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
+from divergence.run.site import ROOT, escape_path
 from tests.counting import lines_of_python
 from tests.digests import without_digests
 
@@ -70,8 +71,9 @@ def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", ""))
     if origin is dict:
         if arguments[1] is Any:
             return value
+        name = sited if owner == ("Plan", "modules") else str
         found = {
-            planted(arguments[0], key, at=at, owner=owner): planted(
+            name(planted(arguments[0], key, at=at, owner=owner)): planted(
                 arguments[1], item, at=at, owner=owner
             )
             for key, item in (value or {}).items()
@@ -91,6 +93,11 @@ def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", ""))
                 found[encoded] = one
         return found
     return value
+
+
+def sited(name: str) -> str:
+    """A module's name as a run has it; the root's stays."""
+    return name if name == ROOT else escape_path(name)
 
 
 def _plain(kind: Any) -> tuple[type, ...]:
@@ -199,6 +206,21 @@ def test_words_that_are_meant_are_refused_without_a_forged_line(runs, invoke, tm
             code, out, err = invoke(*command)
             assert code in (0, 2), (word, command, err)
             assert_harmless(out, err)
+
+
+def test_a_module_that_is_not_written_as_sites_are_is_refused(runs, invoke, tmp_path):
+    """Its name may mean two things; what refuses it forges no line either."""
+
+    def change(value: dict) -> dict:
+        value["plan"]["modules"] |= {EVIL: {"kind": "X", "role": "block"}}
+        return value
+
+    two = rewrite(runs / "b", tmp_path / "b", change)
+    for command in (("inspect", two), ("compare", runs / "a", two), ("compare", two, two)):
+        code, out, err = invoke(*command)
+        assert (code, out) == (2, ""), (command, err)
+        assert "is not written as the sites of runs write it" in err
+        assert_harmless(err)
 
 
 def _with_mesh(value: dict) -> dict:

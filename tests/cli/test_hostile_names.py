@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from divergence.comparison.advice import Advice, WithinAdvice
+from divergence.errors import RunFormatError
 from divergence.report.capturing import captured_document
 from divergence.report.inspection import run_document
 from divergence.report.text import document_lines
@@ -38,11 +39,21 @@ NAMES = [
     '"; touch pwned; "',
     "--touch=pwned",
     "a\\ && touch pwned",
+    # nothing of these is written another way in a run
+    "x;touch${IFS}pwned",
+    "x&touch${IFS}pwned",
+    "'$(touch${IFS}pwned)'",
+    '"`touch${IFS}pwned`"',
 ]
 
 
-def made(path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None, **plan) -> Run:
-    """A run of one block that is called ``evil``, as a stranger would write it."""
+def made(
+    path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None,
+    block: str | None = None, **plan,
+) -> Run:  # fmt: skip
+    """A run of one block that is called ``evil``, as a stranger would write it. ``block``: the name
+    as it stands in the run, escaped where it is not given."""
+    block = escape_path(evil) if block is None else block
     manifest = Manifest(
         id=f"{hash((str(path), offset)) & (2**64 - 1):032x}", tool_version="0",
         created="2026-01-01T00:00:00+00:00", command=f"divergence capture {evil}",
@@ -55,8 +66,8 @@ def made(path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None
             label=evil, platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
             cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={"torch": "2.13.0"},
         ),
-        plan=Plan(passes=["free"], sites=["blocks", evil],
-                  modules={evil: ModuleNote(kind="B", role="block")}, **plan),
+        plan=Plan(passes=["free"], sites=["blocks", block],
+                  modules={block: ModuleNote(kind="B", role="block")}, **plan),
         mesh=mesh,
     )  # fmt: skip
     with RunWriter(path, manifest) as writer:
@@ -66,18 +77,19 @@ def made(path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None
                 pass_="free",
                 sample=0,
                 step=0,
-                site=f"{evil}:{port}",
+                site=f"{block}:{port}",
                 order=order,
             )
     return Run.open(path)
 
 
 def assert_harmless(texts: list[str], evil: str) -> int:
-    """Every word of a command that has something of ``evil`` in it has all of it; how many have."""
+    """Every word of a command that has something of ``evil`` in it has all of it, in quotes where a
+    shell would obey it; how many have."""
     found = 0
     for text in texts:
         if text.startswith("command "):  # how the run says it was made: tests/run/test_command.py
-            assert not evil.startswith("x;") or "'x;'" in text
+            assert not evil.startswith("x;") or "'x;" in text
             continue
         for start in ("divergence ", "torchrun ", "python "):
             lexer = shlex.shlex(text[text.find(start) :], posix=True, punctuation_chars=False)
@@ -97,6 +109,7 @@ def assert_harmless(texts: list[str], evil: str) -> int:
                 if "pwned" in word:
                     assert evil in word or escape_path(evil) in word, text
                     assert not word.startswith("--touch"), text
+                    assert text.count(quoted(word)) >= words.count(word), text
                     found += 1
     return found
 
@@ -124,7 +137,7 @@ def test_every_advice_quotes_what_a_run_says(evil, tmp_path):
     assert assert_harmless(texts, evil) > 20
 
 
-@pytest.mark.parametrize("evil", NAMES[3:6:2] + NAMES[:1])
+@pytest.mark.parametrize("evil", [*NAMES[3:6:2], NAMES[0], *NAMES[-4::2]])
 def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
     """compare of one, two and three, check, inspect, localize, sensitivity, replay and repro."""
     paths = [tmp_path / f"{n}{evil}" for n in "abc"]
@@ -138,6 +151,7 @@ def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
         ("check", a, a), ("inspect", a), ("inspect", a, "--site", "nowhere:out"),
         ("localize", a, b, "-o", "out"), ("sensitivity", a, "--candidate", b),
         ("replay", a, "-o", "r"), ("repro", a, "-o", "r", "--site", f"{evil}:out"),
+        ("repro", a, "-o", "r", "--site", f"{escape_path(evil)}:out"),
         ("ranks", a), ("unpack", a, "-o", "x.tar"), ("pack", a, "-o", "a.tar"),
         ("capture", "--like", a, "-o", a),
     ):  # fmt: skip
@@ -149,6 +163,16 @@ def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
     lines = document_lines(captured_document(str(a), run.manifest, run.records))
     lines += document_lines(run_document(str(a), run.manifest, run.records))
     assert assert_harmless([one.text for one in lines], evil) > 3
+
+
+@pytest.mark.parametrize("evil", [name for name in NAMES if escape_path(name) != name])
+def test_a_name_as_it_is_is_refused(evil, tmp_path, invoke):
+    """A run escapes what would mean something else in a site; one that does not is not read."""
+    with pytest.raises(RunFormatError, match="is not written as the sites of runs write it"):
+        made(tmp_path / "raw", evil, block=evil)
+    code, out, err = invoke("inspect", tmp_path / "raw")
+    assert (code, out) == (2, "")
+    assert_harmless(err.splitlines(), evil)
 
 
 def test_a_name_of_several_lines_prints_one(tmp_path):

@@ -65,17 +65,29 @@ def test_a_norm_that_is_off_is_named_itself(judged, a, tmp_path, monkeypatch):
     assert verdict.side == ("candidate" if judged else None)
 
 
-def test_a_clip_by_another_norm_is_named_with_its_factor(a, tmp_path, monkeypatch):
-    """The norm is right, and what is made of it is not: in all parameters alike."""
+@pytest.fixture(scope="module")
+def half(a, tmp_path_factory):
+    """The verdict on gradients that are clipped to half of the limit."""
     clip = torch.nn.utils.clip_grads_with_norm_
-    monkeypatch.setattr(
-        torch.nn.utils, "clip_grads_with_norm_", lambda some, most, norm: clip(some, most / 2, norm)
-    )
-    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
-    verdict = divergence.compare(a, b).verdict
-    assert verdict.kind == "systematic" and verdict.onset.phase == "optimizer"
-    assert "the optimizer's step or its settings" in verdict.summary
-    told = " ".join(one.text for one in verdict.evidence)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.nn.utils, "clip_grads_with_norm_",
+            lambda some, most, norm: clip(some, most / 2, norm),
+        )  # fmt: skip
+        b = divergence.capture(like=a, out=tmp_path_factory.mktemp("half") / "b", probe=False)
+    return divergence.compare(a, b).verdict
+
+
+def test_a_clip_by_another_norm_is_the_optimizers(half):
+    """The norm is right, and what is made of it is not: in all parameters alike."""
+    assert half.kind == "systematic" and half.onset.phase == "optimizer"
+    assert "the optimizer's step or its settings" in half.summary
+
+
+@pytest.mark.whole
+def test_a_clip_by_another_norm_is_named_with_its_factor(half):
+    """Training's domain counts the gradients."""
+    told = " ".join(one.text for one in half.evidence)
     assert "gradients that the optimizer gets are off" in told
     assert "all of them are 0.5 × A's in B: another limit, norm or loss scale" in told
 

@@ -88,20 +88,32 @@ def low_bits_lost(model):
     model.forward = forward
 
 
-def test_a_kernel_that_is_wrong_by_itself_is_shown_as_a_reproducer(runs, tmp_path):
-    """Far from float64 on its own inputs, on one side alone."""
-    b = capture(like=runs / "a", out=tmp_path / "b", prepare=low_bits_lost)
+@pytest.fixture(scope="module")
+def lossy(runs, tmp_path_factory):
+    """What is found of a kernel that loses low bits, and its reproducer's report."""
+    folder = tmp_path_factory.mktemp("lossy")
+    b = capture(like=runs / "a", out=folder / "b", prepare=low_bits_lost)
     result = localize(
-        runs / "a", b, truth=runs / "truth", out=tmp_path / "work",
-        prepare_candidate=low_bits_lost,
-    )  # fmt: skip
+        runs / "a", b, truth=runs / "truth", out=folder / "work", prepare_candidate=low_bits_lost
+    )
+    return result, (folder / "work/repro/report.md").read_text()
+
+
+def test_a_kernel_that_is_wrong_by_itself_is_shown_as_a_reproducer(lossy):
+    """Far from float64 on its own inputs, on one side alone."""
+    result, report = lossy
     assert result.operator.site == f"{BLOCK}.mlp.act_fn/aten.silu"
     assert result.causal.holds
     times = {own.side: own.times for own in result.alone}
     assert times["candidate"] > 1000 > 3 > times["reference"]
-    report = (tmp_path / "work/repro/report.md").read_text()
     assert "aten.silu.default" in report
-    assert "silu n=2048 float32" in report  # what the probe knows of this operation
+
+
+@pytest.mark.whole
+def test_a_reproducer_says_what_the_probe_knows_of_its_operation(lossy):
+    """And of no other."""
+    _, report = lossy
+    assert "silu n=2048 float32" in report
     assert "linear" not in report.partition("## Arithmetic")[2]
 
 

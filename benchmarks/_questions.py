@@ -151,6 +151,7 @@ INPUTS: dict[str, tuple[str, str]] = {
         "copies({'a-llama-float32': 'goldens/one', 'a-llama-bfloat16': 'goldens/two'})",
     ),
     "pair": ("make", "pair('a-llama-float32', 'planted-llama-float32', 'pair')"),
+    "tokenizers": ("make", "tokenizers('model-llama-float32', 'tokenizers')"),
     "report.json": ("make", "report('a-llama-float32', 'planted-llama-float32', 'report.json')"),
 }
 """Input → (machine, recipe)."""
@@ -361,6 +362,14 @@ QUESTIONS: list[tuple[str, str]] = [
         "scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b fixtures/scores/lm_eval/b",
         "text json",
     ),
+    # tokens
+    ("tokens model-llama-float32 tokenizers/lower --texts tokenizers/texts.txt", "text json"),
+    ("tokens model-llama-float32 tokenizers/same --texts tokenizers/texts.txt", "text json"),
+    (
+        "tokens tokenizers/same tokenizers/lower --texts tokenizers/chats.jsonl --chat --exit-code",
+        "text json",
+    ),
+    ("tokens model-llama-float32 absent --texts tokenizers/texts.txt", "text"),
     # localize, replay, repro, bundle, truth
     (f"localize {_A} {_B} --here both -o OUT/places", "json page"),
     (f"localize {_A} {_B} --here reference -o OUT/places", "text"),
@@ -498,6 +507,7 @@ QUESTIONS: list[tuple[str, str]] = [
             f"check('{_A}', 'healthy-llama-float32', policy='strict')",
             f"doctor('{_A}', '{_B}', truth='{_T}')",
             "scores('fixtures/scores/lm_eval/a', 'fixtures/scores/lm_eval/b')",
+            "compare_tokens('model-llama-float32', 'tokenizers/lower', texts=['One', 'two'])",
             f"sensitivity('{_A}', candidate='healthy-llama-float32', faults=['scale'])",
             f"quantize('{_A}', scheme='w8a8')",
             "selfcheck('model-llama-float32', only=['again', 'batch'], max_new_tokens=2)",
@@ -670,6 +680,23 @@ def pair(a: str, b: str, folder: str) -> None:
     copies({a: f"{folder}/a", b: f"{folder}/b"})
     words = f"localize {folder}/a {folder}/b -o {folder}/ab --here both"
     subprocess.run([sys.executable, "-m", "divergence", *words.split()], check=True)
+
+
+def tokenizers(model: str, folder: str) -> None:
+    """The tokenizer of a model as it is and one that lowers letters first; texts and chats."""
+    root = Path(folder)
+    for name in ("same", "lower"):
+        (root / name).mkdir(parents=True)
+        for path in Path(model).iterdir():
+            if "token" in path.name or "chat" in path.name:
+                shutil.copy(path, root / name)
+    path = root / "lower" / "tokenizer.json"
+    content = json.loads(path.read_text()) | {"normalizer": {"type": "Lowercase"}}
+    path.write_text(json.dumps(content))
+    texts = ["A bridge is built twice:", "once on paper", "and once in STEEL."]
+    (root / "texts.txt").write_text("\n".join(texts) + "\n")
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    (root / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
 
 
 def report(a: str, b: str, path: str) -> None:

@@ -262,12 +262,13 @@ def refuse_options(suite: Suite | None, options: Options) -> None:
         if suite is not None and meant != "too" and name not in suite.takes:
             raise _meaningless(name, suite)
         if suite is None and meant == "alone":
-            others = _taking(name) or ["suite:NAME, which is not installed"]
-            hint = f"divergence capture {others[0]} -o RUN {words}"
+            others = _taking(name) or [f"{SUITE}NAME"]
+            hint = f"{command_line('capture', others[0], o='RUN')} {words}"
             if name == "--ranks":
                 launched = "torchrun --nproc-per-node N -m divergence capture MODEL --mesh tp"
                 hint = f"of a model: {launched}"
-            raise UsageError(f"{name} belongs to {', '.join(others)}", hint=hint)
+            owners = ", ".join(_taking(name)) or f"{SUITE}NAME, which is not installed"
+            raise UsageError(f"{name} belongs to {owners}", hint=hint)
 
 
 def _taking(name: str) -> list[str]:

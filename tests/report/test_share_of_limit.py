@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from divergence.cli.main import app
 from divergence.comparison.api import compare
+from divergence.layout import limit_share
 from divergence.numerics.floor import share_from_nothing
 from divergence.options.commands import BatchOptions
 from divergence.recording.api import capture
@@ -23,7 +26,10 @@ PROMPTS = [
 SIZES = (1e-8, 1e-7, 3e-7, 1e-6, 1e-5, 1e-3, 0.3)
 """Of what is added, relative to a tensor: from nothing to gross, through every limit."""
 MODULES = ("model.layers.0", "model.layers.1", "model.layers.2.mlp", "model.norm", "lm_head")
-_ROW = re.compile(r"^  (\S+) +([<>]?[\d.e+]+)(%|x) +([\w.:]+)(  !)?")
+_SHARE = r"[\d.e+]+[%x]"
+_ROW = re.compile(rf"^  (\S+) +({_SHARE}) +([\w.:]+)(  !)?")
+_NEAREST = re.compile(rf"\bworst of \d+ places? .{{,80}}?: error (\S+), ({_SHARE}) of its limit")
+_PROMPT = re.compile(rf"^ [ >]([ !]) \d+ +(\S+:\S+) +(?:step \d+|\w+) +\S+x +({_SHARE})$", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +51,64 @@ def references(tmp_path_factory, tiny_model):
     }
 
 
-def figure(number, unit):
-    value = float(number.lstrip("<>"))
-    return value / 100 if unit == "%" else value
+class Shown(NamedTuple):
+    """One share as a face shows it."""
+
+    face: str
+    text: str
+    flagged: bool
+    differs: bool
+    """Does anything differ there?"""
+
+    @property
+    def share(self):
+        return float(self.text.rstrip("%x")) / (100 if self.text.endswith("%") else 1)
 
 
-def faces(report, printed):
-    """(face, share, whether it is flagged there, whether anything differs there) of each place."""
+def of_json(report):
     sites = json.loads(report.to_json())["sites"]
     apart = {(s["pass"], s["site"], bool(s["step"])) for s in sites if s["rel_l2"]}
     for site in sites:
         of_all = (site["pass"], site["site"], bool(site["step"])) in apart
         for name, differs in (("limit_usage", of_all), ("usage", bool(site["rel_l2"]))):
             if site[name] is not None:
-                yield f"JSON {name}", float(site[name]), site["flagged"], differs
+                yield Shown(f"JSON {name}", str(float(site[name])), site["flagged"], differs)
+
+
+def of_screen(printed):
+    """Of a faulty pair the rows beyond a limit, of a healthy one what comes nearest to it."""
     for line in printed.splitlines():
         if (match := _ROW.match(line)) is not None:
-            error, number, unit, _, mark = match.groups()
-            yield "screen", figure(number, unit), mark is not None, float(error) > 0
-    table = re.search(r"<caption>The largest</caption>.*?</table>", report.html(), re.DOTALL)
-    for row in re.findall(r"<tr.*?</tr>", table[0] if table else "", re.DOTALL)[1:]:
-        texts = re.findall(r'<td class="figure">([^<]*)</td>', row)
-        match = re.fullmatch(r"([<>]?[\d.e+]+)(%|x)", texts[3])
-        if match is not None:
-            marked = "flagged" in row.split(">")[0] or "begins here" in row
-            yield "page", figure(*match.groups()), marked, float(texts[0]) > 0
+            error, text, _, mark = match.groups()
+            yield Shown("screen", text, mark is not None, float(error) > 0)
+    for error, text in _NEAREST.findall(" ".join(printed.split())):
+        yield Shown("screen", text, False, float(error) > 0)
+
+
+def of_whole(printed, apart):
+    """The prompts of `-v`. ``apart``: the sites where anything differs."""
+    for mark, site, text in _PROMPT.findall(printed):
+        yield Shown("-v", text, mark == "!", site in apart)
+
+
+def of_page(page, apart):
+    """Each table that has shares, by its caption."""
+    for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
+        caption = re.search(r"<caption>([^<]*)", table)[1]
+        titles, *rows = re.findall(r"<tr.*?(?=<tr|</table)", table, re.DOTALL)
+        titles = cells_of(titles)
+        for row in rows if "share of limit" in titles else []:
+            cells = dict(zip(titles, cells_of(row), strict=True))
+            flagged = "flagged" in row.split(">")[0] or "begins here" in row
+            error = cells.get("relative L2")
+            differs = cells["worst at"] in apart if error is None else error not in ("0", "-")
+            if (text := cells["share of limit"]) != "-":
+                yield Shown(f"page {caption}", text, flagged, differs)
+
+
+def cells_of(row):
+    cells = re.findall(r"<t[hd]\b.*?(?=<t[hd]\b|$)", row, re.DOTALL)
+    return [re.sub(r"<[^>]*>", "", cell).strip() for cell in cells]
 
 
 @pytest.mark.parametrize("seed", range(21))
@@ -94,17 +133,41 @@ def test_what_is_flagged_uses_its_whole_limit_and_nothing_off_uses_none(
         model.get_submodule(name).register_forward_hook(change)
 
     b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    whole, screen = (printed_of(capsys, a, b, *options) for options in (["-v"], []))
+    report = compare(a, b)
+    apart = {site.site for site in report.sites if site.rel_l2}
+    faces = {
+        "JSON": list(of_json(report)),
+        "screen": list(of_screen(screen)),
+        "-v": list(of_whole(whole, apart)),
+        "page": list(of_page(report.html(), apart)),
+    }
+    for shown in itertools.chain(*faces.values()):
+        assert shown.share >= 0.995 or not shown.flagged, shown
+        assert shown.share == 0 or shown.differs, shown
+    if report.verdict.kind == "identical":
+        assert not faces["screen"] and not apart
+        return
+    assert all(faces.values()), "every face shows shares of what differs"
+    numbers = {
+        limit_share(getattr(site, name))
+        for site in report.sites
+        for name in ("usage", "limit_usage")
+    } | {limit_share(prompt.usage) for site in report.sites for prompt in site.prompts}
+    assert {shown.text for face in ("screen", "-v", "page") for shown in faces[face]} <= numbers
+    worst, prompts = (
+        [shown.text for shown in faces["page"] if word in shown.face]
+        for word in ("largest", "Prompts")
+    )
+    lines = [shown.text for shown in faces["screen"]]
+    assert lines == worst[: len(lines)], "the page's first rows are those of the screen"
+    assert prompts == [shown.text for shown in faces["-v"]]
+
+
+def printed_of(capsys, a, b, *options):
     capsys.readouterr()
-    app(["compare", str(a.path), str(b.path), "-v"], standalone_mode=False)
-    printed = capsys.readouterr().out
-    app(["compare", str(a.path), str(b.path)], standalone_mode=False)
-    printed += capsys.readouterr().out
-    seen = set()
-    for face, share, flagged, differs in faces(compare(a, b), printed):
-        seen.add(face.partition(" ")[0])
-        assert share >= 0.995 or not flagged, (face, share)
-        assert share == 0 or differs, (face, share)
-    assert seen >= ({"JSON", "screen"} if "IDENTICAL" not in printed else {"JSON"})
+    app(["compare", str(a.path), str(b.path), *options], standalone_mode=False)
+    return capsys.readouterr().out
 
 
 def test_equal_runs_use_nothing_of_any_limit(references, tmp_path):

@@ -7,6 +7,7 @@ import math
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background
 from divergence.document import Block, Column, Facts, Section, Sentence, Table
+from divergence.domains.logprobs.result import LogprobsResult
 from divergence.layout import count, decimal
 
 _NUM_SEQUENCES = 5
@@ -18,8 +19,8 @@ def sections(
     report: Report, *, every: bool = False, background: Background | None = None
 ) -> list[Section]:
     """Nothing where models were compared. ``every``: with every prompt."""
-    result = report.logprobs
-    if result is None:
+    result = report.parts.get("logprobs")
+    if not isinstance(result, LogprobsResult):
         return []
     rows: list[tuple[str, ...]] = []
     delta, kl = result.delta, result.divergence

@@ -38,7 +38,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from divergence.comparison.limits import RATE
+from divergence.comparison.limits import CLEAR, HARD, OF_NOISE, RATE
 
 Floats = npt.NDArray[np.float64]
 Level = Literal["site", "forward", "row", "channel"]
@@ -46,6 +46,9 @@ Level = Literal["site", "forward", "row", "channel"]
 _CONTROL = math.pi / 2
 """The variance of a median of k normal numbers, times k."""
 _ROUNDS = 6
+_BY_CHANCE = 2 * NormalDist().cdf(-OF_NOISE)
+"""How seldom two errors of n numbers are so far in one direction: P(cos² > c) < (1 - c)^((n-1)/2),
+the tail of the beta distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,47 @@ def reach(limit: float, variance: Floats) -> Floats:
         near = np.arccosh(np.exp(np.minimum(log_cosh, 300.0)))
     size: Floats = np.where(log_cosh > 300.0, log_cosh + math.log(2), near)
     return size
+
+
+def in_step(energy: Floats, between: Floats, numbers: Floats) -> Floats:
+    """(2, R): the share of each side's squared error that has the direction of the other side's,
+    beyond what chance makes of so many numbers. ``energy``: (2, R), ``between``: (R,), of the
+    difference of the sides, which tells the cosine: |d|² = |e_A|² + |e_B|² - 2 |e_A| |e_B| cos."""
+    with np.errstate(all="ignore"):
+        cosine = (energy.sum(axis=0) - between) / 2 / np.sqrt(energy.prod(axis=0))
+        chance = np.where(numbers > 1, 1 - _BY_CHANCE ** (2 / (numbers - 1)), 1.0)
+        return np.clip(np.nan_to_num((np.square(cosine) - chance) / (1 - chance)), 0.0, 1.0)
+
+
+def of_few(numbers: Floats, share: Floats) -> Floats:
+    """Of how many numbers an error is made of which ``share`` is one number."""
+    return np.asarray(1 / (np.square(1 - share) / numbers + np.square(share)))
+
+
+def made_of(
+    energy: Floats, between: Floats, numbers: Floats, usual: npt.NDArray[np.bool_]
+) -> tuple[Floats, float]:
+    """((2, R): of how many numbers rows' errors are made, no more than ``numbers``, as their
+    columns show; the squared error of the hardest row, 0 where none is hard). ``energy``,
+    ``between``: as in ``in_step``; ``usual``: (R,), rows that are no sinks.
+
+    What makes a row hard on both sides enlarges the rounding of a few numbers, as sharp attention
+    does that of its scores. Then both errors are large; or, where that number happens to be small
+    on one side, they have one direction, while a fault has another than the other side's rounding.
+    What both have beyond ``HARD`` times the usual error counts as one number; and where there are
+    rows of which that is the most, so does what is no larger than ``CLEAR`` times the hardest of
+    them: chance may have spared the other side."""
+    least = energy.min(axis=0)
+    typical = HARD**2 * float(np.median(least[usual])) if usual.any() else 0.0
+    share = in_step(energy, between, numbers)
+    both = np.maximum(least, share * energy)
+    mostly = np.where(share > 1 / 2, both, least)  # chance makes a small share of many rows
+    hardest = float(np.where(np.isfinite(mostly), mostly, 0.0).max(initial=0.0))
+    hardest = hardest if hardest > typical else 0.0
+    with np.errstate(all="ignore"):
+        both = np.maximum(both, np.minimum(energy, CLEAR**2 * hardest))
+        enlarged = np.maximum(both - typical, 0.0) / energy
+        return of_few(numbers, np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)), hardest
 
 
 def farthest(num_observations: int, numbers: Floats | float, sigma0: float) -> Floats:

@@ -112,12 +112,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward_spread: float = 0.12
     """The same in one forward of one prompt."""
     row_spread: float = 0.2
-    """The same of one row, or of one channel over all rows; and of one row, column or slice of an
+    """The same of one row, or of one channel over all rows; and of one column or slice of an
     operator's result, which has no siblings."""
     lone_spread: float = 0.3
     """The same of a site without siblings (embedding, final norm, head), beside the block outputs'
-    median W, and of its ratio beside their median ratio; and of the largest row of an operator's
-    result, beside the other side's largest."""
+    median W, and of its ratio beside their median ratio; and of one row of an operator's result:
+    within a block errors come of fewer numbers than a row's columns show."""
     truth_systematic: float = 4.0
     """The median W itself."""
     truth_standout: float = 1.3

@@ -43,7 +43,15 @@ from divergence.comparison.calls import (
     reached,
     rerouted_in,
 )
-from divergence.comparison.judge import farthest, limit_of, observed, reach
+from divergence.comparison.judge import (
+    farthest,
+    in_step,
+    limit_of,
+    made_of,
+    observed,
+    of_few,
+    reach,
+)
 from divergence.comparison.limits import ENOUGH_ROWS, NEAR_LIMIT, SAME_VALUE
 from divergence.comparison.measure.judge import work_dtype
 from divergence.comparison.results import (
@@ -589,7 +597,12 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     widths = {len(errors.column_floor) for errors in finite}
     counts = torch.cat([errors.counts for errors in measured])
     numbers = torch.cat([errors.numbers for errors in measured], dim=1).minimum(counts)
-    rows = _Parts(torch.stack([reference, candidate]).square(), floor, numbers)
+    squares = torch.stack([reference, candidate]).square()
+    energy, apart = squares.numpy(), between.square().numpy()
+    # what both inherit from one number, as a head's row from its sharpest score, has one direction
+    made = of_few(numbers.numpy(), in_step(energy, apart, numbers.numpy()))
+    made, _ = made_of(energy, apart, made, np.ones(len(floor), bool))
+    rows = _Parts(squares, floor, torch.from_numpy(made))
     columns = None
     if len(widths) == 1 and len(reference) >= ENOUGH_ROWS:
         squares = torch.stack([
@@ -648,7 +661,8 @@ def _against_truth(
         if result.phase == "backward":
             excess = _excess_of_largest(part.errors, [together] * 2)
         else:
-            excess = _excess(part, part.limits(limit_of(num_observations), thresholds.row_spread))
+            sigma0 = thresholds.lone_spread if why == "row" else thresholds.row_spread
+            excess = _excess(part, part.limits(limit_of(num_observations), sigma0))
         for side, times, usage in excess:
             asked.append((usage, why, side))
             peak = max(peak, times)
@@ -683,9 +697,15 @@ def _typical(rows: torch.Tensor) -> float:
 
 
 def _num_together(rows: _Parts, members: torch.Tensor | None = None) -> int:
-    """Of how many numbers the errors of rows are made, at least, of all or of some of them."""
-    numbers = rows.numbers if members is None else rows.numbers[:, members]
-    return max(1, round(float(numbers.sum(1).min().nan_to_num(1.0))))
+    """Of how many numbers the typical row's error is made, of the side where they are fewest, of
+    all rows or of some. A median's are those of all rows, a rms' those of the rows it comes of."""
+    numbers, squares = rows.numbers, rows.squares
+    if members is not None:
+        numbers, squares = numbers[:, members], squares[:, members]
+    together = numbers.sum(1)
+    if numbers.shape[1] < ENOUGH_ROWS:
+        together = squares.sum(1).square() / (squares.square() / numbers).sum(1)
+    return max(1, round(float(together.nan_to_num(1.0).min())))
 
 
 def _excess(parts: _Parts, limits: torch.Tensor) -> Iterator[tuple[Side, float, float]]:

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, PromptStep, replayed_from
-from divergence.comparison.limits import CLEAR, FEW_ROWS, HARD, OF_NOISE
+from divergence.comparison.judge import made_of
+from divergence.comparison.limits import FEW_ROWS
 from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.lines import other_weights
 from divergence.comparison.results import SiteResult, TruthDiff
@@ -317,7 +318,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     with np.errstate(over="ignore"):
         energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
     of_columns = np.stack([rows.numbers[side] for side in SIDES])
-    of_sides, hardest = _numbers_of(rows, energy, of_columns)
+    of_sides, hardest = made_of(energy, np.square(rows.between), of_columns, rows.usual)
     stats.hardest = math.sqrt(hardest)
     with np.errstate(all="ignore"):  # of errors of 0 nothing is known
         known = np.clip(np.nan_to_num(of_sides / of_columns, nan=1.0), 0.0, 1.0).min(axis=0)
@@ -351,34 +352,6 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     )  # fmt: skip
     _gains(stats, rows)
     return stats
-
-
-def _numbers_of(rows: _Rows, energy: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, float]:
-    """((2, R): of how many numbers an error is made, no more than ``numbers``, as its columns show;
-    the squared error of the hardest row).
-
-    What makes a row hard on both sides enlarges the rounding of a few numbers, as sharp attention
-    does that of its scores. Then both errors are large; or, where that number happens to be small
-    on one side, they have one direction, whose cosine the difference of the sides tells,
-
-        |d|² = |e_A|² + |e_B|² - 2 |e_A| |e_B| cos,
-
-    while a fault has another direction than the other side's rounding. What both have beyond
-    ``HARD`` times the usual error counts as one number; and where there are such rows, so does what
-    is no larger than ``CLEAR`` times the hardest: chance may have spared the other side."""
-    least = energy.min(axis=0)
-    usual = HARD**2 * _median(least[rows.usual])
-    with np.errstate(all="ignore"):
-        cosine = (energy.sum(axis=0) - np.square(rows.between)) / 2 / np.sqrt(energy.prod(axis=0))
-        beyond_chance = np.square(cosine) - OF_NOISE**2 / numbers
-        both = np.maximum(least, np.clip(np.nan_to_num(beyond_chance), 0.0, 1.0) * energy)
-        hardest = float(np.where(np.isfinite(both), both, 0.0).max())
-        hardest = hardest if hardest > usual else 0.0
-        both = np.maximum(both, np.minimum(energy, CLEAR**2 * hardest))
-        enlarged = np.maximum(both - usual, 0.0) / energy
-        enlarged = np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)
-        made_of = 1 / (np.square(1 - enlarged) / numbers + np.square(enlarged))
-    return np.asarray(made_of), hardest
 
 
 class _Rows:

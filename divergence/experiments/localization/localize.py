@@ -117,10 +117,10 @@ def prove(
         if site.truth is not None:
             questions = [(site.truth.w_median, limits.operator)]
             num_rows, width = math.prod(site.shape[:-1]), site.shape[-1] if site.shape else 1
-            far = functools.partial(farthest, num_rows + width, sigma0=limits.row_spread)
-            questions.append((site.truth.w_max, float(far(width))))
+            far = functools.partial(farthest, num_rows + width)
+            questions.append((site.truth.w_max, float(far(width, limits.lone_spread))))
             if num_rows >= _MIN_ROWS:
-                questions.append((site.truth.w_channel, float(far(num_rows))))
+                questions.append((site.truth.w_channel, float(far(num_rows, limits.row_spread))))
             is_off = any(
                 (w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions
             )

@@ -144,13 +144,13 @@ def _causes(
 
 def _templates(a: str, b: str) -> Fact:
     place = first_apart(a, b)
-    shown = [json.dumps(shortened(text[max(0, place - 10) :], _EXCERPT)) for text in (a, b)]
+    shown = [_quoted(text[max(0, place - 10) :]) for text in (a, b)]
     values = {"reference": shown[0], "candidate": shown[1]}
     if "".join(a.split()) == "".join(b.split()):
         return fact("tokenizers.template_blanks", **values)
     if place == min(len(a), len(b)):
         side: Side = "reference" if len(a) > len(b) else "candidate"
-        more = json.dumps(shortened(max(a, b, key=len)[place:], _EXCERPT))
+        more = _quoted(max(a, b, key=len)[place:])
         return fact("tokenizers.template_ending", side=side, text=more)
     return fact("tokenizers.template", **values)
 
@@ -181,7 +181,7 @@ def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tupl
         normal = [_normalised(backend, text) for backend in backends]
         if normal[0] != normal[1]:
             at = first_apart(*normal)
-            shown = [json.dumps(shortened(each[max(0, at - 5) :], 20)) for each in normal]
+            shown = [_quoted(each[max(0, at - 5) :]) for each in normal]
             item = fact("tokenizers.normaliser", reference=shown[0], candidate=shown[1])
             return "normaliser", item, at
         pieces = [_pieces(backend, each) for backend, each in zip(backends, normal, strict=True)]
@@ -192,6 +192,10 @@ def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tupl
             return "split", item, pieces[0][at][1][0] if at < len(pieces[0]) else len(text)
     item = fact("tokenizers.merges", reference=a[place : place + 4], candidate=b[place : place + 4])
     return "merges", item, max(0, text.find("".join(a[place : place + 1]).lstrip("Ġ▁#")))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(shortened(text, _EXCERPT), ensure_ascii=False)
 
 
 def _normalised(backend: Any, text: str) -> str:

@@ -193,7 +193,8 @@ def in_step(energy: Floats, between: Floats, numbers: Floats) -> Floats:
     with np.errstate(all="ignore"):
         cosine = (energy.sum(axis=0) - between) / 2 / np.sqrt(energy.prod(axis=0))
         chance = np.where(numbers > 1, 1 - _BY_CHANCE ** (2 / (numbers - 1)), 1.0)
-        return np.clip(np.nan_to_num((np.square(cosine) - chance) / (1 - chance)), 0.0, 1.0)
+        share = np.nan_to_num((np.square(cosine) - chance) / (1 - chance))
+    return np.asarray(np.clip(share, 0.0, 1.0))
 
 
 def of_few(numbers: Floats, share: Floats) -> Floats:

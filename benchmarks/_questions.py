@@ -47,7 +47,8 @@ STUBS: dict[str, dict[str, Any]] = {
     "SHORTER": {"shorter": 2},
     "CHATTY": {"speaks": "sglang"},
 }
-"""Servers by the name that stands for their address, and how they behave (tests/domains/logprobs/endpoints)."""
+"""Servers by the name that stands for their address, and how they behave: see
+tests/domains/logprobs/endpoints."""
 
 _PROMPTS = (
     '--prompt "A bridge is built twice:" --prompt "Once on paper, where every beam is exact."'

@@ -215,14 +215,14 @@ def made_of(
     What both have beyond ``HARD`` times the usual error counts as one number; and where there are
     rows of which that is the most, so does what is no larger than ``CLEAR`` times the hardest of
     them: chance may have spared the other side."""
-    least = energy.min(axis=0)
-    typical = HARD**2 * float(np.median(least[usual])) if usual.any() else 0.0
-    share = in_step(energy, between, numbers)
-    both = np.maximum(least, share * energy)
-    mostly = np.where(share > 1 / 2, both, least)  # chance makes a small share of many rows
-    hardest = float(np.where(np.isfinite(mostly), mostly, 0.0).max(initial=0.0))
-    hardest = hardest if hardest > typical else 0.0
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # the largest errors are near what a number can hold
+        least = energy.min(axis=0)
+        typical = HARD**2 * float(np.median(least[usual])) if usual.any() else 0.0
+        share = in_step(energy, between, numbers)
+        both = np.maximum(least, share * energy)
+        mostly = np.where(share > 1 / 2, both, least)  # chance makes a small share of many rows
+        hardest = float(np.where(np.isfinite(mostly), mostly, 0.0).max(initial=0.0))
+        hardest = hardest if hardest > typical else 0.0
         both = np.maximum(both, np.minimum(energy, CLEAR**2 * hardest))
         enlarged = np.maximum(both - typical, 0.0) / energy
         return of_few(numbers, np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)), hardest

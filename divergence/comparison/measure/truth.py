@@ -317,8 +317,9 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     stats.alike = rows.alike(rows.usual)[0]
     with np.errstate(over="ignore"):
         energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
+        between = np.square(rows.between)
     of_columns = np.stack([rows.numbers[side] for side in SIDES])
-    of_sides, hardest = made_of(energy, np.square(rows.between), of_columns, rows.usual)
+    of_sides, hardest = made_of(energy, between, of_columns, rows.usual)
     stats.hardest = math.sqrt(hardest)
     with np.errstate(all="ignore"):  # of errors of 0 nothing is known
         known = np.clip(np.nan_to_num(of_sides / of_columns, nan=1.0), 0.0, 1.0).min(axis=0)

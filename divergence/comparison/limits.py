@@ -42,7 +42,7 @@ named (tests/analyses/blocks/test_looks.py has the case)."""
 
 HARD = 2.0
 """Times the usual error of both sides: what both are off by beyond that is one number that both
-enlarge, as sharp attention does a score's rounding (comparison.measure.truth)."""
+enlarge, as sharp attention does a score's rounding (comparison.judge)."""
 
 BY_CHANCE = 4.0
 """A row of a tensor is smaller than the median one by chance by no more than that, where it has 16

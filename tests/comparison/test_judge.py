@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from divergence.comparison.judge import limit_of, observed, outliers, reach
+from divergence.comparison.judge import (
+    farthest,
+    in_step,
+    limit_of,
+    observed,
+    outliers,
+    reach,
+)
+from divergence.numerics.floor import THRESHOLDS
 
 
 def drawn(seed: int, members: int, rows: int, numbers: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,3 +120,24 @@ def test_the_figures_of_the_documents():
     row = 1 / 64 + 1 / 64**2 + 0.2**2
     assert np.exp(reach(many, np.array([row])))[0] == pytest.approx(5.1, abs=0.05)
     assert reach(5.0, np.array([2.0]))[0] > np.log(1e4)
+
+
+def test_the_limits_that_the_documents_state():
+    """docs/operator-numerics.md: of one row among 20,000."""
+    text = (Path(__file__).parents[2] / "docs/operator-numerics.md").read_text(encoding="utf-8")
+    far = [float(farthest(20_000, number, THRESHOLDS.lone_spread)) for number in (64, 1000)]
+    assert f"beyond its limit at {far[0]:.1f} times" in text
+    assert f"one of 1,000 at {far[1]:.1f}." in text
+
+
+def test_errors_of_one_direction_are_one_number():
+    """And errors that share no direction keep theirs, however large one of them is."""
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(2, 40, 64))
+    b[0] = -0.1 * a[0]  # chance made it small on one side
+    b[1] *= 20  # a fault
+    energy = np.square(np.stack([a, b])).sum(2)
+    between = np.square(a - b).sum(1)
+    share = in_step(energy, between, np.full((2, 40), 64.0))
+    assert share[:, 0].min() > 0.99 and share[:, 1].max() < 0.1
+    assert np.median(share) == 0

@@ -165,12 +165,6 @@ def _start(a: list[str], b: list[str]) -> Fact:
 def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tuple[str, Fact, int]:
     """Why the tokens between the special ones differ: what comes first in a tokenizer."""
     place = first_apart(a, b)
-    longer, shorter = (a, b) if len(a) > len(b) else (b, a)
-    side: Side = "candidate" if longer is a else "reference"
-    for end, kept in (("end", longer[: len(shorter)]), ("start", longer[-len(shorter) :])):
-        if shorter and kept == shorter:
-            num, total = len(shorter), len(longer)
-            return "cut", fact("tokenizers.cut", side=side, num=num, total=total, at=end), len(text)
     for number, (name, tokens) in enumerate((("reference", a), ("candidate", b))):
         own, others = sides[number].get_added_vocab(), sides[1 - number].get_vocab()
         alone = next((token for token in tokens[place:] if token in own.keys() - others), None)

@@ -29,5 +29,4 @@ SENTENCES: Mapping[str, str] = {
     "added": "{token} is one token on {side:letter} alone",
     "merges": "other tokens of the same piece: {reference:list  | } / {candidate:list  | }",
     "ids": "{token} is {reference} on A, {candidate} on B",
-    "cut": "{side:letter} keeps {num} of {total} tokens, {at:start=the last|end=the first} ones",
 }

@@ -10,7 +10,7 @@ import pytest
 import divergence
 from divergence.errors import PromptError, UsageError
 
-TEXTS = ["The bridge was built in 1890, and it didn't fall.", "one two three four", "ÄÖ  x"]
+TEXTS = ["The bridge was built in 1890, and it didn't fall.", "one two three four", "ÄÖ  x "]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,8 @@ def added(content):
     content["added_tokens"].append(last)
 
 
-def cut(content):
-    content["truncation"] = {
-        "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0,
-    }  # fmt: skip
+def stripped(content):
+    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +87,7 @@ def cut(content):
         (two_bos, "start", "B begins with <|bos|> twice", 3),
         (with_eos, "end", "with <|eos|> on B", 3),
         (lower_case, "normaliser", 'normalised otherwise: "The bridge', 2),
+        (stripped, "normaliser", "normalised otherwise: ", 1),
         (no_split, "split", "it is split otherwise: ", None),
         (fewer_merges, "merges", "other tokens of the same piece: ", None),
         (swapped, "ids", " is ", None),

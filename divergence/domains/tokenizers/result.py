@@ -28,8 +28,8 @@ class TokensCause(msgspec.Struct, Worded, frozen=True, kw_only=True):
     TEXTS: ClassVar[Mapping[str, str]] = {"text": "facts"}
 
     name: str
-    """``start``, ``end``, ``template``, ``normaliser``, ``split``, ``merges``, ``added``, ``ids``: the
-    first thing that makes another of a text, or what stands around it."""
+    """``start``, ``end``, ``template``, ``normaliser``, ``split``, ``merges``, ``added`` or ``ids``:
+    the first thing that makes another of a text, or what stands around it."""
     num_texts: int
     first: int
     """The first of these texts, counted from 0."""

@@ -28,8 +28,8 @@ class TokensCause(msgspec.Struct, Worded, frozen=True, kw_only=True):
     TEXTS: ClassVar[Mapping[str, str]] = {"text": "facts"}
 
     name: str
-    """``start``, ``end``, ``template``, ``normaliser``, ``split``, ``merges``, ``added`` or ``ids``:
-    the first thing that makes another of a text, or what stands around it."""
+    """The first thing that makes another of a text: ``template``, ``normaliser``, ``split``,
+    ``merges``, ``added`` or ``ids``; or what stands around it: ``start``, ``end``."""
     num_texts: int
     first: int
     """The first of these texts, counted from 0."""

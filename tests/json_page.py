@@ -83,7 +83,7 @@ def first_sentence(text: str) -> str:
 
 
 def page() -> str:
-    from divergence.comparison.result import Report
+    from divergence import Report
 
     parts = [HEAD]
     for kind in dict.fromkeys(itertools.chain(types_of(Report), *map(types_of, added()))):

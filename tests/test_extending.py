@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import domain
-from divergence.comparison.api import compare
+from divergence import BatchOptions, capture, compare, domain
 from divergence.layout import Line
-from divergence.options.commands import BatchOptions
 from divergence.recording import plant
-from divergence.recording.api import capture
 from divergence.report.summary import report_lines
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -319,7 +319,7 @@ def test_the_list_of_commands_imports_none_of_them():
 def test_a_plain_comparison_loads_what_it_needs(verdict, llama, tmp_path):
     """Two runs without operators, ranks or a probe, with equal bits and with other kernels of
     attention: nothing of what does not apply, and no more modules than ever."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     other = {} if verdict == "identical" else {"attn_implementation": "sdpa"}
     a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1, probe=False)

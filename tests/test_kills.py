@@ -20,8 +20,8 @@ from typing import NoReturn
 
 import pytest
 
+from divergence import Run
 from divergence.errors import DivergenceError
-from divergence.run.reader import Run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
@@ -111,7 +111,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, llama):
     """A folder with a model and a run, twice."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     folder = tmp_path_factory.mktemp("kills")
     capture(str(llama), out=folder / "a", prompts=["hi"], max_new_tokens=2, probe=False)

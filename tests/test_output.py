@@ -118,7 +118,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama):
     """Two runs, a and b."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     folder = tmp_path_factory.mktemp("outputs")
     for name in ("a", "b"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence._version import __version__
+from divergence import __version__
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.run.reader import Run
+from divergence import Run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.comparison.result import BESIDE, Report
+from divergence import Matrix, Report
+from divergence.comparison.result import BESIDE
 from divergence.domain import added as added_by_domains
 from divergence.domain import own_domains, placed
-from divergence.fleet.result import Matrix
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record
 

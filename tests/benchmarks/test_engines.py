@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import _engine_faults, engines
 from benchmarks._machines import planting
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
+from divergence import capture
+from divergence import truth as make_truth
 from tests.models import tiny
 
 

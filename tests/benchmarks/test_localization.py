@@ -16,10 +16,8 @@ from benchmarks._health import usage_of
 from benchmarks._machines import planting
 from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import upper
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
+from divergence import Run, capture, compare
+from divergence import truth as make_truth
 
 
 class Here:

@@ -21,8 +21,7 @@ from benchmarks import observations
 from benchmarks._observed import logarithm, of_logarithm
 from benchmarks._recorded import COARSE, EXACT, Columns, Objects, load
 from benchmarks._taken import Line, Store, Taking, read_columns
-from divergence import capture
-from divergence.comparison.api import compare
+from divergence import capture, compare
 from divergence.numerics.sums import RowMetrics
 
 PROMPTS = ("The quick brown fox jumps over the lazy dog.", "2 + 2 = 4")

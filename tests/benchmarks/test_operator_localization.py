@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import operator_localization
 from benchmarks._machines import planting
 from benchmarks._operator_faults import FAULTS, ROLES, plant, site_of
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
+from divergence import capture, compare
+from divergence import truth as make_truth
 
 
 class Here:

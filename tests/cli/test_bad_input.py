@@ -43,7 +43,7 @@ def refused(invoke, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_model):
     """Runs by name: one, the same again with nan, and others that cannot be compared with it."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     folder = tmp_path_factory.mktemp("runs")
     llama, other = str(tiny_model("llama")), str(tiny_model("llama", seed=1))

@@ -9,8 +9,8 @@ import zipfile
 
 import pytest
 
+from divergence import capture
 from divergence.experiments.result import Level, Localization
-from divergence.recording.api import capture
 
 
 @pytest.fixture(scope="module")

@@ -206,8 +206,9 @@ def test_bless_tells_what_changes(invoke, monkeypatch):
 def matching(monkeypatch, reports):
     """``matching(*kinds)`` makes compare_many() return rows of these verdicts (None: unreadable);
     returns its calls."""
+    from divergence import Matrix
     from divergence.fleet import many
-    from divergence.fleet.result import AgreementGroup, Matrix, MatrixRow
+    from divergence.fleet.result import AgreementGroup, MatrixRow
 
     def answer(*kinds):
         rows = [

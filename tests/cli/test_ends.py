@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory, llama):
-    from divergence.recording.api import capture
+    from divergence import capture
 
     return capture(
         str(llama), out=tmp_path_factory.mktemp("golden") / "a", prompts=["Snow fell"],

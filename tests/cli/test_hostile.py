@@ -18,9 +18,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from divergence.options.commands import MachineOptions
+from divergence import MachineOptions, Run
 from divergence.run.manifest import Manifest
-from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import ROOT, escape_path
 from tests.counting import lines_of_python
@@ -113,7 +112,7 @@ def _plain(kind: Any) -> tuple[type, ...]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama) -> Path:
     """``a``, and ``b`` which has a fault and another machine's texts."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     folder = tmp_path_factory.mktemp("hostile")
     sites = ["blocks", "lm_head:out", "ops@model.layers.0.mlp"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from divergence import Run
 from divergence.comparison.advice import Advice, WithinAdvice
 from divergence.errors import RunFormatError
 from divergence.report.capturing import captured_document
@@ -27,7 +28,6 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.reader import Run
 from divergence.run.site import escape_path
 from divergence.run.writer import RunWriter
 

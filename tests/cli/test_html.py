@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import capture, compare
 from divergence.comparison.background import background_of
-from divergence.recording.api import capture
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from divergence.recording.api import capture
+from divergence import capture
 
 
 def test_inspect_says_in_which_dtype_the_parts_ran(invoke, tiny_model, tmp_path):

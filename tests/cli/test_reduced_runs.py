@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from divergence.options.commands import RecordOptions
+from divergence import RecordOptions
 
 MODES = ("sketch", "stats", "hash")
 
@@ -12,8 +12,8 @@ MODES = ("sketch", "stats", "hash")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_model):
     """For each mode ``a``, and ``b`` with a fault; a truth of the sketched one; one in part."""
-    from divergence.recording.api import capture
-    from divergence.recording.api import truth as make_truth
+    from divergence import capture
+    from divergence import truth as make_truth
 
     folder = tmp_path_factory.mktemp("reduced")
     model = str(tiny_model("llama", hidden=256))

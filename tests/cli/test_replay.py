@@ -7,8 +7,7 @@ import json
 import pytest
 
 import divergence
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
+from divergence import RecordOptions, capture
 
 BLOCK = "model.layers.1"
 SITE = f"{BLOCK}.mlp.down_proj/aten.mm:out"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from divergence import selftest
 from divergence.errors import UsageError
 from divergence.experiments import selftest as module
-from divergence.experiments.selftest import selftest
 
 
 @pytest.fixture

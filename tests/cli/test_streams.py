@@ -16,7 +16,7 @@ PYTHON = [sys.executable, "-m", "divergence"]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama) -> Path:
     """``a``, ``b`` equal to it, ``c`` with a fault."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     folder = tmp_path_factory.mktemp("runs")
     capture(llama, out=folder / "a", max_new_tokens=1)

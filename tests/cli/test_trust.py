@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from divergence import capture
 from divergence.errors import ModelError
-from divergence.recording.api import capture
 from divergence.recording.engines import sessions as api
 from divergence.recording.engines.load import check_data_alone
 from tests.digests import without_digests

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from divergence import RecordOptions, capture, compare
+from divergence import truth as make_truth
 from divergence.cli.main import app
 from divergence.comparison.advice import Advice, WithinAdvice, beside
-from divergence.comparison.api import compare
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.run.location import Url
 from divergence.run.manifest import Mesh, MeshAxis
 

@@ -16,11 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from divergence import BatchOptions, LoadOptions, Run, capture, compare
 from divergence.analyses.blocks.units import build_units, flag
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions, LoadOptions
-from divergence.recording.api import capture
-from divergence.run.reader import Run
 from tests.models import tiny
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -9,11 +9,9 @@ import msgspec
 import pytest
 import torch
 
+from divergence import BatchOptions, capture, compare
 from divergence.comparison.align.pairs import find_prefix, load_name_map
-from divergence.comparison.api import compare
 from divergence.errors import ConfigError, IncomparableError
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
 from divergence.run.site import module_of
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
@@ -475,7 +473,7 @@ def test_the_worst_token_of_a_padded_batch_is_found_by_sample_and_position(tiny_
     """In a batch the onset names the sample that holds the worst token, and does not count pads."""
     import torch
 
-    from divergence.run.reader import Run
+    from divergence import Run
 
     prompts = ["One two three four five six seven eight nine ten.", "Short."]
     model = str(tiny_model("llama", dtype="float32"))

@@ -11,9 +11,7 @@ import pytest
 from transformers import cache_utils
 from transformers.models.llama import modeling_llama
 
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions, LoadOptions
-from divergence.recording.api import capture, truth
+from divergence import BatchOptions, LoadOptions, capture, compare, truth
 from divergence.run.site import module_of
 from tests.models import tiny
 

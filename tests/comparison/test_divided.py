@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import Run, compare, compare_many
 from divergence.errors import IncomparableError
-from divergence.fleet.many import compare_many, fingerprints
+from divergence.fleet.many import fingerprints
 from divergence.numerics.summaries import fold_tensor
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
@@ -26,7 +26,6 @@ from divergence.run.manifest import (
     Tokens,
 )
 from divergence.run.ranks import unsharded
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter, reducer_for
 from divergence.words import letter
 from tests.digests import without_digests

@@ -7,9 +7,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from divergence import capture, compare
 from divergence.cli.main import app
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
 
 PROMPTS = [[5, 9, 17, 101, 23, 44, 61, 8, 12, 90]]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.run.reader import Run
+from divergence import Run, compare
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "cross-isa.tar.xz"
 DTYPES = ("bfloat16", "float32")

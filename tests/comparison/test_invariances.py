@@ -7,8 +7,7 @@ import functools
 import pytest
 import torch
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 PROMPTS = [
     "A bridge is built twice: once on paper, where every beam is exact, and once in steel.",

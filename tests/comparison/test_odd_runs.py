@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
+from divergence import BatchOptions, RecordOptions, capture, compare
 
 LONG = "One two three four five six seven eight nine ten eleven."
 

@@ -9,9 +9,9 @@ import pytest
 from transformers.models.llama import modeling_llama
 
 import divergence
+from divergence import RecordOptions
 from divergence.errors import IncomparableError, RunFormatError, UsageError
 from divergence.gate.golden import bless
-from divergence.options.commands import RecordOptions
 from divergence.run.site import module_of
 from tests.digests import without_digests
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 PROMPTS = [[(13 * n + 7 * k) % 400 + 3 for k in range(count)] for n, count in enumerate((24, 40))]
 LLAMA = transformers.LlamaConfig(

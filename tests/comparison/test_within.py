@@ -11,11 +11,9 @@ import json
 import pytest
 import torch
 
+from divergence import RecordOptions, capture, compare
 from divergence.analyses.blocks.units import build_units, flag
-from divergence.comparison.api import compare
 from divergence.errors import UsageError
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
 from tests.digests import without_digests
 
 TEXT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."

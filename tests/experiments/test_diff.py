@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from divergence import Run, diff
 from divergence.cli.main import app
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.diff import _Steps, diff
-from divergence.run.reader import Run
+from divergence.experiments.diff import _Steps
 from tests.digests import without_digests
 
 PROMPTS = ["The bridge was built", "one two three four"]

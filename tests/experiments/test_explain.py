@@ -10,12 +10,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from divergence.comparison.api import compare
+from divergence import BatchOptions, RecordOptions, capture, compare
+from divergence import truth as make_truth
 from divergence.errors import IncomparableError, ModelError, PlantError, UsageError
 from divergence.experiments.explain import Injection, explain_token
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.recording.plant import FORWARDS
 from tests.digests import without_digests
 

@@ -12,14 +12,11 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.comparison.api import compare
+from divergence import MachineOptions, RecordOptions, Run, capture, compare, compare_many
+from divergence import truth as make_truth
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet import many
-from divergence.fleet.many import compare_many
-from divergence.options.commands import CompareOptions, MachineOptions, RecordOptions, fields_of
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
+from divergence.options.commands import CompareOptions, fields_of
 
 PLANT = ["model.layers.1.mlp.down_proj:out=scale:1.5"]
 

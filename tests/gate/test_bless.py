@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from divergence import Run, capture, check
 from divergence.errors import UsageError
-from divergence.gate.check import check
 from divergence.gate.golden import bless
-from divergence.recording.api import capture
-from divergence.run.reader import Run
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from divergence import RecordOptions, capture, check
 from divergence.cli.main import app
-from divergence.gate.check import check
 from divergence.gate.policy import Policy, PreflightPolicy
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
 
 PROMPTS = ["Four walls hold a roof, and a roof holds the rain away from what is dry."]
 

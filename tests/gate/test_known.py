@@ -7,9 +7,9 @@ import datetime
 import msgspec
 import pytest
 
-from divergence.gate.check import check, evaluate
+from divergence import capture, check
+from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.recording.api import capture
 from divergence.report.checking import check_document, check_lines
 from divergence.report.environment import check_json
 from divergence.report.text import document_lines

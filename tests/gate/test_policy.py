@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.comparison.result import Report
+from divergence import Report, check
 from divergence.comparison.results import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
 from divergence.facts import plain
-from divergence.gate.check import check, coverage_share, evaluate
+from divergence.gate.check import coverage_share, evaluate
 from divergence.gate.golden import bless
 from divergence.gate.policy import Policy, Tolerance, load_policy
 from divergence.numerics.floor import Thresholds

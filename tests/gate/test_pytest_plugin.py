@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from divergence import capture
 from divergence.gate.golden import bless, choose_golden, goldens_in
-from divergence.recording.api import capture
 
 pytest_plugins = ["pytester"]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from divergence import Run
 from divergence.ops import allowed
 from divergence.recording.dispatch import tensors_in
 from divergence.run.captured import CapturedTensor
@@ -25,7 +26,6 @@ from divergence.run.manifest import (
     Tokens,
     digest_tensor,
 )
-from divergence.run.reader import Run
 from divergence.run.record import Call, Operand
 from divergence.run.site import operator_path
 from divergence.run.writer import RunWriter

@@ -8,13 +8,12 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run, replay, repro
 from divergence.errors import UsageError
 from divergence.ops import bounds
 from divergence.ops.allowed import Refusal, Unsafe, check_operator
-from divergence.ops.replay import execute_ports, replay
-from divergence.ops.reproducer import repro
+from divergence.ops.replay import execute_ports
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
 from divergence.run.record import Call, Operand
 from divergence.run.writer import RunWriter
 

@@ -7,12 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from divergence import RecordOptions, Run, capture, replay
+from divergence import truth as make_truth
 from divergence.errors import UsageError
-from divergence.ops.replay import replay
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"
 OPTIONS = {"prompts": ["A bridge is built twice: once on paper."], "max_new_tokens": 2}

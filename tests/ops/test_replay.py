@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from divergence import Run, replay
 from divergence.errors import RunExistsError, UsageError
-from divergence.ops.replay import replay
-from divergence.run.reader import Run
 
 
 def _seeded(*shape, dtype=torch.float32):
@@ -141,7 +140,7 @@ def test_another_kind_of_device_has_its_own_addresses(record, tmp_path, monkeypa
 
 def test_a_replay_is_not_repeated_as_a_model(record, tmp_path):
     """No model ran in it; the error says what to give."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     again = replay(record(lambda: torch.relu(torch.ones(2))), out=tmp_path / "again", device="cpu")
     with pytest.raises(UsageError, match="is a replay of single operators"):

@@ -16,26 +16,32 @@ import typer
 from typer.testing import CliRunner
 
 import divergence
+from divergence import (
+    BatchOptions,
+    LoadOptions,
+    Run,
+    TrainOptions,
+    capture,
+    check,
+    compare,
+    compare_many,
+    localize,
+    replay,
+    repro,
+    selfcheck,
+    selftest,
+    sensitivity,
+    truth,
+)
 from divergence.cli.signature import typer_command
-from divergence.comparison.api import compare
 from divergence.config import load_settings
 from divergence.errors import RenamedWarning, UsageError
-from divergence.experiments.localization.localize import localize
-from divergence.experiments.selfcheck import selfcheck
-from divergence.experiments.selftest import selftest
-from divergence.experiments.sensitivity import sensitivity
-from divergence.fleet.many import compare_many
-from divergence.gate.check import check
-from divergence.ops.replay import replay
-from divergence.ops.reproducer import repro
 from divergence.options.commands import (
     GROUPS,
     VERBOSE,
-    BatchOptions,
     CaptureOptions,
     CheckOptions,
     CompareOptions,
-    LoadOptions,
     LocalizeOptions,
     MainOptions,
     ReplayOptions,
@@ -43,7 +49,6 @@ from divergence.options.commands import (
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
-    TrainOptions,
     TruthOptions,
     command_options,
     fields_of,
@@ -51,9 +56,7 @@ from divergence.options.commands import (
     option,
     recorded_in,
 )
-from divergence.recording.api import capture, truth
 from divergence.run.manifest import Manifest
-from divergence.run.reader import Run
 from divergence.words import Progress
 
 KINDS = [

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from divergence.options.commands import LoadOptions
-from divergence.run.reader import Run
+from divergence import LoadOptions, Run
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
 
@@ -21,7 +20,7 @@ def captured(tmp_path_factory, tiny_model) -> Callable[..., Run]:
     Options of the model by name; those of the capture in ``capture_options``. The same
     arguments give the same run.
     """
-    from divergence.recording.api import capture
+    from divergence import capture
 
     runs: dict[str, Run] = {}
 
@@ -44,7 +43,7 @@ def captured(tmp_path_factory, tiny_model) -> Callable[..., Run]:
 @pytest.fixture
 def replay(tmp_path) -> Callable[..., Run]:
     """``replay(run, **options)`` → the run repeated on this machine."""
-    from divergence.recording.api import capture
+    from divergence import capture
 
     count = 0
 

@@ -40,8 +40,8 @@ def _faulty(name: str | None) -> contextlib.AbstractContextManager[None]:
 
 
 def main() -> None:
+    from divergence import capture
     from divergence.errors import DivergenceError
-    from divergence.recording.api import capture
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     for options in json.loads(Path(sys.argv[1]).read_text()):

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from divergence.comparison.api import compare
+from divergence import Run, capture, compare, record
 from divergence.errors import RunExistsError, UsageError
-from divergence.recording.any_module import record
-from divergence.recording.api import capture
-from divergence.run.reader import Run
 
 
 class Tower(nn.Module):

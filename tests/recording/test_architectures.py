@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from divergence.comparison.api import compare
+from divergence import compare
 from divergence.recording.engines.load import resolve_task
 from divergence.run.site import module_of
 from tests.models import tiny

@@ -7,12 +7,9 @@ import json
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import BatchOptions, RecordOptions, Run, capture, compare
 from divergence.errors import ModelError, PromptError, RunExistsError, UsageError
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
 from divergence.recording.machine import deterministic_settings
-from divergence.run.reader import Run
 
 PROMPTS = ["The harbour was quiet in the early morning.", "Where does a river begin?", "Snow"]
 

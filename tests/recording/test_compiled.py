@@ -7,8 +7,7 @@ import shutil
 import pytest
 import torch
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 from divergence.recording.structure import CompiledWatch, settled
 
 PROMPT = ["one two"]

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from divergence.comparison.api import compare
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run, without_passes
+from divergence import RecordOptions, Run, capture, compare
+from divergence import truth as make_truth
+from divergence.run.reader import without_passes
 
 BLOCK = "model.layers.1"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from divergence import capture
 from divergence.errors import PlantError
-from divergence.recording.api import capture
 from divergence.recording.modules import Recorder
 from divergence.recording.plant import parse_plant
 from divergence.recording.structure import describe_modules

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run
 from divergence.recording.keeper import (
     BufferKeeper,
     CopyKeeper,
@@ -20,7 +21,6 @@ from divergence.recording.keeper import (
 )
 from divergence.run.captured import MIN_BUFFER_BYTES, Buffer, BufferLimits
 from divergence.run.manifest import Sizes
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from divergence import BatchOptions, capture
 from divergence.errors import ModelError, PromptError
-from divergence.options.commands import BatchOptions
 from divergence.recording import prompts as labels
-from divergence.recording.api import capture
 
 
 def test_attention_that_memory_does_not_bear(llama, tmp_path, monkeypatch):

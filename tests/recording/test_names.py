@@ -6,12 +6,8 @@ import json
 
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import RecordOptions, Run, capture, check, compare
 from divergence.errors import RunFormatError
-from divergence.gate.check import check
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.run.reader import Run
 from divergence.run.site import escape_path, is_operator_site, module_of, split_site, unescape_path
 from tests.digests import without_digests
 

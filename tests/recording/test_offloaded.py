@@ -8,11 +8,9 @@ import sys
 import msgspec
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import LoadOptions, RecordOptions, capture, compare
 from divergence.comparison.preflight.code import code_line
 from divergence.errors import ModelError, UsageError
-from divergence.options.commands import LoadOptions, RecordOptions
-from divergence.recording.api import capture
 from divergence.recording.engines.load import device_map_of, map_text
 
 COMMON = {"prompts": ["A bridge is built twice:"], "max_new_tokens": 3, "probe": False}

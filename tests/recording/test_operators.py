@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from divergence import RecordOptions, Run, capture
+from divergence import truth as make_truth
 from divergence.errors import UsageError
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.keeper import CopyKeeper
-from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"
 

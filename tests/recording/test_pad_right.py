@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import BatchOptions, capture, compare, truth
 from divergence.errors import UsageError
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture, truth
 
 PROMPTS = ["A bridge is built twice: once on paper", "Hello there", "one"]
 

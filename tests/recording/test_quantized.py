@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from divergence.comparison.api import compare
+from divergence import RecordOptions, capture, compare, truth
 from divergence.errors import ModelError
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture, truth
 from divergence.recording.code import quantization_of
 from divergence.run.manifest import QuantizedNumbers
 from tests.models import quantized

@@ -15,14 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import Run, capture, compare
 from divergence.comparison.preflight.code import code_line
 from divergence.errors import UsageError
-from divergence.recording.api import capture
 from divergence.recording.engines.load import why_not
 from divergence.recording.processes import _own_device, joined, parse_mesh
 from divergence.run.ranks import unsharded
-from divergence.run.reader import Run
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 PROMPTS = ["A bridge is built twice:", "Once on paper, where every beam is exact."]

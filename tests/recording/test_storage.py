@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run, capture
 from divergence.errors import RunWriteError
 from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compiled
 from divergence.recording import execution as room
-from divergence.recording.api import capture
 from divergence.recording.engines.sessions import about_bytes
 from divergence.recording.keeper import BufferKeeper
 from divergence.run import target as directory_target
@@ -30,7 +30,6 @@ from divergence.run.captured import (
     piece_of,
 )
 from divergence.run.manifest import Sizes
-from divergence.run.reader import Run
 from divergence.run.writer import Reducer, RunWriter, ShardBuilder
 
 MIB = 1 << 20

@@ -4,17 +4,15 @@ import msgspec
 import pytest
 import torch
 
+from divergence import RecordOptions, Run, capture
+from divergence import truth as make_truth
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import fold_tensor, sketch_bytes, sketch_tensor
-from divergence.options.commands import RecordOptions
 from divergence.recording import keeper as keep_reduced
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.keeper import CopyKeeper, ReducedKeeper
 from divergence.run.manifest import digest_tensor
-from divergence.run.reader import Run
 from divergence.run.record import Place
 from divergence.run.writer import Reducer, reducer_for
 

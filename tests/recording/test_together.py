@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from divergence.options.commands import LoadOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
+from divergence import LoadOptions, capture
+from divergence import truth as make_truth
 from divergence.recording.engines import together
 from divergence.recording.hooks import Rows, agree
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from divergence import Run, capture
+from divergence import truth as make_truth
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.recording import execution as passes
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
 from divergence.run.site import module_of
 from tests.digests import without_digests
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from divergence.recording.api import capture, truth
+from divergence import capture, truth
 from tests.digests import without_digests
 
 

@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 from divergence.recording.dry_run import plan_capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow"]

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import capture, compare, replay
+from divergence import truth as make_truth
 from divergence.errors import UsageError
-from divergence.ops.replay import replay
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.machine import deterministic_settings
 

@@ -6,7 +6,8 @@ import random
 
 import msgspec
 
-from divergence.comparison.result import Report, RunSummary
+from divergence import Report
+from divergence.comparison.result import RunSummary
 from divergence.comparison.results import (
     Coverage,
     Explanation,

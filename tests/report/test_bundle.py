@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from divergence.comparison.result import Report
+from divergence import Report
 from divergence.facts import Fact
 from divergence.report.bundle import Redaction, bundle_files, redacted_report, zipped
 from divergence.run.manifest import Environment

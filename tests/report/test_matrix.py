@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from divergence import Matrix
 from divergence.comparison.results import Onset
-from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
+from divergence.fleet.result import AgreementGroup, CrossCheck, MatrixRow
 from divergence.layout import MAX_WIDTH, print_lines
 from divergence.report.matrix import MAX_ROWS, matrix_document
 from divergence.report.text import document_lines, headline_lines

@@ -9,16 +9,10 @@ import re
 
 import pytest
 
+from divergence import Matrix, SelfcheckResult
 from divergence.comparison.results import Onset
-from divergence.experiments.result import (
-    FaultSize,
-    Level,
-    Localization,
-    SelfcheckLine,
-    SelfcheckResult,
-    Sensitivity,
-)
-from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
+from divergence.experiments.result import FaultSize, Level, Localization, SelfcheckLine, Sensitivity
+from divergence.fleet.result import AgreementGroup, CrossCheck, MatrixRow
 
 BLOCKS = [f"model.layers.{number}" for number in range(5)]
 EVIL = "</script><script>window.pwned=1</script>\u202e"

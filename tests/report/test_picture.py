@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from divergence import DiffResult
 from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
-from divergence.experiments.diff import DiffResult
 from divergence.html import picture as pictures
 from divergence.html.picture import Picture
 

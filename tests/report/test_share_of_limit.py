@@ -11,12 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from divergence import BatchOptions, capture, compare
 from divergence.cli.main import app
-from divergence.comparison.api import compare
 from divergence.layout import limit_share
 from divergence.numerics.floor import share_from_nothing
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
 
 PROMPTS = [
     "A bridge is built twice: once on paper, where every beam is exact.",

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from divergence import Run, pack
 from divergence.errors import RunFormatError
-from divergence.run.reader import Run
-from divergence.run.target import pack
 
 KINDS = ("tar", "zip")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from divergence import Run
 from divergence.errors import RunFormatError
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from divergence import Run
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.summaries import sketch_tensor
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import sizes_of
-from divergence.run.reader import Run
 from divergence.run.record import RECORDS
 from divergence.run.writer import Reducer, RunWriter
 from tests.digests import without_digests

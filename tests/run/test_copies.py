@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from divergence import Run, pack, unpack
 from divergence.errors import RunFormatError
 from divergence.gate.golden import bless
-from divergence.run.reader import Run
-from divergence.run.target import pack, unpack
 
 
 @pytest.fixture

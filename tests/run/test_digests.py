@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from divergence import Run, pack, unpack
 from divergence.cli.main import app
 from divergence.errors import RunFormatError
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run, without_passes
-from divergence.run.target import pack, unpack, write_directory
+from divergence.run.reader import without_passes
+from divergence.run.target import write_directory
 from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 from tests.run.test_lines import write_many

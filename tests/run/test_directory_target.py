@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from divergence import Run
 from divergence.errors import RunExistsError
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
 from divergence.run.target import check_target
 from divergence.run.writer import RunWriter
 

@@ -12,13 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from divergence import Run, pack
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run import target as targets
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
 from divergence.run.location import Url
-from divergence.run.reader import Run
-from divergence.run.target import pack
 from divergence.run.writer import RunWriter
 
 URL = "far://bucket/run"

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from divergence import Run
 from divergence.numerics.summary import Summary
 from divergence.run import manifest as manifest_types
 from divergence.run.manifest import (
@@ -27,7 +28,6 @@ from divergence.run.manifest import (
     QuantizedNumbers,
     QuantizedScheme,
 )
-from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Place, Record, Sketch
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_every_dtype_is_documented():
 
 def test_the_documented_example_writes_a_valid_run(tmp_path):
     """Without divergence: and the run opens, verifies and is identical to itself."""
-    from divergence.comparison.api import compare
+    from divergence import compare
 
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert "divergence" not in code
@@ -121,7 +121,7 @@ def test_the_documented_version_is_the_current_one():
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 def test_a_stored_run_of_every_version_opens(version):
     """It opens, every byte has its checksum, and it compares with itself."""
-    from divergence.comparison.api import compare
+    from divergence import compare
 
     path = FIXTURES / f"run-v{version}"
     assert json.loads((path / "manifest.json").read_text())["schema_version"] == version

@@ -8,9 +8,9 @@ import pytest
 import torch
 import xxhash
 
+from divergence import Run
 from divergence.run import contents as parsing
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
 from divergence.run.record import Call
 from divergence.run.shards import open_store
 from divergence.run.writer import RunWriter, reducer_for

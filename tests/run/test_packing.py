@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import divergence
+from divergence import Run, pack, unpack
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run import target as packing
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
-from divergence.run.target import pack, unpack
 from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 

@@ -12,10 +12,10 @@ import tarfile
 import pytest
 import torch
 
+from divergence import Run
 from divergence.errors import RunFormatError, UsageError
 from divergence.run import record as layout
 from divergence.run.manifest import SCHEMA_VERSION
-from divergence.run.reader import Run
 
 
 def refused(path, *texts: str) -> RunFormatError:

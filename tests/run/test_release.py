@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from divergence import Run
 from divergence.run.blobs import LocalBlob
-from divergence.run.reader import Run
 
 STORED = Path(__file__).parents[1] / "fixtures" / "run-v2"
 

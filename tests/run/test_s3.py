@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from divergence import Run, pack, unpack
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
-from divergence.run.target import pack, unpack
 from divergence.run.writer import RunWriter
 
 

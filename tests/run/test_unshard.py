@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.ranks import digests_of, unsharded
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(1, 4, 6) - 7.5

@@ -9,12 +9,12 @@ import os
 import pytest
 import torch
 
+from divergence import Run
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.numerics.formats import FORMATS
 from divergence.run import target as target_of_runs
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
 HAVE = [name for name in FORMATS if hasattr(torch, name)]

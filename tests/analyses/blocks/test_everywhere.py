@@ -8,8 +8,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)]
            for n, count in enumerate((20, 33, 12, 27))]  # fmt: skip

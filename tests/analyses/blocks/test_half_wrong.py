@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture, truth
+from divergence import capture, compare, truth
 
 PROMPTS = [[7 * n + k * (n + 1) for k in range(3, 19)] for n in range(8)]
 LAYERS = [f"model.layers.{number}" for number in range(4)]

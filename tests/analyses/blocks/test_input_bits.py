@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 PROMPTS = [[(13 * n + 7 * k) % 200 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
 FORMATS = {10: "10 bits (TF32)", 7: "7 bits (bfloat16)"}

@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture, truth
+from divergence import capture, compare, truth
 
 PROMPTS = [[(13 * n + 7 * k) % 1000 + 3 for k in range(count)] for n, count in enumerate((32, 20))]
 LAYERS = [f"model.layers.{number}" for number in range(6)]

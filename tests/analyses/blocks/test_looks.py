@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from divergence import RecordOptions
 from divergence.analyses.blocks.onset import is_everywhere, only_in
 from divergence.analyses.blocks.units import Escalation, build_units, flag
 from divergence.comparison.results import PromptRatio, SiteResult
 from divergence.facts import sentence
 from divergence.numerics.floor import spread
-from divergence.options.commands import RecordOptions
 
 ROWS, FEATURES = 16, 64
 
@@ -204,9 +204,7 @@ def test_the_limit_of_the_largest_holds_for_the_number_of_looks():
 
 def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
     """Of a golden of decode steps alone: compare and check say what they have not seen."""
-    from divergence.comparison.api import compare
-    from divergence.gate.check import check
-    from divergence.recording.api import capture
+    from divergence import capture, check, compare
     from tests.models.tiny import build
 
     model = build("llama", tmp_path / "model")

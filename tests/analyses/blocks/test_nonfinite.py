@@ -9,15 +9,13 @@ import msgspec
 import pytest
 import torch
 
+from divergence import BatchOptions, capture, compare
 from divergence.analyses.blocks.find import find_nonfinite
-from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import measure
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import NonfiniteCount
 from divergence.errors import UsageError
 from divergence.gate.golden import bless
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 

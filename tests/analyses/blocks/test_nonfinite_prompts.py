@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
+from divergence import BatchOptions, capture, compare
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19], [21, 23, 25], [31, 33, 35, 37, 39]]
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from divergence import capture, compare
 from divergence.analyses.blocks.structure import PLACES, VALUES, OnsetRows
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
 
 BLOCK = "model.layers.1"
 PROMPTS = [

@@ -7,9 +7,7 @@ import shutil
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture, truth
-from divergence.run.reader import Run
+from divergence import Run, capture, compare, truth
 from tests.digests import without_digests
 
 

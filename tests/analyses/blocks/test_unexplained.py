@@ -12,8 +12,7 @@ import transformers
 
 from benchmarks._hidden import hidden
 from benchmarks._machines import planting
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks._recorded import without_truth
-from divergence.comparison.api import compare
+from divergence import capture, compare
 from divergence.comparison.results import Visible
-from divergence.recording.api import capture
 from divergence.report.summary import unseen
 
 BLOCK = "model.layers.2"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from divergence import Run, capture, compare
 from divergence.analyses.code.find import code_evidence
-from divergence.comparison.api import compare
 from divergence.comparison.preflight.code import code_differences, code_line
 from divergence.comparison.preflight.lines import (
     config_differences,
@@ -16,9 +16,7 @@ from divergence.comparison.preflight.lines import (
     weight_causes,
 )
 from divergence.facts import sentence, worded
-from divergence.recording.api import capture
 from divergence.run.manifest import CodeNote
-from divergence.run.reader import Run
 
 V3 = "tests/fixtures/run-v3"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.nn import functional as F
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 PROMPTS = [[5, 9, 17, 101, 23, 44, 61, 8]]
 

@@ -6,18 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from divergence import BatchOptions, capture, compare
+from divergence import truth as make_truth
 from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
 from divergence.comparison.analysis import AnalysisResult
-from divergence.comparison.api import compare
 from divergence.comparison.decide import decide, explained
 from divergence.comparison.preflight.code import disagreement, other_code, replaced_in
 from divergence.comparison.results import Finding, Onset, OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 
 BLOCK = "model.layers.1"
 
@@ -92,7 +90,7 @@ def runs(llama, tmp_path_factory):
 
 
 def opened(runs, *names):
-    from divergence.run.reader import Run
+    from divergence import Run
 
     return [Run.open(runs / name) for name in names]
 

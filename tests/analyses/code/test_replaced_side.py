@@ -7,8 +7,7 @@ import types
 import pytest
 import torch
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture, truth
+from divergence import capture, compare, truth
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,17 @@ import pytest
 import torch
 
 import divergence.recording.engines.sessions as capture_api
+from divergence import RecordOptions, Run, capture, check, compare
+from divergence import truth as make_truth
 from divergence.analyses.blocks.find import find
 from divergence.analyses.blocks.rounding import find_drifts
 from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pairs import logits_row
-from divergence.comparison.api import compare
 from divergence.comparison.decide import decide
 from divergence.comparison.measure.runs import measure
 from divergence.comparison.preflight.lines import preflight
 from divergence.facts import sentence
-from divergence.gate.check import check
 from divergence.numerics.floor import THRESHOLDS
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 

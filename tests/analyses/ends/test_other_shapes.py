@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture, truth
+from divergence import BatchOptions, capture, compare, truth
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19, 21], [23, 25, 27, 29], [31, 33, 35, 37, 39]]
 

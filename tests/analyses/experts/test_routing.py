@@ -11,13 +11,10 @@ import pytest
 import torch
 import transformers
 
+from divergence import BatchOptions, RecordOptions, Run, capture, compare
+from divergence import truth as make_truth
 from divergence.analyses.blocks.sections import prompt_usage
-from divergence.comparison.api import compare
 from divergence.comparison.experts import Flips, explained_choices, free_routes_differ
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
 from divergence.run.site import module_of
 from tests.models import tiny, weights
 

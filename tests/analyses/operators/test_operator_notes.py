@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
+from divergence import capture, compare
+from divergence import truth as make_truth
 
 BLOCK = "model.layers.1"
 

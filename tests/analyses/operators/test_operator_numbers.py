@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture, truth
+from divergence import capture, compare, truth
 
 BLOCK = "model.layers.1"
 PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((32, 60))]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from divergence import BatchOptions, capture, compare
+from divergence import truth as make_truth
 from divergence.analyses.operators.measure import judge_operators, measure_operators
 from divergence.analyses.operators.operands import Pads
-from divergence.comparison.api import compare
 from divergence.facts import worded
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 
 PASSES = ("anchored", "anchored")
 PADS = ((0, 8, 0), (5, 3, 0), (0, 7, 1))

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from divergence import LoadOptions, Run, capture, compare
+from divergence import truth as make_truth
 from divergence.analyses.precision.audit import audit_runs
-from divergence.comparison.api import compare
-from divergence.options.commands import LoadOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.run.manifest import ArithmeticFact
-from divergence.run.reader import Run
 
 BLOCKS = {
     "llama": "model.layers.1",

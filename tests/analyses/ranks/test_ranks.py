@@ -19,6 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from divergence import BatchOptions, Run, capture
+from divergence import truth as make_truth
 from divergence.comparison.align.pairs import Pair, Piece, align
 from divergence.comparison.measure import processes as ranks
 from divergence.comparison.measure.judge import ModelFloor
@@ -26,13 +28,9 @@ from divergence.comparison.measure.processes import _packed, _unpacked, num_proc
 from divergence.comparison.measure.runs import Measurer, measure_all, measured_by
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.ranks import unsharded
-from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.writer import RunWriter
 

@@ -9,19 +9,17 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run, capture, compare
+from divergence import truth as make_truth
 from divergence.analyses.tokens import measure as flips
 from divergence.analyses.tokens.find import findings_of
 from divergence.analyses.tokens.measure import compare_tokens
-from divergence.comparison.api import compare
 from divergence.comparison.limits import TIE
 from divergence.facts import worded
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.logits import kl_divergence, logit_error
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
 
 V = 4096
 PROMPT = "Why do machines disagree?"

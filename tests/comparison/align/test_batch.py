@@ -9,13 +9,10 @@ import shutil
 import pytest
 import torch
 
+from divergence import BatchOptions, RecordOptions, capture, compare, localize
+from divergence import truth as make_truth
 from divergence.cli.main import app
-from divergence.comparison.api import compare
 from divergence.errors import UsageError
-from divergence.experiments.localization.localize import localize
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 
 LENGTHS = (9, 14, 5, 1, 12, 7, 14, 3)
 BLOCK = "model.layers.1"

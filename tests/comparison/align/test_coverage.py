@@ -9,15 +9,12 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run, capture, check, compare
+from divergence import truth as make_truth
 from divergence.comparison.align.coverage import UNACCOUNTED
 from divergence.comparison.align.pairs import kinds_of
-from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, UsageError
-from divergence.gate.check import check
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.run.manifest import ModuleNote
-from divergence.run.reader import Run
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 OPERATORS = ("blocks", "ops@model.layers.1")

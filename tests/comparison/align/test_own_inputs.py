@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 
 @pytest.mark.parametrize("first", [9, 14, 19])

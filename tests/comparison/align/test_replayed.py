@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from divergence import RecordOptions, Run, capture, compare, replay
+from divergence import truth as make_truth
 from divergence.comparison.align.pairs import align
-from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, UsageError
-from divergence.ops.replay import replay
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.run.captured import CapturedTensor
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
 BLOCK = "model.layers.1"

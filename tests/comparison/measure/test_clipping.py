@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import divergence
+from divergence import TrainOptions
 from divergence.comparison.measure.runs import SharedRounding
 from divergence.numerics.floor import norm_floor
-from divergence.options.commands import TrainOptions
 
 
 def run_of(norm):

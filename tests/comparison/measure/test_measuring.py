@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from divergence import Run, capture, compare, compare_many
 from divergence.comparison.align.pairs import align
-from divergence.comparison.api import compare
 from divergence.comparison.measure import runs as measuring
 from divergence.comparison.measure.judge import ModelFloor
 from divergence.comparison.measure.runs import (
@@ -22,12 +22,9 @@ from divergence.comparison.measure.runs import (
     results_of_pairs,
 )
 from divergence.errors import RunFormatError, UsageError
-from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled
-from divergence.recording.api import capture
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote, Sizes
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 

@@ -10,15 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import BatchOptions, RecordOptions, Run, capture, check, compare
+from divergence import truth as make_truth
 from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
-from divergence.gate.check import check
 from divergence.numerics.summaries import fold_tensor
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
 from divergence.run.record import RECORDS
 from tests.digests import without_digests
 

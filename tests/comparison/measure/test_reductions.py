@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import divergence
+from divergence import TrainOptions
 from divergence.numerics.floor import norm_floor
-from divergence.options.commands import TrainOptions
 
 IDS = [[5, 9, 31, 7, 12, 40, 77, 99, 100, 3], [8, 3, 22, 9, 13, 45, 60]]
 

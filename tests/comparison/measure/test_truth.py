@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import capture, compare
+from divergence import truth as make_truth
 from divergence.errors import IncomparableError, UsageError
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from tests.digests import without_digests
 
 # benchmarks/ is beside the package, not in it.

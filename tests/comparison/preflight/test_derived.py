@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import capture, compare
 from divergence.facts import sentence
-from divergence.recording.api import capture
 
 NAME = "model.rotary_emb.inv_freq"
 PROMPTS = ["The bridge was built", "one two three four"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 TEXT = [17, 101, 23, 44, 61, 8]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from divergence import Run, capture
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import schemes_apart
 from divergence.facts import worded
-from divergence.recording.api import capture
 from divergence.run.manifest import (
     Calibration,
     EngineNote,
@@ -16,7 +16,6 @@ from divergence.run.manifest import (
     QuantizedNumbers,
     QuantizedScheme,
 )
-from divergence.run.reader import Run
 
 
 def note(bits):

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence import capture, compare
 
 UP = "mlp.up_proj"
 EVERYWHERE = f"model.layers.*.{UP}.weight: "

@@ -8,12 +8,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from divergence.comparison.api import compare
+from divergence import capture, check, compare
 from divergence.comparison.preflight.lines import match_parameters
 from divergence.errors import IncomparableError
-from divergence.gate.check import check
 from divergence.gate.policy import Policy, PreflightPolicy
-from divergence.recording.api import capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 

@@ -7,7 +7,7 @@ import json
 import torch_npu
 from commands import captured, divergence, made
 
-from divergence.run.reader import Run
+from divergence import Run
 
 FORMS = {
     "modules": ("--sites", "modules"),

@@ -7,9 +7,9 @@ import torch_npu
 import transformers
 from commands import made
 
+from divergence import Run
 from divergence.recording import widening
 from divergence.recording.widening import Widening
-from divergence.run.reader import Run
 from tests.models import tiny
 
 CAPTURED = ("bert", "gemma3", "gpt2", "llama", "qwen3", "t5")

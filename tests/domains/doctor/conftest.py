@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from divergence.recording.api import capture, truth
+from divergence import Run, capture, truth
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis, Sizes
-from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.domains.doctor.result import Checkup
+from divergence import Checkup
 from divergence.errors import IncomparableError, RunFormatError, UsageError
 from divergence.options.commands import EvidenceOptions, fields_of
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from divergence.recording.api import capture
-from divergence.run.reader import Run
+from divergence import Run, capture
 from tests.models import onnx_graphs
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Hello there"]

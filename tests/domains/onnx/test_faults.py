@@ -12,9 +12,7 @@ pytest.importorskip("onnxruntime")
 import numpy as np  # noqa: E402
 from onnx import numpy_helper  # noqa: E402
 
-from divergence.comparison.api import compare  # noqa: E402
-from divergence.recording.api import truth  # noqa: E402
-from divergence.run.reader import Run  # noqa: E402
+from divergence import Run, compare, truth  # noqa: E402
 from tests.models.onnx_graphs import node_of  # noqa: E402
 
 

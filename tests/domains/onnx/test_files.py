@@ -9,7 +9,7 @@ import pytest
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from divergence.comparison.api import compare  # noqa: E402
+from divergence import compare  # noqa: E402
 from divergence.errors import ModelError  # noqa: E402
 from tests.models.onnx_graphs import scopes_of  # noqa: E402
 

@@ -15,8 +15,8 @@ pytest.importorskip("onnxruntime")
 import numpy as np  # noqa: E402
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
+from divergence import capture  # noqa: E402
 from divergence.errors import ModelError  # noqa: E402
-from divergence.recording.api import capture  # noqa: E402
 from divergence.recording.prompts import Prompt  # noqa: E402
 
 FLOAT, INT64, STRING = 1, 7, 8

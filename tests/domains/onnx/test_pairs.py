@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from divergence.comparison.api import compare
+from divergence import capture, compare, truth
 from divergence.errors import ModelError
-from divergence.recording.api import capture, truth
 from tests.models import onnx_graphs
 
 HEALTHY = ("identical", "within_floor")

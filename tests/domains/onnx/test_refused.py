@@ -9,9 +9,8 @@ import pytest
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from divergence.comparison.api import compare  # noqa: E402
+from divergence import capture, compare  # noqa: E402
 from divergence.errors import ModelError, UsageError  # noqa: E402
-from divergence.recording.api import capture  # noqa: E402
 from tests.models.onnx_graphs import MODELS  # noqa: E402
 
 

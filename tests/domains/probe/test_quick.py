@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from divergence import RecordOptions, capture
+from divergence import truth as make_truth
 from divergence.domains.probe import quick
 from divergence.domains.probe.quick import quick_facts
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 
 
 class Calls(TorchDispatchMode):

@@ -8,11 +8,8 @@ from unittest import mock
 import pytest
 
 from benchmarks.quantizers import PROMPTS, on_loading
-from divergence.comparison.api import compare
-from divergence.options.commands import LoadOptions
-from divergence.recording.api import capture, truth
+from divergence import LoadOptions, Run, capture, compare, truth
 from divergence.recording.engines import sessions
-from divergence.run.reader import Run
 from divergence.run.site import CODES
 from tests.models import quantized
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from divergence.comparison.api import compare
+from divergence import LoadOptions, capture, compare, truth
 from divergence.domains.quantization.model import chosen, targets_of
 from divergence.errors import UsageError
-from divergence.options.commands import LoadOptions
-from divergence.recording.api import capture, truth
 from divergence.recording.engines.load import Loading, load_model
 
 PROMPTS = ["one two three four five", "six seven eight nine"]

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from benchmarks.quantizers import PROMPTS
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions, LoadOptions
-from divergence.recording.api import capture, truth
+from divergence import BatchOptions, LoadOptions, capture, compare, truth
 from divergence.run.site import HEAD_CODES
 from tests.models import quantized
 

@@ -9,16 +9,15 @@ import pytest
 import torch
 import yaml
 
+from divergence import Run, capture, quantize
 from divergence.domains.quantization.command import QuantizationOptions
-from divergence.domains.quantization.quantize import cost_of, forms, quantize
+from divergence.domains.quantization.quantize import cost_of, forms
 from divergence.domains.quantization.scheme import scheme_named
 from divergence.domains.quantization.show import quantization_document
 from divergence.errors import UsageError
 from divergence.numerics.logits import row_costs
 from divergence.options.commands import fields_of
-from divergence.recording.api import capture
 from divergence.report.text import document_lines
-from divergence.run.reader import Run
 
 PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", "the cat sat"]
 

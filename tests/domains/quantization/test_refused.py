@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import Run, capture, compare, quantize, truth
 from divergence.domains.quantization import quantize as alone
 from divergence.domains.quantization.engine import keep_of
-from divergence.domains.quantization.quantize import _Numbers, _statistics, quantize
+from divergence.domains.quantization.quantize import _Numbers, _statistics
 from divergence.domains.quantization.show import quantization_document
 from divergence.errors import RunExistsError, UsageError
-from divergence.recording.api import capture, truth
 from divergence.report.text import document_lines
-from divergence.run.reader import Run
 
 
 @pytest.fixture(scope="module")

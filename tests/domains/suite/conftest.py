@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from divergence import MachineOptions
-from divergence.run.reader import Run
+from divergence import MachineOptions, Run
 from tests.shared_fixtures import *  # noqa: F403
 
 

@@ -368,7 +368,7 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
 def test_replays_of_a_suite(tmp_path):
     """`divergence replay` runs a suite's operators too, and is held to the suite's truth. The
     float64 replay does not say what rounding explains, so it is no truth of a suite."""
-    from divergence.ops.replay import replay
+    from divergence import replay
 
     run = capture("suite:llm", out=tmp_path / "a", sites=FEW)
     again = replay(run, out=tmp_path / "r")

@@ -9,9 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from divergence import LoadOptions, capture
 from divergence.domains.suite.operators import PAGED, QUANTIZATION
-from divergence.options.commands import LoadOptions
-from divergence.recording.api import capture
 
 (PAGED_ATTENTION,) = PAGED
 W8A8 = next(one for one in QUANTIZATION if one.name == "w8a8_linear")

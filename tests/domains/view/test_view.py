@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from divergence.comparison.result import Report
+from divergence import Report
 from divergence.domains.view.app import HOMES, Page
 from divergence.errors import UsageError
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from divergence import Run, capture
 from divergence.comparison.advice import Advice
 from divergence.experiments.localization.machine import Goal, Maker
-from divergence.recording.api import capture
 from divergence.run.command import command
-from divergence.run.reader import Run
 
 GOAL = Goal(sites=["blocks"])
 

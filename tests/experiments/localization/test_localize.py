@@ -9,14 +9,11 @@ import shlex
 import pytest
 import torch
 
+from divergence import BatchOptions, Run, capture, localize
+from divergence import truth as make_truth
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.localization.localize import localize
-from divergence.options.commands import BatchOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines, headline_lines
-from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.comparison.api import compare
-from divergence.experiments.localization.localize import localize
-from divergence.recording.api import capture, truth
+from divergence import capture, compare, localize, truth
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from divergence.experiments.localization.localize import localize
-from divergence.recording.api import capture
+from divergence import capture, localize
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import divergence
-from divergence.options.commands import RecordOptions, TrainOptions
+from divergence import RecordOptions, TrainOptions
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines
 from divergence.run.site import BACKWARD

@@ -9,20 +9,15 @@ import shutil
 import msgspec
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import RecordOptions, Run, capture, compare, localize, sensitivity
+from divergence import truth as make_truth
 from divergence.errors import UsageError
 from divergence.experiments.explain import explain_token
-from divergence.experiments.localization.localize import localize
 from divergence.experiments.localization.repetition import check_repetition, check_substituted
-from divergence.experiments.sensitivity import sensitivity
 from divergence.facts import worded
 from divergence.numerics.summaries import fold_tensor
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines, headline_lines
-from divergence.run.reader import Run
 from tests.digests import without_digests
 
 BLOCK = "model.layers.1"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
+from divergence import RecordOptions, Run, capture, compare, pack, unpack
 from divergence.errors import RunExistsError, UsageError
 from divergence.gate.golden import bless
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
 from divergence.report.capturing import captured_document
 from divergence.report.inspection import run_document
 from divergence.report.summary import report_lines
 from divergence.report.text import document_lines
-from divergence.run.reader import Run
-from divergence.run.target import pack, unpack
 
 BLOCK = "model.layers.1"
 SITE = f"{BLOCK}.mlp/aten.mul:out"

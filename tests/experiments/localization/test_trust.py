@@ -12,18 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from divergence import Run, capture, compare, replay
 from divergence.comparison.advice import _options
-from divergence.comparison.api import compare
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import FaultSize
 from divergence.experiments.sensitivity import confirm_sizes
-from divergence.ops.replay import replay
-from divergence.recording.api import capture
 from divergence.recording.machine import variables_to_set
 from divergence.recording.request import also_taken
 from divergence.run.command import command
-from divergence.run.reader import Run
 
 KERNEL = "attacker/kernel@main:f"
 

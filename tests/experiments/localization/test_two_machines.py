@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import transformers.models.llama.modeling_llama as modeling
 
+from divergence import Run, capture, localize
+from divergence import truth as make_truth
 from divergence.errors import IncomparableError
-from divergence.experiments.localization.localize import localize
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_document
 from divergence.report.text import document_lines
-from divergence.run.reader import Run
 
 # benchmarks/ is beside the package, not in it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))

@@ -7,10 +7,9 @@ import json
 import pytest
 import torch
 
+from divergence import BatchOptions, RecordOptions, capture, selfcheck
 from divergence.errors import UsageError
-from divergence.experiments.selfcheck import NAMES, selfcheck
-from divergence.options.commands import BatchOptions, RecordOptions
-from divergence.recording.api import capture
+from divergence.experiments.selfcheck import NAMES
 
 _QUICK = tuple(name for name in NAMES if name not in ("threads", "compile"))
 """Two threads disturb other tests, and compiling takes a minute."""

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.comparison.api import compare, measure_runs
+from divergence import RecordOptions, capture, compare, sensitivity
+from divergence import truth as make_truth
+from divergence.comparison.api import measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.sensitivity import (
@@ -18,12 +20,8 @@ from divergence.experiments.sensitivity import (
     SensitivityTrials,
     faults_named,
     sees,
-    sensitivity,
     smallest_seen,
 )
-from divergence.options.commands import RecordOptions
-from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 MIDDLE = "model.layers.2"

@@ -17,12 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from divergence import Run, replay, repro
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.ops.replay import replay
-from divergence.ops.reproducer import FILES, repro
+from divergence.ops.reproducer import FILES
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
-from divergence.run.reader import Run
 from divergence.run.record import Call, Operand
 from divergence.run.writer import RunWriter
 

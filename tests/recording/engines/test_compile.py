@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.comparison.api import compare
+from divergence import LoadOptions, capture, compare, truth
 from divergence.errors import ModelError, UsageError
-from divergence.options.commands import LoadOptions
-from divergence.recording.api import capture, truth
 
 WISHES = {"prompts": ["one two", "three"], "max_new_tokens": 3, "probe": False}
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

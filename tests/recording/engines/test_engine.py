@@ -12,10 +12,8 @@ import pytest
 import transformers
 from msgspec.structs import replace
 
-from divergence.comparison.api import compare
+from divergence import LoadOptions, RecordOptions, capture, compare, truth
 from divergence.errors import RunFormatError, UsageError
-from divergence.options.commands import LoadOptions, RecordOptions
-from divergence.recording.api import capture, truth
 from divergence.recording.engines.engine import EngineOptions, engine_named, options_for
 from divergence.recording.engines.sessions import (
     TorchSession,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.options.commands import BatchOptions, LoadOptions, RecordOptions
-from divergence.recording.api import capture
+from divergence import BatchOptions, LoadOptions, RecordOptions, capture, compare
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 MLP = "model.layers.1.mlp"

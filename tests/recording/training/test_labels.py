@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import divergence
+from divergence import BatchOptions, TrainOptions
 from divergence.errors import DivergenceError, PromptError, UsageError
-from divergence.options.commands import BatchOptions, CaptureOptions, TrainOptions
+from divergence.options.commands import CaptureOptions
 from divergence.recording.optimizer import prompts_of
 from divergence.recording.prompts import Prompt, check_labels, label_rows
 from divergence.run.manifest import NO_LABEL, SampleTokens

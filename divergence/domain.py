@@ -126,6 +126,9 @@ class Domain:
     it."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
+    plain_engines: tuple[str, ...] = ()
+    """Those of them that run a model's own forward once for each step, as transformers does: they
+    keep no prefixes, and guess no tokens ahead."""
     policies: Mapping[str, str] = field(default_factory=dict)
     """Tables of a policy file, by name: where the Struct is (gate.policy.PolicyTable)."""
     adds: Mapping[str, Addition] = field(default_factory=dict)

@@ -32,8 +32,6 @@ from divergence.comparison.results import (
 from divergence.domain import added, placed
 from divergence.errors import UsageError
 from divergence.facts import Fact, JsonValue, Worded
-from divergence.run.manifest import UNKNOWN
-from divergence.run.site import LOGPROBS
 from divergence.words import Side, printable_json
 
 if TYPE_CHECKING:
@@ -326,9 +324,7 @@ def summary_of(run: Run) -> RunSummary:
         id=manifest.id,
         label=manifest.environment.label,
         model=manifest.model.source,
-        dtype=manifest.model.dtype
-        if manifest.plan.sites != [LOGPROBS]
-        else manifest.settings.dtype or UNKNOWN,
+        dtype=manifest.model_dtype,
         device=f"{manifest.environment.device_type}: {manifest.environment.device_name}",
         complete=manifest.complete,
         stopped_by=manifest.stopped_by,

@@ -268,24 +268,6 @@ SENTENCES: Mapping[str, str] = {
     ),
     "expected_w": "expected W {w:figure 2}",
     "measured_w": "measured W {w:figure 2}",
-    # analyses.arithmetic: two probes
-    "tensors_differ": "{num_different} of {total} recorded tensors differ",
-    "tensors_without_partner": "{num} tensors had no partner: other shapes or orders",
-    "no_fact_in_common": "the runs hold no fact in common",
-    "other_precision": (
-        "the two machines compute in other precision: {num:count fact} differ, {num_precise} of "
-        "them in precision"
-    ),
-    "other_rounding": (
-        "the two machines round otherwise: {num:count fact} differ, none of them in precision"
-    ),
-    "same_arithmetic": (
-        "the probed arithmetic is the same"
-        "[[, and all {num_same} recorded tensors are equal bit for bit]]"
-    ),
-    "not_all_compared": "not everything was compared",
-    # runs that are compared as a whole
-    "not_every_case": "not every case was compared",
     # an analysis of somebody's package
     "analysis_failed": (
         "the analysis {name} of the package {package} failed and is left out: {error}"

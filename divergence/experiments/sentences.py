@@ -157,9 +157,6 @@ SENTENCES: Mapping[str, str] = {
     ),
     "seen_truths": "both truths agree to rel L2 {rel_l2:.1e}",
     "seen_figures": "{num} sites, figures equal to {apart:.0e}",
-    "seen_arithmetic": (
-        "{num} facts, {num_odd} other than the CPU's[[: {odd:list ; }]][[ and {num_more} more]]"
-    ),
     # one token explained
     "unexplained": "nothing to explain: {why}",
     "other_experiment": "the runs are not the same experiment",

@@ -4,8 +4,8 @@ A code is a choice that rounding may flip: where x / scale lies next to k + 1/2,
 machines take different codes, and a whole step of error appears out of nothing. So codes are
 treated as the experts of a token are. They are recorded with the blocks, at ``MODULE:in.codes``,
 less their zero point; in an anchored pass the other run's are put in place, and the values behind
-them differ by rounding alone; the codes are judged as codes (numerics.codes). In float64 x / scale
-is recorded before it is rounded: it tells how near a tie lies. Keys and values that a cache holds
+them differ by rounding alone; the codes are judged as codes. In float64 x / scale is recorded
+before it is rounded: it tells how near a tie lies. Keys and values that a cache holds
 as codes are treated alike, at ``ATTENTION:in.k.codes`` and ``in.v.codes``, all heads of a token in
 one row.
 

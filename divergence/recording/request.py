@@ -31,7 +31,7 @@ from divergence.run.manifest import EngineNote, EngineValue, Manifest, Override,
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
-from divergence.run.site import LOGPROBS, ROOT, join_site
+from divergence.run.site import ROOT, join_site
 from divergence.run.trust import (
     recorded_attention,
     recorded_revision,
@@ -229,7 +229,7 @@ def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, An
             settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
     # What the manifest holds in two places, or a run may not choose freely.
-    served = plan.sites == [LOGPROBS]
+    served = recorded.scores_alone
     if served and model is None:
         raise UsageError(
             f"no model ran here for {run.path}: it holds log-probabilities alone",
@@ -275,7 +275,7 @@ def _check_recorded(run: Run) -> None:
     """What a run by another writer may hold and no capture can repeat."""
     manifest = run.manifest
     empty = [n for n, sample in enumerate(manifest.tokens.samples) if not sample.prompt_ids]
-    if empty and manifest.plan.sites == [LOGPROBS]:
+    if empty and manifest.scores_alone:
         raise UsageError(
             f"{run.path} holds no token ids to be forced through a model: its source, "
             f"{manifest.engine.name if manifest.engine else 'a file'}, gave texts alone",

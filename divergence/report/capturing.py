@@ -19,9 +19,9 @@ from divergence.report.inspection import (
     truth_text,
 )
 from divergence.run.command import command_line
-from divergence.run.manifest import SUITE, UNKNOWN, Manifest
+from divergence.run.manifest import SUITE, Manifest
 from divergence.run.record import Record
-from divergence.run.site import LOGPROBS, LOSS, join_site
+from divergence.run.site import LOSS, join_site
 from divergence.words import shortened
 
 
@@ -36,8 +36,7 @@ def captured_document(
     settings, plan = manifest.settings, manifest.plan
     done = "captured" if plan.replayed_pass is None else "replayed"
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
-    served = plan.sites == [LOGPROBS]  # the numbers' dtype is not what was computed in
-    dtype = settings.dtype or UNKNOWN if served else manifest.model.dtype
+    dtype = manifest.model_dtype
     facts = [
         named(*model_facts(manifest)[0]),
         named("machine", f"{manifest.environment.label}, {dtype}{wide} on {settings.device}"),
@@ -77,9 +76,9 @@ def captured_document(
         ]
     elif like is None:
         server: dict[str, Any] = (
-            {"endpoint": "URL", "model": manifest.model.source} if served else {}
+            {"endpoint": "URL", "model": manifest.model.source} if manifest.scores_alone else {}
         )
-        note = "of the other server" if served else "on the other machine"
+        note = "of the other server" if manifest.scores_alone else "on the other machine"
         following = [command_line("capture", **server, like=path, o="OTHER", note=note)]
     else:
         following = [command_line("compare", os.fspath(like), path)]

@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 
 from divergence.run.record import Count
+from divergence.run.site import LOGPROBS
 
 if TYPE_CHECKING:
     import torch
@@ -882,6 +883,17 @@ class Manifest(_Strict, kw_only=True):
     @property
     def num_ranks(self) -> int:
         return 1 if self.mesh is None else self.mesh.num_ranks
+
+    @property
+    def scores_alone(self) -> bool:
+        """Does the run hold log-probabilities of tokens and nothing else? No model ran then, as far
+        as is known."""
+        return self.plan.sites == [LOGPROBS]
+
+    @property
+    def model_dtype(self) -> str:
+        """That of the model; of scores alone, whose numbers have one of their own, as told."""
+        return self.settings.dtype or UNKNOWN if self.scores_alone else self.model.dtype
 
     @property
     def escalated_to(self) -> str | None:

@@ -936,7 +936,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
         runs = {"reference": a, "candidate": b}
         return _of_faults(faulty, [runs[judged.side] for judged in faulty], side, named=True)
     done = a.manifest.complete and b.manifest.complete and not coverage.unmatched
-    checks = [check("coverage", done, fact("not_every_case"))]
+    checks = [check("coverage", done, fact("collectives.not_every_case"))]
     checks += [item for judged in sides for item in _checks(judged, True)[1:]]
     facts = [item for judged in sides for item in _facts(judged, side=judged.side)]
     kind: VerdictKind = "identical"

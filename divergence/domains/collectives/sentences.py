@@ -124,4 +124,5 @@ SENTENCES: Mapping[str, str] = {
     # the order of addition
     "too_many_ranks": "the order of {collective} of {dtype}: too many ranks for its size",
     "chunks": "{order}[[, and {num_more:count more chunk}]]",
+    "not_every_case": "not every case was compared",
 }

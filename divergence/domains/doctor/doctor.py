@@ -29,6 +29,7 @@ from divergence.comparison.preflight.code import CodeDifference, code_difference
 from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Finding, PreflightLine, SiteResult, Verdict
+from divergence.domain import domains
 from divergence.domains.doctor.result import (
     Checkup,
     Point,
@@ -44,7 +45,7 @@ from divergence.run.command import command_line
 from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.site import LOGPROBS, ROOT, module_of, starred
+from divergence.run.site import ROOT, module_of, starred
 from divergence.words import HEADLINES, Progress, printable
 
 # The points and rungs of the checklist, each asked of what is known of two runs.
@@ -114,15 +115,15 @@ class CheckedPair:
             return []
         return [site for site in self.report.sites if (site.step > 0) == decode]
 
-    def claims(self, *claims: str) -> list[Finding]:
-        """What the analyses claim, of these kinds, where it can be a verdict."""
-        if self.report is None:
-            return []
-        return [
-            finding
-            for finding in self.report.findings
-            if finding.claim in claims and finding.role in ("convicts", "refines")
-        ]
+    @property
+    def convicting(self) -> list[Finding]:
+        """What the analyses claim that can be a verdict, or a part of one."""
+        findings = [] if self.report is None else self.report.findings
+        return [finding for finding in findings if finding.role in ("convicts", "refines")]
+
+    def claims(self, claim: str) -> list[Finding]:
+        """Those of one kind."""
+        return [finding for finding in self.convicting if finding.claim == claim]
 
     @property
     def sampled(self) -> bool:
@@ -186,11 +187,9 @@ def logits_kept(run: Run) -> tuple[int, int]:
 Said = tuple[RungState, Sequence[Fact], bool]
 """(state, evidence, does it explain the rungs below)."""
 
-_NUMBERS: tuple[str, ...] = (
-    "nonfinite", "integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind",
-    "error_below_floor", "error_between", "operator_off", "drift",
-)  # fmt: skip
 _SAMPLED = "not_the_largest_logit"
+_OTHER_RUNGS = (_SAMPLED, "replicas_disagree")
+"""Claims of more than rounding that other rungs tell of."""
 
 
 def phase(pair: CheckedPair, *, decode: bool) -> Said:
@@ -203,8 +202,10 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         told = _told_by_ranks(pair)
         made = [
             finding
-            for finding in pair.claims(*_NUMBERS)
-            if (at := finding.step if finding.onset is None else finding.onset.step) is not None
+            for finding in pair.convicting
+            if finding.claim not in _OTHER_RUNGS
+            and (finding.role == "refines" or finding.kind in _DIVERGED)
+            and (at := finding.step if finding.onset is None else finding.onset.step) is not None
             and (at > 0) == decode
         ]
         # the forward that the verdict names, if it names one; sampling is in none
@@ -520,9 +521,12 @@ def _engine(pair: CheckedPair) -> Settled:
 
 def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
     """What an engine does besides each forward as it stands."""
-    if manifest.engine is None or manifest.engine.name in _PLAIN_ENGINES:
-        name = "transformers" if manifest.engine is None else manifest.engine.name
+    name = "transformers" if manifest.engine is None else manifest.engine.name
+    if name in ("transformers", "compile") or any(
+        name in domain.plain_engines for domain in domains()
+    ):
         return "pass", fact("checklist.plain_engine", name=name)
+    assert manifest.engine is not None
     states: list[PointState] = []
     told: list[Fact] = []
     for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
@@ -537,8 +541,6 @@ def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
     return worst(*states), fact("checklist.engine_facts", name=manifest.engine.name, parts=told)
 
 
-_PLAIN_ENGINES = ("transformers", "compile", "onnx")
-"""Engines that run a model's own forward, once for each step."""
 _OFF = ("off", "false", "no", "none", "disabled", "0")
 _NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")
 
@@ -679,7 +681,7 @@ def doctor(
                 f"doctor is for runs of models, and {run.path} is one of operators alone",
                 hint=command_line("compare", a.path, b.path),
             )
-        if run.manifest.plan.sites == [LOGPROBS]:
+        if run.manifest.scores_alone:
             raise UsageError(
                 f"doctor is for runs of models, and {run.path} holds log-probabilities alone",
                 hint=command_line("compare", a.path, b.path),

@@ -24,6 +24,4 @@ DOMAIN = Domain(
 
 def applies(a: Run, b: Run) -> bool:
     """Where one of both runs holds nothing else."""
-    from divergence.run.site import LOGPROBS
-
-    return any(run.manifest.plan.sites == [LOGPROBS] for run in (a, b))
+    return any(run.manifest.scores_alone for run in (a, b))

@@ -16,7 +16,7 @@ from divergence.comparison.analysis import report_of
 from divergence.comparison.api import compare
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report, summary_of
+from divergence.comparison.result import Report
 from divergence.comparison.results import (
     Check,
     Coverage,
@@ -76,7 +76,7 @@ from divergence.run.command import command_line
 from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT, DRAWN
-from divergence.run.site import LOGPROBS, LOGPROBS_SITE, module_of, one_or_more
+from divergence.run.site import LOGPROBS_SITE, module_of, one_or_more
 from divergence.words import SIDES, Progress, Side, common_side, grouped, other_side, side_of
 
 # Answers that both sides drew at temperature 1: are they of one distribution?
@@ -101,7 +101,7 @@ def are_drawn(a: Run, b: Run) -> bool:
 
 def _decoding(run: Run) -> str:
     """How its tokens were chosen: greedy, drawn, sampled (in training), given; or unknown."""
-    if run.manifest.plan.sites == [LOGPROBS]:
+    if run.manifest.scores_alone:
         return facts_of(run).get("tokens", UNKNOWN)
     return "greedy" if run.manifest.tokens.forced_by is None else "given"
 
@@ -280,7 +280,7 @@ def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
     """The layer-level run of each side: itself, or the next one of ``given``. Raises UsageError."""
     left, sides = list(given), []
     for run in (a, b):
-        if run.manifest.plan.sites == [LOGPROBS]:
+        if run.manifest.scores_alone:
             if not left:
                 raise UsageError(
                     f"{run.path} holds log-probabilities alone, and no --layers stands in for it",
@@ -288,7 +288,7 @@ def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
                     + command_line("capture", like=run.path, o="RUN"),
                 )
             run = left.pop(0)
-            if run.manifest.plan.sites == [LOGPROBS]:
+            if run.manifest.scores_alone:
                 raise UsageError(f"--layers {run.path} holds log-probabilities alone",
                                  hint="a run that recorded blocks")  # fmt: skip
         sides.append(run)
@@ -812,7 +812,7 @@ def report_on(
     floors = [Run.open(source) for source in one_or_more(floor)]
     pairs = pair_runs(a, b)
     lines = [line for line in preflight(a, b) if line.check in _SHOWN]
-    dtypes = [summary_of(run).dtype.removeprefix("torch.") for run in (a, b)]
+    dtypes = [run.manifest.model_dtype.removeprefix("torch.") for run in (a, b)]
     known = UNKNOWN not in dtypes
     status: PreflightStatus = (
         "unknown" if not known else "same" if dtypes[0] == dtypes[1] else "differs"
@@ -886,6 +886,6 @@ def _notes(a: Run, b: Run) -> list[Fact]:
         notes += [fact("logprobs.side_lacks", side=side, what=plain(text)) for text in lacks]
         if facts.get("token ids") == BY_TEXT:
             notes.append(fact("logprobs.by_text", side=side))
-    if all(run.manifest.plan.sites == [LOGPROBS] for run in (a, b)):
+    if all(run.manifest.scores_alone for run in (a, b)):
         notes.append(fact("logprobs.no_layer"))
     return notes

@@ -21,7 +21,7 @@ from divergence.run.contents import name_of
 from divergence.run.manifest import UNKNOWN, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT
-from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
+from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS_SITE
 from divergence.words import SIDES, first_apart
 
 # What a run says of the tokens of its prompts: log-probabilities, whatever they come from.
@@ -72,7 +72,7 @@ def facts_of(run: Run) -> dict[str, str]:
 
 def sequences_of(run: Run) -> list[Sequence]:
     """One a prompt. Raises UsageError for a model's run that kept no logits."""
-    if run.manifest.plan.sites == [LOGPROBS]:
+    if run.manifest.scores_alone:
         return [_recorded(run, number) for number in range(len(run.manifest.tokens.samples))]
     site = run.manifest.plan.logits_site
     records = [] if site is None else [

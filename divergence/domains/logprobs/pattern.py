@@ -30,7 +30,6 @@ from divergence.numerics.floor import BY_DTYPE, THRESHOLDS, WIDEST
 from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, Certainty, certainty_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.site import LOGPROBS
 from divergence.words import grouped
 
 # What rounding explains of Δ log p, as a mean of |Δ| in nats.
@@ -93,7 +92,7 @@ def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
             return Scale(value, fact("logprobs.far_floor_runs", num_runs=len(floors)))
         source = fact("logprobs.floor_runs", num_runs=len(floors))
         return Scale(max(value, 2.0**-20), source, floor)
-    dtypes = [_dtype(run) for run in (a, b)]
+    dtypes = [run.manifest.model_dtype.removeprefix("torch.") for run in (a, b)]
     if all(dtype in BY_DTYPE for dtype in dtypes):
         coarse = max(dtypes, key=BY_DTYPE.__getitem__)
         return Scale(BY_DTYPE[coarse], fact("logprobs.dtype", dtype=coarse))
@@ -112,13 +111,6 @@ def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
             hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
         )
     return delta
-
-
-def _dtype(run: Run) -> str:
-    manifest = run.manifest
-    alone = manifest.plan.sites == [LOGPROBS]
-    name = manifest.settings.dtype if alone else manifest.model.dtype
-    return "" if name is None else name.removeprefix("torch.")
 
 
 # What the differences look like, and so which kind of cause they have.

@@ -2,4 +2,7 @@
 
 from divergence.domain import Domain
 
-DOMAIN = Domain(name="onnx", engines={"onnx": "divergence.domains.onnx.engine:OnnxEngine"})
+DOMAIN = Domain(
+    name="onnx", engines={"onnx": "divergence.domains.onnx.engine:OnnxEngine"},
+    plain_engines=("onnx",),
+)  # fmt: skip

@@ -25,6 +25,7 @@ DOMAIN = Domain(
     after={"arithmetic": "tokens"},
     claims={"arithmetic": Claim(20, measured=False, alone=True)},
     arithmetic=f"{_AT}.quick:quick_facts",
+    sentences={"probe": f"{_AT}.sentences"},
     selftest=(SelftestStep("arithmetic", f"{_AT}.quick:tried"),),
 )  # fmt: skip
 

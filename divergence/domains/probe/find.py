@@ -30,22 +30,25 @@ def _of_probes(measured: Measured, arithmetic: Explained) -> Finding:
     num_different = sum(not site.identical for site in measured.sites)
     evidence = [
         *arithmetic.evidence,
-        fact("tensors_differ", num_different=num_different, total=total),
+        fact("probe.tensors_differ", num_different=num_different, total=total),
     ]
     if missing:
-        evidence.append(fact("tensors_without_partner", num=missing))
+        evidence.append(fact("probe.tensors_without_partner", num=missing))
     num, num_precise = arithmetic.num_differ, len(arithmetic.precise)
     kind: VerdictKind = "within_floor"
-    headline, rests_on = fact("other_rounding", num=num), []
+    headline, rests_on = fact("probe.other_rounding", num=num), []
     if not arithmetic.evidence:
-        kind, headline = "undetermined", fact("no_fact_in_common")
+        kind, headline = "undetermined", fact("probe.no_fact_in_common")
         rests_on = [check("measured", False)]
     elif num_precise:
-        kind, headline = "systematic", fact("other_precision", num=num, num_precise=num_precise)
+        kind, headline = (
+            "systematic",
+            fact("probe.other_precision", num=num, num_precise=num_precise),
+        )
     elif not num:
         kind = "within_floor" if num_different else "identical"
-        headline = fact("same_arithmetic", num_same=None if num_different else total)
-        rests_on = [check("coverage", not missing, fact("not_all_compared"))]
+        headline = fact("probe.same_arithmetic", num_same=None if num_different else total)
+        rests_on = [check("coverage", not missing, fact("probe.not_all_compared"))]
         evidence = evidence if num_different or missing else []
     return Finding(
         claim="arithmetic", kind=kind, headline=[headline], rests_on=rests_on, evidence=evidence,

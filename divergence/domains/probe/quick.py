@@ -433,7 +433,7 @@ def tried(bench: Bench) -> Fact:
     )
     odd = [name for name, value in there.items() if name in here and here[name] != value]
     return fact(
-        "experiments.seen_arithmetic", num=len(there), num_odd=len(odd),
+        "probe.seen_arithmetic", num=len(there), num_odd=len(odd),
         odd=[f"{name}: {here[name]} / {there[name]}" for name in odd[:6]],
         num_more=max(0, len(odd) - 6) or None,
     )  # fmt: skip

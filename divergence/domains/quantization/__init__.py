@@ -19,6 +19,7 @@ DOMAIN = Domain(
     after={"codes": "blocks"},
     claims={"codes_wrong": Claim(40)},  # seen in equal inputs, as an error that is made at a site
     engines={"quantize": "divergence.domains.quantization.engine:QuantizeEngine"},
+    plain_engines=("quantize",),
     sentences={
         "codes": "divergence.domains.quantization.codes.sentences",
         "quantization": "divergence.domains.quantization.sentences",

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
+from divergence.domains.quantization.coding import Quantizer
 from divergence.domains.quantization.model import CalibrationWatch as Watch
 from divergence.domains.quantization.model import (
     QuantizationTarget,
@@ -33,7 +34,6 @@ from divergence.domains.quantization.model import (
 )
 from divergence.domains.quantization.scheme import Scheme, scheme_named
 from divergence.errors import UsageError
-from divergence.numerics.codes import Quantizer
 from divergence.recording.engines.engine import EngineOptions, run_group
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession

@@ -14,9 +14,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from divergence.domains.quantization.coding import (
+    Quantizer,
+    codes_of,
+    grouped,
+    scales_of,
+    values_of,
+)
 from divergence.domains.quantization.scheme import Scheme
 from divergence.errors import UsageError
-from divergence.numerics.codes import Quantizer, codes_of, grouped, scales_of, values_of
 from divergence.recording.quantizers import INPUT
 from divergence.recording.structure import describe_modules, routing_modules
 from divergence.run.manifest import Calibration

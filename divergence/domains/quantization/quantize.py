@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from divergence._version import __version__
+from divergence.domains.quantization.coding import Quantizer, codes_of, scales_of, values_of
 from divergence.domains.quantization.engine import (
     QuantizeEngine,
     QuantizeOptions,
@@ -52,7 +53,6 @@ from divergence.domains.quantization.result import (
 from divergence.domains.quantization.scheme import Scheme, scheme_named
 from divergence.errors import RunWriteError, UsageError
 from divergence.facts import Fact, fact, sentence, worded
-from divergence.numerics.codes import Quantizer, codes_of, scales_of, values_of
 from divergence.numerics.logits import RowCosts, row_costs
 from divergence.numerics.sums import following_of, quantile, standard_error
 from divergence.options.commands import CaptureOptions

@@ -19,9 +19,9 @@ from typing import Literal
 
 import msgspec
 
+from divergence.domains.quantization.coding import Quantizer
 from divergence.errors import UsageError
 from divergence.facts import fact, sentence
-from divergence.numerics.codes import Quantizer
 from divergence.run.site import did_you_mean
 
 _CHANNEL, _TOKEN = Quantizer(per="channel"), Quantizer(per="token")

@@ -250,7 +250,7 @@ def find_in_suites(
             for item in result.operators
             if item.status in ("wrong", "flushed", "ties")
         ]
-        usual = {"rests_on": [check("coverage", whole, fact("not_every_case"))]}
+        usual = {"rests_on": [check("coverage", whole, fact("suite.not_every_case"))]}
         return Finding(
             claim="suite", kind=kind, headline=[headline], evidence=evidence,
             commands=list(commands), **usual | rest,

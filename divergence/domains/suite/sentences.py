@@ -37,4 +37,5 @@ SENTENCES: Mapping[str, str] = {
     ),
     "skipped": "{side:letter} skipped {num} cases: {reason}",
     "used": "{side:letter} used {name} {used} instead of {reference}",
+    "not_every_case": "not every case was compared",
 }

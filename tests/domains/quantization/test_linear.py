@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from divergence.domains.quantization.coding import codes_of, scales_of, values_of
 from divergence.domains.quantization.model import QuantizedWeight, exact_product, put_in, take_out
 from divergence.domains.quantization.scheme import scheme_named
-from divergence.numerics.codes import codes_of, scales_of, values_of
 from divergence.recording.widening import Widening
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from divergence.domains.quantization.coding import Quantizer
 from divergence.domains.quantization.scheme import SCHEMES, scheme_named
 from divergence.errors import UsageError
-from divergence.numerics.codes import Quantizer
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -35,7 +35,6 @@ from divergence.run.location import Location, Url, archive_kind, location_of
 from divergence.run.manifest import Manifest, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.scores import DRAWN, ScoreSource, put_scores, scores_manifest
-from divergence.run.site import LOGPROBS
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
@@ -143,7 +142,7 @@ def _held(place: Location, asked: list[Asked]) -> Run | None:
         _take_over(place)
     run = Run.open(place)
     samples = run.manifest.tokens.samples
-    same = run.manifest.plan.sites == [LOGPROBS] and len(samples) == len(asked) and all(
+    same = run.manifest.scores_alone and len(samples) == len(asked) and all(
         sample.text == other.text and (not other.ids or sample.prompt_ids == list(other.ids))
         for sample, other in zip(samples, asked, strict=True)
     )  # fmt: skip

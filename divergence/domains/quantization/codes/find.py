@@ -4,7 +4,7 @@ Looked at in the anchored pass alone, where both sides quantise what the same in
 every quantiser is followed by the reference's codes, so that none inherits another's. With a truth,
 each side's codes are held against x / scale before it is rounded; without one, against the
 reference's codes, which tells no side. Each forward is one look and all of a site's together are
-one more; ``numerics.codes`` states the limits. Where rounding explains everything it is said how
+one more; ``coding`` states the limits. Where rounding explains everything it is said how
 many codes differ, and by how much: what differs there lies on ties. Where no codes were
 recorded (kernels that keep them to themselves) a verdict on values is unsure: a code that rounding
 flips looks like a fault.
@@ -21,8 +21,8 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
 from divergence.comparison.measure.judge import work_format
 from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
+from divergence.domains.quantization.coding import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.facts import Fact, fact
-from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
 from divergence.run.site import CODES, HEAD_CODES, is_codes, module_of, starred
 from divergence.words import SIDES, Side, common_side

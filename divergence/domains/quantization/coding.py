@@ -213,10 +213,6 @@ class Quantizer(msgspec.Struct, frozen=True, kw_only=True):
             return -most, most
         return _ENDS[self.format]
 
-    def __str__(self) -> str:
-        per = f"group of {self.group}" if self.per == "group" else self.per
-        return f"{self.format}{'' if self.symmetric else ' with zero point'} per {per}"
-
 
 def grouped(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
     """``x`` (..., K) as (..., K / group, group) where groups share a scale, else as it is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.numerics.codes import code_errors, merged
+from divergence.domains.quantization.coding import code_errors, merged
 
 HOW = {"ends": (-128.0, 127.0), "room": 12.0}
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}

@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
+from divergence.domains.quantization.coding import (
+    Quantizer,
+    codes_of,
+    grouped,
+    scales_of,
+    values_of,
+)
 from divergence.errors import UsageError
-from divergence.numerics.codes import Quantizer, codes_of, grouped, scales_of, values_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

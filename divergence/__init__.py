@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         LoadOptions,
         MachineOptions,
         RecordOptions,
-        ServerOptions,
         TrainOptions,
     )
     from divergence.recording.any_module import record
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     __all__ = [
         "BatchOptions", "DiffResult", "LoadOptions", "MachineOptions", "Matrix", "RecordOptions",
-        "Report", "Run", "SelfcheckResult", "ServerOptions", "TrainOptions", "__version__",
+        "Report", "Run", "SelfcheckResult", "TrainOptions", "__version__",
         "bundle", "capture", "check", "compare", "compare_many", "diff", "localize", "pack",
         "record", "replay", "repro", "selfcheck", "selftest",
         "sensitivity", "truth", "unpack",
@@ -65,7 +64,6 @@ _HOMES = {
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "SelfcheckResult": "divergence.experiments.result",
-    "ServerOptions": "divergence.options.commands",
     "TrainOptions": "divergence.options.commands",
     "__version__": "divergence._version",
     "bundle": "divergence.sending",

@@ -33,14 +33,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from divergence.errors import ConfigError, first_line
-from divergence.options.commands import (
-    CaptureOptions,
-    CheckOptions,
-    CompareOptions,
-    Field,
-    Options,
-    fields_of,
-)
+from divergence.options.commands import CaptureOptions, CheckOptions, CompareOptions
+from divergence.options.option import Field, Options, fields_of
 from divergence.outside import check_value, read_bytes
 from divergence.run.site import BUILTIN_SITES, did_you_mean, near_names
 from divergence.run.trust import ATTENTION

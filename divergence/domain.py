@@ -92,6 +92,20 @@ class Suite:
     """What one run of it tells without a second, as a question: ``compare RUN``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is recorded in the place of a model, where an option of ``capture`` names it."""
+
+    option: str
+    """By its name in Python: ``endpoint``."""
+    function: str
+    """Where the function is that makes the run. It is given what ``capture`` was: ``model``,
+    ``inputs``, ``options``, ``like``, ``out``, ``force``, ``command``, ``progress``, ``prepare``.
+    """
+    note: str
+    """Behind the printed command that records another one of what such a run is of."""
+
+
 @dataclass(frozen=True)
 class SelftestStep:
     """A step of ``selftest``."""
@@ -136,12 +150,13 @@ class Domain:
     files: tuple[Files, ...] = ()
     """What else than runs can be compared."""
     plans: Mapping[str, str] = field(default_factory=dict)
-    """What it adds to the answer of ``capture --dry-run``, by the field that holds it: the package,
+    """What it adds to the answer of ``capture --dry-run``, by the key that holds it: the package,
     whose ``plan`` has a function of that name (recording.dry_run calls it) and whose ``sections``
-    has one that shows its answer."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Options of ``capture`` that name something else to record than a model (``endpoint``): the
-    function that makes the run, given what ``capture`` was."""
+    has one that shows its answer. Options that are for it alone it adds to ``capture``."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options that it adds to ``capture``, by the parameter of Python that takes them: the class,
+    an ``Options`` of divergence.options.option."""
+    sources: tuple[Source, ...] = ()
     readers: Mapping[str, str] = field(default_factory=dict)
     """Options of ``capture`` that name settings of another tool: the function that makes options of
     such a text."""
@@ -194,6 +209,11 @@ def domains() -> tuple[Domain, ...]:
 def added(kind: str) -> dict[str, Any]:
     """What all domains add in one field of theirs, such as ``engines``, by name."""
     return {name: what for domain in domains() for name, what in getattr(domain, kind).items()}
+
+
+def sources() -> tuple[Source, ...]:
+    """Those of all domains."""
+    return tuple(source for domain in domains() for source in domain.sources)
 
 
 def suites() -> dict[str, Suite]:

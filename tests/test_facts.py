@@ -85,8 +85,8 @@ DECIDES = (
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
-    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|formats/.*|endpoints/.*|advice"
-    r"|definition|operators)\.py$"
+    r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|options|formats/.*|endpoints/.*"
+    r"|advice|definition|operators)\.py$"
 )
 """Modules that show, read files of people, print commands, or write operators down."""
 PROSE = re.compile(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}")

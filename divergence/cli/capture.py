@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from divergence.cli.answers import answer_json, progress_bars, show_captured, show_document
-from divergence.cli.signature import settings
+from divergence.cli.signature import Added, settings
+from divergence.domain import sources
 from divergence.errors import UsageError
 from divergence.options.commands import (
     FORCE,
@@ -14,11 +15,9 @@ from divergence.options.commands import (
     REPEATING,
     CaptureOptions,
     Output,
-    PlanOptions,
     TruthOptions,
-    fields_of,
-    option,
 )
+from divergence.options.option import fields_of, option
 from divergence.run.command import quoted
 from divergence.run.manifest import SUITE
 
@@ -28,7 +27,7 @@ def capture(
     model: str | None = option("MODEL", "Model, or suite:NAME; not with --like."),
     out: str | None = OUT,
     options: Annotated[dict[str, Any], CaptureOptions],
-    plan_options: Annotated[dict[str, Any], PlanOptions],
+    added: Added,
     dry_run: bool = option(
         "--dry-run",
         "List sites, shapes and bytes; write nothing.",
@@ -44,7 +43,7 @@ def capture(
     ),
     model_copy: str | None = option(
         "--model PATH",
-        "With --like: where this machine has the model; with --endpoint: its name there.",
+        "With --like: where this machine has the model. Of what is asked in its place: its name.",
         REPEATING,
         after="like",
     ),
@@ -66,13 +65,12 @@ def capture(
     divergence capture ./model --dry-run --train --mesh fsdp=8,tp=2 --link-rate 50GB/s   # memory
     divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
     torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
-    divergence capture --endpoint http://localhost:8000 --model NAME -o served --prompts p.txt
     divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
     """
-    server = options.get("endpoint") is not None
-    if server and dry_run:
-        raise UsageError("--dry-run lists a model's sites, and a server shows none")
-    if server:
+    sourced = any(options.get(source.option) is not None for source in sources())
+    if sourced and dry_run:
+        raise UsageError("--dry-run lists a model's sites, and no model runs here")
+    if sourced:
         model, model_copy = None, model if model_copy is None else model_copy
     elif like is None and model is None:
         raise UsageError(
@@ -84,25 +82,23 @@ def capture(
             hint=f"if this machine has it elsewhere: --model {quoted(model)}",
         )
     if like is None:
-        if model_copy and not server:
+        if model_copy and not sourced:
             raise UsageError("--model needs --like", hint="name the model as the argument")
         for field in fields_of(CaptureOptions):  # what repeats something, where nothing is repeated
             for way in field.options if field.name in options else ():
                 if way.needs_like and options[field.name] == way.turns_on:
                     raise UsageError(f"{way.names[0]} needs --like",
                                      hint="divergence capture --like RUN -o OTHER")  # fmt: skip
-    if plan_options and not (dry_run and (options.get("train") or like is not None)):
-        option = next(
-            field.option for field in fields_of(PlanOptions) if field.name in plan_options
-        )
-        raise UsageError(f"{option.names[0]} is for the plan of a training step",
-                         hint="--dry-run --train")  # fmt: skip
+    plan_options = {name: value for given in added.values() for name, value in given.items()}
+    if plan_options and not dry_run:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in plan_options)
+        raise UsageError(f"{words}: nothing is planned here", hint="--dry-run")
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
     machine_alone = like is not None or (model is not None and model.startswith(SUITE))
     values = {**settings("capture", machine_alone=machine_alone), **options}
-    if server:  # what a file says of models is not meant
+    if sourced:  # what a file says of models is not meant
         values = {key: values[key] for key in ("label", "seed") if key in values} | options
     values |= {"out": out, "like": like, "command": command}
     if force:
@@ -111,12 +107,12 @@ def capture(
     from divergence.recording.api import make_run
     from divergence.recording.dry_run import plan_capture
 
-    source = model_copy if server or like is not None else model
+    place = model_copy if sourced or like is not None else model
     with progress_bars(quiet=output.silent) as progress:
         if dry_run:
-            plan = plan_capture(source, progress=progress, **values, **plan_options)
+            plan = plan_capture(place, progress=progress, **values, **plan_options)
         else:
-            run = make_run(source, progress=progress, **values)
+            run = make_run(place, progress=progress, **values)
     if not dry_run:
         show_captured(run, output, like=like)
         return
@@ -125,6 +121,7 @@ def capture(
     from divergence.report.capturing import plan_document
 
     built = msgspec.to_builtins(plan)
+    built |= built.pop("parts")
     show_document(plan_document(built), output, json=lambda: answer_json(dry_run=built))
 
 

@@ -14,7 +14,8 @@ from divergence.cli.answers import exit_with, progress_bars, show, show_document
 from divergence.cli.compare import HTML, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
-from divergence.options.commands import OUTPUT, CheckOptions, Output, option
+from divergence.options.commands import OUTPUT, CheckOptions, Output
+from divergence.options.option import option
 from divergence.output import append_output, check_output, write_output
 
 if TYPE_CHECKING:

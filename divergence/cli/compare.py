@@ -11,15 +11,8 @@ from divergence.cli.answers import exit_with, progress_bars, show, show_document
 from divergence.cli.signature import Added, settings
 from divergence.domain import Files, domains, placed
 from divergence.errors import UsageError
-from divergence.options.commands import (
-    LIMITS,
-    OUTPUT,
-    CompareOptions,
-    Output,
-    but,
-    fields_of,
-    option,
-)
+from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output
+from divergence.options.option import but, fields_of, option
 from divergence.output import check_output
 from divergence.run.command import command_line
 from divergence.run.location import ARCHIVES

@@ -24,7 +24,8 @@ from typing import Any
 import typer
 
 from divergence.errors import FaultError, check_process
-from divergence.options.commands import QUIET, TRUST, VERBOSE, Output, option
+from divergence.options.commands import QUIET, TRUST, VERBOSE, Output
+from divergence.options.option import option
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
 

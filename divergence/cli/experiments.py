@@ -21,9 +21,8 @@ from divergence.options.commands import (
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
-    but,
-    option,
 )
+from divergence.options.option import but, option
 from divergence.output import check_output, write_output
 from divergence.words import printable
 

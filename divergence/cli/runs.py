@@ -22,8 +22,8 @@ from divergence.options.commands import (
     Output,
     ReplayOptions,
     ReproOptions,
-    option,
 )
+from divergence.options.option import option
 from divergence.run.command import command_line
 
 # `divergence replay` and `repro`: the recorded operators of a run, each alone.

@@ -25,19 +25,11 @@ import typer
 from divergence.cli.answers import ARGUMENTS, VERBOSE
 from divergence.domain import Addition
 from divergence.errors import UsageError
-from divergence.options.commands import (
-    OUTPUT,
-    SERVER,
-    TRAINING,
-    Option,
-    Options,
-    Output,
-    fields_of,
-    text_type,
-)
+from divergence.options.commands import OUTPUT, TRAINING, Output
+from divergence.options.option import Option, Options, fields_of, text_type
 from divergence.run.command import quoted_words
 
-_LATE = {SERVER: 1, TRAINING: 2, OUTPUT: 3}
+_LATE = {TRAINING: 2, OUTPUT: 3}
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -100,8 +92,8 @@ def typer_command(
         if option.after is not None:
             names = [before.name for before in ordered]
             ordered.insert(names.index(option.after) + 1, parameter)
-    panels = {parameter.name: option.panel for option, parameter in parameters}
-    ordered.sort(key=lambda shown: _LATE.get(panels[shown.name] or "", 0))
+    late = {p.name: _LATE.get(option.panel or "", int(option.late)) for option, p in parameters}
+    ordered.sort(key=lambda shown: late[shown.name])
     listed = [context, *ordered]
     command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]  # inspect reads it
     return command
@@ -187,7 +179,7 @@ def settings(section: str, *, machine_alone: bool = False) -> dict[str, Any]:
     """One section of the settings, by the options' fields; variables that mean nothing are warned
     about. ``machine_alone``: those of this machine, which a repeated run does not choose."""
     from divergence.config import SECTIONS, ignored_variables, load_settings
-    from divergence.options.commands import fields_of
+    from divergence.options.option import fields_of
 
     for variable in ignored_variables():
         typer.echo(f"warning: {variable} is no setting of divergence; it is ignored", err=True)

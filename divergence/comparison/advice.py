@@ -428,7 +428,8 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
     if manifest.settings.prefill_chunk != like.settings.prefill_chunk:
         options["prefill_chunk"] = manifest.settings.prefill_chunk
     if training := manifest.training.options_beside(like.training):
-        from divergence.options.commands import CaptureOptions, command_options
+        from divergence.options.commands import CaptureOptions
+        from divergence.options.option import command_options
 
         options |= command_options(CaptureOptions, training)
     options["plant"] = manifest.plan.plants

@@ -6,6 +6,7 @@ At runtime each domain names its own (``Domain.public``), and nothing imports th
 from divergence.domains.doctor.doctor import doctor
 from divergence.domains.doctor.result import Checkup
 from divergence.domains.importing.importing import import_dump
+from divergence.domains.logprobs.options import ServerOptions
 from divergence.domains.probe.api import probe
 from divergence.domains.quantization.quantize import quantize
 from divergence.domains.quantization.result import Quantization
@@ -17,6 +18,6 @@ from divergence.domains.training.judging import compare_losses
 from divergence.domains.training.result import LossReport
 
 __all__ = [
-    "Checkup", "LossReport", "Quantization", "ScoresReport", "TokensReport", "compare_losses",
-    "compare_tokens", "doctor", "import_dump", "probe", "quantize", "scores",
+    "Checkup", "LossReport", "Quantization", "ScoresReport", "ServerOptions", "TokensReport",
+    "compare_losses", "compare_tokens", "doctor", "import_dump", "probe", "quantize", "scores",
 ]  # fmt: skip

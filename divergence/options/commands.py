@@ -2,218 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import re
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, TypeVar, cast
 
-import msgspec
-
+from divergence.domain import added, placed
 from divergence.errors import UsageError
+from divergence.options.option import Option, Options, but, fields_of, option
 from divergence.run.site import did_you_mean
-
-# An option: one field of a dataclass, from which everything that knows options is derived.
-#
-#     @dataclass(frozen=True, kw_only=True)
-#     class CaptureOptions(Options):
-#         seed: int | None = option(
-#             "--seed N", "Seed of every generator.", REPEATING, setting=True,
-#             recorded="settings.seed",
-#         )
-#
-# That is the whole declaration. Derived from it: the parameter of the command line (cli.signature),
-# the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
-# of the Python API gave (recording.wishes), the place in the manifest where it is written
-# and from where ``--like`` takes it (recording.request), whether a suite of cases may be
-# given it (recording.cases), and the words of a command that is run elsewhere (experiments).
-#
-# The field's type is that of the plain value. ``capture`` takes most of its options in groups, that
-# is in classes of them. Other functions of the Python API repeat names and defaults, since type
-# checkers and ``help()`` read nothing but a written signature; a test holds
-# them equal to the struct. A key of the manifest is written down in run.schema.manifest as well:
-# that is the format of files, which must not change because an option was renamed.
-
-
-class Option(msgspec.Struct, frozen=True):
-    """How an option is written, and what uses it.
-
-    ``words``: its names and then the word for its value, as help prints them: ``--out -o RUN``.
-    Without a name it is an argument. A switch called ``--no-...`` sets False.
-    """
-
-    words: str
-    help: str
-    panel: str | None = None
-    choices: tuple[str, ...] = ()
-    minimum: int | None = None
-    setting: bool = False
-    """May be set in the settings file and as a variable, under its long name."""
-    machine: bool = False
-    """Its setting is this machine's: used for ``--like`` and for a suite of cases, too."""
-    recorded: str | None = None
-    """Where the manifest holds it, ``settings.seed``; ``--like`` takes it from there. The part
-    alone where its key has the option's name."""
-    needs_like: bool = False
-    suite: Literal["", "too", "alone"] = ""
-    """Means something to a suite of cases too, or to one that takes it (``Suite.takes``) and to no
-    model."""
-    commas: bool = False
-    """A list that is written as one text, its parts divided by commas."""
-    after: str | None = None
-    """The parameter that it follows in help, where that is not the one before it."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(word for word in self.words.split() if word.startswith("-"))
-
-    @property
-    def metavar(self) -> str:
-        return " ".join(word for word in self.words.split() if not word.startswith("-"))
-
-    @property
-    def word(self) -> str:
-        """Its long name as an identifier: ``no_batch`` of ``--no-batch``."""
-        long = next(name for name in self.names if name.startswith("--"))
-        return long.removeprefix("--").replace("-", "_")
-
-    @property
-    def key(self) -> str:
-        """What the settings file calls it."""
-        return self.word.removeprefix("no_")
-
-    @property
-    def turns_on(self) -> bool:
-        """What a switch sets: False for one called ``--no-...``."""
-        return not self.word.startswith("no_")
-
-
-def option(
-    words: str, help: str, panel: str | None = None, *, default: Any = None,
-    also: Option | None = None, **details: Any,
-) -> Any:  # fmt: skip
-    """Declares a field of ``Options``, or a parameter of a command; ``...`` as its default is none.
-    ``also``: the other way of a switch that can be turned both ways."""
-    ways = (Option(words, help, panel, **details), *filter(None, [also]))
-    return dataclasses.field(default=default, metadata={"options": ways})
-
-
-def but(declared: Any, **changes: Any) -> Any:
-    """The same option where a command means a little more or less by it."""
-    ways = (msgspec.structs.replace(declared.metadata["options"][0], **changes),)
-    return dataclasses.field(default=declared.default, metadata={"options": ways})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of one command, each with the default of the Python API."""
-
-    def __init_subclass__(cls) -> None:
-        """Several commands share a declaration, and dataclass writes the name and type of its field
-        into it: so each class gets its own."""
-        for name, declared in list(vars(cls).items()):
-            if isinstance(declared, dataclasses.Field):
-                setattr(cls, name, copy.copy(declared))
-
-
-class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """One option as code meets it. ``options``: how it is written; two for a switch that can be
-    turned both ways."""
-
-    name: str
-    type: Any
-    default: Any
-    options: tuple[Option, ...]
-
-    @property
-    def option(self) -> Option:
-        return self.options[0]
-
-    @property
-    def text_type(self) -> Any:
-        """What its words on a command line or in a file are read as."""
-        return text_type(self.type)
-
-    def is_given(self, value: Any) -> bool:
-        """Does a value of this option ask for anything? An empty list does not, nor False for what
-        is not on anyhow."""
-        if value is None or (value is False and self.default is not True):
-            return False
-        return bool(value != self.default and value not in ((), [], {}))
-
-
-def kinds_of(type_: Any) -> tuple[Any, ...]:
-    """The members of a union without None; of another type, itself."""
-    if get_origin(type_) in (Union, types.UnionType):
-        return tuple(member for member in get_args(type_) if member is not type(None))
-    return (type_,)
-
-
-def text_type(type_: Any) -> Any:
-    """bool, int, str, Path, or a list of one: the first that a type takes."""
-    first = kinds_of(type_)[0]
-    if get_origin(first) is Sequence:
-        (item,) = get_args(first)
-        return list[int] if item is int else list[str]
-    return first
-
-
-_FIELDS: dict[type[Options], tuple[Field, ...]] = {}
-
-
-def fields_of(kind: type[Options]) -> tuple[Field, ...]:
-    """The options of a command, in the order of its help."""
-    if kind in _FIELDS:
-        return _FIELDS[kind]
-    hints = typing.get_type_hints(kind)
-    fields = []
-    for field in dataclasses.fields(kind):
-        first, *others = field.metadata["options"]
-        if first.recorded and "." not in first.recorded:
-            first = msgspec.structs.replace(first, recorded=f"{first.recorded}.{field.name}")
-        fields.append(Field(
-            name=field.name, type=hints[field.name], default=field.default,
-            options=(first, *others),
-        ))  # fmt: skip
-    _FIELDS[kind] = tuple(fields)
-    return _FIELDS[kind]
-
-
-def given_fields(options: Options) -> Iterator[Field]:
-    """Those that ask for something else than their default."""
-    for field in fields_of(type(options)):
-        if field.is_given(getattr(options, field.name)):
-            yield field
-
-
-def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, Any]:
-    """What the manifest's ``settings`` or ``plan`` hold of the options, by the manifest's names."""
-    recorded = {}
-    for field in fields_of(kind):
-        place, _, name = (field.option.recorded or "").partition(".")
-        if place == part:
-            recorded[name] = getattr(options, field.name)
-    return recorded
-
-
-def command_options(kind: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of options, in their order, as the keywords of ``run.command``:
-    ``no_batch=True`` for ``batch=False``, and ``plant`` for the ``plants``."""
-    fields = {field.name: field for field in fields_of(kind)}
-    keywords: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, bool):
-            ways = fields[name].options
-            keywords |= {option.word: True for option in ways if option.turns_on == value}
-        else:
-            keywords[fields[name].option.word] = value
-    return keywords
-
 
 # The options of a training step: ``capture --train``.
 
@@ -310,29 +109,10 @@ class TrainOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(Options):
-    """What ``--dry-run --train`` alone is told: how a step would be kept and fed."""
-
-    micro_batch_size: int | None = option(
-        "--micro-batch-size N",
-        "With --dry-run: sequences of one forward on a rank. Default: as the prompts.",
-        TRAINING,
-        minimum=1,
-    )
-    sequence_length: int | None = option(
-        "--sequence-length N",
-        "With --dry-run: tokens of each sequence. Default: as the prompts.",
-        TRAINING,
-        minimum=2,
-    )
-
-
 # The options of every command but ``capture``, and those that several commands have.
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
 REPEATING, OUTPUT = "Repeating a run", "Output"
-SERVER = "A server in place of a model"
 
 DEVICE = option("--device DEVICE", "auto, cpu, cuda:0, npu:0, xpu, mps.", default="auto")
 TRUST = option("--trust-remote-code", "Run code that comes with the model.", default=False)
@@ -800,44 +580,30 @@ class MachineOptions(Options):
     label: str | None = LABEL
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions(Options):
-    """What ``capture`` asks of a server, in place of running a model."""
-
-    endpoint: str | None = option(
-        "--endpoint URL",
-        "A server to ask in place of running a model: the log-probabilities of its answers. "
-        "A key is read from OPENAI_API_KEY.",
-        SERVER,
-    )
-    top_logprobs: int = option(
-        "--top-logprobs N", "Likeliest tokens a server is asked for at each.", SERVER, default=20
-    )
-    answers: int = option(
-        "--answers N", "Draw N answers to each prompt; 0: the greedy one alone.", SERVER, default=0
-    )
-    concurrency: int = option(
-        "--concurrency N", "Prompts that a server is asked at a time.", SERVER, minimum=1, default=4
-    )
-    resume: bool = option(
-        "--resume",
-        "Go on with an interrupted capture of a server: ask what it lacks.",
-        SERVER,
-        default=False,
-    )
+_ADDED: dict[str, type[Options]] = {name: placed(place) for name, place in added("options").items()}
+"""What domains add to ``capture``: their groups."""
+_Kind = TypeVar("_Kind", bound=type[Options])
 
 
+def _with_added(kind: _Kind) -> _Kind:
+    """The class with the options of domains, which are fields of it like its own."""
+    namespace = {"__module__": __name__, "__doc__": kind.__doc__}
+    made = type(kind.__name__, (*_ADDED.values(), kind), namespace)
+    return cast(_Kind, dataclass(frozen=True, kw_only=True)(made))
+
+
+@_with_added
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions(
     TrainOptions,
-    ServerOptions,
     MachineOptions,
     RecordOptions,
     BatchOptions,
     LoadOptions,
     MainOptions,
 ):
-    """All of them, the last class's first: in the order of ``divergence capture --help``."""
+    """All of them, the last class's first: in the order of ``divergence capture --help``. Those of
+    domains come last."""
 
 
 GROUPS: Mapping[str, type[Options]] = {
@@ -845,8 +611,8 @@ GROUPS: Mapping[str, type[Options]] = {
     "batching": BatchOptions,
     "recording": RecordOptions,
     "machine": MachineOptions,
-    "server": ServerOptions,
     "training": TrainOptions,
+    **_ADDED,
 }
 """The parameters of ``capture`` that take several options each."""
 

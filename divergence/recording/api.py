@@ -18,22 +18,21 @@ from typing import Any
 
 import torch
 
-from divergence.domain import added, placed
+from divergence.domain import placed, sources
 from divergence.errors import ModelError, RenamedWarning, UsageError
 from divergence.options.commands import (
-    SERVER,
+    GROUPS,
     BatchOptions,
     CaptureOptions,
     LoadOptions,
     MachineOptions,
     RecordOptions,
-    ServerOptions,
     TrainOptions,
     TruthOptions,
-    given_fields,
     renamed,
     ungrouped,
 )
+from divergence.options.option import fields_of, given_fields
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.cases import (
     CaseRequest,
@@ -93,7 +92,6 @@ def capture(
     batching: BatchOptions | None = None,
     recording: RecordOptions | None = None,
     machine: MachineOptions | None = None,
-    server: ServerOptions | None = None,
     training: TrainOptions | None = None,
     **old: object,
 ) -> Run:
@@ -121,19 +119,17 @@ def capture(
 
     The other options of ``divergence capture --help`` are fields of groups, by the same names:
     ``loading`` the model; ``batching`` and padding the prompts; ``recording``, what else is kept
-    and in which passes; ``machine``, its name, switches and memory; ``server``, one that is asked
-    for log-probabilities in place of running a model, whose name there ``model`` is
-    (docs/endpoints.md); ``training``, one step of it in place of decoding (docs/training.md).
-    Earlier versions took them beside the others, as ``batch=True``: that still works, with a
-    RenamedWarning.
+    and in which passes; ``machine``, its name, switches and memory; ``training``, one step of it in
+    place of decoding (docs/training.md). Domains add groups of their own. Earlier versions took
+    them beside the others, as ``batch=True``: that still works, with a RenamedWarning.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError, and TypeError for a name that there is none of.
     Whatever interrupts it, a readable run is left behind.
     """
-    groups = {
+    groups: dict[str, Any] = {
         "loading": loading, "batching": batching, "recording": recording, "machine": machine,
-        "server": server, "training": training,
+        "training": training, **{name: old.pop(name) for name in GROUPS if name in old},
     }  # fmt: skip
     command = old.pop("command", None)
     if old:
@@ -145,6 +141,24 @@ def capture(
         attn_implementation=attn_implementation, engine=engine, sites=sites, store=store,
         truth=truth, seed=seed, plants=plants, probe=probe, **{**ungrouped(groups), **old},
     )  # fmt: skip
+
+
+def _with_groups(function: Callable[..., Run]) -> inspect.Signature:
+    """Its signature with the groups of domains among its parameters: for ``help()`` and editors."""
+    own = inspect.signature(function)
+    *named, others = own.parameters.values()
+    known = [parameter.name for parameter in named]
+    more = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=f"{kind.__name__} | None"
+        )
+        for name, kind in GROUPS.items()
+        if name not in known
+    ]
+    return own.replace(parameters=[*named, *more, others])
+
+
+capture.__signature__ = _with_groups(capture)  # type: ignore[attr-defined]  # inspect reads it
 
 
 def make_run(
@@ -163,22 +177,20 @@ def make_run(
     the manifest."""
     options = CaptureOptions(**plain_wishes(**values))
     command = plain_wishes(force=force, command=command)["command"]
-    for name, place in added("sources").items():
-        if getattr(options, name, None) is None:
-            continue
-        if inputs is not None or prepare is not None or not isinstance(model, str | Path | None):
-            raise UsageError(
-                "a server runs a model of its own: it takes no module and no inputs",
-                hint="capture(NAME, server=ServerOptions(endpoint=URL), ...)",
-            )
-        made: Run = placed(place)(
-            model, options=options, like=None if like is None else Run.open(like), out=out,
-            force=force, command=command, progress=progress,
-        )  # fmt: skip
-        return made
-    for field in given_fields(options):
-        if field.option.panel == SERVER:
-            raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
+    for source in sources():
+        if getattr(options, source.option) is not None:
+            made: Run = placed(source.function)(
+                model, options=options, like=None if like is None else Run.open(like), out=out,
+                force=force, command=command, progress=progress, inputs=inputs, prepare=prepare,
+            )  # fmt: skip
+            return made
+        # what belongs to it means nothing by itself
+        fields = {field.name: field.option for kind in GROUPS.values() for field in fields_of(kind)
+                  if source.option in kind.__dataclass_fields__}  # fmt: skip
+        for field in given_fields(options):
+            if field.name in fields:
+                needed = fields[source.option].words
+                raise UsageError(f"{field.option.names[0]} needs {needed}")
     if inputs is not None or not isinstance(model, str | Path | None):
         refuse_beside_inputs(options, like)
         sites = options.sites or ("modules",)

@@ -32,7 +32,8 @@ import torch
 from divergence.domain import Suite, suites
 from divergence.errors import UsageError
 from divergence.layout import count
-from divergence.options.commands import CaptureOptions, Options, TruthOptions, given_fields
+from divergence.options.commands import CaptureOptions, TruthOptions
+from divergence.options.option import Options, given_fields
 from divergence.recording.machine import Determinism, deterministic_settings
 from divergence.recording.new_run import PlannedSite, check_output, probed, provenance
 from divergence.recording.processes import Ranks, started

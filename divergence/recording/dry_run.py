@@ -46,17 +46,15 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     """Sum over all sites."""
     notes: list[str] = []
-    training: Any = None
-    """Of a training step: the memory and traffic of the step itself."""
+    parts: dict[str, Any] = {}
+    """What domains add, by ``Domain.plans``: None where one has nothing to say."""
 
 
 def plan_capture(
     model: str | Path | None = None, *, like: str | Path | Run | None = None, **options: Any
 ) -> DryRun:
     """What ``capture`` with the same parameters would write (``out``, ``force``
-    and ``probe`` are ignored). With ``train`` also what the step itself takes; ``main_weights``,
-    ``micro_batch_size``, ``sequence_length`` and ``link_rate`` are for that alone
-    (docs/training.md).
+    and ``probe`` are ignored), and what domains plan, by their own options of ``--dry-run``.
 
     Raises what capture raises before it loads weights, and ModelError where the
     architecture cannot be run without values (a data-dependent forward).
@@ -78,6 +76,7 @@ def plan_capture(
             passes=["free" if like is None else "replayed"],
             total_bytes=sum(row.bytes for row in planned_cases),
             notes=["shapes and sizes are of the inputs; equal ones are stored once"],
+            parts=dict.fromkeys(added("plans")),
         )
     request = resolve_request(model, like=like, options=chosen)
     refuse_options(None, replace(chosen, link_rate=None) if request.train else chosen)
@@ -138,9 +137,9 @@ def plan_capture(
     shapes = [(len(group), lengths[group[0]]) for group in groups]
     for field, package in added("plans").items():
         make = placed(f"{package}.plan:plan")
-        part = make(loaded, request, planned, shapes, forward_bytes=total)
-        if part is not None:
-            parts[field], total = part, part.dump_bytes
+        parts[field] = make(loaded, request, planned.get(field), shapes, forward_bytes=total)
+        if parts[field] is not None:
+            total = parts[field].dump_bytes
     return DryRun(
         model=request.model,
         rows=rows,
@@ -151,7 +150,7 @@ def plan_capture(
         passes=passes,
         total_bytes=total,
         notes=said,
-        **parts,
+        parts=parts,
     )
 
 

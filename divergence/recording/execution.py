@@ -41,7 +41,8 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.numerics.summaries import folds_of, sketch_tensor
 from divergence.numerics.summary import summarize
-from divergence.options.commands import CaptureOptions, recorded_in
+from divergence.options.commands import CaptureOptions
+from divergence.options.option import recorded_in
 from divergence.recording import optimizer as asked
 from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS

@@ -15,13 +15,8 @@ from msgspec.structs import replace
 from divergence.domain import added, placed
 from divergence.errors import ModelError, PromptError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.options.commands import (
-    CaptureOptions,
-    TrainOptions,
-    fields_of,
-    given_fields,
-    recorded_in,
-)
+from divergence.options.commands import CaptureOptions, TrainOptions
+from divergence.options.option import fields_of, given_fields, recorded_in
 from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.processes import Ranks
 from divergence.recording.prompts import LABEL_HINT, Prompt, collect_prompts, read_labels

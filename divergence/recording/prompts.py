@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import msgspec
 
+from divergence.domain import domains, placed
 from divergence.errors import PromptError, UsageError
-from divergence.options.commands import CaptureOptions, Options, PlanOptions, fields_of, kinds_of
+from divergence.options.commands import CaptureOptions
+from divergence.options.option import Options, fields_of, kinds_of
 from divergence.outside import MAX_LINE_BYTES, json_value, opened, read_bytes
 from divergence.run.manifest import NO_LABEL, SampleTokens
 from divergence.run.record import expanded
@@ -404,12 +406,21 @@ def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
     return kind(**plain_wishes(**{name: given[name] for name in names if name in given}))
 
 
-def plan_options(given: dict[str, Any]) -> PlanOptions:
-    """Those of the plan of a training step, taken out of ``given``."""
-    fields = fields_of(PlanOptions)
-    values = {field.name: given.pop(field.name) for field in fields if field.name in given}
-    types = {field.name: field.type for field in fields}
-    return PlanOptions(**{name: _plain(name, value, types[name]) for name, value in values.items()})
+def plan_options(given: dict[str, Any]) -> dict[str, Options]:
+    """Those that domains add for their plans, taken out of ``given``: by the plan's name."""
+    chosen: dict[str, Options] = {}
+    for domain in domains():
+        place = domain.adds["capture"].options if "capture" in domain.adds else None
+        if place is None:
+            continue
+        kind = placed(place)
+        for plan in domain.plans:
+            chosen[plan] = kind(**{
+                field.name: _plain(field.name, given.pop(field.name), field.type)
+                for field in fields_of(kind)
+                if field.name in given
+            })  # fmt: skip
+    return chosen
 
 
 def plain_wishes(**wishes: Any) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from divergence.domain import sources
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.options.commands import CaptureOptions, fields_of
+from divergence.options.commands import CaptureOptions
+from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options, recorded_options
 from divergence.recording.engines.load import Loading
 from divergence.recording.optimizer import prompts_of, without_decoding
@@ -231,10 +233,13 @@ def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, An
     # What the manifest holds in two places, or a run may not choose freely.
     served = recorded.scores_alone
     if served and model is None:
+        words = {field.name: field.option.words for field in fields_of(CaptureOptions)}
+        again = [words[source.option] for source in sources()]
         raise UsageError(
             f"no model ran here for {run.path}: it holds log-probabilities alone",
-            hint="--model PATH names this machine's copy; --endpoint URL asks a server again",
-        )
+            hint="; ".join(["--model PATH names this machine's copy",
+                            *(f"{words} records it again" for words in again)]),
+        )  # fmt: skip
     transformers = EngineNote(name=DEFAULT, version="")
     engine = transformers if served else recorded.engine or transformers
     narrow = identity.dtype.startswith("float8")

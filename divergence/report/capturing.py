@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.document import Column, Document, Headline, Section, Table, named
-from divergence.domain import added, placed, suites
+from divergence.domain import added, placed, sources, suites
 from divergence.layout import count, shape_text, size
 from divergence.report.environment import changes, fallbacks, repeats, switch_sentences
 from divergence.report.inspection import (
@@ -75,11 +75,10 @@ def captured_document(
             command_line("capture", **ranks, like=path, o="OTHER", note="on the other machine"),
         ]
     elif like is None:
-        server: dict[str, Any] = (
-            {"endpoint": "URL", "model": manifest.model.source} if manifest.scores_alone else {}
-        )
-        note = "of the other server" if manifest.scores_alone else "on the other machine"
-        following = [command_line("capture", **server, like=path, o="OTHER", note=note)]
+        again: dict[str, Any] = {"note": "on the other machine"}
+        for source in sources() if manifest.scores_alone else ():
+            again = {source.option: "URL", "model": manifest.model.source, "note": source.note}
+        following = [command_line("capture", **again, like=path, o="OTHER")]
     else:
         following = [command_line("compare", os.fspath(like), path)]
     if "whole" in manifest.plan.passes:

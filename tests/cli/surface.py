@@ -64,15 +64,18 @@ def frozen() -> dict[Path, dict[str, list[dict[str, Any]]]]:
     of the core."""
     from divergence.cli.main import COMMANDS
     from divergence.domain import own_domains, placed
-    from divergence.options.commands import fields_of
+    from divergence.options.option import fields_of
 
     now, files = surface(), {}
     core = {name: now[name] for name in sorted({"", *COMMANDS})}
     for domain in own_domains():
         held = {command.name: now[command.name] for command in domain.commands}
-        for name, added in domain.adds.items():
-            kind = fields_of(placed(added.options)) if added.options else ()
-            words = {word for field in kind for option in field.options for word in option.names}
+        kinds = {name: [*filter(None, [added.options])] for name, added in domain.adds.items()}
+        if domain.options:
+            kinds["capture"] = [*kinds.get("capture", []), *domain.options.values()]
+        for name, places in kinds.items():
+            fields = [field for place in places for field in fields_of(placed(place))]
+            words = {word for field in fields for option in field.options for word in option.names}
             held[name] = [row for row in core[name] if words & {*row["names"]}]
             core[name] = [row for row in core[name] if row not in held[name]]
         if held:

@@ -66,7 +66,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from divergence.domain import Addition, Domain, Files
-from divergence.options.commands import Options, option
+from divergence.options.option import Options, option
 
 DOMAIN = Domain(
     name="counts",

@@ -16,7 +16,8 @@ from divergence import MachineOptions, RecordOptions, Run, capture, compare, com
 from divergence import truth as make_truth
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet import many
-from divergence.options.commands import CompareOptions, fields_of
+from divergence.options.commands import CompareOptions
+from divergence.options.option import fields_of
 
 PLANT = ["model.layers.1.mlp.down_proj:out=scale:1.5"]
 

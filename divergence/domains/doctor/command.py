@@ -9,7 +9,8 @@ from divergence.cli.answers import exit_with, progress_bars, show, show_document
 from divergence.cli.compare import EXIT_CODES
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, EvidenceOptions, Output, option
+from divergence.options.commands import OUTPUT, EvidenceOptions, Output
+from divergence.options.option import option
 
 
 def doctor(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from divergence.cli.answers import progress_bars, show_copy
 from divergence.errors import UsageError
-from divergence.options.commands import FORCE, OUT, OUTPUT, Output, option
+from divergence.options.commands import FORCE, OUT, OUTPUT, Output
+from divergence.options.option import option
 
 FORMATS = (
     "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "lm-eval", "rollouts",

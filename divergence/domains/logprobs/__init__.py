@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.domain import Claim, Domain
+from divergence.domain import Addition, Claim, Domain, Source
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
@@ -13,13 +13,28 @@ _AT = "divergence.domains.logprobs"
 
 DOMAIN = Domain(
     name="logprobs",
-    sources={"endpoint": f"{_AT}.endpoints.capture:capture_endpoint"},
+    options={"server": f"{_AT}.options:ServerOptions"},
+    sources=(
+        Source(
+            option="endpoint", function=f"{_AT}.endpoints.capture:capture_endpoint",
+            note="of the other server",
+        ),
+    ),
+    public={"ServerOptions": f"{_AT}.options"},
+    adds={
+        "capture": Addition(
+            examples=(
+                "divergence capture --endpoint http://localhost:8000 --model NAME -o served "
+                "--prompts p.txt",
+            )
+        ),
+    },
     judges={"logprobs": _AT},
     claims={"logprobs": Claim(20, measured=False, alone=True)},
     basis=("prompts", "scale", "told", "experts"),
     parts={"logprobs": f"{_AT}.result:LogprobsResult"},
     sentences={"endpoints": f"{_AT}.endpoints.sentences", "logprobs": f"{_AT}.sentences"},
-)
+)  # fmt: skip
 
 
 def applies(a: Run, b: Run) -> bool:

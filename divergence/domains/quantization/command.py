@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show_document
 from divergence.errors import UsageError
-from divergence.options.commands import COPY, DEVICE, FORCE, TRUST, Options, Output, option
+from divergence.options.commands import COPY, DEVICE, FORCE, TRUST, Output
+from divergence.options.option import Options, option
 from divergence.output import check_output
 
 _SCHEME = "The scheme"

@@ -8,7 +8,8 @@ from pathlib import Path
 from divergence.cli.answers import exit_with, progress_bars, show, show_document, write_text
 from divergence.cli.compare import HTML
 from divergence.errors import UsageError
-from divergence.options.commands import DEVICE, OUTPUT, TRUST, Output, option
+from divergence.options.commands import DEVICE, OUTPUT, TRUST, Output
+from divergence.options.option import option
 from divergence.output import check_output
 
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"

@@ -13,7 +13,8 @@ DOMAIN = Domain(
             examples=(
                 "divergence compare gpu.jsonl npu.jsonl --exit-code       # curves of losses",
             ),
-        )
+        ),
+        "capture": Addition(options="divergence.domains.training.options:PlanOptions"),
     },
     files=(
         Files(

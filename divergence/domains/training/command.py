@@ -9,7 +9,8 @@ from divergence.cli.answers import exit_with, show_document
 from divergence.document import Document, Headline, Section, Table, named
 from divergence.domains.training.result import CurveDiff, LossReport
 from divergence.layout import relative
-from divergence.options.commands import Options, Output, option
+from divergence.options.commands import Output
+from divergence.options.option import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)

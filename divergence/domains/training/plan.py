@@ -21,9 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from divergence.domains.training.options import PlanOptions
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.facts import Fact, Worded, fact, with_sentences
-from divergence.options.commands import PlanOptions, link_rate
+from divergence.options.commands import link_rate
+from divergence.options.option import given_fields
 from divergence.recording.engines.load import LoadedModel, tensor_plan
 from divergence.recording.hooks import swapped
 from divergence.recording.processes import parse_mesh
@@ -708,6 +710,11 @@ def plan(
 ) -> TrainingPlan | None:  # fmt: skip
     """What ``capture --dry-run`` says of a training step; None where none is asked for."""
     if not request.train:
+        for field in given_fields(options):
+            raise UsageError(
+                f"{field.option.names[0]} is for the plan of a training step",
+                hint="--dry-run --train",
+            )
         return None
     batch, tokens = max(shapes, key=math.prod)
     weights = sum(parameter.nbytes for parameter in loaded.module.parameters())

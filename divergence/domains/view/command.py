@@ -9,15 +9,8 @@ from typing import Annotated, Any
 from divergence.cli.answers import progress_bars
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.commands import (
-    LIMITS,
-    QUIET,
-    VERBOSE,
-    CompareOptions,
-    but,
-    fields_of,
-    option,
-)
+from divergence.options.commands import LIMITS, QUIET, VERBOSE, CompareOptions
+from divergence.options.option import but, fields_of, option
 from divergence.run.command import command_line
 
 

@@ -39,7 +39,8 @@ from divergence.experiments.localization.repetition import (
 )
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact, sentence
-from divergence.options.commands import CaptureOptions, command_options
+from divergence.options.commands import CaptureOptions
+from divergence.options.option import command_options
 from divergence.output import write_output
 from divergence.outside import json_value, read_bytes
 from divergence.recording.api import make_run

@@ -10,7 +10,8 @@ import pytest
 import divergence
 from divergence import Checkup
 from divergence.errors import IncomparableError, RunFormatError, UsageError
-from divergence.options.commands import EvidenceOptions, fields_of
+from divergence.options.commands import EvidenceOptions
+from divergence.options.option import fields_of
 
 LETTERS = {"pass": "p", "fail": "F", "unknown": "?", "not_reached": "-"}
 

@@ -9,7 +9,7 @@ import pytest
 
 import divergence
 from divergence.domains.probe.command import ProbeOptions
-from divergence.options.commands import fields_of
+from divergence.options.option import fields_of
 
 
 @pytest.fixture

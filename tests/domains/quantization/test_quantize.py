@@ -16,7 +16,7 @@ from divergence.domains.quantization.scheme import scheme_named
 from divergence.domains.quantization.show import quantization_document
 from divergence.errors import UsageError
 from divergence.numerics.logits import row_costs
-from divergence.options.commands import fields_of
+from divergence.options.option import fields_of
 from divergence.report.text import document_lines
 
 PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", "the cat sat"]

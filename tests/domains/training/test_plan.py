@@ -134,12 +134,12 @@ def test_a_forward_that_needs_values_leaves_activations_open(llama, monkeypatch)
 def test_a_dry_run_has_the_plan(llama):
     """Of the prompts' largest batch, or of the size that was asked."""
     dry = plan_capture(llama, prompts=[[1, 2, 3], [4, 5]], train=True, mesh="fsdp=4")
-    assert dry.training.micro_batch == (1, 3)
-    assert dry.training.accumulates
-    assert dry.total_bytes == dry.training.dump_bytes
+    assert dry.parts["training"].micro_batch == (1, 3)
+    assert dry.parts["training"].accumulates
+    assert dry.total_bytes == dry.parts["training"].dump_bytes
     dry = plan_capture(llama, train=True, micro_batch_size=8, sequence_length=64)
-    assert dry.training.micro_batch == (8, 64)
-    assert plan_capture(llama).training is None
+    assert dry.parts["training"].micro_batch == (8, 64)
+    assert plan_capture(llama).parts["training"] is None
 
 
 def test_fused_attention_holds_no_square(llama):

@@ -26,9 +26,11 @@ from divergence.domains.logprobs.endpoints.scoring import (
     check_options,
     scores_of,
 )
+from divergence.domains.logprobs.options import ServerOptions
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
 from divergence.facts import sentence
 from divergence.options.commands import CaptureOptions
+from divergence.options.option import group_of
 from divergence.recording.new_run import check_output
 from divergence.run.captured import CapturedTensor
 from divergence.run.location import Location, Url, archive_kind, location_of
@@ -44,7 +46,7 @@ _MOST_FAILED = 8
 
 
 def capture_endpoint(
-    model: str | Path | None,
+    model: object,
     *,
     options: CaptureOptions,
     like: Run | None,
@@ -52,16 +54,24 @@ def capture_endpoint(
     force: bool,
     command: str | None,
     progress: Progress | None,
+    inputs: object = None,
+    prepare: object = None,
 ) -> Run:
     """Raises EndpointError, UsageError, PromptError, RunExistsError and RunWriteError."""
+    if inputs is not None or prepare is not None or not isinstance(model, str | Path | None):
+        raise UsageError(
+            "a server runs a model of its own: it takes no module and no inputs",
+            hint="capture(NAME, server=ServerOptions(endpoint=URL), ...)",
+        )
     check_options(options)
+    of_server = group_of(ServerOptions, options)
     tell: Progress = progress or silent
     place = location_of(out)
     asked = asked_of(options, like)
-    held = _held(place, asked) if options.resume else None
+    held = _held(place, asked) if of_server.resume else None
     if held is None:
         check_output(place, force=force, like=like)
-    client = Client(str(options.endpoint))
+    client = Client(str(of_server.endpoint))
     server = find_server(client)
     chat = options.chat or any(prompt.question.messages for prompt in asked)
     name = None if model is None else str(model)
@@ -79,7 +89,7 @@ def capture_endpoint(
     if held is not None:
         _check_same(held.manifest, manifest, place)
         manifest.id, manifest.created = held.manifest.id, held.manifest.created
-    job = _Job(client, caps, asked, manifest, tell, max(1, options.concurrency))
+    job = _Job(client, caps, asked, manifest, tell, max(1, of_server.concurrency))
     if held is None:
         return job.finished(job.run(place, force=force))
     assert isinstance(place, Path)

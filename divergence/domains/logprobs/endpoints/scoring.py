@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from divergence.domains.logprobs.endpoints.capabilities import STEPS, Capabilities, tokens_of
 from divergence.domains.logprobs.endpoints.client import Client
 from divergence.domains.logprobs.endpoints.protocols import PROTOCOLS, Question, ServerAnswer, Token
+from divergence.domains.logprobs.options import ServerOptions
 from divergence.errors import EndpointError, UsageError
-from divergence.options.commands import CaptureOptions, given_fields
+from divergence.options.commands import CaptureOptions
+from divergence.options.option import given_fields, group_of
 from divergence.recording.prompts import collect_prompts
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT, DRAWN, Scores
@@ -41,6 +43,7 @@ class Asked:
 
 def check_options(options: CaptureOptions) -> None:
     """Raises UsageError for what means nothing to a server."""
+    of_server = group_of(ServerOptions, options)
     for field in given_fields(options):
         if field.name not in _TAKEN:
             raise UsageError(
@@ -48,19 +51,20 @@ def check_options(options: CaptureOptions) -> None:
                 hint="--prompt, --prompts, --chat, --max-new-tokens, --seed, --top-logprobs, "
                 "--answers, --concurrency, --resume and --label do",
             )
-    if not -1 <= options.top_logprobs <= _MOST_TOP:
-        raise UsageError(f"--top-logprobs {options.top_logprobs}", hint="20, or -1 for all")
-    if not 0 <= options.answers <= _MOST_ANSWERS:
-        raise UsageError(f"--answers {options.answers}", hint=f"0 to {_MOST_ANSWERS:,}")
+    if not -1 <= of_server.top_logprobs <= _MOST_TOP:
+        raise UsageError(f"--top-logprobs {of_server.top_logprobs}", hint="20, or -1 for all")
+    if not 0 <= of_server.answers <= _MOST_ANSWERS:
+        raise UsageError(f"--answers {of_server.answers}", hint=f"0 to {_MOST_ANSWERS:,}")
     if (options.max_new_tokens or 1) < 1:
         raise UsageError("--max-new-tokens 0: a server answers at least one token")
 
 
 def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
     """In order. Raises UsageError or PromptError."""
-    seed, top = options.seed or 0, options.top_logprobs
+    of_server = group_of(ServerOptions, options)
+    seed, top, num_answers = options.seed or 0, of_server.top_logprobs, of_server.answers
     if like is not None:
-        if options.prompts or options.prompts_file or options.chat or options.answers:
+        if options.prompts or options.prompts_file or options.chat or num_answers:
             raise UsageError("--like asks the recorded prompts again, and scores their answers",
                              hint="leave out --prompt(s), --chat and --answers")  # fmt: skip
         return _recorded(like, options, seed, top)
@@ -81,9 +85,9 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
             seed=seed, top=top,
         )  # fmt: skip
         answers = [question]
-        if options.answers:  # each with a seed of its own; else the greedy one
+        if num_answers:  # each with a seed of its own; else the greedy one
             answers = [
-                replace(question, temperature=1.0, seed=seed + n) for n in range(options.answers)
+                replace(question, temperature=1.0, seed=seed + n) for n in range(num_answers)
             ]
         for answer in answers:
             asked.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))

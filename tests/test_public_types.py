@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
-import pytest
 
 import divergence
 
@@ -104,28 +103,18 @@ def reached() -> dict[str, object]:
     return found
 
 
-REACHED = reached()
-
-
-def with_any(name: str) -> set[str]:
-    return {
+def test_no_any():
+    """No argument, result or field of the offered names, and of the records of a report, is Any, or
+    made of it; none lacks its type."""
+    things = reached()
+    assert {*divergence.__all__, "Manifest", "SiteResult", "Verdict"} <= set(things)
+    assert not {
         f"{where}({argument})"
-        for where, told in annotated(name, REACHED[name])
+        for name, thing in things.items()
+        for where, told in annotated(name, thing)
         for argument, hint in told.items()
         if is_any(hint)
     }
-
-
-def test_everything_is_reached():
-    """The offered names, and the records of a report."""
-    assert set(divergence.__all__) <= set(REACHED)
-    assert {"Manifest", "SiteResult", "Verdict"} <= set(REACHED)
-
-
-@pytest.mark.parametrize("name", sorted(REACHED))
-def test_no_any(name):
-    """No argument, result or field is Any, or made of it; none lacks its type."""
-    assert not with_any(name)
 
 
 def said(a: dict[str, list[typing.Any]], b: abc.Callable[[int], typing.Any], c: dict) -> int: ...

@@ -49,10 +49,20 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_I
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+SLOW = Path(__file__).with_name("slow.txt")
+"""Cases of tests whose other cases run the same branches in less time: for `make test-slow`."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where the domains are taken away, what is of the whole house is left out."""
+    """Marks what is listed as slow. Where the domains are taken away, what is of the whole house
+    is left out."""
     from divergence.domain import own_domains
 
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
     if not own_domains():
         for item in items:
             if item.get_closest_marker("whole"):

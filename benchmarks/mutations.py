@@ -1,0 +1,221 @@
+"""Does a test notice a small fault of the code?
+
+    MUTATIONS_MAP=map.jsonl python -m pytest -p benchmarks.mutations tests
+    python benchmarks/mutations.py map.jsonl [--number 300] [--seed 0] [--seconds 40]
+
+The first line makes a map: which test runs which branch, and its processor seconds; what a test
+does in other processes is not seen. The second draws mutations of the core (``divergence/``
+without ``domains/``) with a fixed seed: an operator (``<`` and ``<=``, ``+`` and ``-``, ``and`` and
+``or``), a constant, a branch taken the other way, a value that is not returned, a bound that is off
+by one. Each is served to a process of its own as the source of its module; no file is changed. The
+tests that run its branch are asked, the quickest first, as many as take ``--seconds``: the first
+that fails kills it. Prints a line for each mutation with the test that noticed, and the share that
+is killed. ``--without FILE`` leaves out the tests that it names: what do the others notice?
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import builtins
+import importlib.machinery as machinery
+import json
+import os
+import random
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "divergence"
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.And: ast.Or,
+    ast.Or: ast.And,
+}  # fmt: skip
+
+
+def branches(file: Path, tree: ast.AST) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """Each body that may run or not, with its name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.If | ast.For | ast.While | ast.ExceptHandler):
+            for body in filter(None, (node.body, getattr(node, "orelse", []))):
+                lines = f"{body[0].lineno}:{body[-1].end_lineno}"
+                yield f"{file.relative_to(PACKAGE)}:{lines}", body
+
+
+def mutations(tree: ast.AST) -> Iterator[tuple[str, ast.AST, str, object]]:
+    """Kind, node, and which attribute becomes what: every mutation inside of functions."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in [node for function in functions for node in ast.walk(function)]:
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+            yield "operator", node, "ops", [SWAPS[type(node.ops[0])](), *node.ops[1:]]
+        elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+            yield "operator", node, "op", SWAPS[type(node.op)]()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield "constant", node, "value", not node.value
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            yield "constant", node, "value", node.value + 1
+        elif isinstance(node, ast.If | ast.IfExp):
+            yield "branch", node, "test", ast.UnaryOp(ast.Not(), node.test)
+        elif isinstance(node, ast.Return) and not isinstance(node.value, ast.Constant | None):
+            yield "returned", node, "value", ast.Constant(None)
+        elif isinstance(node, ast.Slice) and node.lower is not None:
+            yield "bound", node, "lower", ast.BinOp(node.lower, ast.Add(), ast.Constant(1))
+
+
+def draw(number: int, seed: int) -> Iterator[tuple[Path, str, int, str]]:
+    """That many mutations of the core: file, kind, line, and the source with it."""
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if "domains" not in file.parts]
+    sizes = [file.stat().st_size for file in files]
+    generator = random.Random(seed)
+    for _ in range(number):
+        file = generator.choices(files, sizes)[0]
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        kind, node, attribute, value = generator.choice(list(mutations(tree)))
+        setattr(node, attribute, value)
+        yield file, kind, node.lineno, ast.unparse(ast.fix_missing_locations(tree))
+
+
+def read_map(path: Path, without: set[str]) -> dict[str, list[tuple[float, str]]]:
+    """By branch: processor seconds and name of each test that runs it."""
+    tests: dict[str, list[tuple[float, str]]] = {}
+    *lines, names = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    for test, seconds, packed in lines:
+        if test in without:
+            continue
+        for number, ran in enumerate(zlib.decompress(base64.b64decode(packed))):
+            if ran:
+                tests.setdefault(names[number], []).append((seconds, test))
+    return tests
+
+
+def tests_of(file: Path, line: int, tests: dict, seconds: float) -> list[str]:
+    """The tests that run the innermost branch with this line, the quickest first."""
+    inner = {
+        body[-1].end_lineno - body[0].lineno: name
+        for name, body in branches(file, ast.parse(file.read_text(encoding="utf-8")))
+        if body[0].lineno <= line <= body[-1].end_lineno
+    }
+    chosen, total = [], 0.0
+    for cost, test in sorted(tests.get(inner[min(inner)], ())) if inner else ():
+        total += cost
+        if total < seconds or not chosen:
+            chosen.append(test)
+    return chosen
+
+
+def serve(change: Callable[[Path, bytes], bytes | ast.AST]) -> None:
+    """Compiles the modules of the package from what ``change(file, source)`` makes of them."""
+    from _pytest.assertion.rewrite import AssertionRewritingHook
+
+    sys.pycache_prefix = os.devnull  # neither read nor kept
+    find = AssertionRewritingHook.find_spec
+    AssertionRewritingHook.find_spec = lambda self, name, path=None, target=None: (
+        None if name.partition(".")[0] == "divergence" else find(self, name, path, target)
+    )
+    compiled = machinery.SourceFileLoader.source_to_code
+
+    def source_to_code(self, data, path, **options):
+        inside = Path(path).is_relative_to(PACKAGE)
+        return compiled(self, change(Path(path), data) if inside else data, path, **options)
+
+    machinery.SourceFileLoader.source_to_code = source_to_code
+
+
+_names: list[str] = []
+"""What the numbers of the map stand for; from here on the plugin of pytest."""
+
+
+def _probed(file: Path, source: bytes) -> ast.AST:
+    tree = ast.parse(source)
+    for name, body in list(branches(file, tree)):
+        text = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+        probe = ast.parse(f"__ran__[{len(_names)}] = 1").body[0]
+        for node in ast.walk(probe):
+            ast.copy_location(node, body[0])
+        _names.append(name)
+        body.insert(int(text), probe)
+    return tree
+
+
+def pytest_configure() -> None:
+    builtins.__ran__ = bytearray(50_000)
+    serve(_probed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    builtins.__ran__[:] = bytes(50_000)
+    before = sum(os.times()[:4])
+    result = yield
+    packed = base64.b64encode(zlib.compress(bytes(builtins.__ran__))).decode()
+    with open(os.environ["MUTATIONS_MAP"], "a", encoding="utf-8") as file:
+        file.write(json.dumps([item.nodeid, sum(os.times()[:4]) - before, packed]) + "\n")
+    return result
+
+
+def pytest_sessionfinish() -> None:
+    with open(os.environ["MUTATIONS_MAP"], "a", encoding="utf-8") as file:
+        file.write(json.dumps(_names) + "\n")
+
+
+def kills(file: Path, source: str, tests: list[str]) -> str | None:
+    """The first of the tests that fails where the file has this source; in a process of its own,
+    which lives no longer than ten minutes."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        signal.alarm(600)
+        serve(lambda path, data: source if path == file else data)
+
+        class Watch:
+            def pytest_runtest_logreport(self, report):
+                if report.failed:
+                    os.write(writer, f"{report.nodeid}\n".encode())
+
+            pytest_collectreport = pytest_runtest_logreport
+
+        os._exit(pytest.main(["-x", "-p", "no:cacheprovider", *tests], plugins=[Watch()]))
+    os.close(writer)
+    with os.fdopen(reader) as file_of_child:
+        failed = file_of_child.readline().strip()
+    _, status = os.waitpid(child, 0)
+    return failed or (None if status == 0 else "the process ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("map", type=Path)
+    parser.add_argument("--without", type=Path)
+    parser.add_argument("--number", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=40)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch  # noqa: F401 - once, for all that are forked
+    import transformers  # noqa: F401
+
+    without = set(options.without.read_text().splitlines()) if options.without else set()
+    known, killed = read_map(options.map, without), 0
+    for file, kind, line, source in draw(options.number, options.seed):
+        tests = tests_of(file, line, known, options.seconds)
+        test = kills(file, source, tests) if tests else None
+        killed += test is not None
+        text = file.read_text(encoding="utf-8").splitlines()[line - 1].strip()
+        place = f"{file.relative_to(PACKAGE)}:{line}  {kind}  {text[:60]}"
+        print(f"{place}\n    {test or f'SURVIVES {len(tests)} tests'}", flush=True)
+    print(f"{killed} of {options.number} killed")
+
+
+if __name__ == "__main__":
+    main()

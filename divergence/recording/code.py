@@ -32,6 +32,7 @@ from divergence.recording.structure import (
 )
 from divergence.run.manifest import (
     CodeNote,
+    ModuleNumbers,
     QuantizationNote,
     QuantizedNumbers,
     QuantizedScheme,
@@ -232,32 +233,35 @@ _PARALLEL = {
 _MOST_VALUES = 3
 
 
-def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
-    """Plain numbers that the modules hold (a scale, an epsilon), as most of them have it, with the
-    few that have another; what differs from module to module (its number) is left out, and so are
-    the sizes of torch's own layers: the configuration and the shapes tell them."""
-    attributes: dict[str, str] = {}
+def attributes_of(modules: dict[str, Any]) -> dict[str, str | ModuleNumbers]:
+    """Plain numbers and switches that the modules hold (a scale, an epsilon, a window or none);
+    what differs from module to module (its number) is left out, and so are the sizes of torch's own
+    layers: the configuration and the shapes tell them."""
+    attributes: dict[str, str | ModuleNumbers] = {}
     names = dict.fromkeys(
         name
         for module in modules.values()
         for name, value in module.__dict__.items()
-        if type(value) in _kinds(module) and not name.startswith("_")
+        if type(value) in _kinds(module) and not name.startswith("_") and name != "training"
     )
     for name in names:
-        values = {path: repr(module.__dict__.get(name)) for path, module in modules.items()}
-        counts = Counter(values.values())
-        usual, number = counts.most_common(1)[0]
-        if len(counts) > _MOST_VALUES or (len(modules) > 1 and number == 1):
+        places: dict[str, list[str]] = {}
+        for path, module in modules.items():
+            places.setdefault(repr(module.__dict__.get(name)), []).append(path)
+        usual = max(places, key=lambda value: len(places[value]))
+        if len(places) > _MOST_VALUES or (len(modules) > 1 and len(places[usual]) == 1):
             continue
-        odd = [f"{values[path]} in {path}" for path in modules if values[path] != usual]
-        attributes[name] = "; ".join([usual, *odd[:_MOST_VALUES]])
+        others = {value: paths for value, paths in places.items() if value != usual}
+        attributes[name] = usual
+        if others:
+            attributes[name] = ModuleNumbers(usual=usual, num_modules=len(modules), others=others)
     return attributes
 
 
 def _kinds(module: Any) -> tuple[type, ...]:
     made = (base.__module__ for base in type(module).__mro__)
     own = next(name for name in made if not name.startswith("torch.distributed"))  # fully sharded
-    return (float,) if own.startswith("torch.nn.") else (int, float)
+    return (float,) if own.startswith("torch.nn.") else (int, float, bool, types.NoneType)
 
 
 def _is_divided(forward: Any) -> bool:

@@ -111,6 +111,20 @@ class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return "scheme" in self.facts
 
 
+class ModuleNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A number that modules of one class hold, where not all hold the same."""
+
+    usual: str
+    """As Python writes it: what most have."""
+    num_modules: Count
+    others: dict[str, list[str]]
+    """Each other value → paths of the modules that have it."""
+
+    def at(self, path: str) -> str:
+        """The value in one module."""
+        return next((value for value, paths in self.others.items() if path in paths), self.usual)
+
+
 class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The code that modules of one class ran, so that two runs can be shown to have run the same
     code."""
@@ -134,9 +148,9 @@ class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     them where none runs that."""
     places: list[str] = []
     """Paths of the modules, with ``*`` for the numbers in them."""
-    attributes: dict[str, str] = {}
-    """Plain numbers that the modules hold: the value that most have, then the modules that have
-    another."""
+    attributes: dict[str, str | ModuleNumbers] = {}
+    """Plain numbers and switches that the modules hold, by name: one value where all have the
+    same. (Text with ``;`` of earlier versions: most modules' value, then others'.)"""
 
 
 class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -431,5 +431,6 @@ def test_plain_numbers_of_modules_are_recorded(model, healthy):
     assert "layer_idx" not in healthy["LlamaAttention"].attributes
     assert "in_features" not in healthy["Linear"].attributes
     model.model.layers[1].self_attn.scaling = 0.26
-    found = code_notes(model)["LlamaAttention"].attributes["scaling"]
-    assert found == "0.25; 0.26 in model.layers.1.self_attn"
+    odd = code_notes(model)["LlamaAttention"].attributes["scaling"]
+    assert odd.usual == "0.25"
+    assert odd.others == {"0.26": ["model.layers.1.self_attn"]}

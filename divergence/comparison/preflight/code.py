@@ -12,10 +12,10 @@ from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import CodeNote, Manifest
+from divergence.run.manifest import CodeNote, Manifest, ModuleNumbers
 from divergence.run.reader import Run
 from divergence.run.record import Record
-from divergence.run.site import is_operator_site, starred
+from divergence.run.site import is_operator_site, natural_key, starred
 
 if TYPE_CHECKING:
     import torch
@@ -206,12 +206,11 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
         for text in _wrappers(mine):
             if text not in there:
                 add("wrapped", name=name, what=text, side=side)
-    for key in a.attributes:
-        if key in b.attributes and a.attributes[key] != b.attributes[key]:
-            add(
-                "attribute", name=name, key=key, reference=a.attributes[key],
-                candidate=b.attributes[key],
-            )  # fmt: skip
+    for key, number in a.attributes.items():
+        for (reference, candidate), paths in _other_numbers(number, b.attributes.get(key)).items():
+            add("attribute", name=name, key=key, reference=reference, candidate=candidate,
+                paths=paths, where=paths[0] if len(paths) == 1 else None,
+                num=len(paths) if len(paths) > 1 else None)  # fmt: skip
     if a.compiled != b.compiled:
         add("compiled", name=name, reference=a.compiled or None, candidate=b.compiled or None)
     if differences:
@@ -224,6 +223,35 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
             functions=names[:_MOST] or None, where=only_odd[:_MOST], replaced=replaced,
         )  # fmt: skip
     return differences
+
+
+def _other_numbers(
+    a: str | ModuleNumbers, b: str | ModuleNumbers | None
+) -> dict[tuple[str, str], list[str]]:
+    """Each pair of values that A's and B's modules hold, where they differ → the modules where they
+    do; none named where most or all do."""
+    if b is None or a == b:
+        return {}
+    if isinstance(a, str) and isinstance(b, str):
+        return {(a, b): []}
+    if any(isinstance(number, str) and "; " in number for number in (a, b)):
+        return {}  # of an earlier version: which modules it means stands in a text
+    size = next(number.num_modules for number in (a, b) if isinstance(number, ModuleNumbers))
+    first, second = (
+        ModuleNumbers(usual=number, num_modules=size, others={})
+        if isinstance(number, str)
+        else number
+        for number in (a, b)
+    )
+    named = {path for side in (first, second) for paths in side.others.values() for path in paths}
+    differing: dict[tuple[str, str], list[str]] = {}
+    if len(named) < size:
+        differing[first.usual, second.usual] = []
+    for path in sorted(named, key=natural_key):
+        paths = differing.setdefault((first.at(path), second.at(path)), [])
+        if len(paths) or (first.usual, second.usual) != (first.at(path), second.at(path)):
+            paths.append(path)
+    return {values: paths for values, paths in differing.items() if values[0] != values[1]}
 
 
 def _functions(a: CodeNote, b: CodeNote) -> list[str]:

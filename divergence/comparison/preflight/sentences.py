@@ -40,7 +40,7 @@ SENTENCES: Mapping[str, str] = {
     "replaced": "{what} on {side:letter}",
     "replaced_of_torch": "{what:list ; } on {side:letter}",
     "wrapped": "{name}: {what}, on {side:letter}",
-    "attribute": "{name}.{key} {reference} / {candidate}",
+    "attribute": "{name}.{key} {reference} / {candidate}[[ in {where}]][[ in {num} modules]]",
     "compiled": (
         "{name}: {reference:none=not compiled|*={reference}} on A, "
         "{candidate:none=not compiled|*={candidate}} on B"

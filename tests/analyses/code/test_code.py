@@ -16,7 +16,7 @@ from divergence.comparison.preflight.lines import (
     weight_causes,
 )
 from divergence.facts import sentence, worded
-from divergence.run.manifest import CodeNote
+from divergence.run.manifest import CodeNote, ModuleNumbers
 
 V3 = "tests/fixtures/run-v3"
 
@@ -129,6 +129,18 @@ def test_adapters_and_compilers_count_as_other_code(manifests):
     assert "LlamaMLP: not compiled on A, torch.compile (inductor) on" in detail
 
 
+def numbers(usual: str, others: dict[str, list[int]]) -> ModuleNumbers:
+    """Of four attention modules."""
+    return ModuleNumbers(
+        usual=usual,
+        num_modules=4,
+        others={
+            value: [f"model.layers.{layer}.self_attn" for layer in layers]
+            for value, layers in others.items()
+        },
+    )
+
+
 def test_numbers_and_functions_of_torch_count(manifests):
     """A scale that differs; a function of torch that was replaced concerns every block."""
     a, b = manifests
@@ -141,6 +153,27 @@ def test_numbers_and_functions_of_torch_count(manifests):
     assert "torch.matmul was replaced by plugin.py:1 on B" in detail
     texts = [sentence(item) for item in code_evidence(a, b, "model.layers.0")]
     assert any("torch.matmul was replaced" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (numbers("16", {"None": [1]}), numbers("17", {"None": [1]}), "16 / 17"),
+        (numbers("16", {"None": [1, 3]}), numbers("None", {"16": [0], "17": [2]}),
+         "16 / 17 in model.layers.2.self_attn"),
+        ("0.25", numbers("0.25", {"0.26": [1, 2]}), "0.25 / 0.26 in 2 modules"),
+        ("50.0", "None", "50.0 / None"),
+        # of an earlier version, which told the modules in words: nothing is claimed
+        ("16; None in model.layers.1.self_attn", numbers("16", {"None": [1]}), None),
+    ],
+)  # fmt: skip
+def test_a_number_that_some_modules_hold_is_compared_module_by_module(manifests, a, b, text):
+    """A window that every other layer has, one too wide in one of them or in all."""
+    first, second = manifests
+    first.model.code["LlamaAttention"].attributes["sliding_window"] = a
+    second.model.code["LlamaAttention"].attributes["sliding_window"] = b
+    detail = worded(code_line(first, second)).detail
+    assert detail == (text and f"LlamaAttention.sliding_window {text}")
 
 
 # --- the configuration -------------------------------------------------------------------------

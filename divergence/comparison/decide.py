@@ -397,6 +397,21 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
             "settings_differ", settings=differing, beyond=precise or verdict.kind not in _QUIET
         )
         verdict = replace(verdict, headline=[settings, *verdict.headline])
+    numbers = [
+        item
+        for line in preflight
+        for detail in line.details
+        for item in detail["differences"] or ()
+        if isinstance(item, Fact) and item.code == "preflight.attribute"
+    ]
+    if numbers:
+        verdict = replace(
+            verdict,
+            headline=[
+                item.with_values(numbers=numbers) if item.code == "only_rounding" else item
+                for item in verdict.headline
+            ],
+        )
     untold = [line.check for line in preflight if line.status == "unknown"]
     untold = [check for check in _EXPERIMENT if check in untold]
     if untold and compared:

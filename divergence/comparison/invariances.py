@@ -89,7 +89,7 @@ class Freed:
             if not end <= thresholds.free_gain * self.rounding:
                 return before
             checks = [check("anchored", True), check("free_runs", False, fact("angles_round_more"))]
-            headline = [fact("only_rounding", sure=True)]
+            headline = [fact("only_rounding", sure=True, numbers=None)]
             rounds = fact("angles_round", rounding=self.rounding, rel_l2=end)
             verdict = replace(
                 verdict, kind="within_floor", headline=headline, side=None, checks=checks,

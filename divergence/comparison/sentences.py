@@ -172,8 +172,9 @@ SENTENCES: Mapping[str, str] = {
     "not_clear": "{margin:.1f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (
-        "only rounding differs{sure:yes=|no=, as far as free runs tell}; both runs compute the "
-        "same model"
+        "only rounding differs{sure:yes=|no=, as far as free runs tell}; {numbers:none=both "
+        "runs compute the same model|*=the models hold other numbers ({numbers:names 2 ; }), which "
+        "moves nothing here beyond rounding}"
     ),
     "differ_unmeasured": (
         "the two differ, first at {site} (step {step}), but by how much is not known: only digests "

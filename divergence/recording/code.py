@@ -254,7 +254,7 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str | ModuleNumbers]:
         others = {value: paths for value, paths in places.items() if value != usual}
         attributes[name] = usual
         if others:
-            attributes[name] = ModuleNumbers(usual=usual, num_modules=len(modules), others=others)
+            attributes[name] = ModuleNumbers(value=usual, num_modules=len(modules), others=others)
     return attributes
 
 

@@ -114,7 +114,7 @@ class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ModuleNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number that modules of one class hold, where not all hold the same."""
 
-    usual: str
+    value: str
     """As Python writes it: what most have."""
     num_modules: Count
     others: dict[str, list[str]]
@@ -122,7 +122,7 @@ class ModuleNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def at(self, path: str) -> str:
         """The value in one module."""
-        return next((value for value, paths in self.others.items() if path in paths), self.usual)
+        return next((other for other, paths in self.others.items() if path in paths), self.value)
 
 
 class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -432,5 +432,5 @@ def test_plain_numbers_of_modules_are_recorded(model, healthy):
     assert "in_features" not in healthy["Linear"].attributes
     model.model.layers[1].self_attn.scaling = 0.26
     odd = code_notes(model)["LlamaAttention"].attributes["scaling"]
-    assert odd.usual == "0.25"
+    assert odd.value == "0.25"
     assert odd.others == {"0.26": ["model.layers.1.self_attn"]}

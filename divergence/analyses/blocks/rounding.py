@@ -278,7 +278,7 @@ def within_rounding(
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        headline=[fact("only_rounding", sure=sure), *where],
+        headline=[fact("only_rounding", sure=sure, numbers=None), *where],
         rests_on=checks,
         only_rounds=only_rounds,
         side="neither" if truth_tells and not where else None,

@@ -238,7 +238,7 @@ def _other_numbers(
         return {}  # of an earlier version: which modules it means stands in a text
     size = next(number.num_modules for number in (a, b) if isinstance(number, ModuleNumbers))
     first, second = (
-        ModuleNumbers(usual=number, num_modules=size, others={})
+        ModuleNumbers(value=number, num_modules=size, others={})
         if isinstance(number, str)
         else number
         for number in (a, b)
@@ -246,10 +246,10 @@ def _other_numbers(
     named = {path for side in (first, second) for paths in side.others.values() for path in paths}
     differing: dict[tuple[str, str], list[str]] = {}
     if len(named) < size:
-        differing[first.usual, second.usual] = []
+        differing[first.value, second.value] = []
     for path in sorted(named, key=natural_key):
         paths = differing.setdefault((first.at(path), second.at(path)), [])
-        if len(paths) or (first.usual, second.usual) != (first.at(path), second.at(path)):
+        if len(paths) or (first.value, second.value) != (first.at(path), second.at(path)):
             paths.append(path)
     return {values: paths for values, paths in differing.items() if values[0] != values[1]}
 

@@ -132,7 +132,7 @@ def test_adapters_and_compilers_count_as_other_code(manifests):
 def numbers(usual: str, others: dict[str, list[int]]) -> ModuleNumbers:
     """Of four attention modules."""
     return ModuleNumbers(
-        usual=usual,
+        value=usual,
         num_modules=4,
         others={
             value: [f"model.layers.{layer}.self_attn" for layer in layers]

@@ -39,6 +39,8 @@ os.environ |= {
 # each: the environment of a container often forbids it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# The simulated accelerator is compiled once for all workers, and for later runs of this checkout.
+os.environ.setdefault("SIMULATED_NPU_CACHE", str(Path(__file__).parents[1] / "build" / "device"))
 # A job in a shell's background has Ctrl-C ignored, one under nohup the end of its terminal, and so
 # have their children; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import shlex
@@ -221,3 +222,10 @@ def follow(invoke, tmp_path):
         return tried
 
     return call
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test lives until the last: the garbage collector need not
+    look at it again and again."""
+    gc.collect()
+    gc.freeze()

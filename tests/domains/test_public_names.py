@@ -1,0 +1,83 @@
+"""A domain stands on what docs/extending.md lists, and on nothing else of the core."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "divergence" / "domains"
+PAGE = ROOT / "docs" / "extending.md"
+HEADING = "### What it may import"
+
+EXCEPTIONS = {
+    # a browser of the report's own rows and tables
+    ("view", "analyses.blocks.sections"),
+    ("view", "report.summary"),
+    ("view", "html.parts"),
+    # the same checklist as the lines that stop a comparison, and its advice
+    ("doctor", "comparison.advice"),
+    ("doctor", "comparison.preflight.code"),
+    # what a gradient shares with others, as the blocks' analysis asks it
+    ("training", "comparison.parameters"),
+    ("training", "comparison.limits"),
+    # codes are put in place by the hooks of the core, and judged in the format they were made in
+    ("quantization", "recording.quantizers"),
+    ("quantization", "recording.widening"),
+    ("quantization", "comparison.measure.judge"),
+    # engines with a recorder of their own
+    ("onnx", "recording.modules"),
+    ("vllm", "recording.modules"),
+    ("vllm", "recording.keeper"),
+    ("vllm", "recording.engines.identity"),
+    ("scores", "recording.engines.identity"),
+    ("logprobs", "comparison.trusted"),
+    ("probe", "report.environment"),
+}
+"""(domain, module of the core): beyond the list. They may only get fewer."""
+
+
+def public() -> dict[str, set[str]]:
+    """Module of the core → the names of it that the page lists; none: all of it."""
+    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition("\n#")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \|([^|]*)\|", text, re.MULTILINE)
+    return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+
+
+def taken() -> Iterator[tuple[str, str, str]]:
+    """(domain, module of the core, name) of every import in the folder."""
+    for path in sorted(FOLDER.glob("*/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            package, _, module = node.module.partition(".")
+            if package == "divergence" and not module.startswith("domains"):
+                for alias in node.names:
+                    yield path.relative_to(FOLDER).parts[0], module, alias.name
+
+
+def test_a_domain_imports_public_names_alone():
+    """Those of the page; what is private to a module is nobody else's."""
+    listed, used, wrong = public(), set(), []
+    for domain, module, name in taken():
+        names = listed.get(module)
+        if not name.startswith("_") and names is not None and (not names or name in names):
+            continue
+        if (domain, module) in EXCEPTIONS:
+            used.add((domain, module))
+        elif name != "__version__":
+            wrong.append(f"{domain} imports {name} of {module}")
+    assert not wrong, "\n".join(wrong)
+    assert used == EXCEPTIONS, f"no longer needed: {sorted(EXCEPTIONS - used)}"
+
+
+def test_what_the_page_lists_is_there():
+    """Each module, and each name of those that it lists one by one."""
+    listed = public()
+    assert len(listed) > 20
+    for module, names in listed.items():
+        made = importlib.import_module(f"divergence.{module}")
+        assert not [name for name in names if not hasattr(made, name)], module

@@ -127,7 +127,7 @@ def _record(
 
     try:
         outputs, *again = [results() for _ in range(cases.manifest.repeatability.num_runs)]
-    except (Unavailable, Unsafe, NotImplementedError, *_REFUSED) as error:
+    except (Unavailable, Unsafe, ImportError, NotImplementedError, *_REFUSED) as error:
         cases.skip(f"{work.operator.name}: {first_line(error, most=160)}")
         return []
     place = operator_path(work.path, name, 1)

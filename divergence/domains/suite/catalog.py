@@ -10,7 +10,7 @@ A user's function takes the operator's arguments by name and returns its results
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,8 @@ import torch
 
 from divergence.domains.suite.definition import (
     PREFIX,
-    Implementation,
     Operator,
     OperatorCase,
-    Unavailable,
 )
 from divergence.domains.suite.operators import OPERATORS
 from divergence.errors import UsageError
@@ -57,6 +55,9 @@ def case_path(operator: Operator, case: OperatorCase) -> str:
 
 DEFAULT = "torch"
 COMPILED = "inductor"
+PACKAGES = {"torch_npu": "torch_npu", "vllm": "vllm._custom_ops", "triton": "liger_kernel",
+            "flash_attn": "flash_attn"}  # fmt: skip
+"""What the implementations of a name need beside torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,24 @@ def choose(wishes: Wishes) -> dict[str, ChosenOperator]:
     return chosen
 
 
-def _ways(operator: Operator) -> dict[str, Callable[[], Implementation]]:
-    """What can run it, by name: each imports what it needs when it is called."""
-    usual: dict[str, Callable[[], Implementation]] = {
-        DEFAULT: lambda: operator.run,
-        COMPILED: lambda: partial(torch.compile(operator.run, dynamic=False)),
-    }
-    return usual | dict(operator.implementations)
+def _ways(operator: Operator) -> list[str]:
+    """What can run it, by name."""
+    return [DEFAULT, COMPILED, *operator.implementations]
 
 
 def _loaded(name: str, operators: Sequence[Operator]) -> dict[str, ChosenOperator]:
-    """The implementation of that name of those whose is here. Raises UsageError where none is."""
-    loaded, why = {}, ""
+    """The implementation of that name. Raises UsageError where its package is not here."""
+    try:
+        if name in PACKAGES:
+            importlib.import_module(PACKAGES[name])
+    except (ImportError, OSError) as error:
+        raise UsageError(f"{name} is not here: {error}", hint=_known()) from error
+    loaded: dict[str, ChosenOperator] = {}
     for operator in operators:
-        try:
-            loaded[operator.full_name] = ChosenOperator(name, _ways(operator)[name]())
-        except (ImportError, Unavailable, OSError) as error:
-            why = str(error)
-    if not loaded:
-        raise UsageError(f"{name} is not here: {why}", hint=_known())
+        call = {DEFAULT: operator.run, **operator.implementations}.get(name)
+        if call is None:
+            call = partial(torch.compile(operator.run, dynamic=False))
+        loaded[operator.full_name] = ChosenOperator(name, call)
     return loaded
 
 
@@ -123,8 +123,11 @@ def _known() -> str:
     here: dict[str, list[str]] = {}
     for operator in OPERATORS.values():
         for name in operator.implementations:
-            with contextlib.suppress(ImportError, Unavailable, OSError):
-                operator.implementations[name]()
-                here.setdefault(name, []).append(operator.name)
+            here.setdefault(name, []).append(operator.name)
+    for name, package in PACKAGES.items():
+        try:
+            importlib.import_module(package)
+        except (ImportError, OSError):
+            here.pop(name, None)
     rows = [f"{name} ({', '.join(operators)})" for name, operators in sorted(here.items())]
     return "here are: " + "; ".join([DEFAULT, COMPILED, *rows])

@@ -110,16 +110,16 @@ class OperatorCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator. ``name``: without the prefix. ``implementations``: name → a function that
-    imports and returns the implementation, and raises ImportError or Unavailable where it is
-    not there; ``torch`` is ``run``. ``scores``: of an output of indices, see above."""
+    """One operator. ``name``: without the prefix. ``implementations``: by name, beside ``run``,
+    which is ``torch``; each imports what it needs (``catalog.PACKAGES``) when it is called.
+    ``scores``: of an output of indices, see above."""
 
     name: str
     run: Callable[..., Any]
     truth: Callable[..., Any]
     cases: Callable[[], Iterator[OperatorCase]]
     scores: Callable[..., Tensor] | None = None
-    implementations: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
+    implementations: Mapping[str, Implementation] = field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[str, ...]:

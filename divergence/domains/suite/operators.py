@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from divergence.domains.suite.definition import (
     PLAN,
     Arguments,
-    Implementation,
     Operator,
     OperatorCase,
     Plan,
@@ -199,48 +199,39 @@ def _layer(source: TensorSource, shape: Shape) -> Arguments:
     }  # fmt: skip
 
 
-def _npu_rms_norm() -> Implementation:
+def _npu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
     import torch_npu
 
-    return lambda x, weight, eps: torch_npu.npu_rms_norm(x, weight, eps)[0]
+    return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
 
-def _npu_add_rms_norm() -> Implementation:
+def _npu_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
     import torch_npu
 
-    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
-        return normed, total
-
-    return call
+    normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+    return normed, total
 
 
-def _vllm_rms_norm() -> Implementation:
+def _vllm_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
     from vllm import _custom_ops
 
-    def call(x: Tensor, weight: Tensor, eps: float) -> Any:
-        out = torch.empty_like(x)
-        _custom_ops.rms_norm(out, x, weight, eps)
-        return out
-
-    return call
+    out = torch.empty_like(x)
+    _custom_ops.rms_norm(out, x, weight, eps)
+    return out
 
 
-def _vllm_add_rms_norm() -> Implementation:
+def _vllm_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
     from vllm import _custom_ops
 
-    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-        out, total = x.clone(), residual.clone()  # both are overwritten
-        _custom_ops.fused_add_rms_norm(out, total, weight, eps)
-        return out, total
-
-    return call
+    out, total = x.clone(), residual.clone()  # both are overwritten
+    _custom_ops.fused_add_rms_norm(out, total, weight, eps)
+    return out, total
 
 
-def _liger_rms_norm() -> Implementation:
+def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    return lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
 
 
 NORMS = (
@@ -248,7 +239,7 @@ NORMS = (
         name="rms_norm", run=rms_norm, truth=_truth_rms_norm,
         cases=cases_of(_norm),
         implementations={
-            "llama": lambda: rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
+            "llama": rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
             "triton": _liger_rms_norm,
         },
     ),
@@ -335,24 +326,17 @@ def _rotary_inputs(source: TensorSource, shape: Shape) -> Arguments:
     }
 
 
-def _npu_rotary(interleaved: bool) -> Callable[[], Implementation]:
-    def find() -> Implementation:
-        import torch_npu
+def _npu_rotary(mode: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """``mode``: ``half`` or ``interleave``."""
+    import torch_npu
 
-        def call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            repeat = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (
-                lambda x: torch.cat([x, x], -1)
-            )  # fmt: skip
-            tables = [repeat(table)[None, None].contiguous() for table in (cos, sin)]
-            mode = "interleave" if interleaved else "half"
-            return tuple(
-                torch_npu.npu_rotary_mul(x.contiguous(), *tables, rotary_mode=mode)
-                for x in (query, key)
-            )
-
-        return call
-
-    return find
+    tables = []
+    for table in (cos, sin):
+        wide = table.repeat_interleave(2, -1) if mode == "interleave" else table.repeat(1, 2)
+        tables.append(wide[None, None].contiguous())
+    return tuple(
+        torch_npu.npu_rotary_mul(x.contiguous(), *tables, rotary_mode=mode) for x in (query, key)
+    )
 
 
 _ROTARY_SHAPES = {"decode": (1, 8, 2, 1, 64), "odd": (1, 3, 1, 7, 38), "prefill": (1, 4, 2, 48, 64)}
@@ -362,13 +346,13 @@ ROTARY = (
     Operator(
         name="rope", run=_rope, truth=_truth_rope,
         cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
-        implementations={"torch_npu": _npu_rotary(False)},
+        implementations={"torch_npu": partial(_npu_rotary, "half")},
     ),
     Operator(
         name="rope_interleaved", run=_rope_interleaved,
         truth=_truth_rope_interleaved,
         cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
-        implementations={"torch_npu": _npu_rotary(True)},
+        implementations={"torch_npu": partial(_npu_rotary, "interleave")},
     ),
 )  # fmt: skip
 
@@ -412,8 +396,7 @@ def _run_sdpa(
 
 def _run_math(**operands: Any) -> Tensor:
     """torch's own formula, in elementary operators."""
-    attended: Tensor = _backend("MATH")()(**operands)
-    return attended
+    return _run_backend("MATH", **operands)
 
 
 def _run_eager(
@@ -547,38 +530,22 @@ def _attention_cases() -> Iterator[OperatorCase]:
         yield from cases_of(_masked(kind), shapes=_ATTENTION_SHAPES, plan=odd, suffix=kind)()
 
 
-def _backend(name: str) -> Callable[[], Implementation]:
+def _run_backend(name: str, **operands: Any) -> Tensor:
     """scaled_dot_product_attention with one backend alone; what it cannot do, it refuses."""
-
-    def find() -> Implementation:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backend = getattr(SDPBackend, name, None)
-        if backend is None:
-            raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
-
-        def call(**operands: Any) -> Tensor:
-            with sdpa_kernel([backend]):
-                return _run_sdpa(**operands)
-
-        return call
-
-    return find
+    with sdpa_kernel([getattr(SDPBackend, name)]):
+        return _run_sdpa(**operands)
 
 
-def _flash_attn() -> Implementation:
+def _flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Any:
     from flash_attn import flash_attn_func
 
-    def call(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> Any:
-        if mask is not None:
-            raise Unavailable("flash_attn takes no mask")
-        # (B, N, T, H) → (B, T, N, H) and back
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
-
-    return call
+    if mask is not None:
+        raise Unavailable("flash_attn takes no mask")
+    # (B, N, T, H) → (B, T, N, H) and back
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
 
 
 ATTENTION = (
@@ -593,9 +560,10 @@ ATTENTION = (
     Operator(
         name="attention", run=_run_sdpa, truth=_truth_attention, cases=_attention_cases,
         implementations={
-            "sdpa_flash": _backend("FLASH_ATTENTION"), "sdpa_math": _backend("MATH"),
-            "sdpa_efficient": _backend("EFFICIENT_ATTENTION"),
-            "sdpa_cudnn": _backend("CUDNN_ATTENTION"), "flash_attn": _flash_attn,
+            "sdpa_flash": partial(_run_backend, "FLASH_ATTENTION"),
+            "sdpa_math": partial(_run_backend, "MATH"),
+            "sdpa_efficient": partial(_run_backend, "EFFICIENT_ATTENTION"),
+            "sdpa_cudnn": partial(_run_backend, "CUDNN_ATTENTION"), "flash_attn": _flash_attn,
         },
     ),
     Operator(
@@ -713,60 +681,54 @@ def _repaged(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     return flat, table.reshape(batch, pages)
 
 
-def _flash_attn_paged() -> Implementation:
+def _flash_attn_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Any:
     from flash_attn import flash_attn_with_kvcache
 
-    def call(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        scale: float,
-    ) -> Any:
-        keys, table = _repaged(key_cache, block_tables)
-        values, _ = _repaged(value_cache, block_tables)
-        attended = flash_attn_with_kvcache(
-            query[:, None], keys, values, cache_seqlens=context_lens, block_table=table,
-            softmax_scale=scale,
-        )  # fmt: skip
-        return attended[:, 0]
-
-    return call
+    keys, table = _repaged(key_cache, block_tables)
+    values, _ = _repaged(value_cache, block_tables)
+    attended = flash_attn_with_kvcache(
+        query[:, None], keys, values, cache_seqlens=context_lens, block_table=table,
+        softmax_scale=scale,
+    )  # fmt: skip
+    return attended[:, 0]
 
 
-def _npu_paged() -> Implementation:
+def _npu_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Any:
     import torch_npu
 
-    def call(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        scale: float,
-    ) -> Any:
-        batch, heads, width = query.shape
-        blocks, size, groups, _ = key_cache.shape
-        operands = (
-            query.reshape(batch, 1, heads * width),
-            key_cache.reshape(blocks, size, groups * width),
-            value_cache.reshape(blocks, size, groups * width),
+    batch, heads, width = query.shape
+    blocks, size, groups, _ = key_cache.shape
+    operands = (
+        query.reshape(batch, 1, heads * width),
+        key_cache.reshape(blocks, size, groups * width),
+        value_cache.reshape(blocks, size, groups * width),
+    )
+    paged = {"block_table": block_tables, "block_size": size, "num_heads": heads,
+             "num_key_value_heads": groups, "input_layout": "BSH"}  # fmt: skip
+    lengths = context_lens.tolist()
+    if hasattr(torch_npu, "npu_fused_infer_attention_score"):  # the only one on newer devices
+        attended, *_ = torch_npu.npu_fused_infer_attention_score(
+            *operands, actual_seq_lengths_kv=lengths, scale=scale, **paged
         )
-        paged = {"block_table": block_tables, "block_size": size, "num_heads": heads,
-                 "num_key_value_heads": groups, "input_layout": "BSH"}  # fmt: skip
-        lengths = context_lens.tolist()
-        if hasattr(torch_npu, "npu_fused_infer_attention_score"):  # the only one on newer devices
-            attended, *_ = torch_npu.npu_fused_infer_attention_score(
-                *operands, actual_seq_lengths_kv=lengths, scale=scale, **paged
-            )
-        else:
-            attended = torch_npu.npu_incre_flash_attention(
-                *operands, actual_seq_lengths=lengths, scale_value=scale, **paged
-            )
-        return attended.reshape(batch, heads, width)
-
-    return call
+    else:
+        attended = torch_npu.npu_incre_flash_attention(
+            *operands, actual_seq_lengths=lengths, scale_value=scale, **paged
+        )
+    return attended.reshape(batch, heads, width)
 
 
 _PAGED_PLAN: Plan = (
@@ -821,27 +783,24 @@ def _gate_and_up(source: TensorSource, shape: Shape) -> Arguments:
     return {"gate": source.main("x", shape), "up": source.plain("up", shape)}
 
 
-def _npu_swiglu() -> Implementation:
+def _npu_swiglu(gate: Tensor, up: Tensor) -> Any:
     import torch_npu
 
-    return lambda gate, up: torch_npu.npu_swiglu(torch.cat([gate, up], -1), dim=-1)
+    return torch_npu.npu_swiglu(torch.cat([gate, up], -1), dim=-1)
 
 
-def _vllm_swiglu() -> Implementation:
+def _vllm_swiglu(gate: Tensor, up: Tensor) -> Any:
     import vllm._custom_ops  # noqa: F401 - registers torch.ops._C
 
-    def call(gate: Tensor, up: Tensor) -> Any:
-        out = torch.empty_like(up)
-        torch.ops._C.silu_and_mul(out, torch.cat([gate, up], -1))
-        return out
-
-    return call
+    out = torch.empty_like(up)
+    torch.ops._C.silu_and_mul(out, torch.cat([gate, up], -1))
+    return out
 
 
-def _liger_swiglu() -> Implementation:
+def _liger_swiglu(gate: Tensor, up: Tensor) -> Any:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    return lambda gate, up: LigerSiLUMulFunction.apply(gate.contiguous(), up)
+    return LigerSiLUMulFunction.apply(gate.contiguous(), up)
 
 
 ACTIVATIONS = (
@@ -910,14 +869,11 @@ def _route(source: TensorSource, shape: Shape) -> Arguments:
     return {"logits": source.main("x", shape), "k": _K}
 
 
-def _npu_moe_gating() -> Implementation:
+def _npu_moe_gating(logits: Tensor, k: int) -> Any:
     import torch_npu
 
-    def call(logits: Tensor, k: int) -> Any:
-        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
-        return weights / weights.sum(-1, keepdim=True), experts.long()
-
-    return call
+    weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
+    return weights / weights.sum(-1, keepdim=True), experts.long()
 
 
 _CHOICE_PLAN: Plan = (
@@ -1048,7 +1004,7 @@ def _run_w8a8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
 ) -> Tensor:
     if x.device.type == "npu":  # torch's own int8 product runs on the CPU there
-        there: Tensor = _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
+        there: Tensor = _npu_quant_matmul(x, weight, x_scale, weight_scale, out_dtype)
         return there
     product = _int_product(x, weight.T).float()
     return (product * x_scale[:, None] * weight_scale).to(getattr(torch, out_dtype))
@@ -1058,8 +1014,6 @@ def _int_product(x: Tensor, y: Tensor) -> Tensor:
     """x @ y of int8 codes in int32, exactly. Accelerators want at least 17 rows and even sides."""
     if x.device.type == "cpu":
         return x.int() @ y.int()
-    if not hasattr(torch, "_int_mm"):
-        raise Unavailable(f"torch {torch.__version__} has no product of int8 on {x.device.type}")
     rows, columns = x.shape[0], y.shape[1]
     wide = x.new_zeros(max(32, -(-rows // 8) * 8), -(-x.shape[1] // 8) * 8)
     wide[:rows, : x.shape[1]] = x
@@ -1196,24 +1150,26 @@ def _casts() -> Iterator[Operator]:
             )  # fmt: skip
 
 
-def _npu_quantize() -> Implementation:
+def _npu_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Any:
     import torch_npu
 
-    return lambda x, scale, offset: torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
+    return torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
 
 
-def _npu_quant_matmul() -> Implementation:
+def _npu_quant_matmul(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
+) -> Any:
     import torch_npu
 
-    return lambda x, weight, x_scale, weight_scale, out_dtype: torch_npu.npu_quant_matmul(
+    return torch_npu.npu_quant_matmul(
         x, weight.T, weight_scale, pertoken_scale=x_scale, output_dtype=getattr(torch, out_dtype)
     )
 
 
-def _npu_dynamic_quant() -> Implementation:
+def _npu_dynamic_quant(x: Tensor, smooth: Tensor | None) -> Any:
     import torch_npu
 
-    return lambda x, smooth: torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
+    return torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
 
 
 QUANTIZATION = (

@@ -46,7 +46,7 @@ def test_flash_attn_is_given_pages_that_it_takes(package, number):
     package("flash_attn", flash_attn_with_kvcache=kernel)
     arguments = list(PAGED_ATTENTION.cases())[number * 4].make()
 
-    found = PAGED_ATTENTION.implementations["flash_attn"]()(**arguments)
+    found = PAGED_ATTENTION.implementations["flash_attn"](**arguments)
 
     torch.testing.assert_close(found, PAGED_ATTENTION.run(**arguments))
 
@@ -82,7 +82,7 @@ def test_ascend_runs_the_attention_that_it_has(package, functions):
     package("torch_npu", **functions)
     arguments = next(iter(PAGED_ATTENTION.cases())).make()
 
-    found = PAGED_ATTENTION.implementations["torch_npu"]()(**arguments)
+    found = PAGED_ATTENTION.implementations["torch_npu"](**arguments)
 
     torch.testing.assert_close(found, PAGED_ATTENTION.run(**arguments))
 
@@ -100,7 +100,7 @@ def test_ascend_multiplies_int8_itself(package):
     package("torch_npu", npu_quant_matmul=npu_quant_matmul)
     arguments = next(iter(W8A8.cases())).make()
 
-    found = W8A8.implementations["torch_npu"]()(**arguments)
+    found = W8A8.implementations["torch_npu"](**arguments)
 
     assert called == [getattr(torch, arguments["out_dtype"])]
     torch.testing.assert_close(found, W8A8.run(**arguments))

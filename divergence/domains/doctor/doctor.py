@@ -37,7 +37,6 @@ from divergence.domains.doctor.result import (
     PointState,
     Rung,
     RungName,
-    RungState,
 )
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, apart, fact, has, plain, sentence, worded
@@ -184,8 +183,8 @@ def logits_kept(run: Run) -> tuple[int, int]:
 # A rung explains what is below it only where it is the verdict itself. What stands beside the
 # verdict (another fault, in the other phase) fails without explaining.
 
-Said = tuple[RungState, Sequence[Fact], bool]
-"""(state, evidence, does it explain the rungs below)."""
+Said = tuple[PointState, Sequence[Fact], bool]
+"""Of a point or a rung: (state, evidence, does it explain the rungs below)."""
 
 _SAMPLED = "not_the_largest_logit"
 _OTHER_RUNGS = (_SAMPLED, "replicas_disagree")
@@ -223,19 +222,19 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         if made or beyond:
             if made:
                 return "fail", made[0].headline, False
-            return _rung("fail", "beyond_too", site=beyond[0].site)
+            return _said("fail", "beyond_too", site=beyond[0].site)
         if verdict.kind == "drift" and step is None:
-            return _rung("unknown", "forward_not_told", what=verdict.headline)
+            return _said("unknown", "forward_not_told", what=verdict.headline)
         if verdict.kind == "nonfinite" and not all(site.identical for site in sites):
-            return _rung("unknown", "beside_nonfinite")
+            return _said("unknown", "beside_nonfinite")
     if not sites:
-        return _rung("unknown", "nothing_of_phase", decode=decode)
+        return _said("unknown", "nothing_of_phase", decode=decode)
     if unmeasured := [site for site in sites if site.is_unmeasured]:
-        return _rung("unknown", "phase_unmeasured", num=len(unmeasured), total=len(sites))
+        return _said("unknown", "phase_unmeasured", num=len(unmeasured), total=len(sites))
     # what was compared, where none of it is beyond rounding
     num_equal = sum(site.identical for site in sites)
     if num_equal == len(sites):
-        return _rung("pass", "all_equal", num=num_equal)
+        return _said("pass", "all_equal", num=num_equal)
     judged = [site for site in sites if site.limit_usage is not None]
     free = all(site.pass_ == "free" for site in judged)
     site, usage = None, None
@@ -243,12 +242,12 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         most = max(judged, key=lambda site: site.limit_usage or 0.0)
         if (most.limit_usage or 0.0) <= 1:
             site, usage = most.site, 100 * (most.limit_usage or 0.0)
-    return _rung(
+    return _said(
         "pass", "within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
     )
 
 
-def _rung(state: RungState, code: str, **values: Any) -> Said:
+def _said(state: PointState, code: str, **values: Any) -> Said:
     """One fact, which explains nothing below."""
     return state, [fact(f"checklist.{code}", **values)], False
 
@@ -263,17 +262,17 @@ def sampling(pair: CheckedPair) -> Said:
     tokens = pair.report.tokens
     if tokens is None or not tokens.num_tokens:
         if pair.report.reference.generates or pair.report.candidate.generates:
-            return _rung("unknown", "no_common_token")
-        return _rung("pass", "chooses_none")
+            return _said("unknown", "no_common_token")
+        return _said("pass", "chooses_none")
     flips = tokens.differences
     if not flips:
-        return _rung(
+        return _said(
             "pass", "choices_equal", forced=tokens.forced, num_equal=tokens.num_equal,
             num_tokens=tokens.num_tokens, num_missing=tokens.num_missing,
         )  # fmt: skip
     first = flips[0]
     kept = not any(None in (flip.margin, flip.candidate_margin) for flip in flips)
-    return _rung(
+    return _said(
         "pass" if kept else "unknown", "choices_differ", forced=tokens.forced, num=len(flips),
         num_tokens=tokens.num_tokens, sample=first.sample, step=first.step, kept=kept,
         judgement=first.judgement,
@@ -286,7 +285,7 @@ def ranks(pair: CheckedPair) -> Said:
     if pair.untold:
         return "unknown", [not_recorded(pair.untold, "processes")], False
     if all(manifest.mesh is None for manifest in pair.manifests):
-        return _rung("pass", "processes", processes=processes, copies=None)
+        return _said("pass", "processes", processes=processes, copies=None)
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
     assert pair.report is not None
@@ -297,9 +296,9 @@ def ranks(pair: CheckedPair) -> Said:
     replicas = pair.report.replicas
     num_held = sum(replica.num_tensors for replica in replicas)
     if not num_held:
-        return _rung("unknown", "processes", processes=processes, copies="lone")
+        return _said("unknown", "processes", processes=processes, copies="lone")
     copies = "order" if any(replica.num_different for replica in replicas) else "agree"
-    return _rung("pass", "processes", processes=processes, copies=copies, num=num_held)
+    return _said("pass", "processes", processes=processes, copies=copies, num=num_held)
 
 
 def _told_by_ranks(pair: CheckedPair) -> Finding | None:
@@ -462,61 +461,55 @@ def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -
 # Each is a condition on the settings of both runs, or a question to the comparison that was made.
 # What a run does not tell is unknown, and never met.
 
-Settled = tuple[PointState, Sequence[Fact]]
-
 
 def points_of(pair: CheckedPair) -> list[Point]:
     """All eight, in the order in which they are settled."""
-    points: tuple[tuple[PointName, Callable[[CheckedPair], Settled]], ...] = (
+    points: tuple[tuple[PointName, Callable[[CheckedPair], Said]], ...] = (
         ("weights", _settle_weights), ("greedy", _greedy), ("seed", _seed), ("engine", _engine),
         ("deterministic", _deterministic), ("tokens", tokens), ("logprobs", _logprobs),
         ("logprob_diff", _logprob_diff),
     )  # fmt: skip
     settled = []
     for number, (name, ask) in enumerate(points, start=1):
-        state, facts = ask(pair)
+        state, facts, _ = ask(pair)
         title = sentence(fact(f"checklist.point_{name}"))
         settled.append(Point(number=number, name=name, title=title, state=state, facts=list(facts)))
     return settled
 
 
-def _settle_weights(pair: CheckedPair) -> Settled:
+def _settle_weights(pair: CheckedPair) -> Said:
     (same, how), (state, details) = precision(pair), weights(pair)
-    return worst(same, state), apart([how, *details])
+    return worst(same, state), apart([how, *details]), False
 
 
-def _point(state: PointState, code: str, **values: Any) -> Settled:
-    return state, [fact(f"checklist.{code}", **values)]
-
-
-def _greedy(pair: CheckedPair) -> Settled:
+def _greedy(pair: CheckedPair) -> Said:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
-        return "fail", choices_off(sampled[0])
+        return "fail", choices_off(sampled[0]), False
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "tokens")]
+        return "unknown", [not_recorded(pair.untold, "tokens")], False
 
     def say(manifest: Manifest) -> Fact:
         chooses = any(sample.chosen_ids for sample in manifest.tokens.samples)
         how = "forced" if manifest.tokens.forced_by else "greedy"
         return fact("checklist.choice_of_tokens", how=how if chooses else None)
 
-    return "pass", [both(pair, say)]
+    return "pass", [both(pair, say)], False
 
 
-def _seed(pair: CheckedPair) -> Settled:
+def _seed(pair: CheckedPair) -> Said:
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "seed")]
+        return "unknown", [not_recorded(pair.untold, "seed")], False
     seeds = both(pair, lambda side: side.settings.seed)
     seed_a, seed_b = (manifest.settings.seed for manifest in pair.manifests)
-    return _point("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
+    return _said("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
 
 
-def _engine(pair: CheckedPair) -> Settled:
+def _engine(pair: CheckedPair) -> Said:
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "prefixes")]
+        return "unknown", [not_recorded(pair.untold, "prefixes")], False
     a, b = map(_shortcuts, pair.manifests)
-    return worst(a[0], b[0]), [in_both(a[1], b[1])]
+    return worst(a[0], b[0]), [in_both(a[1], b[1])], False
 
 
 def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
@@ -545,10 +538,10 @@ _OFF = ("off", "false", "no", "none", "disabled", "0")
 _NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")
 
 
-def _deterministic(pair: CheckedPair) -> Settled:
+def _deterministic(pair: CheckedPair) -> Said:
     """Asked for, granted, and as far as it was tried, kept."""
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "settings")]
+        return "unknown", [not_recorded(pair.untold, "settings")], False
     a, b = pair.manifests
     (state, trouble), (other_state, other_trouble) = _trouble(a), _trouble(b)
     text = in_both(trouble, other_trouble, apart=True)
@@ -556,7 +549,7 @@ def _deterministic(pair: CheckedPair) -> Settled:
     other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
     if other and "fail" not in (state, other_state):
         text = fact("checklist.set_otherwise", what=text, names=other)
-    return worst(state, other_state, "fail" if other else "pass"), [text]
+    return worst(state, other_state, "fail" if other else "pass"), [text], False
 
 
 def _trouble(manifest: Manifest) -> tuple[PointState, Fact]:
@@ -588,59 +581,60 @@ def _switches(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def tokens(pair: CheckedPair) -> Settled:
+def tokens(pair: CheckedPair) -> Said:
     """The prompts as token ids; a rung of the ladder asks it too."""
     line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
     if state == "unknown":
-        return "unknown", line.details or [fact("checklist.tokens_not_told")]
+        return "unknown", line.details or [fact("checklist.tokens_not_told")], False
     if state == "fail":
         template = None
         if pair.differs("chat template"):
             details = pair.lines["chat template"].details
             template = details or [fact("checklist.another_template")]
-        return _point(
-            "fail", "prompts_differ", reference=line.reference, candidate=line.candidate,
+        other = fact(
+            "checklist.prompts_differ", reference=line.reference, candidate=line.candidate,
             details=line.details or None, template=template,
         )  # fmt: skip
+        return "fail", [other], True
     num = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
     if not num:
-        return _point("unknown", "no_prompt_ids")
-    other = [check for check in ("tokenizer", "chat template") if pair.differs(check)]
-    return _point("pass", "tokens_equal", num=num, other=other)
+        return _said("unknown", "no_prompt_ids")
+    others = [check for check in ("tokenizer", "chat template") if pair.differs(check)]
+    return _said("pass", "tokens_equal", num=num, other=others)
 
 
-def _logprobs(pair: CheckedPair) -> Settled:
+def _logprobs(pair: CheckedPair) -> Said:
     if all(manifest.plan.logits_site is None for manifest in pair.manifests):
-        return _point("unknown", "logits_not_named")
+        return _said("unknown", "logits_not_named")
     counts = logits_kept(pair.a), logits_kept(pair.b)
     sides = [
         fact("checklist.logits_kept", kept=kept, seen=seen) if seen else fact("checklist.no_logits")
         for seen, kept in counts
     ]
     met = all(kept for _, kept in counts)
-    return "pass" if met else "fail", [in_both(*sides)]
+    return "pass" if met else "fail", [in_both(*sides)], False
 
 
-def _logprob_diff(pair: CheckedPair) -> Settled:
+def _logprob_diff(pair: CheckedPair) -> Said:
     if pair.why_unjudged is not None:
-        return "unknown", pair.why_unjudged
+        return "unknown", pair.why_unjudged, False
     assert pair.report is not None
     names = {manifest.plan.logits_site for manifest in pair.manifests}
     rows = [site for site in pair.report.sites if site.site in names and site.pass_ == "free"]
     if not rows:
-        return _point("unknown", "logits_not_compared")
+        return _said("unknown", "logits_not_compared")
     if all(row.identical for row in rows):
-        return _point("pass", "logits_equal", num=len(rows))
+        return _said("pass", "logits_equal", num=len(rows))
     changes = [row.logits.chosen_logprob_diff_max for row in rows if row.logits is not None]
     if not changes and any(row.nonfinite for row in rows):
-        return _point("fail", "logits_nonfinite")
+        return _said("fail", "logits_nonfinite")
     if not changes:
-        return _point("unknown", "logits_unmeasured", num=len(rows))
+        return _said("unknown", "logits_unmeasured", num=len(rows))
     tokens = pair.report.tokens
     if tokens is not None and not tokens.num_tokens:
         tokens = None
     met = not pair.diverged or (pair.sampled and not pair.claims("drift"))
-    return _point(
+    return _said(
         "pass" if met else "fail", "logprob_changes", nats=max(changes),
         num_equal=tokens and tokens.num_equal, num_tokens=tokens and tokens.num_tokens,
         verdict=None if met or pair.verdict is None else HEADLINES[pair.verdict.kind],
@@ -743,7 +737,7 @@ def _notes(pair: CheckedPair) -> list[Fact]:
 def ladder_of(pair: CheckedPair) -> tuple[list[Rung], RungName | None]:
     """All seven rungs, in order, and the one at which the ladder stops."""
     asks: dict[RungName, Callable[[CheckedPair], Said]] = {
-        "tokens": _tokens, "weights": _weights, "code": code,
+        "tokens": tokens, "weights": _weights, "code": code,
         "prefill": partial(phase, decode=False), "decode": partial(phase, decode=True),
         "sampling": sampling, "ranks": ranks,
     }  # fmt: skip
@@ -764,11 +758,6 @@ def ladder_of(pair: CheckedPair) -> tuple[list[Rung], RungName | None]:
         )  # fmt: skip
         stop = name if explains else None
     return rungs, stop
-
-
-def _tokens(pair: CheckedPair) -> Said:
-    state, evidence = tokens(pair)
-    return state, evidence, state == "fail"
 
 
 def _weights(pair: CheckedPair) -> Said:

@@ -813,11 +813,6 @@ def report_on(
     pairs = pair_runs(a, b)
     lines = [line for line in preflight(a, b) if line.check in _SHOWN]
     dtypes = [run.manifest.model_dtype.removeprefix("torch.") for run in (a, b)]
-    known = UNKNOWN not in dtypes
-    status: PreflightStatus = (
-        "unknown" if not known else "same" if dtypes[0] == dtypes[1] else "differs"
-    )
-    dtype = PreflightLine(check="dtype", status=status, reference=dtypes[0], candidate=dtypes[1])
     names = []
     for run in (a, b):
         engine_note = run.manifest.engine
@@ -825,16 +820,11 @@ def report_on(
         if engine_note is not None and engine_note.version not in ("", UNKNOWN):
             name += f" {engine_note.version}"
         names.append(name)
-    same: PreflightStatus = "same" if names[0] == names[1] else "differs"
-    engine = PreflightLine(check="engine", status=same, reference=names[0], candidate=names[1])
-    # drawn answers against greedy ones are another experiment
-    ways = [_decoding(run) for run in (a, b)]
-    other = set(ways) == {DRAWN, "greedy"}
-    status = "unknown" if UNKNOWN in ways else "same" if ways[0] == ways[1] else "differs"
-    decoding = PreflightLine(
-        check="decoding", status="blocking" if other else status, reference=ways[0],
-        candidate=ways[1], details=[fact("logprobs.drawn_and_greedy")] if other else [], detail="",
-    )  # fmt: skip
+    decoding = _line("decoding", [_decoding(run) for run in (a, b)])
+    if {decoding.reference, decoding.candidate} == {DRAWN, "greedy"}:  # another experiment
+        drawn = [fact("logprobs.drawn_and_greedy")]
+        decoding = replace(decoding, status="blocking", details=drawn)
+    dtype, engine = _line("dtype", dtypes), _line("engine", names)
     lines = [prompt_line(pairs, a, b), decoding, dtype, engine, *lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking:
@@ -872,6 +862,14 @@ def report_on(
         num_only_candidate=sum(len(pair.candidate.rows) for pair in pairs) - compared,
     )
     return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), logprobs=result)
+
+
+def _line(check: str, sides: Sequence[str]) -> PreflightLine:
+    status: PreflightStatus = "same" if sides[0] == sides[1] else "differs"
+    return PreflightLine(
+        check=check, status="unknown" if UNKNOWN in sides else status, reference=sides[0],
+        candidate=sides[1],
+    )  # fmt: skip
 
 
 def _notes(a: Run, b: Run) -> list[Fact]:

@@ -996,19 +996,8 @@ def decode(
 # ONNX Runtime as an engine: ``--engine onnx --model DIR/model.onnx``.
 
 _OLDEST = {"onnx": (1, 16), "onnxruntime": (1, 20)}
-_PROVIDERS = {
-    "cpu": ("CPUExecutionProvider", "onnxruntime"),
-    "cuda": ("CUDAExecutionProvider", "onnxruntime-gpu"),
-    "tensorrt": ("TensorrtExecutionProvider", "onnxruntime-gpu"),
-    "cann": ("CANNExecutionProvider", "onnxruntime-cann"),
-    "openvino": ("OpenVINOExecutionProvider", "onnxruntime-openvino"),
-    "rocm": ("ROCMExecutionProvider", "onnxruntime-rocm"),
-    "migraphx": ("MIGraphXExecutionProvider", "onnxruntime-migraphx"),
-    "coreml": ("CoreMLExecutionProvider", "onnxruntime (on macOS)"),
-    "dml": ("DmlExecutionProvider", "onnxruntime-directml"),
-    "qnn": ("QNNExecutionProvider", "onnxruntime-qnn"),
-}
-"""Short name → (name, the package that brings it)."""
+_PROVIDER = "ExecutionProvider"
+"""What ONNX Runtime's names of providers end in, behind their short ones."""
 _BY_DEVICE = {"cuda": "cuda", "npu": "cann", "xpu": "openvino", "mps": "coreml"}
 
 
@@ -1051,10 +1040,9 @@ def provider_for(given: str | None, device: str) -> str:
     import onnxruntime
 
     given = given or _BY_DEVICE.get(device, "cpu")
-    every = {*onnxruntime.get_all_providers(), *(name for name, _ in _PROVIDERS.values())}
-    names: dict[str, str] = {name.lower(): name for name in every} | {
-        short: name for short, (name, _) in _PROVIDERS.items()
-    }
+    every: list[str] = onnxruntime.get_all_providers()
+    names = {name.lower(): name for name in every}
+    names |= {name.removesuffix(_PROVIDER).lower(): name for name in every}
     here: list[str] = onnxruntime.get_available_providers()
     listed = ", ".join(here)
     name = names.get(given.lower())
@@ -1064,10 +1052,10 @@ def provider_for(given: str | None, device: str) -> str:
             hint=did_you_mean(given.lower(), names, count=1, then=f"here there are {listed}"),
         )
     if name not in here:
-        package = next((p for n, p in _PROVIDERS.values() if n == name), None)
         raise UsageError(
             f"--engine-option provider={given}: this ONNX Runtime has no {name}",
-            hint=f"here there are {listed}" + (f"; {package} brings it" if package else ""),
+            hint=f"here there are {listed}; other builds of it (onnxruntime-gpu, onnxruntime-cann "
+            "...) bring others",
         )
     return name
 

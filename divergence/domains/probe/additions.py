@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -1045,23 +1046,11 @@ class Notebook:
         self._keep = keep_tensors
 
     def note(
-        self,
-        probe: str,
-        subject: str,
-        value: str,
-        *,
-        verified: bool = True,
-        unit: str | None = None,
-        numbers: dict[str, float] | None = None,
-        digest: str | None = None,
-        evidence: str | None = None,
+        self, probe: str, subject: str, value: str, *, verified: bool = True, **how: Any
     ) -> None:
-        """One fact."""
-        fact = ArithmeticFact(
-            name=f"{probe}: {subject}", value=value, verified=verified, unit=unit,
-            numbers=numbers or {}, digest=digest, evidence=evidence,
-        )  # fmt: skip
-        self.facts.append(fact)
+        """One fact. ``how``: the rest of an ``ArithmeticFact``."""
+        name = f"{probe}: {subject}"
+        self.facts.append(ArithmeticFact(name=name, value=value, verified=verified, **how))
 
     @contextlib.contextmanager
     def attempt(self, probe: str, subject: str) -> Iterator[None]:

@@ -1,18 +1,19 @@
 """What an answer shows, as values: sections of sentences, facts, tables and figures.
 
 An analysis makes its ``Section``s once, in ``sections.py``; report/text.py makes lines of them for
-a terminal, and html/sections.py elements for a page. A row holds numbers; its column has the format
-in which every face writes them.
+a terminal, and html/ a page. No markup stands in them: a row holds numbers, and its column has the
+format in which every face writes them; a figure holds the values that are drawn.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from divergence.html.parts import Element
 from divergence.words import markdown_code
 
 
@@ -102,7 +103,7 @@ class Table:
     names: bool = False
     """The first column holds names of the model's parts."""
     most: int | None = None
-    """Rows that are shown; of the others the number is told."""
+    """Rows that a terminal shows; of the others the number is told."""
     more: str = "--all lists them"
     """How a terminal shows the others."""
     below: Mapping[int, Sequence[Sentence]] = field(default_factory=dict)
@@ -144,15 +145,17 @@ class Table:
     def titles(self) -> tuple[str, ...]:
         return tuple(column.title for _, column in self.shown)
 
-    def on(self, face: str) -> Table:
-        """The table with the columns of this face, ``terminal`` or ``page``, and their titles."""
+    def on(self, face: str, *, every: bool = False) -> Table:
+        """The table with the columns of this face, ``terminal`` or ``page``, and their titles.
+        ``every``: with all rows, of which a page has a thousand."""
         columns = [item if isinstance(item, Column) else Column(item) for item in self.columns]
         kept = [n for n, column in enumerate(columns) if column.face in ("", face)]
         shown = [columns[n] for n in kept]
         if face == "terminal":
             shown = [column._replace(title=column.short or column.title) for column in shown]
         rows = [[row[n] for n in kept] for row in self.rows]
-        return dataclasses.replace(self, columns=shown, rows=rows)
+        most = _MOST_ON_PAGE if face == "page" else None if every else self.most
+        return dataclasses.replace(self, columns=shown, rows=rows, most=most)
 
     def cells(self) -> list[tuple[str, ...]]:
         """The rows that are shown, as texts."""
@@ -184,34 +187,142 @@ class Table:
         return self.marks[number].partition(" ")[0] if number < len(self.marks) else ""
 
 
+_MOST_ON_PAGE = 1000
 MARKS = ("onset", "odd", "flagged", "wrong", "differs", "below", "good", "blocks")
 """Where the error begins; not like most others; beyond a limit; wrong, or beyond what is allowed;
 worth a look; below what is usual; as it should be; what forbids a comparison."""
 
 
-class Drawing(Protocol):
-    """A figure: html.figures has them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotLine:
+    """One line of a plot. ``kind``: its colour, and the shape of its points."""
+
+    kind: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Lines over ``names`` on a logarithmic axis, and all that is said of them."""
+
+    id: str
+    title: str
+    described: str
+    """What it shows, in a sentence; for who does not see it too."""
+    legend: Sequence[tuple[str, str]]
+    """(colour, text) of each."""
+    names: Sequence[str]
+    lines: Sequence[PlotLine]
+    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None
+    """From the floor to the limit."""
+    flagged: Sequence[int] = ()
+    """Columns of the first line that are marked."""
+    onset: int | None = None
+    says: Sequence[str] = ()
+    """Each column in a sentence."""
+    blocks: Sequence[str] = ()
+    """What is shown where a column is chosen."""
+    wide: bool = False
+    """It takes a line of its own on a page."""
 
     @property
-    def id(self) -> str: ...
-    def figure(self) -> Element:
-        """On a page."""
-        ...
+    def label(self) -> str:
+        return f"{self.title}, on a logarithmic axis. {self.described}"
 
-    def data(self) -> dict[str, Any]:
-        """What its script needs."""
-        ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatScale:
+    """Steps of colour: values below ``bounds[0]`` have the first. ``num_calm``: so many are within
+    a limit, the others beyond it, in another hue."""
+
+    bounds: tuple[float, ...]
+    names: tuple[str, ...]
+    num_calm: int
+    unit: str
+
+    def step(self, value: float) -> int:
+        """The number of the step; -1 for nan and inf."""
+        return bisect_right(self.bounds, value) if math.isfinite(value) else -1
+
+
+LIMIT_SHARES = HeatScale(
+    bounds=(3, 10, 20, 40, 70, 100, 200, 500),
+    names=("under 3%", "10%", "20%", "40%", "70%", "100%", "to 200%", "to 500%", "over 500%"),
+    num_calm=6,
+    unit="% of the limit",
+)
+"""Shares of a limit, in per cent; beyond 100 the limit is exceeded."""
+
+FLOORS = HeatScale(
+    bounds=(0.1, 0.5, 1.0, 3.0, 6.0, 12.0, 25.0, 50.0),
+    names=("under 0.1", "0.5", "1", "3", "6", "12", "to 25", "to 50", "over 50"),
+    num_calm=6,
+    unit="× the rounding floor",
+)
+"""A single token's error in floors; a threshold of 12 is the default (numerics.floor, token)."""
+
+DECADES = HeatScale(
+    bounds=(1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+    names=("under 1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "over 1e-2"),
+    num_calm=7,
+    unit="relative L2",
+)
+"""Relative differences, where nothing tells what rounding explains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """Colours of ``values[row][column]``; None is left empty."""
+
+    id: str
+    title: str
+    described: str
+    column: str
+    """What a column is: ``step``, ``prompt``, ``token``."""
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    scale: HeatScale
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures side by side, on a page alone. ``choose``: what is chosen in them is shown below."""
 
-    drawings: Sequence[Drawing]
+    drawings: Sequence[Plot | HeatMap]
     choose: bool = False
 
 
-Block = Sentence | Facts | Table | Figures | Element
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """The tokens that both sides chose for one prompt."""
+
+    title: str
+    lead: str
+    cells: Sequence[tuple[str | None, str | None, str]]
+    """A's token, B's, and what stands below a difference; None is no token."""
+    apart: tuple[str, str] = ("", "")
+    """How each side went on by itself."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """Both sides' tokens, one beside the other where they differ; on a page alone."""
+
+    title: str
+    strips: Sequence[Strip]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What a page hides behind ``summary`` until it is opened."""
+
+    summary: str
+    body: Sequence[Block]
+
+
+Block = Sentence | Facts | Table | Figures | Strips | Fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +336,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of a document. An Element in it is for a page alone."""
+    """One part of a document."""
 
     id: str = ""
     """On a page."""
@@ -241,6 +352,18 @@ class Section:
     parts: Sequence[BlockPart] = ()
     chosen: str | None = None
     """The block to show first."""
+    verbose: bool = False
+    """A terminal shows it where more was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two runs, as a card on a page."""
+
+    letter: str
+    name: str
+    facts: Sequence[tuple[str, str]]
+    warnings: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +371,7 @@ class Document:
     """A whole answer: what each face shows of it, in the order in which it is read."""
 
     headline: Headline
+    sides: Sequence[Side] = ()
     why: Sequence[str] = ()
     """The facts behind the answer, the strongest first."""
     known: Sequence[Sentence] = ()

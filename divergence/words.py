@@ -87,6 +87,15 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def both_ends(text: str, most: int) -> str:
+    """At most ``most`` characters: both ends of a name tell more than its middle."""
+    text = printable_lines(text)
+    if len(text) <= most:
+        return text
+    head = most // 2
+    return f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
+
+
 _NOT_PLAIN = re.compile(r"[^ -~]")
 """Looked at one by one; of the rest there may be megabytes."""
 

@@ -57,7 +57,7 @@ def show_document(
     elif output.quiet:
         print_lines(headline_lines(document.headline), whole=True)
     else:
-        print_lines(document_lines(document))
+        print_lines(document_lines(document, verbose=output.verbose, every=output.verbose))
 
 
 def answer_json(**parts: Any) -> str:

@@ -131,11 +131,10 @@ def check(
         raise typer.Exit(error.exit_code) from error
     if html is not None:
         from divergence.comparison.background import background_of
-        from divergence.report.page import opening, page
+        from divergence.report.page import page
 
-        openings = [opening(check_document(result), id="policy", label="Policy")]
-        background = background_of(result.report)
-        text = page(result.report, background, openings=openings, command_name="check")
+        background, above = background_of(result.report), check_document(result)
+        text = page(result.report, background, above=above, command_name="check")
         write_output(text, html, what="page")
     with sinks.fence():
         if output.json or output.quiet:

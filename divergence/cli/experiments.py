@@ -167,8 +167,7 @@ def _show(
     """``html``: where the answer is written as a page, too."""
     if html is not None:
         answer.to_html(html)
-    whole = document(answer, verbose=output.verbose)
-    show_document(whole, output, json=partial(answer.to_json, indent=2))
+    show_document(document(answer), output, json=partial(answer.to_json, indent=2))
 
 
 def localize(
@@ -202,7 +201,7 @@ def localize(
 
     with progress_bars(quiet=output.silent) as progress:
         result = localize(reference, candidate, out=out, progress=progress, **options)
-    _show(result, localization_document, output, html)
+    _show(result, partial(localization_document, every=output.verbose), output, html)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
         exit_with(2)
@@ -312,7 +311,7 @@ def selftest(
             write_output(interrupt.args[0].to_json(indent=2) + "\n", file, what="answer")
         raise
     write_output(result.to_json(indent=2) + "\n", file, what="answer")
-    _show(result, selftest_document, output)
+    _show(result, partial(selftest_document, verbose=output.verbose), output)
     if not output.silent:
         show(f"written to {file}")
     if exit_code and result.failed:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from divergence.document import HeatMap, HeatScale, Plot, PlotLine
 from divergence.html.parts import Element, Node, el
 
 # Scales of figures: where a value stands on a logarithmic axis, which step of colour it has.
@@ -73,51 +73,6 @@ def _power(power: int) -> str:
     return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatScale:
-    """Steps of colour: values below ``bounds[0]`` have the first. ``num_calm``: so many are within
-    a limit, the others beyond it, in another hue."""
-
-    bounds: tuple[float, ...]
-    names: tuple[str, ...]
-    num_calm: int
-    unit: str
-
-    def step(self, value: float) -> int:
-        """The number of the step; -1 for nan and inf."""
-        return bisect_right(self.bounds, value) if math.isfinite(value) else -1
-
-    def classes(self) -> Sequence[str]:
-        """The CSS class of each step."""
-        calm = [f"calm{number}" for number in range(self.num_calm)]
-        return [*calm, *(f"hot{n}" for n in range(len(self.names) - self.num_calm))]
-
-
-LIMIT_SHARES = HeatScale(
-    bounds=(3, 10, 20, 40, 70, 100, 200, 500),
-    names=("under 3%", "10%", "20%", "40%", "70%", "100%", "to 200%", "to 500%", "over 500%"),
-    num_calm=6,
-    unit="% of the limit",
-)
-"""Shares of a limit, in per cent; beyond 100 the limit is exceeded."""
-
-FLOORS = HeatScale(
-    bounds=(0.1, 0.5, 1.0, 3.0, 6.0, 12.0, 25.0, 50.0),
-    names=("under 0.1", "0.5", "1", "3", "6", "12", "to 25", "to 50", "over 50"),
-    num_calm=6,
-    unit="× the rounding floor",
-)
-"""A single token's error in floors; a threshold of 12 is the default (numerics.floor, token)."""
-
-DECADES = HeatScale(
-    bounds=(1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
-    names=("under 1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "over 1e-2"),
-    num_calm=7,
-    unit="relative L2",
-)
-"""Relative differences, where nothing tells what rounding explains."""
-
-
 # Figures as SVG: a line over blocks on a logarithmic axis, and a map of colours.
 #
 # Own SVG and no library: two kinds of figure are needed. A library that is put into a page is
@@ -135,64 +90,57 @@ _NAMED = 7
 """Names below an axis, at most, for a phone's width."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlotLine:
-    """One line of a plot. ``kind``: its CSS class, and the shape of its points."""
+def figure(item: Plot | HeatMap) -> Element:
+    """A figure with its title, what it shows in words, and what its colours mean."""
+    if isinstance(item, Plot):
+        area = el("svg", *drawn(item), class_="area", height=HEIGHT + 22, aria_hidden="true")
+        ticks = el(
+            "svg", *axis_ticks(item, "100%"), class_="ticks", height=HEIGHT, aria_hidden="true"
+        )
+        picture = el("div", ticks, area, class_="plot", role="img", aria_label=item.label)
+        legend, wide = item.legend, item.wide
+    else:
+        picture, wide = _heat_map(item), item.column == "token"
+        classes = (f"cell {kind}" for kind in _classes(item.scale))
+        legend = list(zip(classes, item.scale.names, strict=True))
+        if any(v is not None and not math.isfinite(v) for row in item.values for v in row):
+            legend.append(("cell broken", "nan, inf"))
+    keys = [el("li", el("i", class_=f"key {kind}"), text) for kind, text in legend]
+    return el(
+        "figure",
+        el("figcaption", el("strong", item.title), el("span", item.described)),
+        el("ul", *keys, class_="legend"),
+        el("div", picture, class_="stage", data_figure=item.id),
+        id=item.id, class_="wide" if wide else None,
+    )  # fmt: skip
 
-    kind: str
-    values: Sequence[float | None]
+
+def script(item: Plot | HeatMap) -> dict[str, object]:
+    """What the page's script needs of a figure; two digits are what is said of a cell."""
+    if isinstance(item, Plot):
+        return {"kind": "line", "says": item.says, "blocks": item.blocks}
+
+    def rounded(value: float) -> float | str:
+        return float(f"{value:.2g}") if math.isfinite(value) else f"{value:g}"
+
+    return {
+        "kind": "heat", "rows": item.rows, "columns": item.columns, "column": item.column,
+        "unit": item.scale.unit, "blocks": item.rows,
+        "values": [[None if v is None else rounded(v) for v in row] for row in item.values],
+    }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """Lines over ``names``, and all that is said of them."""
+def _axis(plot: Plot) -> LogAxis:
+    edges = [value for edge in plot.band or () for value in edge]
+    return LogAxis.over([*edges, *(v for line in plot.lines for v in line.values)], HEIGHT)
 
-    id: str
-    title: str
-    described: str
-    """What it shows, in a sentence; for who does not see it too."""
-    legend: Sequence[tuple[str, str]]
-    """(class, text) of each colour."""
-    names: Sequence[str]
-    lines: Sequence[PlotLine]
-    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None
-    """From the floor to the limit."""
-    flagged: Sequence[int] = ()
-    """Columns of the first line that are marked."""
-    onset: int | None = None
-    says: Sequence[str] = ()
-    """Each column in a sentence."""
-    blocks: Sequence[str] = ()
-    """What is shown where a column is chosen."""
-    wide: bool = False
-    """It takes a line of its own on a page."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.title}, on a logarithmic axis. {self.described}"
-
-    @property
-    def axis(self) -> LogAxis:
-        edges = [value for edge in self.band or () for value in edge]
-        return LogAxis.over([*edges, *(v for line in self.lines for v in line.values)], HEIGHT)
-
-    def ticks(self, right: str) -> list[Node]:
-        """The axis' numbers, ending before ``right``."""
-        return [
-            el("text", text, x=right, dx=-6, y=_px(min(y + 4, HEIGHT)), text_anchor="end")
-            for y, text in self.axis.ticks()
-        ]
-
-    def figure(self) -> Element:
-        """On a page, as wide as the reader's window; ``data`` is what its script needs."""
-        area = el("svg", *drawn(self), class_="area", height=HEIGHT + 22, aria_hidden="true")
-        ticks = el("svg", *self.ticks("100%"), class_="ticks", height=HEIGHT, aria_hidden="true")
-        picture = el("div", ticks, area, class_="plot", role="img", aria_label=self.label)
-        return figure(self.id, self.title, picture, described=self.described, legend=self.legend,
-                      wide=self.wide)  # fmt: skip
-
-    def data(self) -> dict[str, object]:
-        return {"kind": "line", "says": self.says, "blocks": self.blocks}
+def axis_ticks(plot: Plot, right: str) -> list[Node]:
+    """The axis' numbers, ending before ``right``."""
+    return [
+        el("text", text, x=right, dx=-6, y=_px(min(y + 4, HEIGHT)), text_anchor="end")
+        for y, text in _axis(plot).ticks()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,25 +166,9 @@ class _Across:
         return _px((n + 0.5) * self.unit)
 
 
-def figure(
-    id: str, title: str, picture: Element, *, described: str,
-    legend: Sequence[tuple[str, str]], wide: bool = False,
-) -> Element:  # fmt: skip
-    """A picture with its title, what it shows in words, and what its colours mean: (class, text).
-    ``wide``: it takes a line of its own."""
-    keys = [el("li", el("i", class_=f"key {kind}"), text) for kind, text in legend]
-    return el(
-        "figure",
-        el("figcaption", el("strong", title), el("span", described)),
-        el("ul", *keys, class_="legend"),
-        el("div", picture, class_="stage", data_figure=id),
-        id=id, class_="wide" if wide else None,
-    )  # fmt: skip
-
-
 def drawn(plot: Plot, width: float | None = None) -> list[Node]:
     """What stands right of the axis: ``width`` pixels, or as wide as the reader's window."""
-    axis, across = plot.axis, _Across(len(plot.names), width)
+    axis, across = _axis(plot), _Across(len(plot.names), width)
     curves: list[Node] = []
     if plot.band is not None:
         curves += _band(plot.band, axis, across)
@@ -262,19 +194,17 @@ def drawn(plot: Plot, width: float | None = None) -> list[Node]:
     return [*grid, *curves, *dots, *_names_below(plot.names, across)]
 
 
-def heat_map(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], *,
-    scale: HeatScale, label: str, row_height: float,
-) -> Element:  # fmt: skip
-    """A map of ``values[row][column]``; None is left empty."""
+def _heat_map(item: HeatMap) -> Element:
+    rows = [row.removesuffix(":out").rpartition(".")[2] for row in item.rows]
+    row_height = max(3.0, min(16.0, 300 / len(rows)))
     height = row_height * len(rows)
     cells: dict[str, list[str]] = {}
-    for y, row in enumerate(values):
-        for x, length, kind in _stretches(row, scale):
+    for y, row in enumerate(item.values):
+        for x, length, kind in _stretches(row, item.scale):
             cells.setdefault(kind, []).append(f"M{x} {y}h{length}v1h-{length}z")
     paths = [el("path", d="".join(parts), class_=kind) for kind, parts in sorted(cells.items())]
     inner = el(
-        "svg", *paths, width="100%", height=height, viewBox=f"0 0 {len(columns)} {len(rows)}",
+        "svg", *paths, width="100%", height=height, viewBox=f"0 0 {len(item.columns)} {len(rows)}",
         preserveAspectRatio="none", shape_rendering="crispEdges",
     )  # fmt: skip
     ticks: list[Node] = []
@@ -284,10 +214,17 @@ def heat_map(
         ticks.append(el("text", name, x="100%", dx=-6, y=_px(middle + 4), text_anchor="end"))
     left = el("svg", *ticks, class_="ticks", height=height, aria_hidden="true")
     area = el(
-        "svg", inner, *_names_below(columns, _Across(len(columns)), height), class_="area",
-        height=height + 22, aria_hidden="true",
+        "svg", inner, *_names_below(item.columns, _Across(len(item.columns)), height),
+        class_="area", height=height + 22, aria_hidden="true",
     )  # fmt: skip
+    label = f"{item.title}. {item.described}"
     return el("div", left, area, class_="plot", role="img", aria_label=label)
+
+
+def _classes(scale: HeatScale) -> list[str]:
+    """The CSS class of each step."""
+    calm = [f"calm{number}" for number in range(scale.num_calm)]
+    return [*calm, *(f"hot{n}" for n in range(len(scale.names) - scale.num_calm))]
 
 
 def _band(
@@ -328,7 +265,7 @@ def _dot(kind: str, x: str, y: float, flagged: bool) -> Element:
 
 def _stretches(row: Sequence[float | None], scale: HeatScale) -> list[tuple[int, int, str]]:
     """(first column, number of columns, class) of equal colours side by side."""
-    classes = scale.classes()
+    classes = _classes(scale)
     stretches: list[tuple[int, int, str]] = []
     for x, value in enumerate(row):
         if value is None:

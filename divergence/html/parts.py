@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from divergence.words import printable_lines
+from divergence.words import both_ends, printable_lines
 
 # Elements of an HTML page, and the one place where text becomes HTML.
 #
@@ -57,15 +57,6 @@ def plain(node: Node) -> str:
     return "".join(map(plain, node.children))
 
 
-def shortened(text: str, most: int) -> str:
-    """At most ``most`` characters: both ends of a name tell more than its middle."""
-    text = printable_lines(text)
-    if len(text) <= most:
-        return text
-    head = most // 2
-    return f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
-
-
 def _pieces(node: Node) -> Iterator[str]:
     if node is None:
         return
@@ -100,7 +91,7 @@ def name(text: str) -> Node:
     """A name of a run: a long one is shortened, and opens."""
     if len(text) <= LONGEST:
         return text
-    return el("details", el("summary", shortened(text, LONGEST // 3)), _whole(text), class_="long")
+    return el("details", el("summary", both_ends(text, LONGEST // 3)), _whole(text), class_="long")
 
 
 def _whole(text: str) -> Element:
@@ -113,7 +104,7 @@ def prose_block(text: str, *, class_: str | None = None) -> Element:
     if len(text) <= 4 * LONGEST:
         return el("p", text, class_=class_)
     opened = el("details", el("summary", "in full"), _whole(text))
-    return el("div", el("p", shortened(text, 2 * LONGEST)), opened, class_=class_)
+    return el("div", el("p", both_ends(text, 2 * LONGEST)), opened, class_=class_)
 
 
 def facts(rows: Iterable[tuple[str, Node]], *, class_: str = "facts") -> Element:
@@ -195,9 +186,9 @@ def small_table(
     """A title, and below it names and what they are; without a value a row is left out."""
     lines = [
         el("tr", el("th", term, scope="row", style=_CELL),
-           el("td", shortened(value, _LONGEST_NOTEBOOK), style=_CELL))
+           el("td", both_ends(value, _LONGEST_NOTEBOOK), style=_CELL))
         for term, value in rows
         if value
     ]  # fmt: skip
-    caption = el("caption", el("b", shortened(title, _LONGEST_NOTEBOOK)), style="text-align:left")
+    caption = el("caption", el("b", both_ends(title, _LONGEST_NOTEBOOK)), style="text-align:left")
     return render(el("div", el("table", caption, el("tbody", *lines)), picture))

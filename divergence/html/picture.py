@@ -19,10 +19,12 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from divergence.document import Plot
 from divergence.errors import UsageError
-from divergence.html.figures import HEIGHT, Plot, drawn
-from divergence.html.parts import Element, Node, el, shortened
+from divergence.html.figures import HEIGHT, axis_ticks, drawn
+from divergence.html.parts import Element, Node, el
 from divergence.output import write_output
+from divergence.words import both_ends
 
 WIDTH = 760.0
 _MARGIN, _AXIS, _ROW = 20.0, 56.0, 17.0
@@ -128,8 +130,9 @@ def _panel(plot: Plot, top: float) -> tuple[list[Node], float]:
     area = [inked(node) for node in drawn(plot, wide)]
     grey = colour("muted")
     nodes.append(el(
-        "g", *plot.ticks("0"), el("text", "block", x=0, dx=-6, y=HEIGHT + 16, text_anchor="end"),
-        *area, transform=f"translate({_MARGIN + _AXIS:g} {y:g})", fill=grey,
+        "g", *axis_ticks(plot, "0"),
+        el("text", "block", x=0, dx=-6, y=HEIGHT + 16, text_anchor="end"), *area,
+        transform=f"translate({_MARGIN + _AXIS:g} {y:g})", fill=grey,
     ))  # fmt: skip
     return nodes, y + HEIGHT + 22 - top
 
@@ -151,7 +154,7 @@ def _key(kind: str, x: float, y: float) -> list[Node]:
 def _text(
     text: str, x: float, y: float, *, size: float, letters: int, **attributes: str
 ) -> Element:
-    cut = shortened(" ".join(text.split()), letters)
+    cut = both_ends(" ".join(text.split()), letters)
     return el("text", cut, x=x, y=y, font_size=size, **attributes)
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from divergence.document import Block, Facts, Figures, Section, Sentence, Table
+from divergence.document import (
+    Block,
+    Facts,
+    Figures,
+    Section,
+    Sentence,
+    Strip,
+    Strips,
+    Table,
+)
+from divergence.html.figures import figure, script
 from divergence.html.parts import (
     LONGEST,
     Element,
@@ -15,22 +25,22 @@ from divergence.html.parts import (
     facts,
     name,
     prose_block,
-    shortened,
 )
+from divergence.words import both_ends
 
 _MARKS = {"onset": "begins here", "odd": "odd", "flagged": "beyond its limit"}
 _CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 """Marks of a row that have the look of another."""
 
 
-def element(section: Section) -> Element:
-    """The whole section, under its title."""
+def element(section: Section, *more: Node) -> Element:
+    """The whole section, under its title. ``more``: behind its blocks."""
     lead = section.lead or (f"{_capital(section.detail)}." if section.detail else "")
     return el(
         "section",
         el("h2", section_title(section), id=f"{section.id}-title"),
         el("p", lead, class_="lead") if lead else None,
-        *(node for block in section.body for node in _nodes(block)),
+        *(node for block in section.body for node in _nodes(block)), *more,
         id=section.id, aria_labelledby=f"{section.id}-title",
     )  # fmt: skip
 
@@ -53,10 +63,58 @@ def _nodes(block: Block | None) -> Iterator[Node]:
         label = "" if block.label in ("-", "note") else block.label
         yield prose_block(f"{label} {block.text}".strip(), class_="note")
     elif isinstance(block, Figures):
-        yield el("div", *(item.figure() for item in block.drawings), class_="figures")
+        yield el("div", *map(figure, block.drawings), class_="figures")
         yield el("div", class_="chosen", id="chosen", hidden=True) if block.choose else None
-    else:
-        yield block
+    elif isinstance(block, Strips):
+        yield from (el("h3", block.title), _STRIPS) if block.title else ()
+        yield from map(_strip, block.strips)
+    elif block is not None:
+        yield details(block.summary, *(node for part in block.body for node in _nodes(part)))
+
+
+_STRIPS = el(
+    "p", el("span", "A", class_="a"), " above, ", el("span", "B", class_="b"),
+    " below where they differ. Below a difference: by how many logits A's choice was ahead.",
+    class_="note",
+)  # fmt: skip
+
+
+def _strip(strip: Strip) -> Element:
+    sides = zip("AB", "ab", strip.apart, strict=True)
+    texts = [
+        el("div", el("p", f"{letter} went on", class_=kind), el("p", text, class_="prompt"))
+        for letter, kind, text in sides
+    ]
+    return el(
+        "div",
+        el("p", strip.title, class_="of-prompt"),
+        el("p", strip.lead, class_="prompt") if strip.lead else None,
+        el("p", *(_cell(*cell) for cell in strip.cells), class_="strip"),
+        el("div", *texts, class_="texts") if any(strip.apart) else None,
+        el("p", strip.note, class_="note") if strip.note else None,
+        class_="sample",
+    )
+
+
+def _cell(a: str | None, b: str | None, below: str) -> Element:
+    if a == b and a is not None:
+        return el("span", _visible(a), class_="tok")
+    return el(
+        "span",
+        el("span", "differs: A ", class_="aside"),
+        el("span", _visible(a), class_="a"),
+        el("span", ", B ", class_="aside"),
+        el("span", _visible(b), class_="b"),
+        el("small", below) if below else None,
+        class_="tok flip",
+    )
+
+
+def _visible(text: str | None) -> str:
+    """A token in a strip: line feeds as a sign, an absent one as a dash."""
+    if text is None:
+        return "–"
+    return both_ends(text.replace("\n", "⏎"), 40) or "∅"
 
 
 def table(content: Table) -> Element:
@@ -112,7 +170,7 @@ def script_data(sections: Sequence[Section]) -> dict[str, Any]:
             {
                 "caption": its.caption, "titles": its.titles, "words": its.is_word,
                 "meanings": [column.meaning for _, column in its.shown],
-                "rows": [[shortened(cell, LONGEST) for cell in row] for row in its.cells()],
+                "rows": [[both_ends(cell, LONGEST) for cell in row] for row in its.cells()],
                 "marks": [_mark(its, number) for number in range(len(its.marks))],
                 "note": _note(its), "names": its.names,
             }
@@ -120,7 +178,7 @@ def script_data(sections: Sequence[Section]) -> dict[str, Any]:
         ]  # fmt: skip
     bodies = (block for section in sections for block in section.body)
     figures = {
-        item.id: item.data()
+        item.id: script(item)
         for block in bodies if isinstance(block, Figures)
         for item in block.drawings
     }  # fmt: skip

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from divergence.document import (
+    Block,
     Document,
     Facts,
     Figures,
+    Fold,
     Headline,
+    Plot,
+    PlotLine,
     Section,
     Sentence,
     Table,
@@ -20,8 +24,6 @@ from divergence.experiments.result import (
     SelfcheckResult,
     Sensitivity,
 )
-from divergence.html.figures import Plot, PlotLine
-from divergence.html.parts import details, el, prose_block
 from divergence.layout import count, limit_share, share
 from divergence.words import HEADLINES
 
@@ -66,7 +68,7 @@ def agreement(result: SelfcheckResult) -> tuple[str, str]:
     return f"This machine agrees with itself in {of} of running: {told}{rest}.", style
 
 
-def selfcheck_document(result: SelfcheckResult, *, verbose: bool = False) -> Document:
+def selfcheck_document(result: SelfcheckResult) -> Document:
     """Does this machine agree with itself? What ran, the table, and the commands that look
     closer."""
     prompts = count(result.num_prompts, "prompt")
@@ -77,19 +79,18 @@ def selfcheck_document(result: SelfcheckResult, *, verbose: bool = False) -> Doc
         f"all, {count(result.max_new_tokens, 'new token')} each"
     )
     told = [(way.name, way.summary) for way in result.lines if way.summary]
-    verdicts = el("ul", *(el("li", prose_block(f"{name}: {what}")) for name, what in told))
     ways = Section(
-        id="ways", heading="Ways of running",
+        id="ways", heading="Ways of running", body=[_ways(result)],
         lead="Each is a run like the base run with one thing changed.",
-        body=[_ways(result), details("What compare says of each", verdicts) if told else None],
     )  # fmt: skip
-    said = Section(title="verdicts", body=[Facts(told, width=12)])
+    said = Section(id="verdicts", title="verdicts", heading="What compare says of each",
+                   verbose=True, body=[Facts(told, width=12)] if told else ())  # fmt: skip
     doubtful = result.diverged + result.with_status("suspected", "undetermined")
     unlike = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
     text, style = agreement(result)
     return Document(
         headline=Headline("", text, style), known=[named("base run", ran)],
-        sections=[ways, said] if verbose else [ways],
+        sections=[ways, said],
         next=list(dict.fromkeys(command for way in unlike for command in way.next)),
     )  # fmt: skip
 
@@ -153,7 +154,7 @@ def _tokens(way: SelfcheckLine) -> str:
 # What `sensitivity` says: how small a fault of each kind would be seen, then block by block.
 
 
-def sensitivity_document(result: Sensitivity, *, verbose: bool = False) -> Document:
+def sensitivity_document(result: Sensitivity) -> Document:
     """One sentence a fault, what they rest on, the tables, and what would see smaller faults."""
     first, *others = (_seen(result, fault) for fault in result.phrases)
     sizes = Section(
@@ -166,8 +167,8 @@ def sensitivity_document(result: Sensitivity, *, verbose: bool = False) -> Docum
     return Document(
         headline=Headline(
             "", first, "green", [Sentence(text, indent=0, hang=0) for text in others]),
-        sections=[sizes, basis, *(_reasons(result) if verbose else []), *_confirmations(result),
-                  *([Section(id="notes", heading="Notes", body=notes)] if notes else [])],
+        sections=[sizes, basis, _reasons(result), *_confirmations(result),
+                  Section(id="notes", heading="Notes", body=notes)],
         next=result.next,
     )  # fmt: skip
 
@@ -276,8 +277,8 @@ def _size_plots(result: Sensitivity) -> list[Plot]:
     return plots
 
 
-def _reasons(result: Sensitivity) -> list[Section]:
-    body = []
+def _reasons(result: Sensitivity) -> Section:
+    body: list[Block] = []
     for entry in result.sizes:
         for size, why in ((entry.size, entry.by), (entry.escalated_size, entry.escalated_by)):
             if why is not None:
@@ -286,7 +287,8 @@ def _reasons(result: Sensitivity) -> list[Section]:
         if entry.reason is not None:
             label = f"{entry.fault} at {entry.block}:"
             body.append(Sentence(entry.reason, label, indent=2, hang=4))
-    return [Section(id="reasons", title="seen by", body=body)]
+    folded = [Fold(count(len(body), "reason"), body)] if body else []
+    return Section(id="reasons", title="seen by", body=folded, verbose=True)
 
 
 def _confirmations(result: Sensitivity) -> list[Section]:

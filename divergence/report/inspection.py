@@ -112,7 +112,7 @@ def run_document(
     sections += arithmetic_sections(manifest.arithmetic, verbose=verbose)
     if manifest.model.task != "operators":
         sections.append(_prompts(manifest))
-    sections.append(_records(records, verbose=verbose))
+    sections.append(_records(records))
     sections += audit_sections(audit, alone=True, every=verbose)
     looks = [command_line("inspect", path, site=records[0].site)] if records else []
     return Document(
@@ -245,7 +245,7 @@ def _prompts(manifest: Manifest) -> Section:
     return Section(title="prompts", detail=detail, body=[table])
 
 
-def _records(records: Sequence[Record], *, verbose: bool) -> Section:
+def _records(records: Sequence[Record]) -> Section:
     """One row per site: its passes, steps, shape in the first step, and size."""
     rows = []
     for held in count_sites(records):
@@ -254,7 +254,7 @@ def _records(records: Sequence[Record], *, verbose: bool) -> Section:
         rows.append((held.site, held.dtype, shape_text(held.shape), recorded))
     table = Table(
         columns=("site", "dtype", "first shape", "recorded"), rows=rows, widest=44,
-        most=None if verbose else MAX_SITES, more="-v lists them",
+        most=MAX_SITES, more="-v lists them",
     )  # fmt: skip
     detail = ", ".join(f"{num:,} {name}" for name, num in count_passes(records).items())
     return Section(title="records", detail=detail, body=[table])

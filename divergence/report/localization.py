@@ -18,7 +18,7 @@ from divergence.words import HEADLINES, letter
 _PLACED = "with the other side's result in its place"
 
 
-def localization_document(result: Localization, *, verbose: bool = False) -> Document:
+def localization_document(result: Localization, *, every: bool = False) -> Document:
     """The operator, or why there is none, the descent, its proof, and what to run next."""
     sections = [descent_section(result)]
     if result.report is not None:
@@ -26,7 +26,7 @@ def localization_document(result: Localization, *, verbose: bool = False) -> Doc
         shown = [item for item in result.report.verdict.evidence if item not in told]
         why = [Sentence(item.text, "-", indent=2) for item in shown]
         sections.append(Section(title="why", body=why))
-        sections += operator_sections(result.report, every=verbose)
+        sections += operator_sections(result.report, every=every)
     runs = [("A", result.reference), ("B", result.candidate), ("truth", result.truth),
             ("runs in", result.out)]  # fmt: skip
     sections.append(Section(body=[named(name, run) for name, run in runs if run is not None]))

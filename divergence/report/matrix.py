@@ -18,13 +18,14 @@ from divergence.document import (
     Document,
     Figures,
     Headline,
+    Plot,
+    PlotLine,
     Section,
     Sentence,
     Table,
     named,
 )
 from divergence.fleet.result import Matrix, MatrixRow
-from divergence.html.figures import Plot, PlotLine
 from divergence.layout import count, decimal, limit_share, share
 from divergence.report.summary import run_text
 from divergence.words import HEADLINES, letter
@@ -34,7 +35,7 @@ NUM_FIRST = 4
 """Agreeing rows of a long list that are shown all the same."""
 MAX_NAMED = 8
 """Runs of one group that are named."""
-_MOST_ON_PAGE = 2000
+_MOST_ON_PAGE = 1000
 _COLUMNS = (
     "run", "machine", "verdict", "from", Column("wrong", letter),
     Column("of limit", limit_share), Column("logits L2", decimal), Column("top-1", share), "tokens",
@@ -115,7 +116,7 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
     words = {"diverged": "wrong", "silent": "below"}
     table = Table(
         caption="Each run against the first", columns=_COLUMNS, grid=True, gives=(0, 1, 3),
-        num_left=5, names=True, most=_MOST_ON_PAGE if page else None,
+        num_left=5, names=True,
         rows=[(path.removeprefix(prefix), *values[1:]) for path, _, values in shown],
         marks=["odd " * (path in matrix.odd) + words.get(state, "") for path, state, _ in shown],
     )  # fmt: skip

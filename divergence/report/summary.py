@@ -21,7 +21,6 @@ from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, PreflightLine
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
-from divergence.html.parts import details, el, prose_block
 from divergence.layout import Line, count, share, size
 from divergence.report.environment import changes
 from divergence.report.text import document_lines, headline_lines
@@ -39,7 +38,6 @@ VERDICT_STYLES = {
     "undetermined": "bold yellow",
     "incomparable": "bold magenta",
 }
-_MOST_UNMATCHED, _MOST_ON_PAGE = 12, 100
 
 
 def document(
@@ -62,8 +60,7 @@ def document(
         *chain.from_iterable(made[name] for name in first),
         *(settings if page else ()),
         *(() if background is None else (*_machines(background), *_findings(report))),
-        *_coverage(report, most=None if every else _MOST_ON_PAGE if page else _MOST_UNMATCHED,
-                   full=verbose or page),
+        *_coverage(report, full=verbose or page),
         *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
     ]  # fmt: skip
     return dataclasses.replace(opening_of(report), sections=sections)
@@ -92,7 +89,8 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
     runs = [("A", report.reference), ("B", report.candidate)][: 1 if alone else 2]
     known = [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
     whole = document(report, every=all_sites, verbose=verbose)
-    return document_lines(dataclasses.replace(whole, known=known))
+    whole = dataclasses.replace(whole, known=known)
+    return document_lines(whole, verbose=verbose, every=all_sites)
 
 
 # The top: the verdict, and what it could not have seen.
@@ -356,7 +354,7 @@ def _compared(report: Report) -> list[Sentence]:
     return [named("compared", text)]
 
 
-def _coverage(report: Report, *, most: int | None, full: bool) -> list[Section]:
+def _coverage(report: Report, *, full: bool) -> list[Section]:
     coverage = report.coverage
     passes = []
     for row in coverage.passes if full else [row for row in coverage.passes if row.share != 1.0]:
@@ -382,7 +380,7 @@ def _coverage(report: Report, *, most: int | None, full: bool) -> list[Section]:
         Table(caption="By pass", columns=("pass", "what", "compared"), rows=passes, widest=66,
               num_left=3, bare=True),
         Table(caption="Not compared", columns=("", "where", "why"), rows=unmatched, widest=66,
-              num_left=3, bare=True, most=most,
+              num_left=3, bare=True, most=12,
               folded=f"{count(len(unmatched), 'tensor')} not compared"),
     ]  # fmt: skip
     shown = [table for table in tables if table.rows]
@@ -458,25 +456,21 @@ def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]
 
 
 def _findings(report: Report) -> list[Section]:
-    if not report.findings:
-        return []
-    items = []
-    for finding in report.findings:
-        claim = finding.claim.replace("_", " ")
-        evidence = [
-            el("li", prose_block(fact.text)) for fact in (*finding.evidence, *finding.beside)
-        ]
-        items.append(el(
-            "li", el("p", el("strong", claim), el("small", finding.role)),
-            prose_block(finding.summary) if finding.summary else None,
-            el("ul", *evidence) if evidence else None,
-        ))  # fmt: skip
+    findings = report.findings
+    table = Table(
+        caption="Findings", columns=("finding", "role", "what was found"), num_left=3,
+        folded=count(len(findings), "finding"),
+        rows=[(item.claim.replace("_", " "), item.role, item.summary) for item in findings],
+        below={
+            number: [Sentence(fact.text) for fact in (*item.evidence, *item.beside)]
+            for number, item in enumerate(findings)
+        },
+    )  # fmt: skip
     return [Section(
-        id="findings", title="All findings",
+        id="findings", title="All findings", body=[table],
         lead="What each analysis found. The verdict was made of these; a hint or a context is a "
         "place to look, and no fault.",
-        body=(details(count(len(items), "finding"), el("ol", *items, class_="findings")),),
-    )]  # fmt: skip
+    )] if findings else []  # fmt: skip
 
 
 # What the analyses show.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from divergence.document import Document, Facts, Headline, Section, Sentence, Table
+from divergence.document import Block, Document, Facts, Fold, Headline, Section, Sentence, Table
 from divergence.layout import (
     BLANK,
     MAX_WIDTH,
@@ -26,13 +26,15 @@ _STYLES = {
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
 
-def document_lines(whole: Document) -> list[Line]:
-    """The answer, what it is about, why, each section, and what to run next."""
+def document_lines(whole: Document, *, verbose: bool = False, every: bool = False) -> list[Line]:
+    """The answer, what it is about, why, each section, and what to run next. ``verbose``: also the
+    sections for who wants more; ``every``: all rows of tables."""
     lines = headline_lines(whole.headline)
     if whole.known:
         lines += [BLANK, *map(sentence_line, whole.known)]
     why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
-    if sections := sections_lines([*[why] * bool(whole.why), *whole.sections]):
+    shown = [section for section in whole.sections if verbose or not section.verbose]
+    if sections := sections_lines([*[why] * bool(whole.why), *shown], every):
         lines += [BLANK, *sections[:-1]]
     return [*lines, BLANK, *next_lines(whole.next)] if whole.next else lines
 
@@ -49,7 +51,7 @@ def document_markdown(*documents: Document, made_by: str) -> str:
             if section.title:
                 detail = f": {markdown_code(section.detail)}" if section.detail else ""
                 lines += [f"**{markdown_code(section.title)}**{detail}", ""]
-            for block in section.body:
+            for block in _unfolded(section.body):
                 if isinstance(block, Table):
                     lines += [*block.on("terminal").markdown(), ""]
                 elif isinstance(block, Facts):
@@ -76,18 +78,19 @@ def headline_lines(headline: Headline) -> list[Line]:
     return [Line((*word, sentence), 2), *map(sentence_line, headline.facts)]
 
 
-def sections_lines(sections: Iterable[Section]) -> list[Line]:
+def sections_lines(sections: Iterable[Section], every: bool = False) -> list[Line]:
     """All of them, with a blank line behind each."""
     lines: list[Line] = []
     for section in sections:
         if not section.body and not section.detail:
             continue
         shown = [heading(section.title, section.detail)] if section.title else []
-        for block in section.body:
+        for block in _unfolded(section.body):
             if isinstance(block, Table) and block.title:
                 shown += [*[BLANK] * bool(shown), heading(block.title, block.detail)]
             if isinstance(block, Table):
-                shown += _listed_lines(block) if block.listed else table_lines(block)
+                content = block.on("terminal", every=every)
+                shown += _listed_lines(content) if block.listed else table_lines(content)
             elif isinstance(block, Facts) and not block.width:
                 shown += columns(block.rows, indent=block.indent)
             elif isinstance(block, Facts):
@@ -102,6 +105,11 @@ def sections_lines(sections: Iterable[Section]) -> list[Line]:
     return lines
 
 
+def _unfolded(blocks: Iterable[Block | None]) -> Iterator[Block | None]:
+    for block in blocks:
+        yield from _unfolded(block.body) if isinstance(block, Fold) else [block]
+
+
 def sentence_line(sentence: Sentence) -> Line:
     label = " " * sentence.indent + (f"{sentence.label} " if sentence.label else "")
     hang = len(label) if sentence.hang is None else sentence.hang
@@ -113,7 +121,7 @@ def sentence_line(sentence: Sentence) -> Line:
 def _listed_lines(table: Table) -> list[Line]:
     """Both values where they differ, and below them what else is known."""
     lines = []
-    for number, (name, state, *both) in enumerate(table.on("terminal").cells()):
+    for number, (name, state, *both) in enumerate(table.cells()):
         text, style = " / ".join(dict.fromkeys(both[:2])), _STYLES.get(table.mark(number), "")
         lines.append(prose(f"  {state:<8}{name}:", text, style=style, width=10))
         lines += [prose("", detail, width=10) for detail in both[2:] if detail]
@@ -122,7 +130,6 @@ def _listed_lines(table: Table) -> list[Line]:
 
 def table_lines(table: Table) -> list[Line]:
     """Titles where there are any, rows, what stands below a row, and how many rows are not here."""
-    table = table.on("terminal")
     cells = [tuple(map(printable, row)) for row in table.cells()]
     titles = [table.titles] if any(table.titles) and not table.bare else []
     rows = _grid(table, [*titles, *cells]) if table.grid else columns(

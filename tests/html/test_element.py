@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divergence.document import Table
-from divergence.html.parts import command, el, name, plain, prose_block, render, shortened
+from divergence.html.parts import command, el, name, plain, prose_block, render
 from divergence.html.sections import table
-from divergence.words import printable_lines
+from divergence.words import both_ends, printable_lines
 
 
 class Reader(HTMLParser):
@@ -69,9 +69,9 @@ def test_what_turns_text_around_is_written_out():
 @pytest.mark.parametrize("most", [1, 2, 5, 40])
 def test_a_long_text_keeps_both_ends(most):
     """At most so many characters, also of what is written out."""
-    assert len(shortened("\u202e" * 300 + "end", most)) == most
-    assert shortened("abcdefghij", 5) == "ab…ij"
-    assert shortened("short", 40) == "short"
+    assert len(both_ends("\u202e" * 300 + "end", most)) == most
+    assert both_ends("abcdefghij", 5) == "ab…ij"
+    assert both_ends("short", 40) == "short"
 
 
 def test_a_long_name_opens():

@@ -86,7 +86,7 @@ def test_snapshot(reports):
             )
         ],
     )
-    text = terminal.text_of(document_lines(sensitivity_document(result, verbose=True)))
+    text = terminal.text_of(document_lines(sensitivity_document(result), verbose=True))
     terminal.assert_snapshot(text, "sensitivity")
 
 

@@ -6,24 +6,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
-from divergence.document import BlockPart, Column, Facts, Figures, Section, Sentence, Table
-from divergence.html.figures import (
+from divergence.document import (
     DECADES,
     FLOORS,
     LIMIT_SHARES,
+    BlockPart,
+    Column,
+    Facts,
+    Figures,
+    Fold,
+    HeatMap,
     HeatScale,
     Plot,
     PlotLine,
-    figure,
-    heat_map,
+    Section,
+    Sentence,
+    Table,
 )
-from divergence.html.parts import Element, details, facts
-from divergence.html.sections import table
 from divergence.layout import (
     RATIO_DECADES,
     REL_L2_DECADES,
@@ -395,59 +398,7 @@ _MOST = 128
 Cells = dict[tuple[str, int], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Map:
-    id: str
-    title: str
-    column: str
-    """What a column is: ``step``, ``prompt``, ``token``."""
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: list[list[float | None]]
-    scale: HeatScale
-
-    def figure(self) -> Element:
-        known = [
-            (value, row, column)
-            for row, line in zip(self.rows, self.values, strict=True)
-            for column, value in zip(self.columns, line, strict=True)
-            if value is not None
-        ]
-        value, row, column = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
-        largest = f"{float(f'{value:.2g}'):g} {self.scale.unit}"
-        if self.scale is LIMIT_SHARES:
-            largest = f"{limit_share(value / 100)} of the limit"
-        told = f"The largest is {largest}, at {row}, "
-        told += f"{self.column} {column}"
-        if self.scale is LIMIT_SHARES:
-            beyond = sum(item[0] > 100 or not math.isfinite(item[0]) for item in known)
-            told += f"; {beyond:,} of {count(len(known), 'cell')} beyond the limit"
-        classes = (f"cell {kind}" for kind in self.scale.classes())
-        legend = list(zip(classes, self.scale.names, strict=True))
-        if any(not math.isfinite(item[0]) for item in known):
-            legend.append(("cell broken", "nan, inf"))
-        picture = heat_map(
-            [row.removesuffix(":out").rpartition(".")[2] for row in self.rows], self.columns,
-            self.values, scale=self.scale, label=f"{self.title}. {told}.",
-            row_height=max(3.0, min(16.0, 300 / len(self.rows))),
-        )  # fmt: skip
-        return figure(self.id, self.title, picture, described=f"{told}.", legend=legend,
-                      wide=self.column == "token")  # fmt: skip
-
-    def data(self) -> dict[str, object]:
-        """For the script; two digits are what is said of a cell."""
-
-        def rounded(value: float) -> float | str:
-            return float(f"{value:.2g}") if math.isfinite(value) else f"{value:g}"
-
-        return {
-            "kind": "heat", "rows": self.rows, "columns": self.columns, "column": self.column,
-            "unit": self.scale.unit, "blocks": self.rows,
-            "values": [[None if v is None else rounded(v) for v in row] for row in self.values],
-        }  # fmt: skip
-
-
-def maps(report: Report, background: Background) -> list[_Map]:
+def maps(report: Report, background: Background) -> list[HeatMap]:
     """Blocks by steps, by prompts and by tokens, where there are several."""
     wanted = main_pass(report.sites)
     sites = [s for s in report.sites if s.pass_ == wanted and _is_row(s)]
@@ -475,17 +426,14 @@ def maps(report: Report, background: Background) -> list[_Map]:
         columns = sorted({number for _, number in cells})
         if len(columns) > 1 and any(map(scale.step, cells.values())):  # one colour tells nothing
             values = [[cells.get((row, number)) for number in columns] for row in rows]
-            grids.append(_Map(
-                id=f"map-{id}", title=f"Blocks × {id}", column=column, rows=rows,
-                columns=[str(number) for number in columns], values=values, scale=scale,
-            ))  # fmt: skip
+            names = [str(number) for number in columns]
+            grids.append(_map(id, f"Blocks × {id}", column, rows, names, values, scale))
     positions = background.positions
     if positions is not None and positions.blocks:
-        grids.append(_Map(
-            id="map-tokens", title=f"Blocks × tokens of prompt {positions.sample}", column="token",
-            rows=positions.blocks, columns=positions.tokens, values=positions.floors, scale=FLOORS,
-        ))  # fmt: skip
-    return [_thinned(grid) for grid in grids]
+        title = f"Blocks × tokens of prompt {positions.sample}"
+        grids.append(_map("tokens", title, "token", positions.blocks, positions.tokens,
+                          positions.floors, FLOORS))  # fmt: skip
+    return grids
 
 
 def _is_row(site: SiteResult) -> bool:
@@ -500,21 +448,37 @@ def _keep_worst(cells: Cells, at: tuple[str, int], value: float) -> None:
         cells[at] = value
 
 
-def _thinned(grid: _Map) -> _Map:
-    """At most so many rows and columns, by the worst of neighbours."""
-    tall, wide = (1 + (len(names) - 1) // _MOST for names in (grid.rows, grid.columns))
-    if tall == wide == 1:
-        return grid
-    values = [
+def _map(
+    id: str, title: str, column: str, rows: Sequence[str], columns: Sequence[str],
+    values: Sequence[Sequence[float | None]], scale: HeatScale,
+) -> HeatMap:  # fmt: skip
+    """At most so many rows and columns, by the worst of neighbours, and where the largest is."""
+    tall, wide = (1 + (len(names) - 1) // _MOST for names in (rows, columns))
+    thinned = [
         [
-            _worst(value for row in grid.values[y : y + tall] for value in row[x : x + wide])
-            for x in range(0, len(grid.columns), wide)
+            _worst(value for row in values[y : y + tall] for value in row[x : x + wide])
+            for x in range(0, len(columns), wide)
         ]
-        for y in range(0, len(grid.rows), tall)
+        for y in range(0, len(rows), tall)
     ]
-    return replace(
-        grid, values=values, rows=_named(grid.rows, tall), columns=_named(grid.columns, wide)
-    )
+    rows, columns = _named(rows, tall), _named(columns, wide)
+    known = [
+        (value, row, name)
+        for row, line in zip(rows, thinned, strict=True)
+        for name, value in zip(columns, line, strict=True)
+        if value is not None
+    ]
+    value, row, name = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
+    largest, beyond = f"{float(f'{value:.2g}'):g} {scale.unit}", ""
+    if scale is LIMIT_SHARES:
+        num = sum(item[0] > 100 or not math.isfinite(item[0]) for item in known)
+        beyond = f"; {num:,} of {count(len(known), 'cell')} beyond the limit"
+        largest = f"{limit_share(value / 100)} of the limit"
+    described = f"The largest is {largest}, at {row}, {column} {name}{beyond}."
+    return HeatMap(
+        id=f"map-{id}", title=title, described=described, column=column, rows=rows,
+        columns=columns, values=thinned, scale=scale,
+    )  # fmt: skip
 
 
 def _worst(values: Iterable[float | None]) -> float | None:
@@ -618,7 +582,7 @@ def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
     return list({column.title: column.meaning for column in columns if column.meaning}.items())
 
 
-def _prompts(report: Report, *, every: bool = False) -> Table | None:
+def _prompts(report: Report) -> Table | None:
     rows = prompt_usage(report)
     if len(rows) < 2:
         return None
@@ -634,11 +598,11 @@ def _prompts(report: Report, *, every: bool = False) -> Table | None:
             for usage, sample, site, ratio in rows
         ],
         marks=["flagged" if usage > 1 else "" for usage, *_ in rows],
-        most=None if every else _MAX_PROMPTS,
+        most=12,
     )  # fmt: skip
 
 
-def _nonfinite(report: Report, *, every: bool = False) -> Table | None:
+def _nonfinite(report: Report) -> Table | None:
     sites = [(site, site.nonfinite) for site in report.sites
              if site.nonfinite is not None and site.nonfinite.total]  # fmt: skip
     if not sites:
@@ -653,14 +617,12 @@ def _nonfinite(report: Report, *, every: bool = False) -> Table | None:
              f"{number.candidate_nan:,}/{number.candidate_inf:,}")
             for site, number in sites
         ],
-        most=None if every else _MAX_NONFINITE,
+        most=5,
     )  # fmt: skip
 
 
 # The sections.
 
-_MAX_PROMPTS = 12
-_MAX_NONFINITE = 5
 _PASSES = {
     "anchored": "anchored pass: each block got A's input",
     "free": "free pass: each run on its own values",
@@ -682,7 +644,7 @@ def sections(
     if not report.sites:
         lone = not page and report.verdict.kind != "identical" and not any(parts)
         return [Section(title="sites", detail="none were compared")] if lone else []
-    lists = [_prompts(report, every=every), _nonfinite(report, every=every)]
+    lists = [_prompts(report), _nonfinite(report)]
     rows_of = {phase: phase_rows(report, phase, all_sites=every) for phase in phases(report)}
     most = _MOST_ROWS if page else None if every else MAX_ROWS
     tables = {phase: _phase_table(report, phase, rows, most) for phase, rows in rows_of.items()}
@@ -737,7 +699,7 @@ def _page(
     every = worst_rows(report)
     worst = [row for row in every if not row.worst.identical][:_WORST] or every[:_WORST]
     caption = f"The {len(worst)} largest" if len(worst) > 1 else "The largest"
-    legend = facts(_legend(tables, "page"))
+    legend = Facts(_legend(tables, "page"))
     return Section(
         id="blocks", lead=lead,
         heading="The error of each block" if onset is None else "Where the error is made",
@@ -746,7 +708,7 @@ def _page(
             Figures(plots, choose=True),
             Figures(pictures) if pictures else None,
             *lists,
-            details(f"All as a table: {count(len(modules), 'row')}", *map(table, tables), legend),
+            Fold(f"All as a table: {count(len(modules), 'row')}", [*tables, legend]),
         ],
         parts=modules, chosen=(onset.block or onset.site) if onset is not None else worst[0].name,
     )  # fmt: skip

@@ -17,7 +17,6 @@ _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
 _W = "how much farther B is from the truth than A"
 _WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
 _MOST_OF_BLOCK = 80
-_MOST_ALONE = 8
 _MOST = 1500
 """Operators of all blocks together."""
 
@@ -53,7 +52,13 @@ def sections(
         proof = f"with the other side's result in place of {check.site}, {after}"
         body.append(Facts([("proof", proof)]))
     if operators.unmatched:
-        body.append(_lone(operators, every=every))
+        body.append(Table(
+            caption="Called by one side alone", title="called by one side alone", names=True,
+            columns=("operator", "side", Column("line", face="page")), num_left=3,
+            rows=[(operator.site, letter(operator.side), operator.source)
+                  for operator in operators.unmatched],
+            most=8,
+        ))  # fmt: skip
     body += [Sentence(note) for note in operators.notes]
     alone = operators.frame == "operator"
     modules = {result.block or result.site.partition("/")[0] for result in results}
@@ -162,17 +167,6 @@ def _short_name(result: OperatorResult) -> str:
     if result.block:
         name = name.removeprefix(result.block).removeprefix(".")
     return name + (" (decode)" if result.phase == "decode" else "")
-
-
-def _lone(operators: OperatorsResult, *, every: bool) -> Table:
-    """What one side alone called."""
-    return Table(
-        caption="Called by one side alone", title="called by one side alone",
-        columns=("operator", "side", Column("line", face="page")), num_left=3, names=True,
-        rows=[(operator.site, letter(operator.side), operator.source)
-              for operator in operators.unmatched],
-        most=None if every else _MOST_ALONE,
-    )  # fmt: skip
 
 
 def _parts(operators: OperatorsResult) -> list[BlockPart]:

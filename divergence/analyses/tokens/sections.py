@@ -17,11 +17,21 @@ from divergence.comparison.results import (
     TokenDifference,
     TokensResult,
 )
-from divergence.document import Block, Column, Facts, Section, Sentence, Table, named
-from divergence.html.parts import Element, details, el, shortened
+from divergence.document import (
+    Block,
+    Column,
+    Facts,
+    Fold,
+    Section,
+    Sentence,
+    Strip,
+    Strips,
+    Table,
+    named,
+)
 from divergence.layout import count, decimal, fixed, times
 from divergence.run.manifest import SampleTokens
-from divergence.words import letter, list_names
+from divergence.words import both_ends, letter, list_names
 
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128
@@ -89,7 +99,6 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
         ("B", first.candidate, first.candidate_margin, ""),
     )
     body: list[Block] = [
-        el("h3", "The first different choice"),
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
         Facts([
             (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
@@ -218,7 +227,7 @@ def _token(choice: TokenChoice) -> str:
     return f"#{choice.id}" if choice.text is None else f"{choice.text!r} #{choice.id}"
 
 
-def _strips(tokens: TokensResult, background: Background) -> list[Element | None]:
+def _strips(tokens: TokensResult, background: Background) -> list[Block]:
     """Prompts with different choices first; of equal ones a few."""
     flips = {(difference.sample, difference.step): difference for difference in tokens.differences}
     samples = [
@@ -226,8 +235,6 @@ def _strips(tokens: TokensResult, background: Background) -> list[Element | None
         for number, (reference, candidate) in enumerate(background.samples())
         if reference.chosen_ids or candidate.chosen_ids
     ]
-    if not samples:
-        return []
     apart = [item for item in samples if item[1].chosen_ids != item[2].chosen_ids]
     equal = [item for item in samples if item not in apart]
     strips, folded = (
@@ -237,25 +244,20 @@ def _strips(tokens: TokensResult, background: Background) -> list[Element | None
         ]
         for group in (apart, equal)
     )
-    legend = el(
-        "p", el("span", "A", class_="a"), " above, ", el("span", "B", class_="b"),
-        " below where they differ. Below a difference: by how many logits A's choice was ahead.",
-        class_="note",
-    )  # fmt: skip
-    gone = sum(max(0, len(group) - _MOST_STRIPS) for group in (apart, equal))
-    shown: list[Element | None] = (
-        [el("h3", "Both sides' choices"), legend, *strips] if strips else []
-    )
+    shown: list[Block] = []
+    if strips:
+        shown.append(Strips("Both sides' choices", strips))
     if folded:
-        shown.append(details(f"{count(len(equal), 'prompt')} with the same choices", *folded))
-    last = el("p", f"{count(gone, 'more prompt')} not shown.", class_="note") if gone else None
-    return [*shown, last]
+        words = f"{count(len(equal), 'prompt')} with the same choices"
+        shown.append(Fold(words, [Strips("", folded)]))
+    gone = sum(max(0, len(group) - _MOST_STRIPS) for group in (apart, equal))
+    return shown + [Sentence(f"{count(gone, 'more prompt')} not shown.")] * bool(gone)
 
 
 def _strip(
     number: int, ours: SampleTokens, theirs: SampleTokens,
     flips: dict[tuple[int, int], TokenDifference], background: Background, *, forced: bool,
-) -> Element:  # fmt: skip
+) -> Strip:  # fmt: skip
     ids = ours.chosen_ids, theirs.chosen_ids
     steps = max(map(len, ids))
     parted = next((n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), steps)
@@ -263,53 +265,18 @@ def _strip(
     cells = []
     for step in range(shown):
         a, b = (background.text_of(side[step]) if step < len(side) else None for side in ids)
-        cells.append(_cell(a, b, flips.get((number, step))))
-    rest = [
-        "".join(background.text_of(token) for token in side[shown : shown + _MOST_TOKENS])
+        flip = flips.get((number, step))
+        margin = None if flip is None else flip.margin
+        cells.append((a, b, "" if margin is None else fixed(margin, 2)))
+    a, b = (
+        "" if forced else "".join(map(background.text_of, side[shown : shown + _MOST_TOKENS]))
         for side in ids
-    ]
+    )
     more = max(0, steps - shown)
-    return el(
-        "div",
-        el("p", f"Prompt {number}", class_="of-prompt"),
-        el("p", shortened(ours.text, 400), class_="prompt") if ours.text else None,
-        el("p", *cells, class_="strip"),
-        _apart(rest) if not forced and any(rest) else None,
-        el("p", f"{count(more, 'more token')}.", class_="note") if more and forced else None,
-        class_="sample",
-    )
-
-
-def _apart(texts: list[str]) -> Element:
-    """How each went on by itself, side by side."""
-    sides = zip(("A", "B"), ("a", "b"), texts, strict=True)
-    parts = [
-        el("div", el("p", f"{letter} went on", class_=kind), el("p", text, class_="prompt"))
-        for letter, kind, text in sides
-    ]
-    return el("div", *parts, class_="texts")
-
-
-def _cell(a: str | None, b: str | None, flip: TokenDifference | None) -> Element:
-    if a == b and a is not None:
-        return el("span", _visible(a), class_="tok")
-    margin = None if flip is None or flip.margin is None else fixed(flip.margin, 2)
-    return el(
-        "span",
-        el("span", "differs: A ", class_="aside"),
-        el("span", _visible(a), class_="a"),
-        el("span", ", B ", class_="aside"),
-        el("span", _visible(b), class_="b"),
-        el("small", margin) if margin is not None else None,
-        class_="tok flip",
-    )
-
-
-def _visible(text: str | None) -> str:
-    """A token in a strip: line feeds as a sign, an absent one as a dash."""
-    if text is None:
-        return "–"
-    return shortened(text.replace("\n", "⏎"), 40) or "∅"
+    return Strip(
+        title=f"Prompt {number}", lead=both_ends(ours.text, 400) if ours.text else "", cells=cells,
+        apart=(a, b), note=f"{count(more, 'more token')}." if more and forced else "",
+    )  # fmt: skip
 
 
 def _flips(flips: Sequence[TokenDifference]) -> Table:

@@ -17,7 +17,6 @@ from divergence.layout import count, decimal, limit_share, rank_names, share, si
 from divergence.words import grouped, letter
 
 _MOST_FAULTS = 8
-_MOST_ON_PAGE = 1000
 
 
 def sections(
@@ -27,16 +26,16 @@ def sections(
     result = report.parts.get("collectives")
     if not isinstance(result, CollectivesResult):
         return []
-    page = background is not None
+    whole = every or background is not None
     alone = len(result.sides) == 1
     made = [
-        _side(side, "" if alone else f" of {letter(side.side)}", whole=every or page, page=page)
+        _side(side, "" if alone else f" of {letter(side.side)}", whole=whole)
         for side in result.sides
     ]
     if result.differing:
         table = Table(
             caption="Different bits", columns=("case", "ranks", Column("rel L2", decimal)),
-            num_left=2, widest=66, most=None if every else _MOST_ON_PAGE if page else _MOST_FAULTS,
+            num_left=2, widest=66, most=_MOST_FAULTS,
             rows=[(diff.site.partition("/")[0], rank_names(diff.ranks), diff.rel_l2)
                   for diff in result.differing],
         )  # fmt: skip
@@ -45,7 +44,7 @@ def sections(
     return made
 
 
-def _side(side: CollectivesSide, whose: str, *, whole: bool, page: bool) -> Section:
+def _side(side: CollectivesSide, whose: str, *, whole: bool) -> Section:
     body: list[Block] = [
         Table(
             caption=f"Collectives{whose}", num_left=2,
@@ -65,12 +64,11 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool, page: bool) -> Sect
           for text in side.unsupported),
     ]  # fmt: skip
     if side.faults:
-        apart = whole and not (page and len(side.faults) > _MOST_ON_PAGE)
         body.append(Table(
             caption=f"Faults{whose}", title=f"faults{whose}", num_left=5, widest=66,
             detail=count(len(side.faults), "finding"),
             columns=("ranks", "case", "check", "wrong", "what"),
-            rows=_fault_rows(side.faults, apart=apart), most=None if whole else _MOST_FAULTS,
+            rows=_fault_rows(side.faults, apart=whole), most=_MOST_FAULTS,
         ))  # fmt: skip
     if side.orders:
         # rows that say the same but for the size are one unless all are asked for

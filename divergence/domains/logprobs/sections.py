@@ -10,15 +10,11 @@ from divergence.document import Block, Column, Facts, Section, Sentence, Table
 from divergence.domains.logprobs.result import LogprobsResult
 from divergence.layout import count, decimal
 
-_NUM_SEQUENCES = 5
-_MOST = 1000
 _MARKS = {"bad": "wrong", "raised": "differs"}
 
 
-def sections(
-    report: Report, *, every: bool = False, background: Background | None = None
-) -> list[Section]:
-    """Nothing where models were compared. ``every``: with every prompt."""
+def sections(report: Report, *, background: Background | None = None, **_: object) -> list[Section]:
+    """Nothing where models were compared."""
     result = report.parts.get("logprobs")
     if not isinstance(result, LogprobsResult):
         return []
@@ -79,13 +75,11 @@ def sections(
             ],
             marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
         ))  # fmt: skip
-    page = background is not None
-    if len(result.sequences) > (0 if page else 1):
-        most = _MOST if page else None if every else _NUM_SEQUENCES
+    if len(result.sequences) > (1 if background is None else 0):
         body.append(Table(
             caption="Prompts, the ones that differ most first", title="prompts",
             detail="the ones that differ most first",
-            folded=f"All {len(result.sequences):,} prompts", most=most,
+            folded=f"All {len(result.sequences):,} prompts", most=5,
             columns=("prompt", Column("tokens", "{:,}".format), Column("mean |Δ|", decimal),
                      Column("mean Δ", decimal), Column("max |Δ|", decimal), "at",
                      Column("log ratio", "{:.4g}".format), Column("exp|Δ|", "{:.4f}".format)),

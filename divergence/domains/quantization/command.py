@@ -100,7 +100,7 @@ def quantize(
 
     with progress_bars(quiet=output.silent) as progress:
         result = quantize(run, out=out, force=force, progress=progress, **options)
-    document = quantization_document(result, verbose=output.verbose)
+    document = quantization_document(result)
     show_document(document, output, json=partial(result.to_json, indent=2))
     if policy is not None:  # last: what was found is not lost where it cannot be written
         write_forms(result, policy)

@@ -14,11 +14,9 @@ from divergence.domains.quantization.result import (
 from divergence.layout import count
 from divergence.words import list_names
 
-_SHOWN = 12
 
-
-def quantization_document(result: Quantization, *, verbose: bool = False) -> Document:
-    """The cost in one sentence, what was quantised, matrix by matrix. ``verbose``: each of them."""
+def quantization_document(result: Quantization) -> Document:
+    """The cost in one sentence, what was quantised, matrix by matrix."""
     cost, policy = result.cost, result.policy
     if cost is None:
         text = f"{_matrices(result.num_quantized)} quantised; the model gives no next-token choices"
@@ -52,7 +50,7 @@ def quantization_document(result: Quantization, *, verbose: bool = False) -> Doc
         known.append(("migration", f"alpha {alpha:g}: {both}: {word}"))
     known += [("written", result.out)] if result.out is not None else []
     known += [("note", note) for note in result.notes]
-    sections = _each_alone(result, verbose=verbose) if result.matrices else []
+    sections = _each_alone(result) if result.matrices else []
     return Document(
         headline=Headline("", text, "bold"), known=[named(*fact) for fact in known],
         sections=[*sections, *([] if policy is None else [_policy(policy)])], next=result.next,
@@ -79,10 +77,10 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
     return rows
 
 
-def _each_alone(result: Quantization, *, verbose: bool) -> list[Section]:
+def _each_alone(result: Quantization) -> list[Section]:
     precise, rough = "{:.3g}".format, "{:.2g}".format
     alone = Table(
-        rows=list(map(_row, result.worst())), most=None if verbose else _SHOWN,
+        rows=list(map(_row, result.worst())), most=12,
         more="-v lists them",
         columns=(
             Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),

@@ -12,7 +12,6 @@ from divergence.layout import count, decimal, share, times
 from divergence.words import letter
 
 _MARKS = {"wrong": "wrong", "flushed": "differs", "ties": "differs"}
-_MOST_RESULTS = 1000
 
 
 def sections(
@@ -47,7 +46,6 @@ def sections(
             columns=("operator", "status", *_titles(suite.judged)[3 if suite.judged else 2 :]),
             rows=[_case_row(case, judged=suite.judged) for case in suite.cases], num_left=2,
             marks=[_MARKS.get(case.status, "") for case in suite.cases], widest=44,
-            most=None if every else _MOST_RESULTS,
         ))  # fmt: skip
     against = "against the truth" if suite.judged else "against one another: no truth was given"
     what = f"{count(len(suite.operators), 'operator')}, {count(len(suite.cases), 'result')}"

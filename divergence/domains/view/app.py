@@ -26,10 +26,9 @@ from divergence.analyses.blocks.sections import (
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
 from divergence.document import Table
-from divergence.html.parts import shortened
 from divergence.layout import count, decimal, limit_share, times
 from divergence.report.summary import analysis_sections, report_lines, verdict_lines
-from divergence.words import printable
+from divergence.words import both_ends, printable
 
 # What the browser shows: pages of rows, each of which may open another page. No terminal here.
 #
@@ -291,7 +290,7 @@ class Browser(App[None]):
 
     def _show(self) -> None:
         page, row = self.stack[-1]
-        where = " › ".join(printable(shortened(level.title, 60)) for level, _ in self.stack)
+        where = " › ".join(printable(both_ends(level.title, 60)) for level, _ in self.stack)
         note = f"   {page.table.note}" if page.table.note else ""
         self.query_one("#where", Static).update(where + note)
         table: DataTable[_Cell] = self.query_one(DataTable)
@@ -308,7 +307,7 @@ class Browser(App[None]):
 
 def _rows(table: Table) -> list[list[_Cell]]:
     """Marks first; figures end where their column ends."""
-    cells = [[shortened(printable(cell), _WIDEST) for cell in row] for row in table.cells()]
+    cells = [[both_ends(printable(cell), _WIDEST) for cell in row] for row in table.cells()]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     is_word = table.is_word
     return [

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from divergence.analyses.blocks.sections import SiteRow, num_bad, worst_places, worst_rows
+from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
 from divergence.document import Block, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
-from divergence.layout import Line, count, cut, fold, limit_share
+from divergence.layout import Line, count, cut, decimal, fold, limit_share
 from divergence.report.summary import is_quiet, model_name, opening_of, report_lines, states
 from divergence.report.text import document_lines
 from divergence.words import shortened
@@ -36,12 +36,15 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 
 
 def _screen(report: Report, num_rows: int, more: str) -> Document:
-    whole = opening_of(report)
+    whole, verdict = opening_of(report), report.verdict
     # the first fact behind a verdict that is more than that all is well
-    most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 1
-    facts = [] if is_quiet(report) else report.verdict.evidence[:most]
+    most = 5 if verdict.kind in ("incomparable", "undetermined") else 1
+    told = [item["what"] for finding in report.findings for item in finding.headline]
+    facts = [] if is_quiet(report) else [
+        item for item in verdict.evidence[:most] if item["what"] is None or item["what"] not in told
+    ]  # fmt: skip
     # the line of the onset names the place already
-    place = report.verdict.onset.site if report.verdict.onset else None
+    place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
     why = [named("" if number else "because", shortened(text, _MOST_OF_FACT))
            for number, text in enumerate(texts)]  # fmt: skip
@@ -51,35 +54,42 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
     text = f"{b.path}: {'the same model and dtype' if same else _model(b)}{_label(b)}"
     if same and a.label == b.label:
         text = f"{b.path}: the same model, dtype and machine"
-    runs = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *states(a),
-            named("B", text), *states(b)]  # fmt: skip
-    operators: list[Sentence] = []
+    known = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *_states(a),
+             named("B", text), *_states(b), *whole.known]  # fmt: skip
     if (compared := report.operators) is not None:
         num_beyond = sum(result.limit_usage > 1 for result in compared.results)
         text = f"{compared.num_matched} compared, {num_beyond} beyond the limit"
         first = f"; first {compared.onset}" if compared.onset else ""
-        operators = [named("operators", text + first)]
+        known.append(named("operators", text + first))
+    worst = _worst(report, num_rows)
+    known += worst if isinstance(worst, list) else []
     rest = [*["every block"] * bool(report.sites), "every setting"]
     rest += [count(len(report.notes), "note")] if report.notes else []
     hint = f"{', '.join(rest)}: {more}"
-    table, known = None, [*runs, *whole.known, *operators]
-    if is_quiet(report):
-        known += _nearest(report)
-    else:
-        table = _worst(report, num_rows)
-    alone = more.startswith("divergence ")  # a command stands on a line of its own
-    shown: list[Block] = [Sentence(hint, style="dim", indent=0, hang=0)]
-    if table is not None:
-        shown = [table, *shown] if alone else [dataclasses.replace(table, detail=hint)]
-    elif is_quiet(report) and not alone:
+    body: list[Block] = []
+    if more.startswith("divergence "):  # a command stands on a line of its own
+        body = [Sentence(hint, style="dim", indent=0, hang=0)]
+    elif isinstance(worst, list):
         known.append(named("more", hint, "dim"))
-        shown = []
+    if isinstance(worst, Table):
+        body = [worst, *body] if body else [dataclasses.replace(worst, detail=hint)]
+    answer, commands = [*whole.headline.facts, *why], verdict.commands[:1]
+    if is_quiet(report):  # what raises the confidence stands below it
+        place_of = [fact.label for fact in answer].index("confidence") + 1
+        answer[place_of:place_of] = [
+            Sentence(command.alone, indent=0, hang=12, whole=True) for command in commands
+        ]
     return Document(
-        headline=dataclasses.replace(whole.headline, facts=[*whole.headline.facts, *why]),
-        known=known,
-        sections=[Section(body=shown)],
-        next=[command.alone for command in report.verdict.commands[:1]],
-    )
+        headline=dataclasses.replace(whole.headline, facts=answer), known=known,
+        sections=[Section(body=body)],
+        next=[] if is_quiet(report) else [command.alone for command in commands],
+    )  # fmt: skip
+
+
+def _states(run: RunSummary) -> list[Sentence]:
+    """Each on one line: a run may have many planted faults."""
+    return [dataclasses.replace(item, text=shortened(item.text, WIDTH - 12))
+            for item in states(run)]  # fmt: skip
 
 
 def _model(run: RunSummary) -> str:
@@ -90,44 +100,41 @@ def _label(run: RunSummary) -> str:
     return f", on {run.label}" if run.label else ""
 
 
-def _unlike(report: Report) -> tuple[list[tuple[SiteRow, str]], int]:
-    """The rows that are not equal bit for bit, the worst first, each with its place; and of how
-    many rows."""
+def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
+    """What is beyond a limit, else what comes nearest to it: one place in a line, more as a table.
+    Nothing where no size is known, or a healthy pair is held to no limit."""
     every = worst_rows(report)
-    rows = [row for row in every if not row.worst.identical]
-    return list(zip(rows, worst_places(rows), strict=True)), len(every)
-
-
-def _nearest(report: Report) -> list[Sentence]:
-    """Of a healthy pair, what comes nearest to its limit."""
-    rows, total = _unlike(report)
-    texts = []
-    for row, place in rows[:1]:
-        site = row.worst
-        parts = [] if site.rel_l2 is None else [f"error {site.rel_l2:.1e}"]
-        if site.limit_usage is not None:
-            parts.append(f"{limit_share(site.limit_usage)} of its limit")
-        where = f"of {count(total, 'place')} {cut(site.site, 40)}, {place}"
-        texts.append(f"{where}: {', '.join(parts)}")
-    return [named("worst", text) for text in texts]
-
-
-def _worst(report: Report, num_rows: int) -> Table | None:
-    """What is beyond a limit, else what uses most of it; None where all is equal."""
-    unlike, total = _unlike(report)
-    if not unlike:
-        return None
-    judged = any(row.worst.limit_usage is not None for row, _ in unlike)
-    rows = [pair for pair in unlike if pair[0].flagged or num_bad(pair[0].worst)] or unlike
-    shown = []
-    for row, place in rows[:num_rows]:
-        site = row.worst
-        used = "not finite" if num_bad(site) else limit_share(site.limit_usage) if judged else ""
-        error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
-        name = cut(site.site, 40) + ("  !" if row.flagged else "")
-        shown.append((error, used, name, place))
-    same = ", the others equal bit for bit" * (len(shown) == len(unlike) < total)
-    return Table(
-        title=f"worst of {count(total, 'place')}{same}", rows=shown, num_left=4, widest=44,
-        columns=("error", "of its limit" if judged else "", "where", ""),
-    )  # fmt: skip
+    unlike = [row for row in every if not row.worst.identical]
+    pairs = list(zip(unlike, worst_places(unlike), strict=True))
+    beyond = [(row, place) for row, place in pairs if row.flagged or num_bad(row.worst)]
+    shown = (beyond or pairs)[: 1 if is_quiet(report) else num_rows]
+    judged = any(row.share is not None for row in unlike)
+    known = judged or any(row.errors or num_bad(row.worst) for row, _ in shown)
+    if not known or (is_quiet(report) and not judged):
+        return []
+    same = len(shown) == len(unlike) < len(every)
+    if len(shown) > 1:
+        sides = max(len(row.errors) for row, _ in shown)
+        titles = ("A's error", "B's error") if sides == 2 else ("error",)
+        rows = [
+            (*map(decimal, row.errors), *["-"] * (sides - len(row.errors)),
+             "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else "",
+             cut(row.worst.site, 40) + "  !" * (row.flagged or num_bad(row.worst) > 0), place)
+            for row, place in shown
+        ]  # fmt: skip
+        more = ", the others equal bit for bit" * same
+        return Table(
+            title=f"worst of {count(len(every), 'place')}{more}", rows=rows, num_left=sides + 3,
+            columns=(*titles, "of its limit" if judged else "", "where", ""), widest=44,
+        )  # fmt: skip
+    ((row, place),) = shown
+    onset = report.verdict.onset
+    where = "" if onset and onset.site == row.worst.site else f"{cut(row.worst.site, 40)}, "
+    sizes = [f"{name}{decimal(error)}" for name, error in
+             zip(("A's error ", "B's ") if len(row.errors) == 2 else ("error ",), row.errors,
+                 strict=False)]  # fmt: skip
+    used = limit_share(row.share)
+    text = f"{', '.join(sizes)}: {used}{' of' * used.endswith('%')} its limit" * judged
+    text = "not finite" if num_bad(row.worst) else text or ", ".join(sizes)
+    rest = "; the others equal bit for bit" * same
+    return [named("worst", f"{text}; {where}{place}{rest}")]

@@ -340,6 +340,8 @@ def _compared(report: Report) -> list[Sentence]:
     steps = {site.step for site in sites}
     over = [count(len(samples), "prompt"), count(len(steps), "step"), count(len(blocks), "block")]
     what = " × ".join(over[:2]) + (f", {over[2]}" if blocks else "")
+    if not blocks and len(samples) == len(steps) == 1:  # of no model
+        what = count(coverage.num_compared, "tensor")
     gone = (
         ("skipped", coverage.num_skipped),
         ("only in A", coverage.num_only_reference),

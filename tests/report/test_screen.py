@@ -7,7 +7,7 @@ import pytest
 
 from divergence.comparison.results import PreflightLine, TokensResult, Visible
 from divergence.gate.result import Blessing
-from divergence.layout import fold
+from divergence.layout import MAX_WIDTH, fold
 from divergence.report.checking import blessing_lines
 from divergence.report.screen import WIDTH, screen_lines
 from divergence.report.summary import report_lines
@@ -17,6 +17,16 @@ from divergence.words import HEADLINES
 
 def _text(report):
     return [piece.text for item in screen_lines(report) for piece in fold(item, WIDTH)]
+
+
+def plain(reports):
+    """A report of a pair without planted faults, in which little is said of settings."""
+    report = reports.make_long_report()
+    sides = {side: msgspec.structs.replace(getattr(report, side), plants=[])
+             for side in ("reference", "candidate")}  # fmt: skip
+    tokens = msgspec.structs.replace(report.tokens, explanation=None)
+    settings = [PreflightLine(check="cpu", status="differs", reference="one", candidate="other")]
+    return msgspec.structs.replace(report, **sides, tokens=tokens, preflight=settings)
 
 
 @pytest.mark.parametrize("name", ["make_report", "make_long_report", "make_nonfinite_report"])
@@ -42,20 +52,48 @@ def test_two_dtypes_are_no_plain_ok(reports):
 
 
 def test_the_worst_rows_and_one_command(reports):
-    """At most five rows, flagged ones first; the first command alone."""
+    """One place in a line; of several beyond a limit at most five rows; the first command alone."""
     report = reports.make_long_report()
+    text = _text(report)
+    assert sum(one.startswith("worst  ") for one in text) == 1
+    assert sum(one.startswith("  divergence ") for one in text) == min(1, len(report.verdict.next))
+    sites = [msgspec.structs.replace(site, flagged=True) for site in report.sites]
+    verdict = reports.make_verdict("systematic")
+    report = msgspec.structs.replace(plain(reports), sites=sites, tokens=None, verdict=verdict)
     text = _text(report)
     start = next(n for n, one in enumerate(text) if one.startswith("worst of"))
     rows = [one for one in text[start + 2 :] if one.startswith("  ") and "prompt" in one]
-    assert 1 <= len(rows) <= 5
-    assert "!" in rows[0]
-    assert sum(one.startswith("  divergence ") for one in text) == min(1, len(report.verdict.next))
+    assert 2 <= len(rows) <= 5
+    assert all("!" in row for row in rows)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("within_floor", 12), ("localized", 18)])
+def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, kind, most):
+    """With what could not be seen, a command, tokens and a share of a limit."""
+    report = plain(reports)
+    sites = [msgspec.structs.replace(site, limit_usage=0.3) for site in report.sites]
+    healthy = kind == "within_floor"
+    commands = [command("capture", like="a", o="b")]
+    report = msgspec.structs.replace(
+        report, sites=sites if healthy else report.sites,
+        visible=Visible(block=5e-3, forward=0.02, token=0.03),
+        verdict=reports.make_verdict(kind, commands=commands),
+    )  # fmt: skip
+    text = [piece.text for item in screen_lines(report) for piece in fold(item, MAX_WIDTH)]
+    assert len(text) <= most
+    assert sum("divergence capture" in one for one in text) == 1
+    if healthy:  # below the confidence that it raises
+        assert text[[one[:10] for one in text].index("confidence") + 1].strip() == commands[0].text
 
 
 def test_a_healthy_pair_shows_its_worst_row(reports):
     """Which comes nearest to a limit; the others stand under -v and on the page."""
-    text = _text(reports.make_report())
-    assert len([one for one in text if one.startswith("worst  ")]) == 1
+    report = reports.make_report()
+    sites = [msgspec.structs.replace(site, limit_usage=0.1 * n)
+             for n, site in enumerate(report.sites)]  # fmt: skip
+    text = _text(msgspec.structs.replace(report, sites=sites))
+    (worst,) = (one for one in text if one.startswith("worst  "))
+    assert f"{len(sites) - 1}0% of its limit" in worst
 
 
 def test_what_could_not_be_seen_is_said_by_level(reports):
@@ -128,8 +166,8 @@ def test_a_row_of_the_free_pass_beside_anchored_ones_says_so(reports):
         for site, pass_ in zip(report.sites, ("free", "anchored", "anchored", "free"), strict=True)
     ]
     text = _text(msgspec.structs.replace(report, sites=sites))
-    rows = [row for row in text if "prompt" in row and row.startswith("  ")]
-    assert all(("free pass" in row) == ("!" in row) for row in rows) and rows
+    (row,) = (row for row in text if row.startswith("worst"))
+    assert "free pass" in row
 
 
 @pytest.mark.parametrize(

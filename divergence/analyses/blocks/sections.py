@@ -60,10 +60,40 @@ class SiteRow(NamedTuple):
     free: SiteResult | None
     flagged: bool
     onset: bool
+    forwards: Sequence[SiteResult] = ()
+    """All of the phase at the worst one's site, in its pass."""
 
     @property
     def site(self) -> str:
         return self.worst.site
+
+    @property
+    def together(self) -> bool:
+        """Do all forwards use more of the limit than the worst one, which is within its own?"""
+        site = self.worst
+        return site.usage is not None and site.usage <= 1 and (
+            (site.limit_usage or 0.0) > 1.05 * site.usage)  # fmt: skip
+
+    @property
+    def share(self) -> float | None:
+        """The share of a limit: of all forwards together, else of the worst one."""
+        site = self.worst
+        alone = site.usage is not None and site.usage > 1
+        return site.usage if alone else site.limit_usage
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """What uses that share: both sides' errors against a truth, else their difference."""
+        sites = self.forwards if self.together and self.forwards else [self.worst]
+        truths = [site.truth for site in sites if site.truth is not None]
+        if truths:
+            each = [(truth.reference_error, truth.candidate_error) for truth in truths]
+        else:
+            each = [(site.rel_l2,) for site in sites if site.rel_l2 is not None]
+        return tuple(
+            math.sqrt(statistics.fmean(value * value for value in side))
+            for side in zip(*each, strict=True)
+        )
 
     @property
     def worst(self) -> SiteResult:
@@ -119,7 +149,7 @@ def _rank(value: float | None) -> float:
 def _share(row: SiteRow) -> tuple[bool, bool, float, float]:
     """The same of a row: by what all its forwards use together."""
     site = row.worst
-    return num_bad(site) > 0, row.flagged, _rank(site.limit_usage), _rank(site.rel_l2)
+    return num_bad(site) > 0, row.flagged, _rank(row.share), _rank(site.rel_l2)
 
 
 def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[SiteRow]:
@@ -190,7 +220,8 @@ def worst_rows(report: Report) -> list[SiteRow]:
             site = max(own or group, key=badness)
             flagged = any(result.flagged for result in group)
             here = onset is not None and name in (onset.site, onset.block)
-            row = SiteRow(name, False, site, None, flagged, here)
+            same = [s for s in group if (s.site, s.pass_) == (site.site, site.pass_)]
+            row = SiteRow(name, False, site, None, flagged, here, same)
             if name not in by_site or _share(row) > _share(by_site[name]):
                 by_site[name] = row
     rows = [row for row in by_site.values() if row.flagged or not is_input(row.name)]
@@ -202,16 +233,16 @@ def worst_places(rows: Sequence[SiteRow], *, exact: bool = False) -> list[str]:
     ``exact``: one forward, also where all of them together use most of the limit."""
     anchored = any(row.worst.pass_ == "anchored" for row in rows)
     return [
-        _at(site, exact=exact)
-        + ", free pass" * (anchored and site.pass_ == "free" and site.role == "block")
-        for site in (row.worst for row in rows)
+        _at(row, exact=exact)
+        + ", free pass" * (anchored and row.worst.pass_ == "free" and row.worst.role == "block")
+        for row in rows
     ]
 
 
-def _at(site: SiteResult, *, exact: bool) -> str:
+def _at(row: SiteRow, *, exact: bool) -> str:
     """``prompt 2, token 7``; a share that all forwards together use is of no one forward."""
-    together = site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage
-    if of_parameter(site.site) or (together and not exact):
+    site = row.worst
+    if of_parameter(site.site) or (row.together and not exact):
         return "decode, all steps" if site.step else f"{site.phase}, all prompts"
     sample, position = site.worst_sample, site.worst_position
     if num_bad(site) and site.nonfinite is not None:
@@ -546,7 +577,7 @@ def rows_table(
         values.append((
             row.site if row.inner else row.name, "  " * row.inner + row.name,
             "-" if equal else place, site and site.rel_l2, named, site and site.ratio,
-            site and site.ratio_max, row.worst.limit_usage, against and against.r_median,
+            site and site.ratio_max, row.share, against and against.r_median,
             against and against.w_median, escalated.get(row.site) if escalated else None,
             None if escalated else length or 0.0, row.free and row.free.rel_l2,
         ))  # fmt: skip

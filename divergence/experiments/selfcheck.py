@@ -391,11 +391,11 @@ def _found(report: Report, *, prefill: bool) -> dict[str, Any]:
         if site.limit_usage is not None
         and (status not in _BEYOND or block is None or block in (site.block, site.site))
     ]
-    tokens = report.tokens
+    tokens, made = report.tokens, {site.pass_ for site in sites}
     missing = [
         record
         for record in report.coverage.unmatched
-        if record.side != "candidate" and not (prefill and record.step)
+        if record.side != "candidate" and record.pass_ in made and not (prefill and record.step)
     ]
     return {
         "status": status,

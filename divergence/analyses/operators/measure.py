@@ -680,6 +680,8 @@ def _against_truth(
         asked.append((times / limit, "slice", SIDES[theirs > ours]))
         peak = max(peak, times)
     usage, why, side = max(asked)
+    if why == "row" and asked[0][0] > 1 and asked[0][2] == side:
+        why = "typical"  # all rows are off, not the worst alone
     result = replace(
         result, w=w, peak=peak, limit_usage=usage, why=why, leans=side,
         verdict=side if usage > 1 else "fine",

@@ -16,7 +16,7 @@ from divergence._version import __version__
 from divergence.domains.tokenizers.result import TokenizerSide, TokensCause, TokensReport
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
-from divergence.recording.engines.load import load_tokenizer
+from divergence.recording.engines.load import hub_out_of_reach, load_tokenizer
 from divergence.recording.prompts import collect_prompts, tokenize
 from divergence.words import Progress, Side, first_apart, shortened, silent
 
@@ -90,7 +90,18 @@ def compare_tokens(
 
 
 def _loaded(source: str, trust_remote_code: bool) -> Any:
-    tokenizer = load_tokenizer(source, revision=None, trust_remote_code=trust_remote_code)
+    away = hub_out_of_reach(source)
+    tokenizer = load_tokenizer(
+        source, revision=None, trust_remote_code=trust_remote_code, local=away is not None
+    )
+    if tokenizer is None and away is not None:
+        raise UsageError(
+            f"{source} is no directory here, nor a model in the cache, and the hub cannot be "
+            "reached",
+            where=away,
+            hint="a directory with tokenizer.json or tokenizer.model; or go where the network "
+            "reaches the hub (HF_ENDPOINT names a mirror)",
+        )
     if tokenizer is None:
         raise UsageError(
             f"{source} has no tokenizer that transformers loads",

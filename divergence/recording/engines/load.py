@@ -373,17 +373,34 @@ def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     return "causal-lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else "encoder"
 
 
+def hub_out_of_reach(source: str) -> str | None:
+    """Why the hub cannot be asked for ``source``, found out at once: loading would try again for
+    half a minute. None where it can be, or where ``source`` is a path here."""
+    if expanded(source).exists():
+        return None
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:  # of the network, by whichever client this version has
+        return f"{constants.ENDPOINT}: {first_line(error, most=200)}"
+    return None
+
+
 def load_tokenizer(
-    source: str, *, revision: str | None, trust_remote_code: bool
+    source: str, *, revision: str | None, trust_remote_code: bool, local: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where the model has none (token ids are then needed)."""
+    """The tokenizer, or None where the model has none (token ids are then needed). ``local``: no
+    network is asked."""
     from transformers import AutoTokenizer
 
     place, file = _load_parts(source)
     try:
         return AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code, **file
-        )
+            place, revision=revision, trust_remote_code=trust_remote_code,
+            local_files_only=local, **file,
+        )  # fmt: skip
     except Exception:  # any tokenizer library's own error; reported when text needs it
         return None
 

@@ -113,6 +113,19 @@ def test_one_row(judged):
     assert found.peak == pytest.approx(100, rel=0.01)
 
 
+def test_an_operator_that_is_off_in_all_rows_is_not_off_in_one(judged):
+    """All of them a hundred times as far, one a little more: what is said is of the typical row."""
+
+    def wrong(x):
+        error = torch.full((40, 1), 1e-2, dtype=x.dtype)
+        error[7] = 2e-2
+        return x * (1 + error)
+
+    result = judged(times(1 + 1e-4), wrong, [X], right=times(1.0))
+    found = named(result, "aten.mul")
+    assert (result.onset, result.side, found.why) == ("./aten.mul", "candidate", "typical")
+
+
 def test_one_column(judged):
     """A single channel of the reference."""
 

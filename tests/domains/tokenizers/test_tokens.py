@@ -147,6 +147,22 @@ def test_the_command_answers_with_its_exit_code(original, changed, tmp_path, inv
     assert out.startswith("IDENTICAL: all 3 texts become the same tokens")
 
 
+def test_a_hub_that_is_out_of_reach_is_named_as_the_reason_at_once(original, monkeypatch):
+    """Nothing is tried again; what lies in the cache would be taken."""
+    asked = []
+
+    class Away:
+        def head(self, url, **options):
+            asked.append((url, options))
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Away)
+    with pytest.raises(UsageError, match="the hub cannot be reached") as raised:
+        divergence.compare_tokens(original, "nobody/nothing", texts=TEXTS)
+    assert "Name or service not known" in raised.value.where
+    assert len(asked) == 1 and asked[0][1]["timeout"] <= 10
+
+
 def test_what_has_no_tokenizer_or_no_text_is_refused(original, tmp_path):
     with pytest.raises(UsageError, match="has no tokenizer"):
         divergence.compare_tokens(original, tmp_path, texts=TEXTS)

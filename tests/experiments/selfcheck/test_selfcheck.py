@@ -35,6 +35,15 @@ def test_a_healthy_model_agrees_with_itself(llama):
     assert json.loads(result.to_json())["schema_version"] == 1
 
 
+def test_a_pass_that_a_way_of_running_does_not_make_is_not_missing(llama):
+    """In another place or among other mates a batch is run freely alone: its anchored pass is held
+    against nothing, and nothing is said of it."""
+    lines = _by_name(selfcheck(llama, dtype="float32", only=("batch", "place", "mates")))
+
+    assert {line.status for line in lines.values()} <= {"identical", "within_floor"}
+    assert [lines[name].num_missing for name in ("place", "mates")] == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

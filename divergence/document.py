@@ -117,7 +117,7 @@ class Table:
     grid: bool = False
     """A terminal shows the marks in front, and figures end where their column ends."""
     gives: Sequence[int] = (0,)
-    """Columns of a grid that are cut where it is too wide."""
+    """Columns of a grid that are cut where it is too wide, one after the other."""
     widest: int = 60
     """Letters of a column that is in no grid, but for the last."""
     indent: int = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import secrets
@@ -27,6 +26,7 @@ from divergence.words import HEADLINES, list_names, markdown_code, markdown_text
 # `check` and `check --bless` as lines.
 
 MAX_LISTED = 12
+_MOST_OF_RULE = 3
 
 
 def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:
@@ -38,17 +38,18 @@ def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:
 
 def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = False) -> Document:
     """PASSED or FAILED with each rule that is not met and each known difference. ``brief``: no
-    report stands below it, so it also says what the golden cannot see."""
-    name = f"policy {result.policy.name or 'given'}"
-    failures = count(len(result.failures), "failure")
-    top = Headline("FAILED", f"{failures} of {name}", "bold red")
-    if result.passed:
-        top = Headline("PASSED", f"{name} is met", "bold green")
-    shown = result.failures if verbose else result.failures[:MAX_LISTED]
+    report stands below it, so it also says what the golden cannot see; ``verbose``: each failure of
+    a rule."""
+    page = checked_page(result)
+    word, _, text = page.headline.partition(": ")
     told = [("not seen", text, "") for text in unseen(result.report) if brief and result.passed]
-    told += [(item.rule, item.text, "") for item in shown]
-    if len(shown) < len(result.failures):
-        told.append(("…", f"{len(result.failures) - len(shown):,} more (-v lists them)", "dim"))
+    for case in page.bad:
+        if case.rule.startswith("known["):
+            continue  # each stands below
+        most = None if verbose else _MOST_OF_RULE
+        told += [(item.rule, item.text, "") for item in case.failures[:most]]
+        if more := len(case.failures[most:]) if most else 0:
+            told.append(("…", f"{more:,} more of {case.rule} (-v lists them)", "dim"))
     if result.excused:
         what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
         told.append(("excused", what, "yellow"))
@@ -58,11 +59,10 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
         flipped = count(result.num_ties, "flipped token")
         told.append(("ties", f"{flipped} counted as equal: within the policy's tie", ""))
     told += [("note", note, "yellow") for note in result.notes if not brief]
-    facts = [
-        Sentence(text, label and f"{label}:", style=style, indent=2, hang=4)
-        for label, text, style in told
-    ]
-    return Document(headline=dataclasses.replace(top, facts=facts))
+    return Document(headline=Headline(
+        word, text, "bold green" if result.passed else "bold red",
+        [Sentence(text, f"{label}:", style=style, indent=2, hang=4) for label, text, style in told],
+    ))  # fmt: skip
 
 
 def blessing_lines(blessing: Blessing) -> list[Line]:

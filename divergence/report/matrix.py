@@ -115,7 +115,7 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
     shown = [row for number, row in enumerate(rows) if number not in hidden]
     words = {"diverged": "wrong", "silent": "below"}
     table = Table(
-        caption="Each run against the first", columns=_COLUMNS, grid=True, gives=(0, 1, 3),
+        caption="Each run against the first", columns=_COLUMNS, grid=True, gives=(1, 3, 0),
         num_left=5, names=True,
         rows=[(path.removeprefix(prefix), *values[1:]) for path, _, values in shown],
         marks=["odd " * (path in matrix.odd) + words.get(state, "") for path, state, _ in shown],

@@ -375,8 +375,12 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
         for i in coverage.unmatched
     ]
     detail = (
-        f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
-        f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B"
+        ""
+        if report.operators is not None and not coverage.num_compared
+        else (
+            f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
+            f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B"
+        )
     )
     tables = [
         Table(caption="By pass", columns=("pass", "what", "compared"), rows=passes, widest=66,

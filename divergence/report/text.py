@@ -154,17 +154,18 @@ def _styled(row: Line, style: str) -> Line:
 
 
 def _grid(table: Table, rows: list[tuple[str, ...]]) -> list[Line]:
-    """Each column as wide as its widest cell; those that give are cut where that is too much."""
+    """Each column as wide as its widest cell; those that give are cut where that is too much, the
+    first of them first."""
     shown = [column for _, column in table.shown]
     widths = [
         max(column.width, *map(len, cells)) for column, *cells in zip(shown, *rows, strict=True)
     ]
     room = MAX_WIDTH - 4 - 2 * (len(widths) - 1)
     while sum(widths) > room:
-        longest = max(table.gives, key=lambda column: widths[column])
-        if widths[longest] <= 8:
+        column = next((column for column in table.gives if widths[column] > 8), None)
+        if column is None:
             break
-        widths[longest] -= 1
+        widths[column] -= 1
     return [
         line("    ", "  ".join(
             (cut(cell, size).ljust if at_left else cut(cell, size).rjust)(size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domains.doctor.result import Checkup
+from divergence.report.summary import computed, model_name
 from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter
 
@@ -18,7 +19,7 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     word = "NOT COMPARED" if verdict is None else HEADLINES[verdict.kind]
     failed = [named(f"FAIL  {rung.name}", rung.evidence) for rung in checkup.failed]
     runs = [
-        named(name, f"{run.path}: {run.model}, {run.dtype} on {run.device}")
+        named(name, f"{run.path}: {model_name(run)}, {computed(run)}")
         for name, run in (("A", checkup.reference), ("B", checkup.candidate))
     ]
     state = Column("", _WORDS.__getitem__, own=True)

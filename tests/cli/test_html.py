@@ -94,7 +94,7 @@ def test_check_writes_the_policys_answer_first(runs, invoke, tmp_path):
     capture(like=golden, out=new, probe=False)
     assert invoke("check", golden, new, "--html", "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert page.index(">PASSED</p>") < page.index('id="verdict"') < page.index('id="blocks"')
+    assert page.index(">PASSED</p>") < page.index('id="verdict-1"') < page.index('id="blocks"')
     assert invoke("check", golden, new, "--bless", "--html", "page.html")[0] == 2
 
 

@@ -86,10 +86,9 @@ class SiteRow(NamedTuple):
         """What uses that share: both sides' errors against a truth, else their difference."""
         sites = self.forwards if self.together and self.forwards else [self.worst]
         truths = [site.truth for site in sites if site.truth is not None]
-        if truths:
-            each = [(truth.reference_error, truth.candidate_error) for truth in truths]
-        else:
-            each = [(site.rel_l2,) for site in sites if site.rel_l2 is not None]
+        each: list[tuple[float, ...]]
+        each = [(truth.reference_error, truth.candidate_error) for truth in truths]
+        each = each or [(site.rel_l2,) for site in sites if site.rel_l2 is not None]
         return tuple(
             math.sqrt(statistics.fmean(value * value for value in side))
             for side in zip(*each, strict=True)

@@ -149,10 +149,10 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
 
 def _framed(answer: Any, documents: list[Document], **parts: str) -> str:
     """A page of documents alone. ``parts``: others of ``frame``."""
+    made_by = parts.pop("made_by") if "made_by" in parts else answer.tool_version
     return frame(
         answer.COMMAND, str(documents[0].headline)[:120], documents,
-        attachment=answer.to_json().encode(),
-        made_by=parts.pop("made_by", None) or answer.tool_version, **parts,
+        attachment=answer.to_json().encode(), made_by=made_by, **parts,
     )  # fmt: skip
 
 

@@ -378,11 +378,10 @@ def hub_out_of_reach(source: str) -> str | None:
     half a minute. None where it can be, or where ``source`` is a path here."""
     if expanded(source).exists():
         return None
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, utils
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=5)
+        utils.get_session().head(constants.ENDPOINT, timeout=5)  # type: ignore[attr-defined]  # lazy
     except Exception as error:  # of the network, by whichever client this version has
         return f"{constants.ENDPOINT}: {first_line(error, most=200)}"
     return None

@@ -10,65 +10,40 @@ import pytest
 
 from divergence.numerics.summary import Summary
 from divergence.run.manifest import (
-    Environment,
     Manifest,
-    ModelIdentity,
     Plan,
     SampleTokens,
-    Settings,
     Sizes,
     Switch,
     Tokens,
 )
 from divergence.run.record import Place, Record
+from tests import by_hand
 
 
 def make_manifest(**changes) -> Manifest:
     values = {
         "id": "0123",
-        "tool_version": "0.0.0",
-        "created": "2026-01-01T00:00:00+00:00",
         "complete": True,
-        "model": ModelIdentity(
-            source="tiny/[llama]",
-            model_class="LlamaForCausalLM",
-            task="causal-lm",
-            config_digest="c",
-            dtype="bfloat16",
-            num_parameters=1234,
-            digest="d",
-        ),
+        "model": {
+            "source": "tiny/[llama]", "model_class": "LlamaForCausalLM", "dtype": "bfloat16",
+            "num_parameters": 1234,
+        },
         "tokens": Tokens(
             samples=[SampleTokens(text="Hi [you]", prompt_ids=[1, 2], generated_ids=[3, 4])],
             groups=[[0]],
             texts={"3": " a", "4": "\n"},
         ),
-        "settings": Settings(
-            deterministic=True,
-            seed=0,
-            device="cpu",
-            max_new_tokens=2,
-            batch=False,
-            switches=[
-                Switch(name="tf32", asked="off", found="on", status="refused", note="fixed here")
-            ],
-        ),
-        "environment": Environment(
-            label="box",
-            platform="Linux",
-            python="3.11",
-            device_type="cpu",
-            device_name="CPU",
-            cpu="CPU",
-            cpu_capability="AVX2",
-            num_threads=2,
-            versions={"torch": "2.6"},
-            variables={"OMP_NUM_THREADS": "1"},
-        ),
-        "plan": Plan(passes=["free"], sites=["blocks"]),
+        "settings": {"max_new_tokens": 2, "switches": [
+            Switch(name="tf32", asked="off", found="on", status="refused", note="fixed here")
+        ]},
+        "environment": {
+            "label": "box", "device_name": "CPU", "cpu": "CPU", "cpu_capability": "AVX2",
+            "num_threads": 2, "versions": {"torch": "2.6"}, "variables": {"OMP_NUM_THREADS": "1"},
+        },
         "sizes": Sizes(num_records=2, num_shards=1, stored_bytes=2048, seen_bytes=4096),
-    }
-    return Manifest(**{**values, **changes})
+    }  # fmt: skip
+    return by_hand.manifest(**values | changes)
 
 
 def make_record(site: str, step: int = 0, **changes) -> Record:
@@ -122,7 +97,8 @@ def capturing(replace_api, monkeypatch):
             "num_steps": 3,
             "bytes": 48,
         }
-        plan = {"rows": [row], "num_sites": 1, "num_steps": 3, "total_bytes": 48, "notes": ["n"]}
+        plan = {"rows": [row], "num_sites": 1, "num_steps": 3, "total_bytes": 48, "notes": ["n"],
+                "parts": {}}  # fmt: skip
         return msgspec.defstruct("DryRun", list(plan))(**plan)
 
     replace_api("recording", make_run=capture)
@@ -240,8 +216,8 @@ def test_capture_says_what_it_made_and_what_comes_next(invoke, capturing):
 
 def test_dry_run_lists_and_needs_no_directory(invoke, capturing):
     """--dry-run asks the plan and not the capture."""
-    code, out, _ = invoke("capture", "m", "--dry-run")
-    assert code == 0
+    code, out, err = invoke("capture", "m", "--dry-run")
+    assert code == 0, err
     assert out.splitlines()[0] == "DRY RUN: 1 site, 3 steps, at most 48 B; nothing was written"
     assert "1x2x4" in out
     answer = json.loads(invoke("capture", "m", "--dry-run", "--json")[1])

@@ -17,19 +17,13 @@ from divergence.report.text import document_lines
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import quoted
 from divergence.run.manifest import (
-    Environment,
-    Manifest,
     Mesh,
     MeshAxis,
-    ModelIdentity,
     ModuleNote,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
 )
 from divergence.run.site import escape_path
 from divergence.run.writer import RunWriter
+from tests import by_hand
 
 NAMES = [
     "x; touch pwned",
@@ -54,20 +48,14 @@ def made(
     """A run of one block that is called ``evil``, as a stranger would write it. ``block``: the name
     as it stands in the run, escaped where it is not given."""
     block = escape_path(evil) if block is None else block
-    manifest = Manifest(
-        id=f"{hash((str(path), offset)) & (2**64 - 1):032x}", tool_version="0",
-        created="2026-01-01T00:00:00+00:00", command=f"divergence capture {evil}",
-        model=ModelIdentity(source=evil, model_class="T", task="causal-lm", config_digest="",
-                            dtype="bfloat16", num_parameters=0, digest="",
-                            attn_implementation=evil if offset else "eager"),
-        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
-        settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=2, batch=False),
-        environment=Environment(
-            label=evil, platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
-            cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={"torch": "2.13.0"},
-        ),
-        plan=Plan(passes=["free"], sites=["blocks", block],
-                  modules={block: ModuleNote(kind="B", role="block")}, **plan),
+    manifest = by_hand.manifest(
+        id=f"{hash((str(path), offset)) & (2**64 - 1):032x}", command=f"divergence capture {evil}",
+        model={"source": evil, "dtype": "bfloat16",
+               "attn_implementation": evil if offset else "eager"},
+        prompts=[[0]], settings={"max_new_tokens": 2},
+        environment={"label": evil, "versions": {"torch": "2.13.0"}},
+        plan={"sites": ["blocks", block],
+              "modules": {block: ModuleNote(kind="B", role="block")}, **plan},
         mesh=mesh,
     )  # fmt: skip
     with RunWriter(path, manifest) as writer:

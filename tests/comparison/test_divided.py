@@ -15,19 +15,13 @@ from divergence.fleet.many import fingerprints
 from divergence.numerics.summaries import fold_tensor
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
-    Environment,
-    Manifest,
     Mesh,
     MeshAxis,
-    ModelIdentity,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
 )
 from divergence.run.ranks import unsharded
 from divergence.run.writer import RunWriter, reducer_for
 from divergence.words import letter
+from tests import by_hand
 from tests.digests import without_digests
 
 WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
@@ -37,22 +31,9 @@ HALVES, COPIES, ALONE = "shard:2", "replicate", None
 
 
 def manifest(axes, number, **plan):
-    environment = Environment(
-        label="here", platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
-        cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={},
-    )  # fmt: skip
     mesh = Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
-    model = ModelIdentity(
-        source="by-hand", model_class="Toy", task="causal-lm", config_digest="c", dtype="float32",
-        num_parameters=1, digest="d",
-    )  # fmt: skip
-    return Manifest(
-        id=f"{number:032x}", tool_version="0", created="2026-01-01T00:00:00+00:00", model=model,
-        tokens=Tokens(
-            samples=[SampleTokens(prompt_ids=[1, 2, 3, 4])] * 4, groups=[[0], [1], [2], [3]]
-        ),
-        settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=1, batch=False),
-        environment=environment, plan=Plan(passes=["free"], sites=["*"], **plan),
+    return by_hand.manifest(
+        id=f"{number:032x}", prompts=[[1, 2, 3, 4]] * 4, plan={"sites": ["*"], **plan},
         mesh=mesh if axes else None,
     )  # fmt: skip
 

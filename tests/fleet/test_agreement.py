@@ -18,7 +18,7 @@ from divergence.fleet.many import (
     only_there,
     outside,
 )
-from divergence.run.manifest import Environment
+from tests import by_hand
 
 
 def camps_of(kinds: str):
@@ -145,11 +145,9 @@ def test_fingerprints_of_runs_with_digests_of_both_kinds():
 
 
 def machine(**changes):
-    values = {"label": "m", "platform": "Linux", "python": "3.12", "device_type": "cpu",
-              "device_name": "cpu", "cpu": "C", "cpu_capability": "AVX2", "num_threads": 1,
-              "versions": {"torch": "2.13"}, "variables": {}}  # fmt: skip
+    values = {"versions": {"torch": "2.13"}, "variables": {}, **changes}
     return SimpleNamespace(
-        environment=Environment(**values | changes),
+        environment=by_hand.part("environment", **values),
         model=SimpleNamespace(
             dtype="bfloat16", attn_implementation="sdpa", quantization=None, code={}, config={}
         ),

@@ -15,46 +15,23 @@ from divergence import Run
 from divergence.ops import allowed
 from divergence.recording.dispatch import tensors_in
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import (
-    Environment,
-    Manifest,
-    ModelIdentity,
-    ModuleNote,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
-    digest_tensor,
-)
+from divergence.run.manifest import Manifest, ModuleNote, digest_tensor
 from divergence.run.record import Call, Operand
 from divergence.run.site import operator_path
 from divergence.run.writer import RunWriter
+from tests import by_hand
 
 
 def manifest(**changes: Any) -> Manifest:
     values = {
         "id": "a" * 32,
-        "tool_version": "0.0.0",
-        "created": "2026-01-01T00:00:00+00:00",
-        "model": ModelIdentity(
-            source="by-hand", model_class="Toy", task="causal-lm", config_digest="c",
-            dtype="float32", num_parameters=1, digest="d",
-        ),
-        "tokens": Tokens(samples=[SampleTokens(prompt_ids=[1, 2])], groups=[[0]]),
-        "settings": Settings(
-            deterministic=True, seed=0, device="cpu", max_new_tokens=1, batch=False
-        ),
-        "environment": Environment(
-            label="here", platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
-            cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={"torch": "2.13.0"},
-        ),
-        "plan": Plan(
-            passes=["free"],
-            sites=["ops@block"],
-            modules={"block": ModuleNote(kind="Block", role="block")},
-        ),
+        "prompts": [[1, 2]],
+        "environment": {"versions": {"torch": "2.13.0"}},
+        "plan": {
+            "sites": ["ops@block"], "modules": {"block": ModuleNote(kind="Block", role="block")},
+        },
     }  # fmt: skip
-    return Manifest(**{**values, **changes})
+    return by_hand.manifest(**values | changes)
 
 
 def encoded(value: Any, operands: list[torch.Tensor]) -> Any:

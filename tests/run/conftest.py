@@ -9,59 +9,15 @@ from typing import Any
 
 import pytest
 
-from divergence.run.manifest import (
-    Environment,
-    Manifest,
-    ModelIdentity,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
-)
+from divergence.run.manifest import Manifest
+from tests import by_hand
 from tests.digests import without_digests
-
-
-def _manifest(**changes: Any) -> Manifest:
-    values = {
-        "id": "0" * 32,
-        "tool_version": "0.0.0",
-        "created": "2026-01-01T00:00:00+00:00",
-        "model": ModelIdentity(
-            source="by-hand",
-            model_class="Toy",
-            task="causal-lm",
-            config_digest="c",
-            dtype="float32",
-            num_parameters=1,
-            digest="d",
-        ),
-        "tokens": Tokens(
-            samples=[SampleTokens(prompt_ids=[1, 2]), SampleTokens(prompt_ids=[3])],
-            groups=[[0], [1]],
-        ),
-        "settings": Settings(
-            deterministic=True, seed=0, device="cpu", max_new_tokens=1, batch=False
-        ),
-        "environment": Environment(
-            label="here",
-            platform="Linux",
-            python="3.11",
-            device_type="cpu",
-            device_name="cpu",
-            cpu="cpu",
-            cpu_capability="DEFAULT",
-            num_threads=1,
-            versions={},
-        ),
-        "plan": Plan(passes=["free"], sites=["blocks"]),
-    }
-    return Manifest(**{**values, **changes})
 
 
 @pytest.fixture
 def manifest() -> Callable[..., Manifest]:
     """``manifest(**changes)`` → a small valid manifest of two prompts."""
-    return _manifest
+    return by_hand.manifest
 
 
 @pytest.fixture
@@ -73,7 +29,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
 
     def write(tensors: dict[str, Any], path: Path | None = None, **changes: Any) -> Path:
         path = path or tmp_path / "run"
-        with RunWriter(path, _manifest(**changes)) as writer:
+        with RunWriter(path, by_hand.manifest(**changes)) as writer:
             for order, (site, tensor) in enumerate(tensors.items()):
                 item = tensor if isinstance(tensor, CapturedTensor) else CapturedTensor(tensor)
                 writer.put(item, pass_="free", sample=0, step=0, site=site, order=order)

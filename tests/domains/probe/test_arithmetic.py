@@ -11,16 +11,8 @@ import pytest
 from divergence.comparison.arithmetic import expected_w, explain_arithmetic
 from divergence.domains.probe.find import find
 from divergence.facts import sentence
-from divergence.run.manifest import (
-    ArithmeticFact,
-    Environment,
-    Manifest,
-    ModelIdentity,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
-)
+from divergence.run.manifest import ArithmeticFact, Manifest
+from tests import by_hand
 
 SHAPE = "linear M=16 K=512 N=64"
 
@@ -37,17 +29,8 @@ def order(value: str, partials: float, dtype: str = "float32", **changes) -> Ari
 
 def manifest(*facts: ArithmeticFact, source: str = "tiny", dtype: str = "bfloat16") -> Manifest:
     task = "operators" if source == "probe" else "causal-lm"
-    return Manifest(
-        id=source, tool_version="0", created="2026-01-01T00:00:00+00:00", complete=True,
-        model=ModelIdentity(source=source, model_class="M", task=task, config_digest="",
-                            dtype=dtype, num_parameters=0, digest=""),
-        tokens=Tokens(samples=[SampleTokens(prompt_ids=[1])], groups=[[0]]),
-        settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=0, batch=False),
-        environment=Environment(label="here", platform="", python="", device_type="cpu",
-                                device_name="", cpu="", cpu_capability="", num_threads=1,
-                                versions={}),
-        plan=Plan(passes=["free"], sites=["blocks"]), arithmetic=list(facts),
-    )  # fmt: skip
+    model = {"source": source, "task": task, "dtype": dtype, "num_parameters": 0}
+    return by_hand.manifest(id=source, complete=True, model=model, arithmetic=list(facts))
 
 
 def texts(a: Manifest, b: Manifest) -> list[str]:

@@ -21,9 +21,9 @@ from divergence import Run, replay, repro
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.reproducer import FILES
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
 from divergence.run.record import Call, Operand
 from divergence.run.writer import RunWriter
+from tests import by_hand
 
 BARE = """
 import runpy, sys
@@ -403,16 +403,11 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators):
 def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     """A run of one call on two small vectors."""
     from divergence.recording.machine import collect_environment
-    from divergence.run.manifest import Manifest
 
-    environment = collect_environment("cpu", label=label)
-    values = Manifest(
-        id="c" * 32, tool_version="0", created="2026-01-01T00:00:00+00:00",
-        model=ModelIdentity(source="by-hand", model_class="T", task="operators", config_digest="",
-                            dtype="float32", num_parameters=0, digest=""),
-        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
-        settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=0, batch=False),
-        environment=environment, plan=Plan(passes=["free"], sites=["ops@m"]),
+    values = by_hand.manifest(
+        id="c" * 32, model={"task": "operators", "num_parameters": 0}, prompts=[[0]],
+        settings={"max_new_tokens": 0}, environment=collect_environment("cpu", label=label),
+        plan={"sites": ["ops@m"]},
     )  # fmt: skip
     with RunWriter(path, values) as writer:
         for order, name in enumerate(("self", "other")):

@@ -1,0 +1,58 @@
+"""Manifests of runs that are written by hand: they say little, and what a test is about is changed.
+
+Each part of a manifest may be given as a whole, or as the fields of it that are other ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from divergence.run.manifest import (
+    Environment,
+    Manifest,
+    ModelIdentity,
+    Plan,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+
+_PARTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "model": (ModelIdentity, {
+        "source": "by-hand", "model_class": "Toy", "task": "causal-lm", "config_digest": "c",
+        "dtype": "float32", "num_parameters": 1, "digest": "d",
+    }),
+    "settings": (Settings, {
+        "deterministic": True, "seed": 0, "device": "cpu", "max_new_tokens": 1, "batch": False,
+    }),
+    "environment": (Environment, {
+        "label": "here", "platform": "Linux", "python": "3.11", "device_type": "cpu",
+        "device_name": "cpu", "cpu": "cpu", "cpu_capability": "DEFAULT", "num_threads": 1,
+        "versions": {},
+    }),
+    "plan": (Plan, {"passes": ["free"], "sites": ["blocks"]}),
+}  # fmt: skip
+
+
+def part(name: str, **changes: Any) -> Any:
+    """``part("environment", label="there")``"""
+    kind, values = _PARTS[name]
+    return kind(**values | changes)
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A valid manifest of two prompts; ``prompts``: others, as token ids."""
+    prompts = changes.pop("prompts", [[1, 2], [3]])
+    values = {
+        "id": "0" * 32,
+        "tool_version": "0.0.0",
+        "created": "2026-01-01T00:00:00+00:00",
+        "tokens": Tokens(
+            samples=[SampleTokens(prompt_ids=ids) for ids in prompts],
+            groups=[[number] for number in range(len(prompts))],
+        ),
+        **{name: {} for name in _PARTS},
+        **changes,
+    }
+    parts = {name: part(name, **values[name]) for name in _PARTS if isinstance(values[name], dict)}
+    return Manifest(**values | parts)

@@ -1,10 +1,6 @@
 """The sentences of collectives. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # the verdict's headline
     "holds": (
         "{num:1=the one case holds|*=all {num:,} cases hold} on {num_ranks} ranks ({backend}): "

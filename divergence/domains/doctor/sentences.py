@@ -1,10 +1,6 @@
 """The sentences of the checklist: points, rungs and notes. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # titles
     "point_weights": "weights, precision",
     "point_greedy": "greedy decoding",

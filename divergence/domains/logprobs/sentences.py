@@ -1,10 +1,6 @@
 """The sentences of log-probabilities: one template for each code. See divergence.facts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # what decides
     "nonfinite": (
         "nan or inf in {num_tokens:count token} of {side:both=both sides|*={side:letter}} where "

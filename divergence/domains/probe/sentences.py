@@ -1,10 +1,6 @@
 """The sentences of two probes. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # a step of selftest
     "seen_arithmetic": (
         "{num} facts, {num_odd} other than the CPU's[[: {odd:list ; }]][[ and {num_more} more]]"

@@ -1,10 +1,6 @@
 """The sentences of quantize: one template for each code. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # a scheme in words
     "weights": "{format} weights per {per}",
     "activations": "{format} activations per {per}, {when}",

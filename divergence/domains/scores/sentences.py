@@ -1,10 +1,6 @@
 """The sentences of scores: one template for each code. See divergence.facts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # the verdict of a task
     "equal": "equal within {band}{differs:yes=, a difference beyond chance|no=}",
     "beyond_chance": "{verdict} beyond chance[[, by more than {band}]]",

@@ -1,10 +1,6 @@
 """The sentences of operator suites. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     "all_same": (
         "all {total} results have the same bits[[, but {wrong:names 6} beyond what rounding "
         "explains on both]]"

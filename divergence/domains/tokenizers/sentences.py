@@ -1,10 +1,6 @@
 """The sentences of tokenizers. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # what the tokenizers say
     "setting": "{name}: {reference:none=none} / {candidate:none=none}",
     "part": "{name}: {reference}{candidate:none=, otherwise set|*= / {candidate}}",

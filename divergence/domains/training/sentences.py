@@ -1,11 +1,7 @@
 """The sentences of training, of curves and of plans: one template for each code. See
 divergence.facts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # two curves of losses
     "of_side": "{side:letter}: {what}",
     "alone": "{metric} is in {side:letter} alone",

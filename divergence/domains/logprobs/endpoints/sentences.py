@@ -1,10 +1,6 @@
 """The sentences of endpoints: one template for each code. See divergence.facts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # what a server gives
     "server": "{kind} {version}, {protocol}: gives {gives:list}[[; it answers as {answers_as}]]",
     "logprobs": "log-probabilities with the {num_top} likeliest tokens",

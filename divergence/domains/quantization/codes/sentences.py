@@ -1,10 +1,6 @@
 """The sentences of codes: one template for each code. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     # what codes are of
     "of_activations": "activations",
     "of_cache": "keys and values",

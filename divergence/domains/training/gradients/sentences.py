@@ -1,10 +1,6 @@
 """The sentences of gradients: one template for each code. See divergence.facts for the form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-SENTENCES: Mapping[str, str] = {
+SENTENCES = {
     "made_in_free": "the error is made at {site}, in the free pass alone: it does not repeat",
     "anchored_passes": "the anchored pass of the same run is right there",
     "free_alone": (

@@ -17,7 +17,6 @@ EXCEPTIONS = {
     # a browser of the report's own rows and tables
     ("view", "analyses.blocks.sections"),
     ("view", "report.summary"),
-    ("view", "html.parts"),
     # the same checklist as the lines that stop a comparison, and its advice
     ("doctor", "comparison.advice"),
     ("doctor", "comparison.preflight.code"),

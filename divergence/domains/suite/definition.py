@@ -92,7 +92,7 @@ Arguments = dict[str, Any]
 
 
 Implementation = Callable[..., Any]
-"""Takes an operator's arguments by position; what it returns, ``outputs_of`` makes a tuple of."""
+"""Takes an operator's arguments by name; what it returns, ``outputs_of`` makes a tuple of."""
 
 
 class Unavailable(Exception):

@@ -44,10 +44,6 @@ def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return functional.linear(x, weight, bias)
 
 
-def _run_matmul(x: Tensor, y: Tensor) -> Tensor:
-    return torch.matmul(x, y)
-
-
 def _truth_linear(x: Tensor, weight: Tensor) -> Tensor:
     """y = x Wᵀ, weight (N, K) as torch.nn.Linear keeps it."""
     return x @ weight.T
@@ -107,11 +103,11 @@ PRODUCTS = (
         truth=_truth_linear_bias, cases=cases_of(_linear_bias, shapes=_PRODUCT_SHAPES),
     ),
     Operator(
-        name="matmul", run=_run_matmul, truth=_truth_matmul,
+        name="matmul", run=lambda x, y: torch.matmul(x, y), truth=_truth_matmul,
         cases=cases_of(_transposed, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
     ),
     Operator(
-        name="batched_matmul", run=_run_matmul, truth=_truth_matmul,
+        name="batched_matmul", run=lambda x, y: torch.matmul(x, y), truth=_truth_matmul,
         cases=cases_of(
             _batched,
             shapes={"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
@@ -749,10 +745,6 @@ PAGED = (
 # Activations: GELU in both forms, SiLU, and SwiGLU, the gated product of feed-forward blocks.
 
 
-def _run_gelu(x: Tensor) -> Tensor:
-    return functional.gelu(x)
-
-
 def _truth_gelu(x: Tensor) -> Tensor:
     """x/2 (1 + erf(x/√2)) (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016)."""
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
@@ -805,7 +797,7 @@ def _liger_swiglu(gate: Tensor, up: Tensor) -> Any:
 
 ACTIVATIONS = (
     Operator(
-        name="gelu", run=_run_gelu, truth=_truth_gelu, cases=cases_of(_one),
+        name="gelu", run=lambda x: functional.gelu(x), truth=_truth_gelu, cases=cases_of(_one),
     ),
     Operator(
         name="gelu_tanh", run=lambda x: functional.gelu(x, approximate="tanh"),

@@ -27,13 +27,7 @@ EXCEPTIONS = {
     ("quantization", "recording.quantizers"),
     ("quantization", "recording.widening"),
     ("quantization", "comparison.measure.judge"),
-    # engines with a recorder of their own
-    ("onnx", "recording.modules"),
-    ("vllm", "recording.modules"),
-    ("vllm", "recording.keeper"),
-    ("vllm", "recording.engines.identity"),
-    ("scores", "recording.engines.identity"),
-    ("logprobs", "comparison.trusted"),
+    # facts of arithmetic in the rows of a run's environment
     ("probe", "report.environment"),
 }
 """(domain, module of the core): beyond the list. They may only get fewer."""

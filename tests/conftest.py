@@ -53,7 +53,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 SLOW = Path(__file__).with_name("slow.txt")
-"""Cases of tests whose other cases run the same branches in less time: for `make test-slow`."""
+"""Cases of tests whose other cases hold nearly the same in less time: for `make test-slow`."""
 
 
 @pytest.hookimpl(tryfirst=True)

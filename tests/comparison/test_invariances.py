@@ -111,7 +111,7 @@ def test_a_constant_of_each_row_of_scores_is_no_fault(tiny_model, tmp_path):
     """An attention that shifts its scores, where its operators were recorded."""
     softmax = torch.nn.functional.softmax
     a = capture(
-        tiny_model("llama"), out=tmp_path / "a", prompts=PROMPTS, dtype="float32", probe=False,
+        tiny_model("llama"), out=tmp_path / "a", prompts=PROMPTS[:1], dtype="float32", probe=False,
         attn_implementation="eager", sites=["blocks", "ops@model.layers.1"], truth="full",
     )  # fmt: skip
 

@@ -76,8 +76,9 @@ class Captured:
     """divergence's own free pass over a model that is loaded already. ``way``: SITES[:STORE]."""
 
     def __init__(self, model: Any, ids: Any, new: int, way: str, *, buffer: str = "512MiB") -> None:
+
         from divergence.options.commands import CaptureOptions
-        from divergence.recording.execution import Execution, Pass
+        from divergence.recording.api import Capture
         from divergence.recording.machine import Determinism
         from divergence.recording.request import resolve_request
 
@@ -94,25 +95,18 @@ class Captured:
         from divergence.recording.engines.sessions import TorchSession
 
         session = TorchSession(loaded_model(model))
-        execution = Execution(request, session, "cpu", Determinism(), lambda *_: None)
-        self._execution, self.manifest = execution, execution._manifest([Pass("free")], None)
+        self._capture = Capture(request, session, "cpu", Determinism(), lambda *_: None)
+        self.manifest = self._capture._manifest(None)
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
-        from divergence.recording.engines.sessions import about_bytes
-        from divergence.recording.execution import Pass, run_pass, storage
 
-        execution = self._execution
+        from divergence.recording.engines.sessions import about_bytes
+
+        capture, free = self._capture, self._capture.passes[0]
         self.manifest.sizes = type(self.manifest.sizes)()
-        hooked = execution.selection.hooked
-        seen = about_bytes(model, hooked, execution.samples, new)
-        with storage(
-            execution.request, folder / "run", self.manifest, device=execution.loaded.device,
-            num_bytes=seen,
-        ) as (writer, execution.keeper):  # fmt: skip
-            run_pass(
-                execution.session, execution._recorder(writer, Pass("free")), execution.samples,
-                execution.groups, max_new_tokens=new,
-            )  # fmt: skip
+        seen = about_bytes(model, capture.selection.hooked, capture.samples, new)
+        with capture._storage(folder / "run", self.manifest, capture.request.store, seen) as writer:
+            capture._forwards(capture._recorder(writer, free), free)
 
 
 def work(args: argparse.Namespace) -> None:

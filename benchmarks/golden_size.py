@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from divergence.experiments.tiny import build
 from divergence.gate.check import check
 from divergence.gate.golden import bless
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 
 PROMPT = "Why is the sky blue?"

@@ -26,7 +26,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._trained import checkpoint
-from divergence.recording.optimizer import reduced
+from divergence.domains.training.recording.optimizer import reduced
 
 TEXTS = (
     "The first step of any numerical comparison is to agree on what is being compared, and with",

@@ -60,7 +60,7 @@ CAUSES: dict[str, tuple[Change, str]] = {
 def rounding() -> None:
     """A random Llama of 4 and of 16 blocks; of trained models it is larger with the spread of their
     logits, which is printed beside."""
-    from divergence.recording.engines import tiny
+    from divergence.experiments import tiny
 
     _heading("blocks")
     for num_blocks in (4, 16):

@@ -172,7 +172,7 @@ def _train(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from divergence.recording.engines import tiny
+    from divergence.experiments import tiny
 
     with tempfile.TemporaryDirectory() as folder:
         place = tiny.build(Path(folder) / "m", seed=seed, dtype="float32")

@@ -128,11 +128,11 @@ def measure(work: Path, *, prompt: int, kept: bool) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from divergence.recording import execution
+    from divergence.recording import passes
     from divergence.recording.api import truth as make_truth
 
     if not kept:
-        execution.free_bytes = lambda device: 0
+        passes.free_bytes = lambda device: 0
     times: dict[str, list[float]] = {}
     peaks = Peaks()
 

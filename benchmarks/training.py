@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import divergence
 from benchmarks._machines import Machine, planting
 from divergence import Report, Run
-from divergence.recording import optimizer
-from divergence.recording import training as session
+from divergence.domains.training.recording import optimizer
+from divergence.domains.training.recording import step as session
 from tests.models import tiny
 
 ARCHITECTURES = ("llama", "gpt2", "qwen3-moe")

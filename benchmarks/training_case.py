@@ -33,8 +33,8 @@ from transformers import (  # noqa: E402
 )
 
 import divergence  # noqa: E402
+from divergence.experiments import tiny  # noqa: E402
 from divergence.layout import print_lines  # noqa: E402
-from divergence.recording.engines import tiny  # noqa: E402
 from divergence.report.localization import localization_document  # noqa: E402
 from divergence.report.text import document_lines  # noqa: E402
 

@@ -78,7 +78,7 @@ def main() -> None:
         print("| training | ranks | " + " | ".join(PARTS) + " |")
         print("|---|---|" + "---|" * len(PARTS))
     with tempfile.TemporaryDirectory() as folder:
-        from divergence.recording.engines.tiny import build
+        from divergence.experiments.tiny import build
 
         model = build(Path(folder) / "model", size=args.size, hidden=args.hidden, dtype="float32")
         for name in args.rows:

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import divergence
 from divergence import Report, Run
+from tests.domains.training.step.rank_faults import BLOCK
+from tests.domains.training.step.test_ranks import FAULTS, IDS, STEP
 from tests.models import tiny
 from tests.recording.test_ranks import make
-from tests.recording.training.rank_faults import BLOCK
-from tests.recording.training.test_ranks import FAULTS, IDS, STEP
 
 MODELS = (("llama", "float32"), ("llama", "bfloat16"), ("qwen3-moe", "float32"))
 STAGES = {0: "dp", 1: "dp", 2: "fsdp", 3: "fsdp"}

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks._trained import CHAT_PROMPTS, checkpoint  # noqa: E402
-from divergence.recording.execution import LEAST_SECONDS, SHARE  # noqa: E402
+from divergence.recording.api import LEAST_SECONDS, SHARE  # noqa: E402
 from divergence.recording.widening import SLICE_NUMEL  # noqa: E402
 
 MODELS = ("trained-float32", "trained-bfloat16", "llama", "moe")

@@ -138,6 +138,12 @@ class Domain:
     basis: tuple[str, ...] = ()
     """Names of its checks where one that failed leaves low confidence, as what is claimed stands on
     it."""
+    watches: tuple[str, ...] = ()
+    """Where functions are that see more of a running model than what its modules take and give:
+    ``watched(model, seen, quiet)``, a context for a pass (domains.quantization.watching)."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a run's ``ModelIdentity``, by name: the function of the model, and of what its
+    config.json says of quantisation."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engines that it adds, by name: the class."""
     plain_engines: tuple[str, ...] = ()
@@ -169,6 +175,10 @@ class Domain:
     arithmetic: str | None = None
     """Where the function is that tells each capture what a device's arithmetic does, in a second:
     ``ArithmeticFact``s of the manifest. It raises nothing."""
+    steps: Mapping[str, str] = field(default_factory=dict)
+    """Options of ``capture`` that ask for more of each group of prompts than its forwards
+    (``train``): the package, whose ``options`` has ``settled(options, like)``, and whose ``step``
+    has ``session_of(session, request)``: one with a ``GroupStep`` (recording.engines.engine)."""
     suites: tuple[Suite, ...] = ()
     operators: Mapping[str, str] = field(default_factory=dict)
     """Operators of its own that ``replay`` and ``repro`` run again, by the namespace in which runs

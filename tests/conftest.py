@@ -92,7 +92,7 @@ def _no_network() -> Iterator[None]:
 def _no_own_truth() -> Iterator[None]:
     """Captures make no truth of their own unless a test asks for it: most tests are about
     something else, and tiny models take longer in float64 than in all that is tested."""
-    from divergence.recording import execution as passes
+    from divergence.recording import passes
 
     patch = pytest.MonkeyPatch()
     patch.setattr(passes, "DEFAULT_TRUTH", "no")
@@ -103,7 +103,7 @@ def _no_own_truth() -> Iterator[None]:
 @pytest.fixture
 def own_truths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures make their own truth by default, as they do for users."""
-    from divergence.recording import execution as passes
+    from divergence.recording import passes
 
     monkeypatch.setattr(passes, "DEFAULT_TRUTH", "auto")
 

@@ -13,6 +13,7 @@ of itself below the dtype's rounding: a larger fault is planted where a smaller 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,11 +24,12 @@ from typing import Any
 
 import typer
 
-from divergence.errors import FaultError, check_process
+from divergence.errors import FaultError, ModelError, check_process
 from divergence.options.commands import QUIET, TRUST, VERBOSE, Output
 from divergence.options.option import option
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
+from divergence.run.site import escape_path, module_of
 
 OTHER_KERNELS = {
     # torch's own kernels without vector instructions, oneDNN and MKL on their oldest paths:
@@ -120,7 +122,7 @@ def demo(
 
 def _built(folder: Path) -> _Plan:
     if not (folder / "config.json").is_file():
-        from divergence.recording.engines.tiny import build
+        from divergence.experiments.tiny import build
 
         build(folder, size="demo")
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {folder}\n")
@@ -131,7 +133,6 @@ def _built(folder: Path) -> _Plan:
 
 def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
     """Raises ModelError where capture would, before anything is recorded."""
-    from divergence.recording.dry_run import plantable_module
     from divergence.recording.engines.load import load_tokenizer
 
     block, module = plantable_module(model, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -142,6 +143,65 @@ def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
     _say(f"model: {model}; the fault goes to {module}\n")
     return _Plan(model=model, block=block, module=module, prompt=prompt, own=True,
                  code=("--trust-remote-code",) if trust_remote_code else ())  # fmt: skip
+
+
+def plantable_module(
+    model: str | Path, *, dtype: str | None = None, trust_remote_code: bool = False
+) -> tuple[str, str]:
+    """Where a known fault goes in a model that nobody has described: (path of its middle block,
+    path of the last module in it with weights whose output is as large as the block's).
+
+    That is the projection back into the residual stream (`mlp.down_proj`, `mlp.c_proj`,
+    `mixer.out_proj`, `mlp.experts`, `output.dense`), or the norm behind it, where there is one: a
+    norm would take a scale error of what comes before it away again. What makes the block's output
+    itself is left out: a fault there has nothing of its block behind it, and no operator to be
+    found at. Order and shapes come from the plan of a capture, so from no weights. Where a forward
+    cannot be run without values, the order is the one in which the model registers its modules.
+
+    Raises ModelError for a model that cannot be found or loaded, and for one without blocks.
+    """
+    from divergence.recording.dry_run import plan_capture
+    from divergence.recording.engines.load import Loading, empty_model
+    from divergence.recording.structure import describe_modules
+
+    module = empty_model(
+        Loading(str(model), dtype=dtype, trust_remote_code=trust_remote_code)
+    ).module
+    notes = describe_modules(module)
+    blocks = [path for path, note in notes.items() if note.role == "block"]
+    if not blocks:
+        raise ModelError(
+            "this model has no list of blocks to plant a fault in", where=str(model),
+            hint="capture it and name a module of your own: --plant 'MODULE:out=scale:1.5'",
+        )  # fmt: skip
+    block = blocks[len(blocks) // 2]
+    weighted = [
+        escape_path(path) for path, part in module.named_modules()
+        if path and any(p.ndim > 0 for p in part.parameters(recurse=False))
+        and escape_path(path).startswith(f"{block}.")
+    ]  # fmt: skip
+    if not weighted:
+        raise ModelError(f"block {block} has no module with weights", where=str(model))
+    try:
+        plan = plan_capture(
+            model, sites=["modules"], prompts=[list(range(1, 9))], dtype=dtype,
+            trust_remote_code=trust_remote_code, device="cpu", max_new_tokens=1,
+        )  # fmt: skip
+    except ModelError:
+        return block, weighted[-1]
+    outputs = [row for row in plan.rows if row.site.startswith((f"{block}:out", f"{block}."))
+               and row.site.endswith(":out")]  # fmt: skip
+    # ``outputs`` are in the order in which they are made, the block's own last
+    result = next((row for row in outputs if row.site == f"{block}:out"), None)
+    if result is None:
+        return block, weighted[-1]
+    inner = [row for row in outputs if row is not result and row.bytes_prefill > 0]
+    if result.bytes_prefill == 0:  # it is what the last of them made
+        inner = inner[:-1]
+    whole = [module_of(row.site) for row in inner
+             if math.prod(row.shape) == math.prod(result.shape)]  # fmt: skip
+    writers = [path for path in whole if path in weighted]
+    return block, (writers or weighted)[-1]
 
 
 def _folder(workdir: Path | None, name: str = "demo") -> Path:

@@ -36,7 +36,7 @@ from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
 from divergence.numerics.logits import top_choices
 from divergence.recording.api import make_run
-from divergence.recording.execution import can_anchor
+from divergence.recording.passes import can_anchor
 from divergence.recording.plant import FORWARDS, Plant, parse_plant
 from divergence.run.command import command_line
 from divergence.run.manifest import Tokens

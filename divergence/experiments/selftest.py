@@ -27,12 +27,12 @@ from divergence.domain import domains, placed
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.result import Selftest, Step, StepStatus
+from divergence.experiments.tiny import build
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.ops.replay import replay
 from divergence.output import output_folder
 from divergence.recording.api import make_run
 from divergence.recording.api import truth as make_truth
-from divergence.recording.engines.tiny import build
 from divergence.recording.machine import collect_environment, resolve_device
 from divergence.run.location import folder_of
 from divergence.run.manifest import Environment, Switch

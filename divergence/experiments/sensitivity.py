@@ -43,7 +43,7 @@ from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.recording.api import make_run
-from divergence.recording.execution import can_anchor
+from divergence.recording.passes import can_anchor
 from divergence.recording.plant import FORWARDS, parse_plant
 from divergence.run.command import Command, command, command_line
 from divergence.run.ranks import unsharded

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import itertools
+import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
+import msgspec
 import torch
 
-from divergence.domain import placed, sources
+from divergence.domain import added, placed, sources
 from divergence.errors import ModelError, RenamedWarning, UsageError
+from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
+from divergence.numerics.summaries import sketch_tensor
+from divergence.numerics.summary import summarize
 from divergence.options.commands import (
     GROUPS,
     BatchOptions,
@@ -32,7 +40,7 @@ from divergence.options.commands import (
     renamed,
     ungrouped,
 )
-from divergence.options.option import fields_of, given_fields
+from divergence.options.option import fields_of, given_fields, recorded_in
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.cases import (
     CaseRequest,
@@ -41,29 +49,87 @@ from divergence.recording.cases import (
     suite_meant,
     truth_of_cases,
 )
+from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import (
     DEFAULT,
+    GroupResult,
+    GroupStep,
+    Session,
+    check_ids,
     engine_named,
     options_for,
+    pad_id,
+    padded_right,
     refuse_lacking,
 )
-from divergence.recording.engines.load import check_data_alone
-from divergence.recording.execution import Execution
-from divergence.recording.hooks import Forwards
-from divergence.recording.machine import cpu_threads, deterministic_settings, resolve_device
-from divergence.recording.new_run import check_output
-from divergence.recording.optimizer import check_stage, training_of
-from divergence.recording.plant import Plant
-from divergence.recording.processes import joined
-from divergence.recording.prompts import Prompt, options_of, plain_wishes
+from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text
+from divergence.recording.engines.together import Allowance, Enough, Together
+from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, steps_joined
+from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
+from divergence.recording.machine import (
+    Determinism,
+    cpu_threads,
+    deterministic_settings,
+    resolve_device,
+)
+from divergence.recording.modules import Recorder
+from divergence.recording.new_run import check_output, probed, provenance, unlike
+from divergence.recording.passes import (
+    FloorSink,
+    Pass,
+    RecordedInputs,
+    RepeatSink,
+    check_forwards,
+    disagreement,
+    keeps_tensors,
+    mode_of,
+    other_device,
+    planned_passes,
+    why_no_room,
+    why_no_truth,
+    why_not_anchored,
+    widened,
+)
+from divergence.recording.plant import Plant, check_fired, check_places
+from divergence.recording.processes import closed, joined, on_all, own_part, started
+from divergence.recording.prompts import (
+    Prompt,
+    group_samples,
+    options_of,
+    plain_wishes,
+    token_texts,
+    tokenize,
+)
+from divergence.recording.ranks import Division, LocalKeeper
 from divergence.recording.request import Request, resolve_request, taken
-from divergence.recording.structure import settled
-from divergence.recording.training import TrainingSession
+from divergence.recording.selection import SiteSelection, check_operators
+from divergence.recording.structure import (
+    CompiledWatch,
+    inside,
+    noting_calls,
+    output_paths,
+    settled,
+)
 from divergence.recording.widening import check_device
-from divergence.run.location import location_of
+from divergence.run.captured import Buffer, BufferLimits
+from divergence.run.contents import first_nonfinite, nonfinite_text
+from divergence.run.location import Location, location_of
+from divergence.run.manifest import (
+    Manifest,
+    OwnTruth,
+    Plan,
+    Repeatability,
+    SampleTokens,
+    Settings,
+    Sizes,
+    StoreMode,
+    Tokens,
+)
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.record import expanded
+from divergence.run.record import OWN_TRUTH, expanded
+from divergence.run.site import ROOT
+from divergence.run.writer import RunWriter, reducer_for, wants_fold
 from divergence.words import Progress, silent
 
 
@@ -288,7 +354,6 @@ def _execute(
             device.partition(":")[0], seed=request.seed, enabled=request.deterministic
         ) as determinism,
     ):
-        check_stage(request, () if ranks is None else ranks.sizes)
         if ranks is None or ranks.is_first:
             others = [substitute.run for substitute in request.substitutes.values()]
             check_output(place, force=force, like=request.like, substitutes=others)
@@ -339,8 +404,591 @@ def _execute(
             )
             session.loaded = dataclasses.replace(loaded, module=module, forwards=forwards)
             if request.train:
-                session = TrainingSession(session, training_of(request, loaded.ranks))
-            execution = Execution(
+                session = placed(f"{added('steps')['train']}.step:session_of")(session, request)
+            capturing = Capture(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
-            return execution.run(place, force=force, command=command)
+            return capturing.run(place, force=force, command=command)
+
+
+# One capture under way: tokens, manifest, and the passes one after another.
+
+SHARE = 0.5
+"""Of the time that a capture has taken before, which its own truth may take."""
+LEAST_SECONDS = 5.0
+"""Less is not worth a share: small models get all of their truth."""
+
+
+class Capture:
+    """One capture: ``request`` carried out with the model of ``session``. ``run`` is the recipe."""
+
+    def __init__(
+        self,
+        request: Request,
+        session: Session,
+        device: str,
+        determinism: Determinism,
+        on_progress: Progress,
+        *,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Settles tokens and sites, and refuses what this model or its engine cannot do."""
+        self._begun = time.monotonic()
+        self.request, self.session, self.on_progress = request, session, on_progress
+        self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
+        loaded = self.loaded = session.loaded
+        like = None if request.like is None else request.like.manifest
+        # the tokens, in the batches that were asked for; forced where a run is repeated
+        self.samples, self.groups, self.forced = _tokens_of(request, loaded)
+        session.settle(self.samples, self.forced, like)
+        # the sites
+        self.notes = session.notes()
+        self.selection = SiteSelection(request.sites, self.notes, recorded=request.recorded_sites)
+        check_operators(self.selection, store=request.store, only_changed=request.only_changed)
+        ranks = self.ranks = loaded.ranks
+        self.plants, self.step = request.plants, getattr(session, "step", None) or GroupStep()
+        places = self.step.places(self.notes)
+        check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
+        # what cannot be done
+        check_forwards(request, session)
+        session.check_ids(
+            self.samples if like is None else like.tokens.samples, request.max_new_tokens
+        )
+        refuse_lacking(
+            session,
+            plants=bool(request.plants),
+            pads_right=padded_right(loaded, self.samples),
+            operators=bool(self.selection.operators or request.substitutes),
+            batch=any(len(group) > 1 for group in self.groups),
+        )
+        # this rank's share of it, of several
+        self.division: Division | None = None
+        self.own_groups = self.groups
+        if ranks is not None:
+            self.division = Division(
+                ranks, loaded, request, self.selection, self.notes, self.samples, self.groups
+            )
+            self.own_groups = self.division.groups
+            self.plants = self.division.plants(request.plants)
+        self.keeper: Keeper | None = None
+        self.passes, self.missed = planned_passes(
+            request,
+            loaded,
+            self.selection,
+            self.notes,
+            lacks=session.lacks,
+            compute_dtype=compute_dtype,
+        )
+        self._together: Together | None = None
+        self._num_substituted = 0
+
+    def run(self, out: Location, *, force: bool, command: str | None) -> Run:
+        """Write the run to ``out``, and open it."""
+        request = self.request
+        # 1. What is known before the first forward: the passes, the model, the machine.
+        for text in self.missed:
+            self._note(text)
+        if self.compute_dtype == torch.float64 and not (self.plants or request.substitutes):
+            self._make_steps_together()
+        manifest = self._manifest(command)
+        wants_truth = self.compute_dtype is None and mode_of(request) != "no"
+        lacking = why_no_truth(request, self.session, self.device, out) if wants_truth else None
+        if lacking is not None:
+            self._no_truth(manifest, lacking)
+        watch = CompiledWatch(self.loaded.module)
+        for note in watch.beforehand(self.selection.operators, self.selection.hooked):
+            self._note(note)
+        seen = self.session.num_bytes(self.selection.hooked, self.samples, request.max_new_tokens)
+        num_bytes = seen * len(self.passes)
+        with (
+            self._storage(out, manifest, request.store, num_bytes, force) as writer,
+            watch.watching(),
+        ):
+            # 2. The passes, one after another: the free one first.
+            for planned in self.passes:
+                self._make(planned, writer)
+            if request.substitutes and not self._num_substituted:
+                self._note("no operator was met whose result was to be replaced")
+            # 3. What the machine did while they ran.
+            self.determinism.note_in(manifest.settings)
+            manifest.engine, manifest.plan.compiled = self.session.note(), watch.notes()
+            precision = getattr(self.session, "precision", None)  # of the dtypes as they were
+            manifest.training = msgspec.structs.replace(self.step.training, precision=precision)
+            for note in watch.afterwards():
+                self._note(note)
+            # 4. Does this machine repeat itself? The free pass again, its digests held against the
+            # first one's.
+            if request.repeat > 1:
+                repeatability = Repeatability(num_runs=request.repeat)
+                sink = RepeatSink(self._own(writer), repeatability)
+                for number in range(1, request.repeat):
+                    self.on_progress("repeat", number, request.repeat - 1, "")
+                    self._forwards(self._recorder(sink, self.passes[0]), self.passes[0], again=True)
+                manifest.repeatability = repeatability
+            # 5. The run's own truth, last, so that nothing else that is recorded depends on it.
+            if wants_truth and lacking is None:
+                self._make_truth(writer, manifest)
+            # 6. What the other ranks saw, added up.
+            if self.division is not None:
+                writer.flush()
+                self.division.count(manifest, writer.record_digests)
+        # 7. The run as it is read from now on.
+        run = Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
+        bad = first_nonfinite(run.manifest, run.records)
+        if bad is not None:
+            self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
+        return run
+
+    # --- one pass -------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        planned: Pass,
+        writer: RunWriter,
+        *,
+        sink: Sink | None = None,
+        own: Run | None = None,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """Run one pass over all prompts. Of a truth: ``sink``, where its tensors go; ``own``, the
+        run whose free pass it is anchored to; ``allowance``, how far it goes."""
+        manifest = writer.manifest
+        # What each block gets in place of its own input.
+        anchor: Anchor | None = None
+        if planned.anchored_to is not None:
+            like = self.request.like if planned.anchored_to == "like" else None
+            inputs = like or own or self._own(writer)
+            if like is None and planned.name == "escalated":
+                reason = why_not_anchored(inputs, self.notes)
+                if reason is not None:
+                    manifest.plan.passes.remove(planned.name)
+                    self._note(f"no escalated pass: {reason}")
+                    return
+            recorded = RecordedInputs(inputs, self.samples, self.groups)
+            anchor = self._in_one_forward(recorded) if planned.whole else recorded
+        # The forwards.
+        recorder = self._recorder(sink or writer, planned, anchor, allowance)
+        self.on_progress(planned.name, 0, None, "")
+        noted = writer if planned.name == "free" else None
+        with (
+            widened(planned, self.loaded, self.step) as wide,
+            noting_calls(self.loaded, noted),
+        ):
+            self._forwards(recorder, planned, noted=noted, allowance=allowance)
+        if noted is not None and self.division is not None:
+            self.division.join_tokens(self.samples, manifest)
+            writer.update_manifest()
+        if wide is not None and wide.num_rounded:
+            self._note(
+                f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
+                f"there the {planned.name} pass is rounded to them"
+            )
+        # What it saw.
+        num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
+        if planned.whole and num_emitted == 0:
+            manifest.plan.passes.remove(planned.name)
+            self._note("no whole pass: no decode step was made, so there is nothing to hold to it")
+        elif planned.anchored_to is not None and num_anchored == 0:
+            self._note(
+                f"the {planned.name} pass replaced no input: the recorded inputs fit none of "
+                "this model's"
+            )
+        if planned.name == "free":
+            check_fired(self.plants, recorder.fired)
+            if num_emitted == 0:
+                raise UsageError(
+                    "nothing was recorded: no tensor passed the chosen sites, steps and positions",
+                    where=f"--sites {' '.join(manifest.plan.sites)}",
+                    hint="`divergence capture MODEL --sites modules --dry-run` lists every site",
+                )
+        if recorder.operators is not None and not planned.is_own_truth:
+            self._num_substituted += recorder.operators.num_substituted
+            skipped = manifest.plan.skipped_operators
+            for reason, count in recorder.operators.skipped.items():
+                skipped[reason] = skipped.get(reason, 0) + count
+
+    def _forwards(
+        self,
+        recorder: Recorder,
+        planned: Pass,
+        *,
+        again: bool = False,
+        noted: RunWriter | None = None,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """Run every group of prompts once under the recorder's hooks. ``again``: with the tokens
+        that this run's free pass had; ``noted``: who is told the tokens."""
+        again = again or planned.is_own_truth or planned.anchored_to == "own"
+        forced = [sample.generated_ids for sample in self.samples] if again else self.forced
+        most = self.request.max_new_tokens
+        with recorder.installed():
+            for group in self.own_groups:
+                if allowance is not None and not allowance.begins():
+                    recorder.cut_short()
+                    continue
+                members = [self.samples[number] for number in group]
+                first = members[0]
+                if planned.whole:
+                    # The last generated token was never fed forward, so it is left out. Logits of
+                    # the prefill's last token too: what the free pass handed to the head.
+                    num = len(first.generated_ids) - 1
+                    if num < 1:
+                        continue
+                    members = [
+                        msgspec.structs.replace(
+                            sample,
+                            prompt_ids=sample.prompt_ids + sample.generated_ids[:-1],
+                            generated_ids=[],
+                        )
+                        for sample in members
+                    ]
+                    num_tokens = first.num_left_pad + len(members[0].prompt_ids)
+                    recorder.begin(
+                        sample=group[0], batch=len(group), num_tokens=num_tokens, num_kept=num
+                    )
+                    self.session.run_group(recorder, members, max_new_tokens=1, num_logits=num + 1)
+                    continue
+                recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
+                fed = None if forced is None else [forced[number][:most] for number in group]
+                # Forced steps of a truth are made many at a time where the model allows it.
+                together = self._together
+                at_once = together is not None and fed is not None and together.suits(len(fed[0]))
+                if allowance is not None:
+                    allowance.together = at_once
+                try:
+                    if together is not None and fed is not None and at_once:
+                        result = together.run_group(recorder, members, fed, allowance)
+                    else:
+                        result = self.session.run_group(
+                            recorder, members, max_new_tokens=most, forced=fed
+                        )
+                except Enough:
+                    continue
+                if noted is not None and (self.ranks is None or self.ranks.owns(group[0])):
+                    self._note_tokens(noted, group, result)
+
+    def _note_tokens(self, writer: RunWriter, group: list[int], result: GroupResult) -> None:
+        """Writes down the tokens of a group, and what the model derived anew meanwhile."""
+        note_changes(self.loaded.module, writer.manifest.model.derived, group[-1])
+        tokens, like = writer.manifest.tokens, self.request.like
+        for place, number in enumerate(group):
+            sample = self.samples[number]
+            sample.generated_ids = result.generated[place]
+            sample.chosen_ids = result.chosen[place]
+            sample.decoder_prompt_ids = result.decoder_prompt[place]
+            if like is not None and self.request.regrouped:
+                recorded = like.manifest.tokens.samples[number]
+                del sample.chosen_ids[len(recorded.chosen_ids or recorded.generated_ids) :]
+        tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
+        writer.update_manifest()
+
+    def _recorder(
+        self, sink: Any, planned: Pass, anchor: Anchor | None = None,
+        allowance: Allowance | None = None,
+    ) -> Recorder:  # fmt: skip
+        request, task = self.request, self.loaded.task
+        # In a wide pass one forward may take minutes: progress goes by blocks. (Of an
+        # encoder-decoder not each forward passes every block.)
+        num_blocks = sum(note.role == "block" for note in self.notes.values())
+        wide = planned.compute_dtype is not None
+        by_block = wide and num_blocks > 0 and task != "encoder-decoder"
+        steps = 1 if planned.whole or task == "encoder" else request.max_new_tokens
+        forwards = steps * len(self.groups) or len(self.groups)
+        total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
+
+        def advance(what: str) -> None:
+            self.on_progress(planned.name, min(next(done), total), total, what)
+
+        def end_of_forward(step: int) -> None:
+            if not by_block:
+                advance(f"step {step - 1}")
+            if allowance is not None:
+                allowance.after_forward()
+
+        plants: list[Plant] = [] if planned.is_own_truth else self.plants
+        if planned.anchored_to == "own":  # inputs from the free pass have theirs already
+            plants = [
+                plant
+                for plant in plants
+                if not plant.port.startswith("in") or self.notes[plant.path].role == "inner"
+            ]
+        decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
+        return self.session.recorder(
+            self.notes,
+            wanted=self.selection.wanted,
+            hooked=self.selection.hooked,
+            flat=self.selection.is_routing,
+            sink=sink if self.division is None else self.division.sink(sink),
+            pass_=planned.name,
+            steps=request.steps,
+            positions=request.positions,
+            logit_paths=output_paths(self.loaded.structure) if decides else (),
+            plants=plants,
+            anchor=anchor,
+            keeper=self.keeper,
+            operators=self.selection.operators if planned.operators else None,
+            weights=request.weights,
+            forwards=USUAL if planned.whole else self.loaded.forwards,
+            substitutes={} if planned.is_own_truth else request.substitutes,
+            on_step=None if by_block and allowance is None else end_of_forward,
+            on_block=advance if by_block else None,
+        )
+
+    def _own(self, writer: RunWriter) -> Run:
+        """What this capture (this rank of it) has written so far, to be read."""
+        own = own_part(Run.open(writer.flush()), 0 if self.ranks is None else self.ranks.rank)
+        own.set_fallback(self.request.like)
+        return own
+
+    def _in_one_forward(self, recorded: Anchor) -> Anchor:
+        """The rows of all steps of a group, one after another."""
+
+        def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+            steps = range(len(self.samples[sample].generated_ids))
+            return steps_joined(recorded, sample, steps, site, own)
+
+        return anchor
+
+    # --- the run's own truth --------------------------------------------------------------------
+
+    def _make_steps_together(self) -> None:
+        """From now on many decode steps are made in one forward, where all are made alike."""
+        request = self.request
+        if request.use_cache and request.prefill_chunk is None and not self.selection.operators:
+            self._together = Together(self.loaded, self.samples)
+
+    def _no_truth(self, manifest: Manifest, reason: str) -> None:
+        """Says why this run carries no truth, although it was to, and notes it in the run."""
+        self._note(f"no truth: {reason}")
+        mode = cast(Literal["auto", "full", "floor"], mode_of(self.request))
+        manifest.plan.truth = OwnTruth(
+            mode=mode,
+            num_steps=[0] * len(self.groups),
+            device=self.device,
+            seconds=0.0,
+            stopped_by=reason,
+        )
+
+    def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
+        """The run's own truth and floor: what fails in them ends them, and nothing else."""
+        request = self.request
+        full, keeps = mode_of(request) == "full", keeps_tensors(request)
+        with contextlib.ExitStack() as stack:
+            # Where the inputs come from: this run, or, where it keeps no bytes, the free pass once
+            # more.
+            if request.store == "full":
+                own = self._own(writer)
+                stack.callback(own.close)
+            else:
+                writer.flush()
+                room = why_no_room(manifest.sizes.seen_bytes)
+                if room is not None:
+                    self._no_truth(manifest, room)
+                    return
+                own = stack.enter_context(self._again_in_full(manifest))
+            reason = why_not_anchored(own, self.notes)
+            if reason is not None and full and keeps:
+                self._note(f"no anchored truth: {reason}")
+            elif reason is not None:
+                self._no_truth(manifest, reason)
+                return
+            elsewhere = other_device(self.device)
+            passes = [
+                Pass(
+                    name,
+                    "own" if kind == "anchored" else None,
+                    torch.float64,
+                    device=elsewhere,
+                    operators=kind == "anchored" or reason is not None,
+                )
+                for name, kind in OWN_TRUTH.items()
+                if (reason is None if kind == "anchored" else full and keeps)
+            ]
+            # The passes, as far as the time goes.
+            self._make_steps_together()
+            begun = time.monotonic()
+            seconds = None if full else max(LEAST_SECONDS, SHARE * (begun - self._begun))
+            lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
+            sums = None if request.train else FloorSink(own, self.notes, writer if keeps else None)
+            allowances: list[Allowance] = []
+            stopped_by = None
+            where = elsewhere or self.device
+            try:
+                at = dataclasses.replace(self.loaded, device=torch.device(where))
+                check_ids(at, self.samples, itemsize=8)
+                for planned in passes:
+                    allowances.append(Allowance(seconds, lengths))
+                    manifest.plan.passes += [planned.name] * keeps
+                    sink = None if planned.anchored_to is None else sums
+                    self._make(planned, writer, sink=sink, own=own, allowance=allowances[-1])
+            except ModelError as error:
+                stopped_by = error.message
+                self._note(f"the truth was not finished: {error.message}")
+            # What it covers, and whether the free pass is near it.
+            kept: Literal["auto", "full", "floor"] = "full" if full else "auto"
+            num_steps = allowances[0].num_steps if allowances else []
+            manifest.plan.truth = OwnTruth(
+                mode=kept if keeps else "floor",
+                num_steps=num_steps + [0] * (len(self.groups) - len(num_steps)),
+                device=where,
+                seconds=round(time.monotonic() - begun, 2),
+                budget_seconds=seconds,
+                stopped_by=stopped_by,
+            )
+            if sums is not None and sums.write(writer):
+                manifest.plan.passes.append("floor")
+            made = Run.open(writer.flush())
+            apart = disagreement(made)
+            made.close()
+            if apart is not None:
+                block, ratio = apart
+                kernel = "this machine's kernel, or the code's own casts"
+                cause = "a planted fault" if self.plants else kernel
+                self._note(f"{block}: its float64 differs by {ratio:,.0f} x rounding: {cause}")
+
+    @contextlib.contextmanager
+    def _again_in_full(self, manifest: Manifest) -> Iterator[Run]:
+        """The free pass once more, on the same tokens, in a temporary run that keeps what this one
+        does not: blocks get their inputs from it, and their outputs are what float64 is held to."""
+        free, keeper = self.passes[0], self.keeper
+        plan = msgspec.structs.replace(manifest.plan, passes=["free"], store="full")
+        copy = msgspec.structs.replace(manifest, plan=plan, sizes=Sizes())
+        with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
+            num_bytes = manifest.sizes.seen_bytes
+            with self._storage(Path(folder) / "run", copy, "full", num_bytes) as writer:
+                self._forwards(self._recorder(writer, free), free, again=True)
+                own = Run.open(writer.flush())
+                yield own
+                own.close()
+            self.keeper = keeper
+
+    # --- what is written ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _storage(
+        self,
+        out: Location,
+        manifest: Manifest,
+        store: StoreMode,
+        num_bytes: int,
+        force: bool = False,
+    ) -> Iterator[RunWriter]:
+        """The writer of this rank's part of ``out``, and its keeper, which fills its buffer.
+        ``num_bytes``: of tensors, about as many as will be seen."""
+        request, device, ranks = self.request, self.loaded.device, self.ranks
+        kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
+        if kernel == "compiled":  # loaded now: the writer's thread would keep Python's lock for it
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                tensor = torch.ones(1, 16, dtype=dtype)
+                summarize(tensor, kernel=kernel)
+                if store == "sketch":
+                    sketch_tensor(tensor, 8, kernel=kernel)
+        buffer = Buffer(
+            BufferLimits.of(request.buffer_bytes, kernel=kernel), pinned=can_pin(device)
+        )
+        like, changed = request.like, request.only_changed
+        reducer = reducer_for(store, like=like, only_changed=changed, kernel=kernel)
+        rank = 0 if ranks is None else ranks.rank
+        how: dict[str, Any] = {"reducer": reducer, "buffer": buffer, "device": device}
+        write = functools.partial(RunWriter, out, manifest, force=force, rank=rank, **how)
+        with started(ranks, write) as writer:
+            keeper: Keeper = BufferKeeper(writer, buffer)
+            # Does the run to be repeated hold nothing but hosts' digests of what is not to be kept?
+            # A device's own could be held against nothing: its tensors go to the host, and are
+            # reduced there. (Hosts that keep sketches note both kinds.)
+            of_hosts = (
+                like is not None
+                and store in ("stats", "hash")
+                and not wants_fold(like)
+                and any(record.place is None for record in like.records)
+            )
+            if store != "full" and not of_hosts:
+                keeper = ReducedKeeper(store, keeper, note=self._note)
+            self.keeper = keeper if ranks is None else LocalKeeper(keeper)
+            yield writer
+
+    def _manifest(self, command: str | None) -> Manifest:
+        """The manifest as far as it is known before the first forward."""
+        request, like = self.request, self.request.like
+        like_id = None if like is None else like.manifest.id
+        kept = self.selection.hooked | self.step.owners()
+        plan = Plan(
+            passes=[planned.name for planned in self.passes],
+            **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
+            only_changed=like_id if request.only_changed else None,
+            anchored_to=like_id if any(p.anchored_to for p in self.passes if not p.whole) else None,
+            plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
+            substitutes=[str(substitute) for substitute in request.substitutes.values()],
+            logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
+            modules={
+                path: note
+                for path, note in self.notes.items()
+                if path in kept or inside(path, self.selection.operators)
+            },
+        )
+        identity = self.session.identity(
+            lambda done, total, name: self.on_progress("digest", done, total, name)
+        )
+        if like is not None:
+            for text in unlike(like.manifest, identity, self.session.note(), self.notes):
+                self._note(text)
+        settings = Settings(
+            **recorded_in(request, "settings", CaptureOptions),
+            device=self.device,
+            device_map=map_text(request.device_map),
+            switches=self.determinism.switches,
+        )
+        if self.compute_dtype is not None:
+            settings.compute_dtype = str(self.compute_dtype).removeprefix("torch.")
+        source = None if like is None else like.manifest
+        manifest = Manifest(
+            **provenance(self.device, label=request.label, command=command, like=source),
+            model=identity,
+            engine=self.session.note(),
+            tokens=Tokens(samples=self.samples, groups=self.groups, forced_by=like_id),
+            settings=settings,
+            training=self.step.training,
+            arithmetic=probed(self.device, self.on_progress) if request.probe else [],
+            plan=plan,
+            overrides=request.overrides,
+        )
+        if self.division is not None:
+            manifest.mesh = self.division.ranks.mesh_of(manifest.environment)
+        return manifest
+
+    def _note(self, text: str) -> None:
+        self.on_progress("note", 0, None, text)
+
+
+def _tokens_of(
+    request: Request, loaded: LoadedModel
+) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
+    """(samples, groups, forced tokens) in the batches asked for: of the prompts, or of the run that
+    is repeated."""
+    left = loaded.task == "causal-lm" and not request.pad_right
+    if request.like is None:
+        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+        return samples, group_samples(samples, pad_left=left, **request.grouping), None
+    recorded = request.like.manifest.tokens
+    forced = [sample.generated_ids for sample in recorded.samples]
+    samples = [
+        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
+        for sample in recorded.samples
+    ]
+    if request.regrouped:
+        groups = group_samples(samples, pad_left=left, **request.grouping)
+        for group in groups:  # each is fed equally many tokens: padding after it has ended
+            longest = max(len(forced[number]) for number in group)
+            for number in group:
+                padding = [pad_id(loaded)] * (longest - len(forced[number]))
+                forced[number] = forced[number] + padding
+        return samples, groups, forced
+    for sample, there in zip(samples, recorded.samples, strict=True):
+        sample.num_left_pad, sample.num_right_pad = there.num_left_pad, there.num_right_pad
+    return samples, recorded.groups, forced
+
+
+def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
+    """Compiled loops where they pay, and where their memory is a small part of the buffer, in whose
+    bound it is."""
+    return kernel_for(num_bytes) if buffer_bytes >= 4 * RESIDENT_BYTES else "numpy"

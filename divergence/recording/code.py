@@ -1,4 +1,4 @@
-"""What code a model runs, as digests and names: its own, replaced parts, quantised layers."""
+"""What code a model runs, as digests and names: its own, and replaced parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,16 +30,8 @@ from divergence.recording.structure import (
     place_of,
     syntax_of,
 )
-from divergence.run.manifest import (
-    CodeNote,
-    ModuleNumbers,
-    QuantizationNote,
-    QuantizedNumbers,
-    QuantizedScheme,
-    digest_many,
-    digest_text,
-)
-from divergence.run.site import ROOT, escape_path, starred
+from divergence.run.manifest import CodeNote, ModuleNumbers, digest_many, digest_text
+from divergence.run.site import ROOT, starred
 from divergence.run.trust import ATTENTION
 
 # What stands around a module or in place of something: wrappers, and functions that were swapped.
@@ -53,29 +45,27 @@ from divergence.run.trust import ATTENTION
 # (classes and functions made at run time), nor of what a library's own decorators made.
 
 _TORCH_FUNCTIONS = {
-    "torch.nn.functional": (
-        "linear", "embedding", "silu", "gelu", "relu", "softmax", "log_softmax", "rms_norm",
-        "layer_norm", "group_norm", "scaled_dot_product_attention", "softplus", "sigmoid", "conv1d",
-    ),
-    "torch": (
-        "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "softmax", "rsqrt", "exp", "sigmoid",
-        "tanh", "cos", "sin", "add", "mul", "sum", "mean", "cumsum", "topk",
-    ),
-    "torch.Tensor": (
-        "matmul", "__matmul__", "__add__", "__mul__", "softmax", "pow", "mean", "sum", "exp",
-        "float", "to", "type_as", "masked_fill", "transpose", "rsqrt",
-    ),
-}  # fmt: skip
-_OPERATORS = (
-    "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "embedding", "silu", "gelu", "relu",
-    "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "cos", "sin", "_softmax", "_log_softmax", "topk",
-    "cumsum", "mean.dim", "sum.dim_IntList", "pow.Tensor_Scalar", "mul.Tensor", "add.Tensor",
-    "sub.Tensor", "div.Tensor", "cat", "native_layer_norm", "_fused_rms_norm", "rms_norm",
-    "index_select", "gather", "where.self", "_to_copy", "copy_", "convolution", "_grouped_mm",
-    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
+    "torch.nn.functional": """
+        linear embedding silu gelu relu softmax log_softmax rms_norm layer_norm group_norm
+        scaled_dot_product_attention softplus sigmoid conv1d
+    """.split(),
+    "torch": """
+        matmul mm bmm baddbmm addmm einsum softmax rsqrt exp sigmoid tanh cos sin add mul sum mean
+        cumsum topk
+    """.split(),
+    "torch.Tensor": """
+        matmul __matmul__ __add__ __mul__ softmax pow mean sum exp float to type_as masked_fill
+        transpose rsqrt
+    """.split(),
+}
+_OPERATORS = """
+    mm bmm addmm baddbmm matmul linear embedding silu gelu relu sigmoid tanh exp rsqrt sqrt cos
+    sin _softmax _log_softmax topk cumsum mean.dim sum.dim_IntList pow.Tensor_Scalar mul.Tensor
+    add.Tensor sub.Tensor div.Tensor cat native_layer_norm _fused_rms_norm rms_norm index_select
+    gather where.self _to_copy copy_ convolution _grouped_mm scaled_dot_product_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+""".split()
 """What language models compute with, for which a kernel may be registered again."""
 _REGISTERED = re.compile(r"^(\w+)( \(inactive\))?: registered at (.*?):(\d+) ::", re.MULTILINE)
 
@@ -365,185 +355,6 @@ def quantized_by(module: Any) -> str | None:
         if name.startswith("transformers.integrations.") and name.endswith("Linear"):
             return f"quantised: {name.rpartition('.')[2]}"
     return None
-
-
-# How a model is quantised: its configuration, and the modules that are really there.
-#
-# compressed-tensors leaves the scheme of each module on it, torchao a tensor class in place of the
-# weight; of what else transformers loads (GPTQ, AWQ, FP8 in blocks, GGUF, bitsandbytes) the
-# configuration tells scheme and bits, and a module's class that it holds codes. Where the codes
-# were widened when the weights were loaded, as transformers does with GGUF and FP8 blocks on a
-# CPU, no module holds any, and the note says so: such a run is one of plain floating-point
-# weights.
-
-_GRANULARITIES = {
-    "tensor": "tensor", "channel": "channel", "token": "token", "group": "group",
-    "block": "block", "tensor_group": "group", "attn_head": "head",
-}  # fmt: skip
-
-
-_Numbers = tuple[QuantizedNumbers | None, QuantizedNumbers | None]
-"""Of weights and activations; neither where only the configuration may know."""
-
-
-def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | None:
-    """None for a model without a quantisation config and without quantised modules. ``config``:
-    that of the checkpoint."""
-    own = getattr(getattr(model, "config", None), "quantization_config", None)
-    config = _plain(own if own is not None else config)
-    schemes: dict[_Numbers, list[str]] = {}
-    kept: list[str] = []
-    for path, module in model.named_modules():
-        # of compressed-tensors' attentions what is quantised are keys and values
-        if hasattr(module, "kv_cache") or type(module).__name__ == "QuantizedKVCache":
-            continue
-        numbers = _of_module(module)
-        if any(numbers) or quantized_by(module):
-            schemes.setdefault(numbers, []).append(path)
-        elif _has_matrix(module):
-            kept.append(path)
-    if config is None and not schemes:
-        return None
-    dequantized = not schemes
-    config = config or {}
-    if not any(any(numbers) for numbers in schemes):
-        schemes = {_of_config(config): [path for paths in schemes.values() for path in paths]}
-    return QuantizationNote(
-        method=str(config.get("quant_method") or "unknown"),
-        format=config.get("format"),
-        schemes=[
-            QuantizedScheme(
-                weights=weights, activations=activations, modules=_places(paths),
-                num_modules=len(paths),
-            )
-            for (weights, activations), paths in schemes.items()
-            if weights or activations
-        ],
-        kv_cache=_numbers(config.get("kv_cache_scheme")),
-        kept=[] if dequantized else _places(kept),
-        dequantized=dequantized,
-    )  # fmt: skip
-
-
-def _plain(config: Any) -> dict[str, Any] | None:
-    """As config.json has it."""
-    if config is None:
-        return None
-    values = config if isinstance(config, dict) else config.to_dict()
-    method = values.get("quant_method")
-    return {**values, "quant_method": getattr(method, "value", method)}
-
-
-def _places(paths: Iterable[str]) -> list[str]:
-    return sorted({starred(escape_path(path)) for path in paths})
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """Has it weights that schemes are for? Embeddings are looked up, not multiplied."""
-    if isinstance(module, nn.Embedding):
-        return False
-    return any(
-        weight is not None and weight.ndim >= 2 and weight.is_floating_point()
-        for weight in module._parameters.values()
-    )
-
-
-def _of_module(module: nn.Module) -> _Numbers:
-    """What compressed-tensors or torchao left on a module."""
-    scheme = getattr(module, "quantization_scheme", None)
-    if scheme is not None:
-        values = scheme if isinstance(scheme, Mapping) else scheme.model_dump()
-        return _numbers(values.get("weights")), _numbers(values.get("input_activations"))
-    weight = module._parameters.get("weight")
-    codes = None if weight is None else getattr(weight, "qdata", None)
-    return (None, None) if codes is None else _of_torchao(weight, codes)
-
-
-def _numbers(args: Any) -> QuantizedNumbers | None:
-    """compressed-tensors' arguments of weights, activations or the KV cache."""
-    if args is None:
-        return None
-    values = args if isinstance(args, Mapping) else args.model_dump()
-    per = _word(values.get("strategy"))
-    return QuantizedNumbers(
-        kind="float" if _word(values.get("type")) == "float" else "int",
-        bits=int(values.get("num_bits", 8)),
-        per=cast(Any, _GRANULARITIES.get(per, "group" if values.get("group_size") else "tensor")),
-        group_size=values.get("group_size"),
-        symmetric=bool(values.get("symmetric", True)),
-        dynamic=values.get("dynamic") not in (False, None),
-    )
-
-
-def _word(value: Any) -> str:
-    return str(getattr(value, "value", value))
-
-
-def _of_torchao(weight: Any, codes: Any) -> _Numbers:
-    """``qdata``, ``block_size`` and what is to be done with activations, of its tensor classes."""
-    float8 = codes.is_floating_point()
-    rows, *_, size = (*weight.block_size, weight.shape[-1])[:2]
-    target = str(getattr(weight, "target_dtype", ""))
-    bits = int(target[-1]) if target[-1:].isdecimal() and "int" in target else 8
-    zero = getattr(weight, "zero_point", None)
-    per = "tensor" if rows == weight.shape[0] > 1 else "channel"
-    if size != weight.shape[-1]:
-        per = "block" if rows > 1 else "group"
-    weights = QuantizedNumbers(
-        kind="float" if float8 else "int",
-        bits=bits,
-        per=cast(Any, per),
-        group_size=size if per == "group" else None,
-        symmetric=zero is None or not bool(zero.any()),
-    )
-    asked = getattr(weight, "act_quant_kwargs", None)
-    named = getattr(weight, "activation_quantization", None)
-    activations = None
-    if asked is not None or named is not None:
-        text = f"{asked} {named}".lower()
-        activations = QuantizedNumbers(
-            kind="float" if "float8" in text else "int",
-            bits=8,
-            per="tensor" if "pertensor" in text or "per_tensor" in text else "token",
-            symmetric="asym" not in text,
-            dynamic=getattr(weight, "act_quant_scale", None) is None,
-        )
-    return weights, activations
-
-
-def _of_config(config: Mapping[str, Any]) -> _Numbers:
-    """What a configuration says where no module does; neither where it is not understood."""
-    method = config.get("quant_method")
-    if method == "compressed-tensors":
-        groups = list((config.get("config_groups") or {}).values())
-        if len(groups) != 1:
-            return None, None
-        return _numbers(groups[0].get("weights")), _numbers(groups[0].get("input_activations"))
-    if method in ("gptq", "awq"):
-        size = int(config.get("group_size") or -1)
-        symmetric = bool(config.get("sym", not config.get("zero_point", False)))
-        weights = QuantizedNumbers(
-            kind="int", bits=int(config.get("bits", 4)), symmetric=symmetric,
-            per="group" if size > 0 else "channel", group_size=size if size > 0 else None,
-        )  # fmt: skip
-        return weights, None
-    if method == "fp8":
-        blocks = config.get("weight_block_size")
-        dynamic = config.get("activation_scheme", "dynamic") == "dynamic"
-        weights = QuantizedNumbers(kind="float", bits=8, per="block" if blocks else "tensor")
-        activations = QuantizedNumbers(
-            kind="float", bits=8, per="group" if blocks else "tensor",
-            group_size=blocks[-1] if blocks else None, dynamic=dynamic,
-        )  # fmt: skip
-        return weights, activations
-    if method == "bitsandbytes":
-        bits = 4 if config.get("load_in_4bit") or config.get("_load_in_4bit") else 8
-        weights = QuantizedNumbers(
-            kind="int" if bits == 8 else "float", bits=bits,
-            per="channel" if bits == 8 else "group", group_size=None if bits == 8 else 64,
-        )  # fmt: skip
-        return weights, None
-    return None, None
 
 
 # Which code the modules of a model run: what their classes say, and what was put in its place.

@@ -358,8 +358,9 @@ def misalignment_bytes(tensor: torch.Tensor) -> int:
 _TORCH_HOME = os.path.dirname(torch.__file__)
 _OWN_HOME = os.path.dirname(os.path.dirname(__file__))
 _DRAWS = "draws random numbers"
-_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
-                            "new_empty_strided"})  # fmt: skip
+_UNINITIALISED = frozenset(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
+)
 
 
 Emit = Callable[[str, CapturedTensor, Call | None], None]

@@ -8,7 +8,6 @@ equal ones cannot be told from shapes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,21 @@ from typing import Any
 import msgspec
 
 from divergence.domain import added, placed
-from divergence.errors import ModelError
 from divergence.options.commands import CaptureOptions
+from divergence.recording.api import Capture
 from divergence.recording.cases import CaseRequest, plan_cases, refuse_options, suite_meant
-from divergence.recording.engines.load import Loading, empty_model
-from divergence.recording.execution import keeps_tensors, mode_of, planned_passes, tokens_of
+from divergence.recording.engines.load import empty_model
+from divergence.recording.engines.sessions import TorchSession
+from divergence.recording.machine import Determinism
 from divergence.recording.new_run import PlannedSite
+from divergence.recording.passes import keeps_tensors, mode_of
 from divergence.recording.prompts import plain_wishes, plan_options
 from divergence.recording.ranks import count_shapes
 from divergence.recording.request import resolve_request
-from divergence.recording.selection import SiteSelection, check_operators, step_selected
-from divergence.recording.structure import describe_modules
+from divergence.recording.selection import step_selected
 from divergence.run.reader import Run
-from divergence.run.site import escape_path, module_of
+from divergence.run.site import module_of
+from divergence.words import silent
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +81,15 @@ def plan_capture(
         )
     request = resolve_request(model, like=like, options=chosen)
     refuse_options(None, replace(chosen, link_rate=None) if request.train else chosen)
-    loaded = empty_model(request.loading)
-    samples, groups, _ = tokens_of(request, loaded)
-    lengths = [sample.num_padded for sample in samples]
-    notes = describe_modules(loaded.module)
-    selection = SiteSelection(request.sites, notes, recorded=request.recorded_sites)
-    check_operators(selection, store=request.store, only_changed=request.only_changed)
+    session: Any = TorchSession(empty_model(request.loading))
+    planned_request = replace(request, plants=[])  # what a fault changes is no shape
+    capture = Capture(planned_request, session, "meta", Determinism(), silent)
+    loaded, notes, groups = capture.loaded, capture.notes, capture.groups
+    lengths = [sample.num_padded for sample in capture.samples]
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
-    counters = [count_shapes(request, loaded, selection, notes, group, lengths) for group in groups]
+    counters = [
+        count_shapes(request, loaded, capture.selection, notes, group, lengths) for group in groups
+    ]
     kept_prefill = step_selected(request.steps, 0)
     kept_decode = sum(step_selected(request.steps, step) for step in range(1, steps))
     rows = []
@@ -108,8 +110,8 @@ def plan_capture(
                 bytes=prefill * kept_prefill + sum(decode) * kept_decode,
             )
         )
-    made, said = planned_passes(request, loaded, selection, notes, lacks={})
-    passes: list[str] = [pass_.name for pass_ in made]
+    passes: list[str] = [planned.name for planned in capture.passes]
+    said = capture.missed
     total = sum(row.bytes for row in rows)
     if request.only_changed:
         said.append("of these bytes only those are stored that the run to be repeated has not")
@@ -152,58 +154,3 @@ def plan_capture(
         notes=said,
         parts=parts,
     )
-
-
-def plantable_module(
-    model: str | Path, *, dtype: str | None = None, trust_remote_code: bool = False
-) -> tuple[str, str]:
-    """Where a known fault goes in a model that nobody has described: (path of its middle block,
-    path of the last module in it with weights whose output is as large as the block's).
-
-    That is the projection back into the residual stream (`mlp.down_proj`, `mlp.c_proj`,
-    `mixer.out_proj`, `mlp.experts`, `output.dense`), or the norm behind it, where there is one: a
-    norm would take a scale error of what comes before it away again. What makes the block's output
-    itself is left out: a fault there has nothing of its block behind it, and no operator to be
-    found at. Order and shapes come from the plan of a capture, so from no weights. Where a forward
-    cannot be run without values, the order is the one in which the model registers its modules.
-
-    Raises ModelError for a model that cannot be found or loaded, and for one without blocks.
-    """
-    module = empty_model(
-        Loading(str(model), dtype=dtype, trust_remote_code=trust_remote_code)
-    ).module
-    notes = describe_modules(module)
-    blocks = [path for path, note in notes.items() if note.role == "block"]
-    if not blocks:
-        raise ModelError(
-            "this model has no list of blocks to plant a fault in", where=str(model),
-            hint="capture it and name a module of your own: --plant 'MODULE:out=scale:1.5'",
-        )  # fmt: skip
-    block = blocks[len(blocks) // 2]
-    weighted = [
-        escape_path(path) for path, part in module.named_modules()
-        if path and any(p.ndim > 0 for p in part.parameters(recurse=False))
-        and escape_path(path).startswith(f"{block}.")
-    ]  # fmt: skip
-    if not weighted:
-        raise ModelError(f"block {block} has no module with weights", where=str(model))
-    try:
-        plan = plan_capture(
-            model, sites=["modules"], prompts=[list(range(1, 9))], dtype=dtype,
-            trust_remote_code=trust_remote_code, device="cpu", max_new_tokens=1,
-        )  # fmt: skip
-    except ModelError:
-        return block, weighted[-1]
-    outputs = [row for row in plan.rows if row.site.startswith((f"{block}:out", f"{block}."))
-               and row.site.endswith(":out")]  # fmt: skip
-    # ``outputs`` are in the order in which they are made, the block's own last
-    result = next((row for row in outputs if row.site == f"{block}:out"), None)
-    if result is None:
-        return block, weighted[-1]
-    inner = [row for row in outputs if row is not result and row.bytes_prefill > 0]
-    if result.bytes_prefill == 0:  # it is what the last of them made
-        inner = inner[:-1]
-    whole = [module_of(row.site) for row in inner
-             if math.prod(row.shape) == math.prod(result.shape)]  # fmt: skip
-    writers = [path for path in whole if path in weighted]
-    return block, (writers or weighted)[-1]

@@ -1,10 +1,9 @@
-"""What hooks share: patches of functions, rows of a batch, forwards, and where tensors go."""
+"""What hooks share: patches of functions, forwards, and where tensors go."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,119 +91,6 @@ class Anchor(Protocol):
     ) -> torch.Tensor | None: ...
 
 
-# Several decode steps in one forward: what each of them would have given alone.
-#
-# Where a step alone gives one row, a forward of ``count`` steps gives ``count``, (B, 1, D) and (B,
-# count, D); where it attends to the tokens up to its own, (B, H, 1, past + 1), all attend to the
-# last one's, (B, H, count, past + count), masked. Which axis is which tell the shapes of the first
-# step, made alone. A causal mask that a step alone does not have is left out.
-#
-# The first and the last step are also made alone, and must agree in sites, their order, shapes,
-# dtypes and values. Float64 rounds at 2^-53 and float32, the finest dtype that a truth is held
-# against, at 2^-24; what differs by more than 2^-30 is another function.
-
-AGREEMENT = 2**-30
-"""Relative L2 up to which two float64 results are the same."""
-
-
-class HeldSink:
-    """Keeps what one forward gave, by site and in order."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def put(self, item: CapturedTensor, *, site: str, **_: Any) -> None:
-        assert item.tensor is not None  # a copy of every byte was kept
-        self.tensors[site] = item.tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
-
-
-class Rows:
-    """``count`` steps in one forward, of a batch that had ``past`` tokens before."""
-
-    def __init__(self, count: int, *, batch: int, past: int) -> None:
-        self._count, self._batch, self._past = count, batch, past
-        self.anchored = True
-        """Whether each input was recorded as one row in every step, or in none."""
-
-    def of(self, anchor: Anchor) -> Anchor:
-        """An Anchor for one forward of all steps."""
-
-        def together(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
-            rows = [anchor(sample, step + number, site, own) for number in range(self._count)]
-            held = [row for row in rows if row is not None]
-            if not held:
-                return None
-            shape = held[0].shape
-            alike = len(held) == self._count and all(row.shape == shape for row in held)
-            if not alike or len(shape) < 2 or shape[1] != 1:
-                self.anchored = False
-                return None
-            return torch.cat(held, dim=1)
-
-        return together
-
-    def cut(
-        self,
-        whole: Mapping[str, torch.Tensor],
-        first: Mapping[str, torch.Tensor],
-        last: Mapping[str, torch.Tensor],
-    ) -> list[dict[str, torch.Tensor]] | None:
-        """What each step would have given alone, by site. None if ``first`` and ``last``, which
-        were made alone, are not what is cut for them."""
-        sites = list(first)
-        if list(last) != sites or [site for site in whole if site in first] != sites:
-            return None
-        steps: list[dict[str, torch.Tensor]] = [{} for _ in range(self._count)]
-        known: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
-        for site, alone in first.items():
-            key = id(whole[site]), alone.shape  # what passes unchanged is cut, and kept, once
-            parts = known.get(key) or self._parts(whole[site], alone.shape)
-            if not (parts and agree(parts[0], alone) and agree(parts[-1], last[site])):
-                return None
-            known[key] = parts
-            for step, part in zip(steps, parts, strict=True):
-                step[site] = part
-        return steps
-
-    def _parts(self, whole: torch.Tensor, alone: Sequence[int]) -> list[torch.Tensor]:
-        """One a step; empty where the shapes do not tell how to cut."""
-        count, past = self._count, self._past
-        if whole.ndim != len(alone):
-            return []
-        parts = [whole] * count
-        for axis, (size, single) in enumerate(zip(whole.shape, alone, strict=True)):
-            if size == single:
-                continue
-            if (size, single) == (count, 1):
-                parts = [part.narrow(axis, n, 1) for n, part in enumerate(parts)]
-            elif (size, single) == (past + count, past + 1):
-                parts = [part.narrow(axis, 0, past + 1 + n) for n, part in enumerate(parts)]
-            elif (size, single) == (self._batch * count, self._batch):  # rows of the whole batch
-                split = (self._batch, count)
-                parts = [
-                    part.unflatten(axis, split).select(axis + 1, n) for n, part in enumerate(parts)
-                ]
-            else:
-                return []
-        return parts
-
-
-def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same bits, or float64 within rounding."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b):
-        return True
-    if a.dtype not in (torch.float64, torch.complex128):
-        return False
-    distance, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(b)
-    return bool(distance <= AGREEMENT * size)
-
-
 # Steps whose forwards are others than those of the run that is repeated.
 #
 # A prompt that is fed in chunks makes several forwards of step 0. Their rows are the rows of one
@@ -282,53 +168,17 @@ class Chunks:
         return recorded[:, self.first : self.first + self.length]
 
 
-def recorded_rows(
-    anchor: Anchor,
-    sample: int,
-    step: int,
-    site: str,
-    own: torch.Tensor,
-    *,
-    chunks: Chunks | None,
-    cached: bool,
+def steps_joined(
+    anchor: Anchor, sample: int, steps: range, site: str, own: torch.Tensor
 ) -> torch.Tensor | None:
-    """What was recorded for this forward's input: of a chunk its rows of the prefill, without a
-    cache the rows of all steps up to ``step``. None where one has none, or they do not fit."""
-    if cached or not step:
+    """The rows of all ``steps``, one after another (B, T, ...). None where one has none, or where
+    they are not made of rows."""
+    rows = []
+    for step in steps:
         recorded = anchor(sample, step, site, own)
-        return recorded if recorded is None or chunks is None else chunks.rows(recorded, own)
-    rows = [anchor(sample, number, site, own) for number in range(step + 1)]
-    held = [row for row in rows if row is not None]
-    if len(held) < len(rows):
-        return None
-    if held[-1].shape == own.shape:  # it holds no more than the step's own
-        return held[-1]
-    shapes = {row.shape[:1] + row.shape[2:] for row in held}
-    fit = len(shapes) == 1 and all(row.ndim > 1 for row in held)
-    return torch.cat(held, dim=1) if fit else None
-
-
-def called_through(
-    model: torch.nn.Module, post: Callable[[Any, Any, Any, Any], Any]
-) -> contextlib.AbstractContextManager[None]:
-    """What the model returns, seen by no hook: its ``forward`` is called through another one."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        post(model, args, kwargs, output)
-        return output
-
-    return patched(model, "forward", watched)
-
-
-def repeated(tell: Callable[[Any], None] | None, times: int) -> Callable[[Any], None] | None:
-    """``tell``, so many times for each call; None where there is none."""
-
-    def told(what: Any) -> None:
-        for _ in range(times):
-            assert tell is not None
-            tell(what)
-
-    return None if tell is None else told
+        if recorded is None:
+            return None
+        rows.append(recorded)
+    shapes = {row.shape[:1] + row.shape[2:] for row in rows}
+    fit = len(shapes) == 1 and all(row.ndim > 1 for row in rows)
+    return torch.cat(rows, dim=1) if fit else None

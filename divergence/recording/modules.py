@@ -10,12 +10,14 @@ its module returns the tensor it was given.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from divergence.domain import domains, placed
 from divergence.recording.dispatch import (
     OperatorRecorder,
     argument_names,
@@ -24,19 +26,9 @@ from divergence.recording.dispatch import (
     map_output,
     output_leaves,
 )
-from divergence.recording.hooks import (
-    USUAL,
-    Anchor,
-    Forwards,
-    Rows,
-    Sink,
-    called_through,
-    recorded_rows,
-    repeated,
-)
+from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, patched, steps_joined
 from divergence.recording.keeper import CopyKeeper, Keeper, Recent
-from divergence.recording.plant import FORWARDS, Plant, Substitute, substituted
-from divergence.recording.quantizers import watched
+from divergence.recording.plant import FORWARDS, Plant, Substitute
 from divergence.recording.selection import narrowed, step_selected
 from divergence.recording.structure import by_token, compiled_regions, hooked, inside
 from divergence.run.captured import CapturedTensor
@@ -66,7 +58,78 @@ class Lane:
     num_calls: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-class Recorder:
+Args, Kwargs = tuple[Any, ...], Mapping[str, Any]
+Changed = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Hook:
+    """Sees the modules of a model while a pass runs: four methods, each of which may do nothing.
+
+    Those of a recorder stand in one list (``Recorder.hooks``) and are called in its order: recorded
+    inputs are put in place, then faults, and what a module then gets and gives is recorded.
+    """
+
+    def sees(self, path: str) -> bool:
+        """Is it called around this module?"""
+        return True
+
+    def before(
+        self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
+    ) -> Changed | None:
+        """Before a call of the module: other arguments, or None. ``call``: what tells this call of
+        it from others (``#2``); ``names``: of its positional parameters."""
+        return None
+
+    def after(self, path: str, call: str, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        """After the call: the result, or another one."""
+        return output
+
+    def end_of_forward(self) -> None:
+        """The model has given its result."""
+
+
+class Anchoring(Hook):
+    """Puts another run's recorded inputs in place of a module's own."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def sees(self, path: str) -> bool:
+        return path != ROOT and self._recorder._notes[path].role != "inner"
+
+    def before(
+        self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
+    ) -> Changed | None:
+        recorder = self._recorder
+        if recorder._anchor_broken:
+            return None
+        put = functools.partial(recorder._recorded_input, path + call)
+        with recorder._quiet():
+            return map_inputs(args, kwargs, put, names)
+
+
+class Planting(Hook):
+    """Plants faults in what a module gets and gives."""
+
+    def __init__(self, recorder: Recorder, plants: Sequence[Plant]) -> None:
+        self._recorder, self._plants = recorder, plants
+
+    def sees(self, path: str) -> bool:
+        return any(plant.path == path for plant in self._plants)
+
+    def _change(self, path: str, side: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        return self._recorder._planter([p for p in self._plants if p.is_at(path, side)])
+
+    def before(
+        self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
+    ) -> Changed | None:
+        return map_inputs(args, kwargs, self._change(path, "in"), names)
+
+    def after(self, path: str, call: str, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        return map_output(output, self._change(path, "out"))
+
+
+class Recorder(Hook):
     """Installs the hooks of one pass over one model; ``with recorder.installed():``.
 
     ``wanted(path, port, tensor)`` decides what is recorded. ``logit_paths``: modules of
@@ -119,14 +182,14 @@ class Recorder:
                 active=lambda: self.lane.selected and not self._anchor_broken,
                 keep=keep,
                 weights=weights,
-                substitute=None
-                if not substitutes
-                else lambda site: substituted(
-                    substitutes, self._pass, self._sample, self.lane.step, site
-                ),
+                substitute=self._substituted if substitutes else None,
             )
             self._hooked |= {path for path in notes if inside(path, operators)}
-        self._forwards = forwards
+        self._forwards, self._substitutes = forwards, substitutes or {}
+        self.hooks: list[Hook] = [] if anchor is None else [Anchoring(self)]
+        self.hooks += [Planting(self, plants), self] if plants else [self]
+        self._anchored_ports: set[str] = set()
+        """Ports whose tensors, in the call that begins, are another run's."""
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
         self._recent = Recent()
@@ -160,21 +223,29 @@ class Recorder:
 
     @contextlib.contextmanager
     def held(
-        self, sink: Sink | None, *, step: int, num_told: int, rows: Rows | None = None
-    ) -> Iterator[None]:
-        """The next forward is ``step``, or the steps of ``rows`` from there on; copies of what it
-        gives go to ``sink`` alone, or nowhere. Progress is told ``num_told`` times."""
+        self, sink: Sink | None, *, step: int, num_told: int,
+        anchored: Callable[[Anchor], Anchor] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
+        """The next forward is ``step``, or several from there on, for which ``anchored`` changes
+        the anchor; copies of what it gives go to ``sink`` alone, or nowhere. Progress is told
+        ``num_told`` times."""
         lane, anchor, broken = self.lane, self._anchor, self._anchor_broken
         counts = self.num_emitted, self.anchored
-        on_step, on_block = (repeated(tell, num_told) for tell in (lane.on_step, lane.on_block))
+
+        def repeated(tell: Callable[[Any], None], what: Any) -> None:
+            for _ in range(num_told):
+                tell(what)
+
+        on_step = lane.on_step and functools.partial(repeated, lane.on_step)
+        on_block = lane.on_block and functools.partial(repeated, lane.on_block)
         held = replace(
             lane, sink=sink or lane.sink, keep=CopyKeeper().keep, on_step=on_step, on_block=on_block
         )
         with self.on_lane(held):
             self.go_to(step)
             held.selected = held.selected and sink is not None
-            if rows is not None and anchor is not None:
-                self._anchor = rows.of(anchor)
+            if anchored is not None and anchor is not None:
+                self._anchor = anchored(anchor)
             try:
                 yield
             finally:
@@ -204,7 +275,8 @@ class Recorder:
             stack.callback(self._recent.items.clear)
             for hooks in self._mounted():
                 stack.enter_context(hooks)
-            stack.enter_context(watched(self._model, self._codes, self._quiet))
+            for place in (place for domain in domains() for place in domain.watches):
+                stack.enter_context(placed(place)(self._model, self._codes, self._quiet))
             # after these: what an anchor puts in place is no operator, what a plant does is one
             if self.operators is not None:
                 stack.enter_context(self.operators.installed())
@@ -214,19 +286,28 @@ class Recorder:
         """The hooks of each module; an engine puts them where it has another name or form."""
         compiled = bool(compiled_regions(self._model))
         if not self._forwards.hooks:
-            yield called_through(self._model, self._post_hook(ROOT))
+            # The result alone, seen by no hook: the model is called through another ``forward``.
+            forward, post = self._model.forward, self._post_hook(ROOT)
+
+            @functools.wraps(forward)
+            def watching(*args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                post(self._model, args, kwargs, output)
+                return output
+
+            yield patched(self._model, "forward", watching)
         for name, module in self._model.named_modules():
             if (path := escape_path(name)) in self._hooked and self._forwards.hooks:
                 pre = self._pre_hook(path, argument_names(module))
                 yield hooked(module, pre, self._post_hook(path), compiled=compiled)
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
-        anchors = self._anchor is not None and path != ROOT and self._notes[path].role != "inner"
-        plants = [plant for plant in self._plants if plant.is_at(path, "in")]
-        plain = not (anchors or plants)
+        """The hooks of a module, one after another: each sees what those before it changed."""
+        hooks = [hook for hook in self.hooks if hook.sees(path)]
+        alone = hooks == [self]
 
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if plain and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            if alone and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
                 self._emit(path, self._numbered(path, ""), "in", args[0])  # nearly always
                 return None
             # What this call adds to the module's path: nothing, ``#2`` for the second one, or the
@@ -236,51 +317,52 @@ class Recorder:
             word = next((word for word in words if word.isidentifier()), "")
             call = self._numbered(path, f"#{word}" if word and path != ROOT else "")
             changed = None
-            done: set[str] = set()
-            if anchors and not self._anchor_broken:
-                site_path = path + call
-
-                def put_recorded(port: str, tensor: torch.Tensor) -> torch.Tensor:
-                    return self._recorded_input(site_path, port, tensor, done)
-
-                with self._quiet():
-                    changed = args, kwargs = map_inputs(args, kwargs, put_recorded, names)
-            if plants:
-                changed = args, kwargs = map_inputs(args, kwargs, self._planter(plants), names)
-            for port, tensor in input_leaves(args, kwargs, names):
-                if port not in done:  # an anchored input is the other run's, not news of this one
-                    self._emit(path, call, port, tensor)
+            self._anchored_ports.clear()
+            for hook in hooks:
+                new = hook.before(path, call, args, kwargs, names)
+                if new is not None:
+                    changed = args, kwargs = new
             return changed
 
         return pre_hook
 
     def _post_hook(self, path: str) -> Callable[..., Any]:
-        plants = [plant for plant in self._plants if plant.is_at(path, "out")]
-        recent = self._recent
+        hooks = [hook for hook in self.hooks if hook.sees(path)]
         is_block = self._notes[path].role == "block"
 
         def post_hook(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
-            new = map_output(output, self._planter(plants)) if plants else output
-            call = self.lane.calls.get(path, "")
-            if isinstance(new, torch.Tensor):  # nearly always
-                if id(new) in recent.items:
-                    self._forget_given(args, kwargs)
-                self._emit(path, call, "out", new)
-            else:
-                leaves = output_leaves(new)
-                if any(id(tensor) in recent.items for _, tensor in leaves):
-                    self._forget_given(args, kwargs)
-                for port, tensor in leaves:
-                    self._emit(path, call, port, tensor)
+            new, call = output, self.lane.calls.get(path, "")
+            for hook in hooks:
+                new = hook.after(path, call, args, kwargs, new)
             if is_block and self.lane.on_block is not None:
                 self.lane.on_block(path)
             if path == ROOT:
                 self._end_of_forward()
-            return new if plants else None
+            return None if new is output else new
 
         return post_hook
+
+    def before(
+        self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
+    ) -> None:
+        """Records what a module is given."""
+        for port, tensor in input_leaves(args, kwargs, names):
+            if port not in self._anchored_ports:  # what the other run has is no news of this one
+                self._emit(path, call, port, tensor)
+
+    def after(self, path: str, call: str, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        """Records what it gives. A kernel may write to what it was given, uncounted: what is given
+        back is kept anew."""
+        recent = self._recent.items
+        leaves = [("out", output)] if isinstance(output, torch.Tensor) else output_leaves(output)
+        if any(id(tensor) in recent for _, tensor in leaves):
+            for _, tensor in input_leaves(args, kwargs):
+                recent.pop(id(tensor), None)
+        for port, tensor in leaves:
+            self._emit(path, call, port, tensor)
+        return output
 
     def _numbered(self, path: str, call: str = "") -> str:
         calls = self.lane.calls
@@ -292,16 +374,13 @@ class Recorder:
         calls[path] = call
         return call
 
-    def _forget_given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A kernel may write to what it was given, uncounted: what is given back is kept anew."""
-        for _, tensor in input_leaves(args, kwargs):
-            self._recent.items.pop(id(tensor), None)
-
     def _end_of_forward(self) -> None:
         done = self.lane.step or self._chunks is None or self._chunks.end()
         if done:
             self.go_to(self.lane.step + 1)
         self.lane.calls.clear()
+        for hook in self.hooks:
+            hook.end_of_forward()
         if self.operators is not None:
             self.operators.end_of_forward()
         self._recent.items.clear()  # nothing of a forward is held beyond it
@@ -309,9 +388,7 @@ class Recorder:
         if done and self.lane.on_step is not None:
             self.lane.on_step(self.lane.step)
 
-    def _recorded_input(
-        self, path: str, port: str, tensor: torch.Tensor, done: set[str]
-    ) -> torch.Tensor:
+    def _recorded_input(self, path: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
         """The other run's tensor for this input; the own one where none was recorded."""
         if not tensor.is_floating_point() or "mask" in port:
             return tensor
@@ -328,7 +405,7 @@ class Recorder:
                 # From here on the caches would hold own values: no longer anchored.
                 self._anchor_broken = True
             return tensor
-        done.add(port)
+        self._anchored_ports.add(port)
         self.anchored += 1
         # A copy: the model may write to its inputs in place, and the recording must not change.
         return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
@@ -346,12 +423,26 @@ class Recorder:
         return None if free else self._recorded_rows(join_site(path + call, port), codes)
 
     def _recorded_rows(self, site: str, own: torch.Tensor) -> torch.Tensor | None:
-        """What the other run has there, of the rows of this forward."""
-        assert self._anchor is not None  # asked where there is one
-        return recorded_rows(
-            self._anchor, self._sample, self.lane.step, site, own,
-            chunks=None if self.lane.step else self._chunks, cached=self._forwards.cached,
-        )  # fmt: skip
+        """What the other run has there, of the rows of this forward: of a chunk its rows of the
+        prefill, without a cache the rows of all steps so far. None where one has none, or they do
+        not fit."""
+        anchor, sample, step = self._anchor, self._sample, self.lane.step
+        assert anchor is not None  # asked where there is one
+        recorded = anchor(sample, step, site, own)
+        if recorded is None:
+            return None
+        if step == 0 and self._chunks is not None:
+            return self._chunks.rows(recorded, own)
+        if step == 0 or self._forwards.cached or recorded.shape == own.shape:
+            return recorded  # without a cache: it holds no more than the step's own
+        return steps_joined(anchor, sample, range(step + 1), site, own)
+
+    def _substituted(self, site: str) -> torch.Tensor | None:
+        """What is put in the place of an operator's result in this forward, or None."""
+        path, _, port = site.rpartition(":")
+        known = self._substitutes.get(path)
+        step = self.lane.step
+        return None if known is None else known.find(self._pass, self._sample, step, port)
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(port: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -335,15 +335,6 @@ def _parted(word: str) -> tuple[str, str]:
     return site, run
 
 
-def substituted(
-    substitutes: Mapping[str, Substitute], pass_: str, sample: int, step: int, site: str
-) -> torch.Tensor | None:
-    """What is put in the place of a result in that forward, or None."""
-    path, _, port = site.rpartition(":")
-    known = substitutes.get(path)
-    return None if known is None else known.find(pass_, sample, step, port)
-
-
 def check_fired(plants: Sequence[Plant], fired: Collection[str]) -> None:
     """Raise PlantError for a plant whose site was not among those that fired."""
     for plant in plants:

@@ -1,4 +1,4 @@
-"""Prompts, labels and what else a capture is given, checked against what can be had."""
+"""Prompts and what else a capture is given, checked against what can be had."""
 
 from __future__ import annotations
 
@@ -21,49 +21,11 @@ from divergence.run.record import expanded
 from divergence.run.site import one_or_more
 
 if TYPE_CHECKING:
-    import torch
-
     from divergence.run.reader import Run
 
 
-# Labels of a training step: the token that each position is to predict, from the tokens before it.
-#
-# As in transformers, labels lie beside a prompt's tokens, label t belonging to token t, and -100
-# says that a token has none: the loss leaves it out. The first token's label is never used.
-# Without labels each token is its own. What users mostly want is to train on the completion of a
-# prompt alone; that is a number, from which token on: ``completion_from``.
-
 MAX_PROMPTS = 1_000_000
 Label = Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]
-LABEL_HINT = (
-    "a line for each prompt, as JSON: a list with a token id for each of its tokens, "
-    f'{NO_LABEL} where there is no label, or {{"completion_from": 7}}'
-)
-
-
-class LabelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one line of a file says: the labels of one prompt."""
-
-    labels: tuple[Label, ...] | None = None
-    completion_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.labels is None) == (self.completion_from is None):
-            raise ValueError("give either labels or completion_from")
-
-
-def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine]]:
-    """What they are to be called, and those of each prompt: of a file, or of a list of what its
-    lines hold. Raises PromptError."""
-    if isinstance(labels, str | Path):
-        lines = text_lines(expanded(labels), LABEL_HINT)
-        return str(labels), [_line(line, where) for where, line in lines]
-    try:
-        plain = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
-        written = [msgspec.json.encode(entry) for entry in plain]
-    except TypeError as error:  # no list, or what JSON has no word for
-        raise PromptError(f"not labels: {error}", where="labels", hint=LABEL_HINT) from error
-    return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
 
 
 def text_lines(path: Path, hint: str) -> Iterator[tuple[str, str]]:
@@ -84,12 +46,8 @@ def text_lines(path: Path, hint: str) -> Iterator[tuple[str, str]]:
             yield f"{path}, line {number}", text.removesuffix("\n").removesuffix("\r")
 
 
-def _line(line: str | bytes, where: str) -> LabelLine:
-    decoded = _decoded(line, tuple[Label, ...] | LabelLine, "labels", where, LABEL_HINT)
-    return decoded if isinstance(decoded, LabelLine) else LabelLine(labels=decoded)
-
-
-def _decoded(line: str | bytes, type_: Any, what: str, where: str, hint: str) -> Any:
+def decoded(line: str | bytes, type_: Any, what: str, where: str, hint: str) -> Any:
+    """One line of such a file, as ``type_``. Raises PromptError."""
     try:
         return msgspec.json.decode(line, type=type_)
     except (ValueError, RecursionError) as error:
@@ -121,19 +79,6 @@ def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> N
                 f"prompt {number}: label {bad[0]} is no token id{of}",
                 hint=f"{NO_LABEL} says that a token has no label",
             )
-
-
-def label_rows(
-    samples: Sequence[SampleTokens], ids: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """(B, T) of a batch: -100 for pads, for first tokens and for tokens without a label. ``ids``
-    (B, T) and ``mask`` (B, T), 0 for pads: as the model gets them."""
-    labels = ids.masked_fill(mask.cumsum(-1) * mask < 2, NO_LABEL)
-    for row, sample in zip(labels, samples, strict=True):
-        if sample.labels is not None:
-            first = sample.num_left_pad + 1
-            row[first : first + len(sample.used_labels)] = row.new_tensor(sample.used_labels)
-    return labels
 
 
 # Prompts as a user gives them (text, chat messages or token ids), and their token ids.
@@ -225,7 +170,7 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
         prompts = [Prompt(text=line) for _, line in text_lines(path, hint)]
     elif suffix == ".jsonl":
         lines = text_lines(path, hint)
-        prompts = [_decoded(line, Prompt, "a prompt", where, _PROMPT_HINT) for where, line in lines]
+        prompts = [decoded(line, Prompt, "a prompt", where, _PROMPT_HINT) for where, line in lines]
     elif suffix == ".json":
         data = read_bytes(path, most=MAX_LINE_BYTES, error=PromptError, hint=hint)
         content = json_value(data, where=str(path), error=PromptError, hint=hint)

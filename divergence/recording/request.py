@@ -15,16 +15,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from divergence.domain import sources
+from divergence.domain import added, placed, sources
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.options.commands import CaptureOptions
-from divergence.options.option import fields_of
+from divergence.options.commands import CaptureOptions, TrainOptions
+from divergence.options.option import fields_of, given_fields
 from divergence.recording.engines.engine import DEFAULT, given_options, recorded_options
 from divergence.recording.engines.load import Loading
-from divergence.recording.optimizer import prompts_of, without_decoding
 from divergence.recording.plant import Plant, Substitute, parse_plant, parse_substitutes
-from divergence.recording.prompts import Prompt, padded_right_alone
+from divergence.recording.prompts import Prompt, collect_prompts, padded_right_alone
 from divergence.recording.selection import chosen_store, select_positions, step_selected
 from divergence.run.captured import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.contents import site_names
@@ -114,7 +113,16 @@ def resolve_request(
     if options.repeat < 1:
         raise UsageError(f"--repeat {options.repeat}: at least one run is needed")
     _check_seed(options.seed)
-    options = without_decoding(options, like)
+    if options.train or (like is not None and like.manifest.training.train):
+        step = added("steps").get("train")
+        if step is None:
+            raise UsageError("--train: nothing that is installed makes a training step")
+        options = placed(f"{step}.options:settled")(options, like)
+    else:
+        training = {field.name for field in fields_of(TrainOptions)}
+        for field in given_fields(options):
+            if field.name in training:
+                raise UsageError(f"{field.option.names[0]} needs --train")
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
@@ -174,7 +182,9 @@ def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
         "engine": options.engine or DEFAULT,
         "engine_options": given_options(options.engine_options),
         "attn_implementation": options.attn_implementation or "eager",
-        "prompts": prompts_of(options),
+        "prompts": collect_prompts(
+            options.prompts, options.prompts_file, train=bool(options.train)
+        ),
         "batch": bool(options.batch),
         "use_cache": options.use_cache is not False,
         "hooks": options.hooks is not False,

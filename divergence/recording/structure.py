@@ -34,10 +34,10 @@ from divergence.run.writer import RunWriter
 # A function without source (made by ``exec``) is known by its byte code, one in C by its name
 # alone. The file is read as it is now: a change on disk after the import is not noticed.
 
-_LIBRARIES = (
-    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "torch_npu", "vllm",
-    "deepspeed", "functools", "contextlib", "torchao", "safetensors", "tokenizers",
-)  # fmt: skip
+_LIBRARIES = """
+    torch transformers accelerate peft bitsandbytes numpy torch_npu vllm deepspeed functools
+    contextlib torchao safetensors tokenizers
+""".split()
 """Packages whose files are named by module alone: version and module say which line."""
 _SKIPPED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 _PLAIN = (float, int, bool, str, type(None))

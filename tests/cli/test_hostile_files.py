@@ -48,9 +48,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-WHOLE = (
-    "losses.jsonl", "losses.csv", "losses.json", "policy.json", "policy.toml", "report.json",
-)  # fmt: skip
+WHOLE = {
+    name for name in COMMANDS if name.partition(".")[0] in ("losses", "labels", "policy", "report")
+}
 """Files that domains read."""
 
 

@@ -144,12 +144,13 @@ JOURNEYS = {
     ),
 }
 """Commands; of the last one, what it offers is run as well."""
+WHOLE = ("suite", "probe", "training", "alone")
 
 
 @pytest.mark.parametrize(
     "journey",
     [
-        pytest.param(name, marks=pytest.mark.whole if name in ("suite", "probe") else ())
+        pytest.param(name, marks=pytest.mark.whole if name.split()[-1] in WHOLE else ())
         for name in JOURNEYS
     ],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytestmark = pytest.mark.whole
+
 
 def test_one_process_has_no_stage_of_zero(invoke, llama, tmp_path):
     code, _, err = invoke("capture", llama, "--train", "--zero", "2", "-o", tmp_path / "run")

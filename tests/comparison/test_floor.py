@@ -136,7 +136,7 @@ def test_it_is_small(tiny_model, tmp_path):
 def test_what_does_not_fit_is_said(llama, tmp_path, monkeypatch):
     """Where the inputs find no room for the time of the capture there is no floor, and why."""
     notes = []
-    monkeypatch.setattr("divergence.recording.execution.shutil.disk_usage",
+    monkeypatch.setattr("divergence.recording.passes.shutil.disk_usage",
                         lambda place: type("Usage", (), {"free": 100}))  # fmt: skip
     run = divergence.capture(
         str(llama), out=tmp_path / "a", prompts=PROMPTS, store="sketch", truth="floor",

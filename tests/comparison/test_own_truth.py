@@ -105,8 +105,8 @@ def test_a_golden_leaves_its_tensors_out(runs, tmp_path):
 def prefill_alone(tmp_path_factory, tiny_model):
     """A run whose truth holds the first prompt's prefill, and nothing else, for want of time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("divergence.recording.execution.SHARE", 0.0)
-        patch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
+        patch.setattr("divergence.recording.api.SHARE", 0.0)
+        patch.setattr("divergence.recording.api.LEAST_SECONDS", 0.0)
         return divergence.capture(
             str(tiny_model("llama", dtype="bfloat16", num_blocks=6)),
             out=tmp_path_factory.mktemp("part-") / "a", prompts=PROMPTS, max_new_tokens=6,

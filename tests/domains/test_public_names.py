@@ -23,10 +23,14 @@ EXCEPTIONS = {
     # what a gradient shares with others, as the blocks' analysis asks it
     ("training", "comparison.parameters"),
     ("training", "comparison.limits"),
-    # codes are put in place by the hooks of the core, and judged in the format they were made in
-    ("quantization", "recording.quantizers"),
+    # codes are judged in the format they were made in
     ("quantization", "recording.widening"),
     ("quantization", "comparison.measure.judge"),
+    ("quantization", "recording.code"),
+    # a training step with a recorder of its own, and labels beside prompts
+    ("training", "recording.dispatch"),
+    ("training", "recording.prompts"),
+    ("training", "recording.structure"),
     # facts of arithmetic in the rows of a run's environment
     ("probe", "report.environment"),
 }

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from divergence.recording.engines import tiny
-from divergence.recording.engines.tiny import Architecture, Checkpoint, Shape, grouped_dimensions
+from divergence.experiments import tiny
+from divergence.experiments.tiny import Architecture, Checkpoint, Shape, grouped_dimensions
 from tests.models import weights
 from tests.models.tiny import ARCHITECTURES
 from tests.models.tiny import build as build_usual

@@ -1,6 +1,6 @@
 """Tiny random models of real architectures, for tests and benchmarks.
 
-They are made as the demo's Llama is (divergence/recording/engines/tiny.py): each is lively, and has
+They are made as the demo's Llama is (divergence/experiments/tiny.py): each is lively, and has
 the same bytes on every machine.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.recording.engines import tiny
-from divergence.recording.engines.tiny import (
+from divergence.experiments import tiny
+from divergence.experiments.tiny import (
     LLAMA,
     MAX_POSITIONS,
     PAD,
@@ -33,7 +33,7 @@ _NEVER_TIED = frozenset({"remote-code"})
 def build(architecture: str, directory: str | Path, **options: Any) -> Path:
     """Write a model folder and return its path.
 
-    ``options`` are those of ``divergence.recording.engines.tiny.build``. An encoder-decoder has
+    ``options`` are those of ``divergence.experiments.tiny.build``. An encoder-decoder has
     ``num_blocks`` in each half.
     """
     if architecture not in _KNOWN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from divergence.recording.engines.tiny import (
+from divergence.experiments.tiny import (
     ATTENDED_RMS,
     LOGIT_STD,
     MAX_POSITIONS,

@@ -34,7 +34,7 @@ def _breaking(rank: int, call: int, how: str):
 def _faulty(name: str | None) -> contextlib.AbstractContextManager[None]:
     if name is None:
         return contextlib.nullcontext()
-    from tests.recording.training.rank_faults import FAULTS
+    from tests.domains.training.step.rank_faults import FAULTS
 
     return FAULTS[name]()
 

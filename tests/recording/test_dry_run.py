@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from divergence.cli.demo import plantable_module
 from divergence.errors import ModelError
-from divergence.recording.dry_run import plantable_module
 
 PLACES = {
     "bert": ("bert.encoder.layer.1", "output.dense"),  # not the norm that makes the output itself

@@ -269,7 +269,7 @@ def test_what_the_truth_does_not_reach_is_held_against_the_other(
     """Of forwards that the time did not allow: their float32 passes are compared with each other,
     and where the truth tells the side of the same site elsewhere, it is theirs too."""
     for name in ("LEAST_SECONDS", "SHARE"):
-        monkeypatch.setattr(f"divergence.recording.execution.{name}", 0.0)
+        monkeypatch.setattr(f"divergence.recording.api.{name}", 0.0)
     a = capture(
         str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ.", "Machines too."],
         max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="auto",

@@ -102,8 +102,8 @@ def test_what_else_is_recorded_stays_as_it_was(heard, llama):
 
 def test_auto_keeps_to_its_time(heard, llama, monkeypatch):
     """With no time to spend the first prompt's prefill is made, and the manifest says so."""
-    monkeypatch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
-    monkeypatch.setattr("divergence.recording.execution.SHARE", 0.0)
+    monkeypatch.setattr("divergence.recording.api.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("divergence.recording.api.SHARE", 0.0)
     run, _ = heard(llama, truth="auto")
     assert run.manifest.plan.truth.num_steps == [1, 0]
     assert {place[:2] for place in places(run, "truth")} == {(0, 0)}
@@ -213,10 +213,11 @@ def test_a_dry_run_says_whether_it_will_be_escalated(llama, options, made, word)
     assert any(word in note for note in plan.notes)
 
 
+@pytest.mark.whole
 def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, monkeypatch):
     """Those are of all prompts together: what the first alone gives is not recorded as theirs."""
-    monkeypatch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
-    monkeypatch.setattr("divergence.recording.execution.SHARE", 0.0)
+    monkeypatch.setattr("divergence.recording.api.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("divergence.recording.api.SHARE", 0.0)
     run, _ = heard(llama, truth="auto", train=True, max_new_tokens=None)
     sites = {site for _, _, site in places(run, "truth")}
     assert run.manifest.plan.truth.num_steps == [1, 0]

@@ -17,7 +17,7 @@ import torch
 from divergence import Run, capture
 from divergence.errors import RunWriteError
 from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compiled
-from divergence.recording import execution as room
+from divergence.recording import api as room
 from divergence.recording.engines.sessions import about_bytes
 from divergence.recording.keeper import BufferKeeper
 from divergence.run import target as directory_target

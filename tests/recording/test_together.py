@@ -10,7 +10,7 @@ import torch
 from divergence import LoadOptions, capture
 from divergence import truth as make_truth
 from divergence.recording.engines import together
-from divergence.recording.hooks import Rows, agree
+from divergence.recording.engines.together import Rows, agree
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "def mean"]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from divergence import Run, capture
 from divergence import truth as make_truth
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.recording import execution as passes
+from divergence.recording import passes
 from divergence.run.site import module_of
 from tests.digests import without_digests
 

@@ -33,12 +33,12 @@ from divergence.domains.quantization.model import (
     watching,
 )
 from divergence.domains.quantization.scheme import Scheme, scheme_named
+from divergence.domains.quantization.watching import CACHE
 from divergence.errors import UsageError
 from divergence.recording.engines.engine import EngineOptions, run_group
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks import patched
-from divergence.recording.quantizers import CACHE
 from divergence.run.manifest import (
     Calibration,
     EngineNote,

@@ -22,8 +22,8 @@ from divergence.domains.quantization.coding import (
     values_of,
 )
 from divergence.domains.quantization.scheme import Scheme
+from divergence.domains.quantization.watching import INPUT
 from divergence.errors import UsageError
-from divergence.recording.quantizers import INPUT
 from divergence.recording.structure import describe_modules, routing_modules
 from divergence.run.manifest import Calibration
 from divergence.run.site import did_you_mean, unescape_path

@@ -1,4 +1,4 @@
-"""Training: gradients that are off together, the plan of a step, policies, and curves of losses."""
+"""Training: a step, recorded; gradients that are off together, its plan, policies, losses."""
 
 from divergence.domain import Addition, Domain, Files
 
@@ -28,6 +28,7 @@ DOMAIN = Domain(
     },
     analyses={"gradients": "divergence.domains.training.gradients"},
     plans={"training": "divergence.domains.training"},
+    steps={"train": "divergence.domains.training.recording"},
     readers={"precision_policy": "divergence.domains.training.policies:read_policy"},
     sentences={
         "gradients": "divergence.domains.training.gradients.sentences",

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from divergence.domains.training.options import PlanOptions
+from divergence.domains.training.recording.step import training_mode
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.facts import Fact, Worded, fact, with_sentences
 from divergence.options.commands import link_rate
@@ -31,7 +32,6 @@ from divergence.recording.hooks import swapped
 from divergence.recording.processes import parse_mesh
 from divergence.recording.request import Request
 from divergence.recording.structure import describe_modules
-from divergence.recording.training import training_mode
 from divergence.run.site import escape_path
 
 

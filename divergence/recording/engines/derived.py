@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -24,15 +23,16 @@ _NUM_VALUES = 64
 def derived_state(module: torch.nn.Module) -> dict[str, DerivedNote]:
     """By dotted name: buffers that are not in the state dict, and tensors that are plain attributes
     of modules. What lies on no device, or in pieces on several, is left out."""
-    return {
-        name: DerivedNote(
+    notes = {}
+    for name, tensor in _tensors(module):
+        values = tensor.flatten()[:_NUM_VALUES].tolist()
+        notes[name] = DerivedNote(
             digest=digest_tensor(tensor),
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=list(tensor.shape),
-            values=[_plain(value) for value in tensor.flatten()[:_NUM_VALUES].tolist()],
+            values=[value if math.isfinite(value) else str(value) for value in values],
         )
-        for name, tensor in _tensors(module)
-    }
+    return notes
 
 
 def note_changes(module: torch.nn.Module, notes: Mapping[str, DerivedNote], sample: int) -> None:
@@ -52,7 +52,3 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             # of a DTensor each rank has a piece
             if type(tensor) is torch.Tensor and name not in stored and not tensor.is_meta:
                 yield f"{path}.{name}".lstrip("."), tensor.detach()
-
-
-def _plain(value: Any) -> Any:
-    return value if math.isfinite(value) else str(value)

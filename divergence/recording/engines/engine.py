@@ -27,6 +27,7 @@ from divergence.run.manifest import (
     ModelIdentity,
     ModuleNote,
     SampleTokens,
+    Training,
 )
 from divergence.run.site import did_you_mean
 from divergence.run.trust import recorded_engine_options
@@ -367,6 +368,27 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     opens_files: ClassVar[bool] = True
     """May a text be the name of a file? Those of a run are then taken only where they are none."""
+
+
+class GroupStep:
+    """What a session makes of each group of prompts beside forwards: here nothing. A session that
+    makes more, such as a training step, has one of its own in ``step``."""
+
+    def __init__(self, training: Training | None = None) -> None:
+        self.training = training or Training()
+        """As the manifest has it."""
+
+    def places(self, paths: Collection[str]) -> Collection[str]:
+        """Where a fault may be planted, of a model with modules at these ``paths``."""
+        return paths
+
+    def owners(self) -> set[str]:
+        """Modules that the manifest describes beside those of the chosen sites."""
+        return set()
+
+    def in_dtype(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
+        """What of the model is of ``dtype`` while a pass runs in it, beside its operators."""
+        return contextlib.nullcontext()
 
 
 class Session(Protocol):

@@ -13,9 +13,10 @@ from typing import Any, cast, get_args
 
 import torch
 
+from divergence.domain import added, placed
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.signs import signs
-from divergence.recording.code import code_notes, quantization_of
+from divergence.recording.code import code_notes
 from divergence.recording.engines.load import LoadedModel, weights_of
 from divergence.run.manifest import (
     NUM_SUMS,
@@ -51,31 +52,19 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     for target in forms[: forms.index(own) if own in forms else 0]:
         narrow = tensor.to(format_named(target).torch_dtype)
         told = digest_tensor(narrow)
-        if _is_exact(narrow, tensor):
+        # Does the narrower copy hold the very values?
+        pieces = zip(
+            narrow.reshape(-1).split(_MOST_AT_ONCE), tensor.reshape(-1).split(_MOST_AT_ONCE),
+            strict=True,
+        )  # fmt: skip
+        if all(
+            bool(((small.to(tensor.dtype) == piece) | piece.isnan()).all())
+            for small, piece in pieces
+        ):
             form, values = target, told
             break
         rounded[target] = told
-    norm, sums = _sums(tensor)
-    return ParameterNote(
-        dtype=own, shape=list(tensor.shape), form=form, values=values, rounded=rounded, norm=norm,
-        sums=sums, levels=_levels(tensor),
-        strides=None if tensor.is_contiguous() else list(tensor.stride()),
-    )  # fmt: skip
-
-
-def _is_exact(narrow: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Does the narrower copy hold the very values? The first piece tells it of most tensors."""
-    pieces = zip(
-        narrow.reshape(-1).split(_MOST_AT_ONCE), tensor.reshape(-1).split(_MOST_AT_ONCE),
-        strict=True,
-    )  # fmt: skip
-    return all(
-        bool(((small.to(tensor.dtype) == piece) | piece.isnan()).all()) for small, piece in pieces
-    )
-
-
-def _sums(tensor: torch.Tensor) -> tuple[float, list[float]]:
-    """The norm, and the sums with signs, in one product a piece."""
+    # The norm, and the sums with signs, in one product a piece
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     columns = signs(rows.shape[1], 2 * NUM_SUMS, tensor.device).to(wide)
@@ -91,7 +80,12 @@ def _sums(tensor: torch.Tensor) -> tuple[float, list[float]]:
         by_row = total * by_place[:, :NUM_SUMS]
         by_both = by_both * by_place[:, NUM_SUMS:]
         totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).cpu().double()
-    return square**0.5, totals.tolist()
+    norm, sums = square**0.5, totals.tolist()
+    return ParameterNote(
+        dtype=own, shape=list(tensor.shape), form=form, values=values, rounded=rounded, norm=norm,
+        sums=sums, levels=_levels(tensor),
+        strides=None if tensor.is_contiguous() else list(tensor.stride()),
+    )  # fmt: skip
 
 
 def _levels(tensor: torch.Tensor) -> int | None:
@@ -121,13 +115,12 @@ def _levels(tensor: torch.Tensor) -> int | None:
 # person compares line by line. No names, paths or tokens of access; what is long (a table of
 # labels) stands as its digest.
 
-_VOLATILE = {
-    # What does not change the numbers that the weights stand for, or is recorded elsewhere.
-    "transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation",
-    "attn_implementation", "_attn_implementation_autoset", "experts_implementation",
-    "_experts_implementation", "architectures", "use_cache", "output_attentions",
-    "output_hidden_states", "return_dict", "distributed_config",
-}  # fmt: skip
+_VOLATILE = """
+    transformers_version _name_or_path dtype torch_dtype _attn_implementation attn_implementation
+    _attn_implementation_autoset experts_implementation _experts_implementation architectures
+    use_cache output_attentions output_hidden_states return_dict distributed_config
+""".split()
+"""What does not change the numbers that the weights stand for, or is recorded elsewhere."""
 _NARROWER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
 
 
@@ -212,6 +205,10 @@ def identify(
     # which implementation of experts was chosen is a setting, so no part of the digest
     chosen = getattr(config, "_experts_implementation", None)
     experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
+    described = {
+        name: placed(place)(module, loaded.quantization)
+        for name, place in added("identity").items()
+    }
     return ModelIdentity(
         source=_portable_source(loaded.source),
         revision=loaded.revision,
@@ -225,7 +222,6 @@ def identify(
         parameters=notes,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
         dequantized=dequantized,
-        quantization=quantization_of(module, loaded.quantization),
         attn_implementation=getattr(config, "_attn_implementation", None),
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=None if template is None else digest_json(template),
@@ -237,6 +233,7 @@ def identify(
         tied=[names for names in groups.values() if len(names) > 1],
         tokenizer_size=tokenizer_size,
         **rows,
+        **described,
     )
 
 

@@ -10,7 +10,7 @@ from divergence import capture, compare
 from divergence import truth as make_truth
 from divergence.errors import UsageError
 from divergence.experiments.localization.localize import _choose
-from divergence.recording import execution as storage
+from divergence.recording import api as storage
 from divergence.recording.keeper import ReducedKeeper
 from divergence.report.summary import report_lines
 from tests.models.tiny import build

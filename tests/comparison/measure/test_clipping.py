@@ -52,6 +52,7 @@ def a(tiny_model, tmp_path_factory):
     )
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("judged", [True, False])
 def test_a_norm_that_is_off_is_named_itself(judged, a, tmp_path, monkeypatch):
     """As one that leaves out what another rank has: all that is clipped follows from it."""
@@ -78,6 +79,7 @@ def half(a, tmp_path_factory):
     return divergence.compare(a, b).verdict
 
 
+@pytest.mark.whole
 def test_a_clip_by_another_norm_is_the_optimizers(half):
     """The norm is right, and what is made of it is not: in all parameters alike."""
     assert half.kind == "systematic" and half.onset.phase == "optimizer"
@@ -92,6 +94,7 @@ def test_a_clip_by_another_norm_is_named_with_its_factor(half):
     assert "all of them are 0.5 × A's in B: another limit, norm or loss scale" in told
 
 
+@pytest.mark.whole
 def test_one_parameter_that_is_not_clipped_is_named(a, tmp_path, monkeypatch):
     """Also outside blocks."""
     clip = torch.nn.utils.clip_grads_with_norm_

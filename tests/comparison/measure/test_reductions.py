@@ -37,6 +37,7 @@ def model(tmp_path_factory):
     return make
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("vocab, steps, scale, options", [
     pytest.param(1024, 0, 1.0, {"optimizer": "adamw"}, id="norm"),
     pytest.param(1 << 15, 0, 1.0, {"optimizer": "sgd"}, id="norm-of-two-million"),
@@ -81,6 +82,7 @@ def scale_backward(path):
     return prepare
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path, steps, site", [
     ("model.layers.1.mlp", 0, "model.layers.1#backward:out"),
     ("model.layers.2.mlp.up_proj", 60, "model.layers.2#backward:out"),

@@ -16,6 +16,7 @@ from divergence.report.text import document_lines
 from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 
+pytestmark = pytest.mark.whole
 IDS = [[(7 * place + 13 * number) % 90 + 5 for place in range(length)]
        for number, length in enumerate((17, 9, 12))]  # fmt: skip
 ATTENTION = {"llama": "model.layers.1.self_attn", "gpt2": "transformer.h.1.attn",

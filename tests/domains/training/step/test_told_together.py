@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence import Run, TrainOptions, capture, compare
-from divergence.recording.optimizer import Stepping
+from divergence.domains.training.recording.optimizer import Stepping
 
 PROMPTS = [[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]]
 

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from divergence.domains.training.recording.optimizer import (
+    Named,
+    Stepping,
+    Update,
+    gathered_once,
+    precision_of,
+)
+from divergence.domains.training.recording.options import check_stage, label_rows, training_of
 from divergence.errors import ModelError, UsageError
+from divergence.options.commands import CaptureOptions
 from divergence.recording.dispatch import (
     Dataflow,
     OperatorRecorder,
@@ -25,13 +34,19 @@ from divergence.recording.dispatch import (
     source_line,
     weights_by_storage,
 )
-from divergence.recording.engines.engine import Feature, GroupResult, Session, failures, inputs
+from divergence.recording.engines.engine import (
+    Feature,
+    GroupResult,
+    GroupStep,
+    Session,
+    failures,
+    inputs,
+)
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks import swapped
-from divergence.recording.modules import Recorder
-from divergence.recording.optimizer import Named, Stepping, Update, gathered_once, precision_of
-from divergence.recording.prompts import check_labels, label_rows
-from divergence.recording.structure import compiled_regions, hooked, inside
+from divergence.recording.modules import Args, Hook, Kwargs, Recorder
+from divergence.recording.prompts import check_labels
+from divergence.recording.structure import hooked, inside
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import num_labels
 from divergence.run.manifest import (
@@ -339,6 +354,59 @@ def _like(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, mesh, divided.placements)
 
 
+class Gradients(Hook):
+    """Watches the gradients of what modules get and give; anchored, puts the other run's in place
+    of those that enter a block."""
+
+    def __init__(self, recorder: TrainRecorder) -> None:
+        self._recorder = recorder
+
+    def sees(self, path: str) -> bool:
+        return path != ROOT
+
+    def before(
+        self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
+    ) -> None:
+        recorder = self._recorder
+        # inside a block several modules may read one tensor: its gradient is no module's own
+        if recorder._notes[path].role == "inner" or recorder._backward_runs:
+            return  # or it is a forward that is run again, for its activations
+        for port, tensor in input_leaves(args, kwargs, names):
+            if tensor.requires_grad:
+                leaves = partial(recorder._leaves, path, call, f"out{port[2:]}")
+                handle = tensor.register_hook(leaves)
+                # Before those that are there: what leaves the backward of the module that reads
+                # a tensor comes before what enters that of the one that made it. Torch runs
+                # them in the order in which they were put in.
+                hooks: Any = tensor._backward_hooks
+                for key in [key for key in hooks if key != handle.id]:
+                    hooks[key] = hooks.pop(key)
+
+    def after(self, path: str, call: str, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        recorder = self._recorder
+        if recorder._backward_runs:
+            return output
+        new = output
+        if recorder._notes[path].role != "inner" and path != LOSS:
+            with recorder._quiet():
+                if len(output_leaves(output)) > 1:
+                    new = output = map_output(output, _beside)
+                if recorder._anchor is not None:
+                    new = map_output(output, partial(recorder._cut, path + call))
+        known = {id(root) for root, _ in recorder._roots}
+        for port, tensor in output_leaves(output):
+            if tensor.requires_grad:
+                recorder._graded.add(path + call)
+            if tensor.requires_grad and id(tensor) not in known:
+                tensor.register_hook(partial(recorder._leaves, path, call, f"in{port[3:]}"))
+        return new
+
+
+def _beside(port: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of what a block hands out beside its first result."""
+    return tensor.view_as(tensor) if port != "out" and tensor.requires_grad else tensor
+
+
 class TrainRecorder(Recorder):
     """A Recorder of one training step. ``loss``: the module that computes it. ``stepping``: what is
     done with the gradients."""
@@ -369,6 +437,7 @@ class TrainRecorder(Recorder):
         if isinstance(self.operators, TrainingOperators):
             self.operators.loss = loss
             self.operators.blocks = frozenset(p for p, n in notes.items() if n.role == "block")
+        self.hooks.append(Gradients(self))
         self._hooked |= {LOSS, *(plant.path.partition("#")[0] for plant in self._plants)}
 
     # --- forward --------------------------------------------------------------------------------
@@ -397,93 +466,30 @@ class TrainRecorder(Recorder):
 
     def _mounted(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
         yield from super()._mounted()
-        compiled = bool(compiled_regions(self._model))
-        for name, module in self._model.named_modules():
-            if (path := escape_path(name)) in self._hooked and path != ROOT:
-                before = self._before(path, argument_names(module))
-                yield hooked(module, before, self._after(path), compiled=compiled)
-        names = argument_names(self._loss)
-        yield hooked(self._loss, self._pre_hook(LOSS, names), self._post_hook(LOSS), compiled=False)
-        yield hooked(self._loss, self._before(LOSS, names), self._after(LOSS), compiled=False)
+        before = self._pre_hook(LOSS, argument_names(self._loss))
+        yield hooked(self._loss, before, self._post_hook(LOSS), compiled=False)
 
-    def _before(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
-        """Watches the gradients of a module's inputs, where they are the module's own: inside a
-        block several modules may read one tensor."""
-        inner = self._notes[path].role == "inner"
-
-        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if inner or self._backward_runs:  # or a forward that is run again, for its activations
-                return
-            call = self.lane.calls.get(path, "")
-            for port, tensor in input_leaves(args, kwargs, names):
-                if tensor.requires_grad:
-                    handle = tensor.register_hook(
-                        partial(self._leaves, path, call, f"out{port[2:]}")
-                    )
-                    # Before those that are there: what leaves the backward of the module that reads
-                    # a tensor comes before what enters that of the one that made it. Torch runs
-                    # them in the order in which they were put in.
-                    hooks: Any = tensor._backward_hooks
-                    for key in [key for key in hooks if key != handle.id]:
-                        hooks[key] = hooks.pop(key)
-
-        return before
-
-    def _after(self, path: str) -> Callable[..., Any]:
-        """Watches the gradients of a module's results; anchored, puts the other run's there."""
-        outer = self._notes[path].role != "inner" and path != LOSS
-        anchored = self._anchor is not None and outer
-
-        def beside(port: str, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.view_as(tensor) if port != "out" and tensor.requires_grad else tensor
-
-        def after(
-            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> Any:
-            if self._backward_runs:
-                return None
-            call = self.lane.calls.get(path, "")
-
-            def cut(port: str, tensor: torch.Tensor) -> torch.Tensor:
-                site = join_site(path + call + BACKWARD, f"in{port[3:]}")
-                if not tensor.requires_grad or self._anchor_broken:
-                    return tensor
-                recorded = self._recorded_rows(site, torch.zeros_like(tensor))
-                if recorded is None or recorded.shape != tensor.shape:
-                    return tensor
-                self.anchored += 1
-                gradient = recorded.to(tensor, copy=True)
-                self._enters(path + call, gradient, site)
-                self._roots.append((tensor, gradient))
-                return tensor.detach().requires_grad_()
-
-            given = output
-            if outer and len(output_leaves(output)) > 1:
-                with self._quiet():
-                    output = map_output(output, beside)
-            new = output
-            if anchored:
-                with self._quiet():
-                    new = map_output(output, cut)
-            known = {id(root) for root, _ in self._roots}
-            for port, tensor in output_leaves(output):
-                if tensor.requires_grad:
-                    self._graded.add(path + call)
-                if tensor.requires_grad and id(tensor) not in known:
-                    tensor.register_hook(partial(self._leaves, path, call, f"in{port[3:]}"))
-            return None if new is given else new
-
-        return after
-
-    def _recorded_input(
-        self, path: str, port: str, tensor: torch.Tensor, done: set[str]
-    ) -> torch.Tensor:
-        new = super()._recorded_input(path, port, tensor, done)
+    def _recorded_input(self, path: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
+        new = super()._recorded_input(path, port, tensor)
         if new is not tensor and tensor.requires_grad:
             new.requires_grad_()
             if path == LOSS and tensor.is_leaf:  # FSDP waits for a gradient of what a model returns
                 self._roots.append((tensor, torch.zeros_like(tensor)))
         return new
+
+    def _cut(self, called: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A block's result with the graph cut behind it, where the other run has its gradient."""
+        site = join_site(called + BACKWARD, f"in{port[3:]}")
+        if not tensor.requires_grad or self._anchor_broken:
+            return tensor
+        recorded = self._recorded_rows(site, torch.zeros_like(tensor))
+        if recorded is None or recorded.shape != tensor.shape:
+            return tensor
+        self.anchored += 1
+        gradient = recorded.to(tensor, copy=True)
+        self._enters(called, gradient, site)
+        self._roots.append((tensor, gradient))
+        return tensor.detach().requires_grad_()
 
     def _numbered(self, path: str, call: str = "") -> str:
         if self._backward_runs:  # run again: the call that it was
@@ -625,12 +631,57 @@ class NextTokenLoss(torch.nn.Module):
         return each.view(next_labels.shape).sum(dim=1, keepdim=True) / num_labels
 
 
+class TrainingStep(GroupStep):
+    """A training step of the session's model, as a capture asks of it."""
+
+    def __init__(self, loaded: LoadedModel, training: Training) -> None:
+        super().__init__(training)
+        self._model, self._structure = loaded.module, loaded.structure
+
+    def places(self, paths: Collection[str]) -> list[str]:
+        return [path + end for end in ("", BACKWARD, OPTIMIZER) for path in paths]
+
+    def owners(self) -> set[str]:
+        """Modules whose parameters have gradients that are recorded, and the loss."""
+        names = (name for name, _ in self._structure.named_parameters())
+        return {LOSS, *(escape_path(name.rpartition(".")[0]) for name in names)}
+
+    @contextlib.contextmanager
+    def in_dtype(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so
+        those of a wide pass would be rounded. None: as they are, and buffers as the step has them.
+        On exit all is as before: an optimizer's step is no part of the next pass."""
+        model, training = self._model, self.training
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            if dtype is not None and isinstance(tensor, torch.nn.Parameter):
+                wide = tensor.detach().to(dtype)
+                same = tensor.dtype == dtype
+                return tensor if same else torch.nn.Parameter(wide, tensor.requires_grad)
+            cast = dtype is None and training.buffer_dtype is not None
+            if cast and tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
+                return tensor.to(getattr(torch, str(training.buffer_dtype)))
+            return tensor
+
+        held = []
+        if training.optimizer is not None:
+            held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+        try:
+            with swapped(model, leaf):
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in held:
+                    parameter.copy_(value)
+
+
 class TrainingSession:
     """``inner``'s model, in training."""
 
     def __init__(self, inner: Session, training: Training) -> None:
         self._inner, self._training = inner, training
         self.loaded: LoadedModel = inner.loaded
+        self.step = TrainingStep(inner.loaded, training)
         self.lacks: Mapping[Feature, str] = {
             **inner.lacks, "whole": "a training step decodes nothing",
         }  # fmt: skip
@@ -747,29 +798,8 @@ class TrainingSession:
         self._inner.close()
 
 
-@contextlib.contextmanager
-def leaves(model: torch.nn.Module, dtype: torch.dtype | None, training: Training) -> Iterator[None]:
-    """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so those
-    of a wide pass would be rounded. None: as they are, and buffers as ``training`` has them. On
-    exit all is as before: an optimizer's step is no part of the next pass."""
-
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        if dtype is not None and isinstance(tensor, torch.nn.Parameter):
-            wide = tensor.detach().to(dtype)
-            same = tensor.dtype == dtype
-            return tensor if same else torch.nn.Parameter(wide, tensor.requires_grad)
-        cast = dtype is None and training.buffer_dtype is not None
-        if cast and tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
-            return tensor.to(getattr(torch, str(training.buffer_dtype)))
-        return tensor
-
-    held = []
-    if training.optimizer is not None:
-        held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    try:
-        with swapped(model, leaf):
-            yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in held:
-                parameter.copy_(value)
+def session_of(inner: Session, request: CaptureOptions) -> TrainingSession:
+    """``inner`` with the step that was asked for."""
+    ranks = inner.loaded.ranks
+    check_stage(request, () if ranks is None else ranks.sizes)
+    return TrainingSession(inner, training_of(request, ranks))

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import divergence
 from divergence import BatchOptions, TrainOptions
+from divergence.domains.training.recording.options import label_rows, prompts_of
 from divergence.errors import DivergenceError, PromptError, UsageError
 from divergence.options.commands import CaptureOptions
-from divergence.recording.optimizer import prompts_of
-from divergence.recording.prompts import Prompt, check_labels, label_rows
+from divergence.recording.prompts import Prompt, check_labels
 from divergence.run.manifest import NO_LABEL, SampleTokens
 
 N = NO_LABEL

@@ -1,28 +1,18 @@
-"""The optimizer's step and the reduction of gradients, recorded; and what was asked of them."""
+"""The optimizer's step and the reduction of gradients, recorded."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
-from divergence.domain import added, placed
-from divergence.errors import ModelError, PromptError, UsageError
-from divergence.numerics.formats import format_named
-from divergence.options.commands import CaptureOptions, TrainOptions
-from divergence.options.option import fields_of, given_fields, recorded_in
+from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.processes import Ranks
-from divergence.recording.prompts import LABEL_HINT, Prompt, collect_prompts, read_labels
 from divergence.run.manifest import StepPrecision, Training
-from divergence.run.reader import Run
-from divergence.run.site import BACKWARD, LOSS, OPTIMIZER, escape_path
 
 # Gradients of several ranks added up as a collective does: in which dtype, in which order.
 #
@@ -77,37 +67,6 @@ def reduced(parts: Sequence[torch.Tensor], *, dtype: torch.dtype, order: str) ->
 #
 # Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
 # models", SC20, arXiv 1910.02054, section 5.
-
-_AXES = {0: "dp", 1: "dp", 2: "fsdp", 3: "fsdp"}
-"""The axis of the mesh that keeps so much."""
-
-
-def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
-    """Raise UsageError for a stage that these axes of ``--mesh`` do not make. ``axes`` is empty
-    in one process."""
-    zero = options.zero
-    if zero is None:
-        return
-    if zero not in _AXES:
-        raise UsageError(f"--zero {zero} is no stage of ZeRO", hint="0, 1, 2 or 3")
-    axis = _AXES[zero]
-    if not {"dp", "fsdp"} & set(axes):
-        if zero:
-            raise UsageError(f"--zero {zero} has no ranks to divide over",
-                             hint=f"under torchrun, with --mesh {axis}")  # fmt: skip
-        return
-    if axis not in axes:
-        why = (
-            "each rank of dp keeps all parameters and gradients" if axis == "fsdp"
-            else "ranks of fsdp keep a part of all three"
-        )  # fmt: skip
-        given = "dp" if axis == "fsdp" else "fsdp"
-        raise UsageError(f"--zero {zero} with --mesh {given}: {why}", hint=f"--mesh {axis}")
-    if zero == 1 and options.optimizer is None:
-        raise UsageError(
-            "--zero 1 divides the optimizer's state, and no step is made",
-            hint="--optimizer-step adamw",
-        )
 
 
 def gathered_once(model: torch.nn.Module) -> None:
@@ -430,109 +389,3 @@ def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
             compute, sent = (None if d is None else str(d).removeprefix("torch.") for d in named)
             return compute, sent
     return None, None
-
-
-# Which options go with a training step.
-
-LEARNING_RATE = 1e-3
-WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
-
-
-def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training:
-    """The step as the manifest has it, on ``ranks``."""
-    given = recorded_in(options, "training", CaptureOptions)
-    if options.train:
-        # the stage; None where each process keeps all
-        axes = set() if ranks is None else {"dp", "fsdp"} & ranks.sizes.keys()
-        usual = 3 if "fsdp" in axes else 0
-        zero = usual if options.zero is None else options.zero
-        given["zero"] = (zero or None) if axes else None
-    if options.optimizer is not None:
-        decay = WEIGHT_DECAY.get(options.optimizer, 0.0)
-        rates = {"learning_rate": LEARNING_RATE, "weight_decay": decay}
-        given |= {name: rate for name, rate in rates.items() if getattr(options, name) is None}
-    if options.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
-        given["reduce_order"] = None if options.mesh else options.reduce_order or "ring"
-    return Training(**{name: value for name, value in given.items() if value is not None})
-
-
-def places_of(paths: Iterable[str], training: Training) -> list[str]:
-    """Where a fault may be planted: in modules, and in a training step in their backward."""
-    ends = ("", BACKWARD, OPTIMIZER) if training.train else ("",)
-    return [path + end for end in ends for path in paths]
-
-
-def owners_of(model: torch.nn.Module, training: Training) -> set[str]:
-    """Modules whose parameters have gradients that are recorded, and the loss."""
-    if not training.train:
-        return set()
-    names = (name for name, _ in model.named_parameters())
-    return {LOSS, *(escape_path(name.rpartition(".")[0]) for name in names)}
-
-
-def prompts_of(options: CaptureOptions) -> list[Prompt]:
-    """The prompts that were asked for, with their labels. Raises PromptError."""
-    train = bool(options.train)
-    prompts = collect_prompts(options.prompts, options.prompts_file, train=train)
-    if options.labels is None:
-        return prompts
-    where, lines = read_labels(options.labels)
-    if len(lines) != len(prompts):
-        raise PromptError(
-            f"{where} has labels for {len(lines)} prompts, and there are {len(prompts)}",
-            hint=LABEL_HINT,
-        )
-    for number, prompt in enumerate(prompts):
-        if prompt.labelled:
-            raise PromptError(f"prompt {number} has labels of its own", hint="leave out --labels")
-    return [
-        replace(prompt, labels=line.labels, completion_from=line.completion_from)
-        for prompt, line in zip(prompts, lines, strict=True)
-    ]
-
-
-def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOptions:
-    """A training step generates nothing. Raises UsageError for an option of the one where the other
-    is asked for."""
-    train = options.train or (like is not None and like.manifest.training.train)
-    if not train:
-        training = {field.name for field in fields_of(TrainOptions)}
-        for field in given_fields(options):
-            if field.name in training:
-                raise UsageError(f"{field.option.names[0]} needs --train")
-        return options
-    refused = {
-        "--max-new-tokens": options.max_new_tokens, "--whole": options.whole,
-        "--prefill-chunk": options.prefill_chunk, "--repeat": options.repeat > 1,
-        "--no-hooks": options.hooks is False, "--steps": options.steps,
-    }  # fmt: skip
-    if like is not None and options.labels is not None:
-        raise UsageError(
-            "--like repeats the recorded labels, so --labels cannot be given with it",
-            hint="leave out --labels, or capture without --like",
-        )
-    named = [name for name, given in refused.items() if given]
-    if named:
-        raise UsageError(
-            f"{' and '.join(named)} with --train: a training step is one forward and one backward",
-            hint="leave it out, or make two runs",
-        )
-    if options.precision_policy is not None:  # its dtypes, where the option itself is not given
-        reader = added("readers").get("precision_policy")
-        if reader is None:
-            raise UsageError("--precision-policy: nothing that is installed reads one")
-        policy = placed(reader)(options.precision_policy)
-        missing = {
-            name: value for name, value in policy.options.items() if getattr(options, name) is None
-        }
-        options = dataclasses.replace(options, **missing, precision_policy=str(policy))
-    # ``bf16`` is ``bfloat16``, as it is of ``--dtype``. (What is no dtype is refused where it is
-    # used, by the option's name.)
-    names: dict[str, Any] = {}
-    for option in _DTYPES:
-        with contextlib.suppress(UsageError):
-            names[option] = format_named(getattr(options, option) or "").name
-    return dataclasses.replace(options, **names, max_new_tokens=0)
-
-
-_DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buffer_dtype")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.recording.optimizer import ORDERS, reduced
+from divergence.domains.training.recording.optimizer import ORDERS, reduced
 
 
 @pytest.mark.parametrize("order", ORDERS)

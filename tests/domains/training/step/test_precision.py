@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import divergence
 from divergence.analyses.precision.audit import audit_runs
+from divergence.domains.training.recording.optimizer import precision_of
 from divergence.errors import UsageError
-from divergence.recording.optimizer import precision_of
 from divergence.run.manifest import Training
 
 IDS = [[5, 9, 11, 7, 3, 8], [6, 2, 9, 13, 4], [9, 9, 1, 7, 12, 3, 8]]

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from divergence.domains.training.recording.optimizer import Stepping, check_reduced
+from divergence.domains.training.recording.options import check_stage
 from divergence.errors import ModelError, UsageError
 from divergence.options.commands import CaptureOptions
-from divergence.recording.optimizer import Stepping, check_reduced, check_stage
 from divergence.run.manifest import Training
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from divergence import RecordOptions, capture, compare, truth
+from divergence.domains.quantization.checkpoint import quantization_of
 from divergence.errors import ModelError
-from divergence.recording.code import quantization_of
 from divergence.run.manifest import QuantizedNumbers
 from tests.models import quantized
 

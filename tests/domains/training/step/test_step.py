@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import divergence
 from divergence import TrainOptions
+from divergence.domains.training.recording.optimizer import Stepping
+from divergence.domains.training.recording.step import parameters_of
 from divergence.errors import PlantError, UsageError
-from divergence.recording.optimizer import Stepping
-from divergence.recording.training import parameters_of
 from divergence.run.site import BACKWARD, OPTIMIZER, join_site
 
 IDS = [[5, 9, 33, 21, 77, 100, 43, 12, 6, 91, 18], [45, 99, 33, 21, 17, 20, 43, 112, 66]]
@@ -289,7 +289,7 @@ def test_gradients_reduced_as_ranks_would(step, truth):
 
 @pytest.mark.whole
 def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
-    from divergence.recording.optimizer import Stepping
+    from divergence.domains.training.recording.optimizer import Stepping
 
     a = step("llama")
     reduce = Stepping.reduce

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from divergence.recording import optimizer
-from divergence.recording import training as session
+from divergence.domains.training.recording import optimizer
+from divergence.domains.training.recording import step as session
 
 __all__ = ["BLOCK", "FAULTS"]
 

@@ -12,8 +12,8 @@ import pytest
 from divergence import Run, TrainOptions, capture, compare
 from divergence.run.ranks import unsharded
 from divergence.run.site import OPTIMIZER, of_parameter
+from tests.domains.training.step.rank_faults import BLOCK
 from tests.recording.test_ranks import make
-from tests.recording.training.rank_faults import BLOCK
 
 IDS = [
     [5, 9, 33, 21, 77, 100, 43, 12, 6, 91, 18],

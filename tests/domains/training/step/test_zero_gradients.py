@@ -10,7 +10,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import divergence
 from divergence.analyses.blocks.sections import prompt_usage
-from divergence.recording import optimizer
+from divergence.domains.training.recording import optimizer
 from divergence.report.summary import verdict_lines
 
 PROMPTS = [[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]]

@@ -58,7 +58,8 @@ class Lane:
     num_calls: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-Args, Kwargs = tuple[Any, ...], Mapping[str, Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
 Changed = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -7,7 +7,7 @@ import torch
 
 import divergence
 from divergence.cli.main import app
-from divergence.errors import UsageError
+from divergence.errors import ModelError, UsageError
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines import together as module
 from divergence.run.reader import own_truth
@@ -107,6 +107,20 @@ def test_auto_keeps_to_its_time(heard, llama, monkeypatch):
     run, _ = heard(llama, truth="auto")
     assert run.manifest.plan.truth.num_steps == [1, 0]
     assert {place[:2] for place in places(run, "truth")} == {(0, 0)}
+
+
+def test_a_truth_that_cannot_begin_leaves_the_run(heard, llama, monkeypatch):
+    """A prompt whose attention in float64 the host has no memory for: the run says why."""
+
+    def refuse(*_, **__):
+        raise ModelError("a prompt of 9 tokens needs 99.0 GiB")
+
+    monkeypatch.setattr("divergence.recording.api.check_ids", refuse)
+    run, notes = heard(llama, truth="auto")
+    assert run.manifest.complete and run.manifest.plan.passes == ["free"]
+    assert run.manifest.plan.truth.num_steps == [0, 0]
+    assert "99.0 GiB" in run.manifest.plan.truth.stopped_by
+    assert any("the truth was not finished" in note for note in notes)
 
 
 def test_prefills_come_first():

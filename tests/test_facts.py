@@ -86,9 +86,9 @@ DECIDES = (
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
     r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|options|formats/.*|endpoints/.*"
-    r"|advice|definition|operators|recording/.*)\.py$"
+    r"|advice|definition|operators|tiny|recording/.*)\.py$"
 )
-"""Modules that show, read files of people, print commands, record, or write operators down."""
+"""Modules that show, read files of people, print commands, record, write operators or a model."""
 PROSE = re.compile(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def capturing(replace_api, monkeypatch):
                 "parts": {}}  # fmt: skip
         return msgspec.defstruct("DryRun", list(plan))(**plan)
 
+    importlib.import_module("divergence.recording.dry_run")  # it takes more of the API than that
     replace_api("recording", make_run=capture)
     monkeypatch.setattr("divergence.recording.dry_run.plan_capture", plan_capture)
     return calls

@@ -13,7 +13,7 @@ from divergence.domains.probe.additions import (
     typical_error,
 )
 from divergence.run.manifest import ArithmeticFact
-from tests.models.matrix_unit import matrix_unit
+from tests.domains.probe.matrix_unit import matrix_unit
 from tests.models.trees import balanced, sequential
 
 

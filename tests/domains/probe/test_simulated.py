@@ -15,7 +15,7 @@ from divergence.domains.probe.additions import (
     note_finding,
 )
 from divergence.numerics.trees import Tree
-from tests.models.matrix_unit import matrix_unit
+from tests.domains.probe.matrix_unit import matrix_unit
 
 
 def blocks(terms: int, width: int) -> Tree:

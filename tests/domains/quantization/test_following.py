@@ -16,7 +16,6 @@ def test_a_quantile_is_a_value_that_was_seen():
     assert [quantile(values, share) for share in (0.01, 0.5, 0.75, 0.99)] == [1, 2, 3, 10]
 
 
-@pytest.mark.whole
 def test_what_quantisation_costs_has_the_figures_of_the_tokens_that_follow():
     from divergence.domains.quantization.quantize import cost_of
 

@@ -1,0 +1,84 @@
+"""Tests go through public doors, so that walls can move: which modules they open besides, and why.
+
+Public are `divergence.__all__`, the command line, `divergence.numerics`, what an error is, and what
+docs/extending.md lists for domains. A domain's tests may open that domain.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+DOORS = ("cli.main", "numerics", "domains.public")
+
+INSIDE = {
+    "functions of the gate, which CI calls, on reports that are made by hand": """
+        gate.check gate.golden gate.result""",
+    "what is printed of an answer that is made by hand": """
+        html.parts html.picture html.sections report.bundle report.capturing report.checking
+        report.environment report.experiments report.inspection report.localization report.matrix
+        report.page report.screen analyses.blocks.sections analyses.precision.sections
+        analyses.tokens.sections experiments.result fleet.result""",
+    "rules on numbers that are made by hand: no model is off by just so much": """
+        analyses.blocks.find analyses.blocks.onset analyses.blocks.rounding analyses.blocks.sides
+        analyses.blocks.structure analyses.blocks.units analyses.code.find analyses.ends.find
+        analyses.operators.find analyses.operators.measure analyses.operators.operands
+        analyses.precision.audit analyses.tokens.find analyses.tokens.measure comparison.advice
+        comparison.align.coverage comparison.background comparison.calls comparison.experts
+        comparison.limits comparison.measure.judge comparison.measure.processes
+        comparison.measure.truth comparison.preflight.code experiments.explain
+        experiments.localization.localize experiments.localization.repetition
+        experiments.sensitivity fleet.many""",
+    "arithmetic and plans that are held against an oracle, without a run": """
+        ops.reproducer recording.code recording.dry_run recording.engines.tiny recording.optimizer
+        recording.plant recording.ranks recording.widening""",
+    "where a test puts a fault of the machine, or counts what is done": """
+        cli.demo cli.streams experiments.diff experiments.localization.machine
+        experiments.selfcheck recording.engines.together recording.execution run.blobs run.remote
+        run.shards run.target""",
+}
+"""By reason: modules that tests open. They may only get fewer."""
+
+
+def listed() -> set[str]:
+    """Modules of the core that docs/extending.md lists."""
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = text.partition("### What it may import")[2].partition("\n#")[0]
+    return set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
+
+
+def opened() -> Iterator[tuple[str, Path]]:
+    """(module, file) of every import of the package."""
+    for file in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("divergence"):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names if a.name.startswith("divergence.")]
+            for name in names:
+                while name and not _is_module(name):
+                    name = name.rpartition(".")[0]
+                if name.startswith("divergence."):
+                    yield name.removeprefix("divergence."), file
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def test_what_tests_open_has_a_reason():
+    """Each module that is no public door stands in the list, and nothing else does."""
+    public, inside = listed(), {name for names in INSIDE.values() for name in names.split()}
+    used = set()
+    for name, file in opened():
+        room = ".".join(file.relative_to(TESTS).parts[:2])
+        own = room.startswith("domains.") and name.startswith(room)
+        if name not in public and not name.startswith(DOORS) and not own:
+            used.add(name)
+    assert used == inside

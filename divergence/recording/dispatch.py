@@ -11,7 +11,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -373,18 +372,6 @@ _Pending = list[tuple[str, CapturedTensor]]
 """By site: an operator's inputs that need records of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingCall:
-    """A call that is about to be recorded."""
-
-    key: tuple[str, str]
-    """Its counter."""
-    where: str
-    """The operator's path."""
-    call: Call
-    pending: _Pending
-
-
 class OperatorRecorder(TorchDispatchMode):
     """Records inside ``roots`` (module paths) of ``model``, through ``emit``.
 
@@ -497,12 +484,16 @@ class OperatorRecorder(TorchDispatchMode):
         if func.namespace == "aten" and func.overloadpacket.__name__ in _UNINITIALISED:
             self.skipped["its result is uninitialised memory"] += 1
             return func(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags:
-            return self._turned(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:  # detach_, t_: a view in place; no byte is written
+            before = args[0].detach()
+            result = func(*args, **kwargs)
+            with self.paused():
+                self._note_view(func, (before, *args[1:]), kwargs, tensors_in(result))
+            return result
         named = named_arguments(func, args, kwargs)
         writes = written_arguments(func)
         if writes:  # its operands must be copied before
-            told = self._told(func, named)
+            key, where, call, pending = self._described(func, named)
             result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -512,7 +503,7 @@ class OperatorRecorder(TorchDispatchMode):
                 with self.paused():
                     self._note_view(func, args, kwargs, results)
                 return result
-            told = self._told(func, named)
+            key, where, call, pending = self._described(func, named)
         results = tensors_in(result)
         if not results:  # foreach operators and the like give nothing back: what was written
             results = [t for argument in writes for t in tensors_in(named.get(argument))]
@@ -521,19 +512,28 @@ class OperatorRecorder(TorchDispatchMode):
             return result
         if self._substitute is not None:  # another run's results, into the memory of these
             for index, tensor in enumerate(results):
-                new = self._substitute(f"{told.where}:out" + (f".{index}" if index else ""))
+                new = self._substitute(f"{where}:out" + (f".{index}" if index else ""))
                 if new is None:
                     continue
                 if new.numel() != tensor.numel():
                     raise UsageError(
-                        f"{told.where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is "
+                        f"{where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is "
                         "to be put in its place",
                         hint="substitute from a run of the same tokens, at the same operator",
                     )
                 tensor.copy_(new.reshape(tensor.shape))
                 self.num_substituted += 1
         with self.paused():
-            self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
+            self._numbers[key] += 1
+            for site, item in pending:
+                self._emit(site, item, None)
+            for tensor in (t for name in writes for t in tensors_in(named.get(name))):
+                self._flow.written_to(tensor)
+                self._weights.pop(storage_of(tensor), None)  # a state from now on, not a weight
+            for index, tensor in enumerate(results):
+                site = f"{where}:out" + (f".{index}" if index else "")
+                self._emit(site, self._keep(tensor), call if index == 0 else None)
+                self._flow.made(tensor, site)
         return result
 
     def _is_inside(self) -> bool:
@@ -548,16 +548,10 @@ class OperatorRecorder(TorchDispatchMode):
         """Where in the code an operator is called: fields of a Call."""
         return {"source": source_line()}
 
-    def _turned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``detach_``, ``t_``: a view in place of its source. No byte is written."""
-        before = args[0].detach()
-        result = func(*args, **kwargs)
-        with self.paused():
-            self._note_view(func, (before, *args[1:]), kwargs, tensors_in(result))
-        return result
-
-    def _told(self, func: Any, named: dict[str, Any]) -> _PendingCall:
-        """The call as it is recorded, and the operands that no record holds yet."""
+    def _described(
+        self, func: Any, named: dict[str, Any]
+    ) -> tuple[tuple[str, str], str, Call, _Pending]:
+        """A call's counter and path, the call itself, and the operands that no record holds."""
         key = (self._caller(), operator_name(func))
         where = operator_path(*key, self._numbers[key] + 1)
         operands: list[Operand] = []
@@ -574,21 +568,7 @@ class OperatorRecorder(TorchDispatchMode):
             note=_DRAWS if draws_random_numbers(func, named) else None,
             **self._origin(func),
         )
-        return _PendingCall(key, where, call, pending)
-
-    def _record(
-        self, told: _PendingCall, results: list[torch.Tensor], written: list[torch.Tensor]
-    ) -> None:
-        self._numbers[told.key] += 1
-        for site, item in told.pending:
-            self._emit(site, item, None)
-        for tensor in written:
-            self._flow.written_to(tensor)
-            self._weights.pop(storage_of(tensor), None)  # a state from now on, not a weight
-        for index, tensor in enumerate(results):
-            site = f"{told.where}:out" + (f".{index}" if index else "")
-            self._emit(site, self._keep(tensor), told.call if index == 0 else None)
-            self._flow.made(tensor, site)
+        return key, where, call, pending
 
     def _encode(self, value: Any, site: str, operands: list[Operand], pending: _Pending) -> Any:
         """An argument as JSON; its tensors become operands."""
@@ -610,7 +590,10 @@ class OperatorRecorder(TorchDispatchMode):
             "misalignment_bytes": misalignment_bytes(tensor),
             "via": self._flow.via(tensor),
         }
-        weight = self._weight_of(tensor)
+        # What is no part of a single weight (two in one memory seen as one, other bytes of it) is
+        # recorded as any value.
+        weights = self._weights.get(storage_of(tensor), ())
+        weight = next((pair for pair in weights if lies_inside(tensor, pair[1])), None)
         if weight is not None:
             name, parameter = weight
             if name not in self._weight_digests:
@@ -635,14 +618,6 @@ class OperatorRecorder(TorchDispatchMode):
     def _loaded(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """The weight of that name as it was loaded."""
         return parameter
-
-    def _weight_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """(name, weight) of which this is a view; None for what is no part of a single weight
-        (two in one memory seen as one, other bytes of it): that is recorded as any value."""
-        for name, weight in self._weights.get(storage_of(tensor), ()):
-            if lies_inside(tensor, weight):
-                return name, weight
-        return None
 
     def _weight_site(self, name: str, parameter: torch.Tensor) -> str:
         """The weight's record in this forward, made when it is first needed there."""

@@ -113,6 +113,8 @@ class TrainOptions(Options):
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
 REPEATING, OUTPUT = "Repeating a run", "Output"
+FORMS = "Other forms of the same forwards"
+"""What `selfcheck` compares with each other; hardly anybody sets it by hand."""
 
 DEVICE = option("--device DEVICE", "auto, cpu, cuda:0, npu:0, xpu, mps.", default="auto")
 TRUST = option("--trust-remote-code", "Run code that comes with the model.", default=False)
@@ -433,36 +435,41 @@ class BatchOptions(Options):
     batches: str | None = option(
         "--batches LIST",
         "Which prompts run together, and in which places: '0,1 2,3' or '1,0 3,2'.",
-        PROMPTS,
+        FORMS,
+        late=True,
     )
     pad_left: int = option(
         "--pad-left N",
         "N pads more before each prompt than its batch needs.",
-        PROMPTS,
+        FORMS,
         minimum=0,
         default=0,
+        late=True,
     )
     pad_right: int = option(
         "--pad-right N",
         "With --like: N pads behind each prompt, and those that its batch needs; of a causal "
         "language model the prefill alone.",
-        REPEATING,
+        FORMS,
         minimum=0,
         default=0,
+        late=True,
     )
     use_cache: bool | None = option(
         "--no-cache",
         "Decode without a cache: each step is a forward over the whole sequence, of which its "
         "own token is recorded.",
-        PROMPTS,
+        FORMS,
         recorded="settings.use_cache",
+        late=True,
     )
     prefill_chunk: int | None = option(
         "--prefill-chunk N",
         "Feed the prompt in chunks of N tokens, recorded as one prefill.",
-        PROMPTS,
+        FORMS,
         minimum=1,
         recorded="settings.prefill_chunk",
+        late=True,
     )
 
 
@@ -510,8 +517,9 @@ class RecordOptions(Options):
     hooks: bool | None = option(
         "--no-hooks",
         "Record what the model returns alone, with no hook in it: to see that hooks change no bit.",
-        RECORDED,
+        FORMS,
         recorded="settings.hooks",
+        late=True,
     )
     repeat: int = option(
         "--repeat K",

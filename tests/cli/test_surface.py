@@ -66,11 +66,12 @@ def test_no_help_text_loses_its_brackets(invoke):
 
 
 def test_capture_shows_first_what_every_capture_needs():
-    """Training and servers stand behind, and a repeated run begins with --like."""
+    """What few set stands behind, and a repeated run begins with --like."""
     rows = surface.describe(surface.commands()["capture"])
     panels = list(dict.fromkeys(row["panel"] for row in rows))
-    assert panels[-5:] == [
-        "Repeating a run", "What is recorded", "A server in place of a model", "Training", "Output",
+    assert panels[-6:] == [
+        "Repeating a run", "What is recorded", "Other forms of the same forwards",
+        "A server in place of a model", "Training", "Output",
     ]  # fmt: skip
     repeating = [row["names"] for row in rows if row["panel"] == "Repeating a run"]
     assert repeating[:2] == [["--like"], ["--model"]]

@@ -282,7 +282,7 @@ copied: a pickle may call a thing a million times."""
 #
 # A file that says more than it holds, or spreads out to more than ``budget`` allows, is refused.
 
-_FORMS = {".pt": "torch.save", ".npy": "numpy.save", ".safetensors": "safetensors"}
+_FORMS = {".npy": "numpy.save", ".safetensors": "safetensors"}  # torch.save's are many
 _HALF_WRITTEN = "it may be half written: dump again"
 _MAX_HEADER_BYTES = 10_000
 _HEADER = re.compile(
@@ -294,11 +294,11 @@ _HEADER = re.compile(
 
 def tensors_of(path: Path, budget: Budget) -> Any:
     """What a file holds: a tensor, or tensors and plain values by key. Raises DumpError."""
-    where, readers = str(path), {".pt": load_torch, ".npy": _npy, ".safetensors": _safetensors}
-    with read_as(_FORMS[path.suffix], where=where, hint=_HALF_WRITTEN):
+    where, readers = str(path), {".npy": _npy, ".safetensors": _safetensors}
+    with read_as(_FORMS.get(path.suffix, "torch.save"), where=where, hint=_HALF_WRITTEN):
         disk = disk_bytes(path)
         budget.expand(path.stat().st_size, disk=disk, where=where)  # less is there: it has holes
-        value = readers[path.suffix](_Mapped.of(path))
+        value = readers.get(path.suffix, load_torch)(_Mapped.of(path))
         # each value takes a byte of a file that does not repeat them
         check_value(value, where=where, most=min(MAX_VALUES, path.stat().st_size))
         num_bytes, parts = 0, [value]

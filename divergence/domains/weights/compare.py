@@ -1,0 +1,259 @@
+"""Two checkpoints, parameter by parameter.
+
+Names are matched first: as they stand, by a prefix that one side lacks, by the names that GGUF has
+for an architecture. What is left on one side may be a part of what the other side fuses (queries,
+keys and values in one matrix), or a copy of what the other side has tied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+
+from divergence._version import __version__
+from divergence.comparison.preflight.lines import match_parameters, related
+from divergence.domains.weights.checkpoint import Checkpoint, Stored, gguf_names, open_checkpoint
+from divergence.domains.weights.relations import Relation, relation, row_digests
+from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
+from divergence.errors import UsageError
+from divergence.facts import Fact, fact, with_sentences
+from divergence.recording.engines.identity import parameter_note
+from divergence.run.manifest import ModelIdentity, ParameterNote, digest_tensor
+from divergence.run.reader import Run
+from divergence.run.site import starred
+from divergence.words import Progress, Side, silent
+
+_BLOCK = re.compile(r"^(.*\.\d+)\.")
+_TABLES = re.compile(r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias)$")
+"""What some checkpoints hold beside their weights, and loaders make anew."""
+
+
+@with_sentences
+def compare_weights(
+    reference: str | Path,
+    candidate: str | Path,
+    *,
+    progress: Progress | None = None,
+) -> WeightsReport:
+    """Compare what two checkpoints store, and say how parameters that differ are related.
+
+    ``reference``, ``candidate``: directories or files of safetensors, GGUF or ``torch.save``, whole
+    or in shards; or runs, of which only digests are compared. One tensor of each side is in memory
+    at a time, of fused ones their parts.
+
+    Raises UsageError for what holds no weights or cannot be read, and DumpError for a file that
+    would run code.
+    """
+    on_progress = progress or silent
+    sources = [str(source) for source in (reference, candidate)]
+    is_run = [Path(source, "manifest.json").is_file() for source in sources]
+    runs = [Run.open(s) if run else None for s, run in zip(sources, is_run, strict=True)]
+    if any(runs):
+        return _with_runs(sources, runs, on_progress)
+    a, b = map(open_checkpoint, sources)
+    pairs, facts = _matched(a, b)
+    found: list[tuple[str, Relation]] = []
+    for number, (name, other) in enumerate(pairs.items()):
+        on_progress("weights", number, len(pairs), name)
+        found.append((name, relation(a.tensors[name].read(), b.tensors[other].read())))
+    found += _left_over(a, b, pairs)
+    return _report([_side(side) for side in (a, b)], len(pairs), found, facts)
+
+
+def _matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, str], list[Fact]]:
+    """A's names → B's, and how they were read."""
+    if (a.architecture is None) != (b.architecture is None):
+        own, other = (a, b) if a.architecture is not None else (b, a)
+        assert own.architecture is not None
+        table = gguf_names(list(other.tensors), own.architecture)
+        table = {name: there for name, there in table.items() if there in own.tensors}
+        pairs = table if own is b else {there: name for name, there in table.items()}
+        if pairs:
+            return pairs, [fact("weights.gguf", architecture=own.architecture[0])]
+    names = [dict.fromkeys(side.tensors, "") for side in (a, b)]
+    matching = match_parameters(*names)
+    if not matching.pairs:
+        first = [next(iter(side.tensors)) for side in (a, b)]
+        raise UsageError(
+            f"no parameter of {a.source} has a partner in {b.source} by its name: "
+            f"{first[0]} / {first[1]}",
+            hint="are these checkpoints of one architecture?",
+        )
+    return matching.pairs, [item for item in matching.describe() if item.code != _LEFT]
+
+
+_LEFT = "preflight.left_over"
+
+
+def _left_over(a: Checkpoint, b: Checkpoint, pairs: dict[str, str]) -> list[tuple[str, Relation]]:
+    """What has no partner by its name: fused with others there, a copy of a tied one, or alone."""
+    alone: dict[Side, list[str]] = {
+        "reference": [name for name in a.tensors if name not in pairs],
+        "candidate": [name for name in b.tensors if name not in set(pairs.values())],
+    }
+    sides: dict[Side, Checkpoint] = {"reference": a, "candidate": b}
+    found: list[tuple[str, Relation]] = []
+    for side, other in (("candidate", "reference"), ("reference", "candidate")):
+        for name in list(alone[side]):
+            parts = _parts(sides[side].tensors, name, sides[other].tensors, alone[other])
+            if parts is None:
+                continue
+            names, mixed = parts
+            alone[side].remove(name)
+            alone[other] = [part for part in alone[other] if part not in names]
+            how = fact(
+                "weights.fused", side=side, other=other,
+                whole=name.rpartition(".")[0].rpartition(".")[2],
+                names=[part.rpartition(".")[0].rpartition(".")[2] for part in names],
+                order=[fact("weights.fused_mixed")] if mixed else None,
+            )  # fmt: skip
+            found.append((name, Relation("fused", not mixed, how)))
+    for side, other in (("candidate", "reference"), ("reference", "candidate")):
+        mine = sides[side].tensors
+        for name in alone[side]:
+            key = None if _BLOCK.match(name) else _copy_of(mine, name)
+            if key is not None:
+                how = fact("weights.tied", side=side, other=other, key=key)
+                found.append((name, Relation("tied", True, how)))
+            else:
+                table = _TABLES.search(name) is not None
+                found.append((name, Relation("alone", table, fact("weights.alone", side=side))))
+    return found
+
+
+def _copy_of(tensors: dict[str, Stored], name: str) -> str | None:
+    own = tensors[name]
+    alike = [key for key, other in tensors.items() if key != name and other.shape == own.shape]
+    return next((key for key in alike if torch.equal(own.read(), tensors[key].read())), None)
+
+
+def _parts(
+    mine: dict[str, Stored], name: str, theirs: dict[str, Stored], alone: Sequence[str]
+) -> tuple[list[str], bool] | None:
+    """Tensors of the other side, of the same block and kind, whose rows (or columns, of a layer
+    that stores its matrix transposed) are together those of ``name``; and whether in turn."""
+    shape, block = mine[name].shape, _BLOCK.match(name)
+    kind = name.rpartition(".")[2]
+    near = [
+        other
+        for other in alone
+        if other.rpartition(".")[2] == kind
+        and (there := _BLOCK.match(other)) is not None
+        and block is not None
+        and re.findall(r"\d+", there[1]) == re.findall(r"\d+", block[1])
+        and len(theirs[other].shape) == len(shape)
+    ]
+    if len(near) < 2 or not shape:
+        return None
+    whole = mine[name].read()
+    for flipped in (False, True) if len(shape) == 2 else (False,):
+        rows = row_digests(whole.T if flipped else whole)
+        have = Counter(rows)
+        chosen: dict[str, list[bytes]] = {}
+        for other in near:
+            tensor = theirs[other].read()
+            if tensor.shape[1:] != (whole.T if flipped else whole).shape[1:]:
+                continue
+            part = row_digests(tensor.to(whole.dtype) if whole.itemsize < 4 else tensor)
+            if not Counter(part) - have:
+                chosen[other] = part
+        together = sum(map(Counter, chosen.values()), Counter[bytes]())
+        if len(chosen) > 1 and together == have:
+            ordered = sorted(chosen, key=lambda other: rows.index(chosen[other][0]))
+            in_turn = [digest for other in ordered for digest in chosen[other]] == rows
+            return ordered, not in_turn
+    return None
+
+
+def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress) -> WeightsReport:
+    """Where a side is a run: what its manifest tells of each parameter."""
+    models: list[ModelIdentity] = []
+    sides: list[WeightsSide] = []
+    of_run = next(run.manifest.model for run in runs if run is not None)
+    for source, run in zip(sources, runs, strict=True):
+        if run is not None:
+            models.append(run.manifest.model)
+            notes = run.manifest.model.parameters
+            sizes = [torch.Size(note.shape).numel() for note in notes.values()]
+            sides.append(WeightsSide(
+                source=source, form="run", num_parameters=len(run.manifest.model.digests),
+                num_elements=sum(sizes), dtypes=Counter(note.dtype for note in notes.values()),
+            ))  # fmt: skip
+            continue
+        checkpoint = open_checkpoint(source)
+        digests: dict[str, str] = {}
+        parameters: dict[str, ParameterNote] = {}
+        for number, (name, stored) in enumerate(checkpoint.tensors.items()):
+            on_progress("weights", number, len(checkpoint.tensors), name)
+            tensor = stored.read()
+            digests[name] = digest_tensor(tensor)
+            note = parameter_note(tensor, digests[name])
+            if note is not None:
+                parameters[name] = note
+        models.append(replace(
+            of_run, source=source, digests=digests, parameters=parameters, quantization=None,
+            missing=[],
+        ))  # fmt: skip
+        sides.append(_side(checkpoint))
+    a, b = models
+    matching = match_parameters(a.digests, b.digests)
+    equal = [n for n, other in matching.pairs.items() if a.digests[n] == b.digests[other]]
+    found = [(name, Relation("equal", True, fact("weights.equal"))) for name in equal]
+    for name, other in matching.pairs.items():
+        if name in equal:
+            continue
+        told = related(a, b, {name: other})
+        how = told.facts[0]["how"] if told is not None and told.facts else None
+        same = told is not None and told.only_dtypes
+        found.append((name, Relation("dtype" if same else "other", same, how or _OTHER)))
+    for side, names in zip(("reference", "candidate"), matching.alone, strict=True):
+        for name in names:
+            how = fact("weights.alone", side=side)
+            found.append((name, Relation("alone", _TABLES.search(name) is not None, how)))
+    facts = [
+        fact("weights.digests", side=side)
+        for side, run in zip(("reference", "candidate"), runs, strict=True)
+        if run is not None
+    ]
+    return _report(sides, len(matching.pairs), found, facts)
+
+
+_OTHER = fact("weights.other")
+
+
+def _side(checkpoint: Checkpoint) -> WeightsSide:
+    return WeightsSide(
+        source=checkpoint.source, form=checkpoint.form, num_parameters=len(checkpoint.tensors),
+        num_elements=checkpoint.num_elements,
+        dtypes=dict(Counter(stored.dtype for stored in checkpoint.tensors.values())),
+    )  # fmt: skip
+
+
+def _report(
+    sides: list[WeightsSide], num: int, found: list[tuple[str, Relation]], facts: list[Fact]
+) -> WeightsReport:
+    """Relations of one kind and the same values but for how far apart, together."""
+    groups: dict[Fact, list[tuple[str, Relation]]] = {}
+    for name, how in found:
+        if how.name != "equal":
+            groups.setdefault(how.kind, []).append((name, how))
+    relations = []
+    for members in groups.values():
+        first, how = members[0]
+        percents = [one.percent for _, one in members if one.percent is not None]
+        relations.append(WeightsRelation(
+            name=how.name, same=how.same, num_parameters=len(members), first=first,
+            names=list(dict.fromkeys(starred(name) for name, _ in members)), facts=[how.fact],
+            percent=[min(percents), max(percents)] if percents else None,
+        ))  # fmt: skip
+    return WeightsReport(
+        tool_version=__version__, reference=sides[0], candidate=sides[1], num_compared=num,
+        num_equal=len(found) - sum(relation.num_parameters for relation in relations),
+        facts=facts,
+        relations=sorted(relations, key=lambda one: (one.same, -one.num_parameters)),
+    )  # fmt: skip

@@ -1,0 +1,253 @@
+"""How two stored tensors belong together, as exactly as their values tell.
+
+The first relation that holds is the one that is told, from exact ones (equal values, a rounding,
+another order of rows, a transpose) to those that are measured: one factor, one constant, a low
+rank, a grid. A relation that is measured leaves no more than the two dtypes' own rounding makes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from divergence.facts import Fact, fact
+from divergence.numerics.formats import Format, format_named, format_of
+
+_NARROWER = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_HEADS = (32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256, 16, 8)
+"""Sizes of a head that rows may be put in another order within."""
+_MOST_RANK = 64
+_GROUPS = (256, 128, 64, 32, 16)
+_UNRELATED = 0.2
+"""Below this cosine two tensors have nothing in common: of independent ones of n numbers it is
+about 1/sqrt(n); a quantisation to 2 bits keeps more than 0.8."""
+_ALIKE = 0.8
+"""Above it rows in another order are that, and rounded or quantised besides."""
+_ROUNDINGS = 2.0
+"""What is left may be so many times the squared error that storing both sides makes."""
+
+
+_OF_ONE = ("percent", "cosine", "moved", "total")
+"""Values of a relation that are one parameter's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """``name``: what kind; ``same``: does it hold the same weights, stored otherwise?"""
+
+    name: str
+    same: bool
+    fact: Fact
+
+    @property
+    def kind(self) -> Fact:
+        """The fact without what is one parameter's own."""
+        values: dict[str, Any] = {name: None for name in _OF_ONE if name in self.fact.values}
+        if isinstance(rest := self.fact["rest"], Fact):
+            values["rest"] = Relation(self.name, self.same, rest).kind
+        return self.fact.with_values(**values)
+
+    @property
+    def percent(self) -> float | None:
+        """100 ‖A - B‖ / ‖A‖, where it is measured, of rows in one order."""
+        rest = self.fact["rest"]
+        percent: float | None = (rest if isinstance(rest, Fact) else self.fact)["percent"]
+        return percent
+
+
+def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
+    """What relates two tensors of one parameter, any shapes and dtypes."""
+    if a.shape != b.shape:
+        return _of_shapes(a, b)
+    dtypes = {"reference": format_of(a.dtype).name, "candidate": format_of(b.dtype).name}
+    if a.dtype == b.dtype and _bits(a, b):
+        return Relation("equal", True, fact("weights.equal"))
+    if not (a.is_floating_point() and b.is_floating_point()):
+        num = int((a != b).sum())
+        return Relation("codes", False, fact("weights.codes", num=num, total=a.numel()))
+    x, y = _wide(a), _wide(b)
+    if torch.equal(x, y):
+        return Relation("dtype", True, fact("weights.dtype", **dtypes))
+    for side, wide, short, own in (("candidate", x, y, b), ("reference", y, x, a)):
+        for form in _NARROWER:
+            if torch.equal(wide.to(format_named(form).torch_dtype).to(wide.dtype), short):
+                as_stored = form == format_of(own.dtype).name
+                how = fact("weights.rounded", side=side, form=form, stored=as_stored)
+                return Relation("rounded", as_stored, how)
+    for side, one in (("reference", x), ("candidate", y)):
+        if num := int((~one.isfinite()).sum()):
+            return Relation("nonfinite", False, fact("weights.nonfinite", side=side, num=num))
+        if not one.any():
+            return Relation("zeros", False, fact("weights.zeros", side=side))
+    if moved := _reordered(x, y):
+        return moved
+    forms = [_form(tensor) for tensor in (a, b)]
+    if forms[0] != forms[1]:  # one side was rounded as well
+        narrow = max(forms, key=lambda form: form.unit_roundoff)
+        short = [part.to(narrow.torch_dtype).to(part.dtype) for part in (x, y)]
+        if moved := _reordered(*short):
+            side = "reference" if narrow == forms[0] else "candidate"
+            rest = fact("weights.rounded", side=side, form=narrow.name, stored=True)
+            return Relation("reordered", False, moved.fact.with_values(rest=rest))
+    return _measured(a, b, x, y)
+
+
+def row_digests(tensor: torch.Tensor) -> list[bytes]:
+    """One of each row, of values and not of a dtype (-0 is 0)."""
+    rows = (_wide(tensor) + 0.0).reshape(len(tensor), -1).contiguous().numpy()
+    return [xxhash.xxh3_128_digest(row) for row in rows]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _of_shapes(a: torch.Tensor, b: torch.Tensor) -> Relation:
+    """Of two shapes: the other way round, flattened, or with more rows."""
+    shapes = {"reference": list(a.shape), "candidate": list(b.shape)}
+    x, y = _wide(a), _wide(b)
+    if x.ndim == y.ndim == 2 and x.shape == y.T.shape and torch.equal(x, y.T):
+        return Relation("transposed", True, fact("weights.transposed", **shapes))
+    if x.numel() == y.numel() and torch.equal(x.reshape(-1), y.reshape(-1)):
+        return Relation("reshaped", True, fact("weights.reshaped", **shapes))
+    if x.ndim and x.ndim == y.ndim and x.shape[1:] == y.shape[1:]:
+        common = min(len(x), len(y))
+        if torch.equal(x[:common], y[:common]):
+            side, rest = ("reference", x[common:]) if len(x) > common else ("candidate", y[common:])
+            how = fact(
+                "weights.padded", side=side, num=len(rest), rows=common, zeros=not rest.any()
+            )
+            return Relation("padded", True, how)
+    return Relation("shapes", False, fact("weights.shapes", **shapes))
+
+
+def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
+    """The same rows, or columns, in another order."""
+    if x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.T, y):
+        shapes = {"reference": list(x.shape), "candidate": list(y.shape)}
+        return Relation("transposed", True, fact("weights.transposed", **shapes))
+    for what, one, other in (("rows", x, y), ("columns", x.T, y.T) if x.ndim == 2 else ("", x, x)):
+        first, second = row_digests(one), row_digests(other) if what else []
+        if Counter(first) != Counter(second):
+            continue
+        places = {digest: number for number, digest in enumerate(first)}
+        order = torch.tensor([places[digest] for digest in second])
+        moved = int((order != torch.arange(len(order))).sum())
+        values: dict[str, Any] = {"what": what, "moved": moved, "total": len(order)}
+        if len(places) == len(first):  # no two alike
+            values |= _order(order)
+        how = {"to": None, "head": None, "blocks": None, "rest": None} | values
+        return Relation("reordered", False, fact("weights.reordered", **how))
+    return None
+
+
+def _order(order: torch.Tensor) -> dict[str, Any]:
+    """How rows were put in that order: ``order[i]`` is A's number of B's row i. Within heads, pairs
+    next to one another became two halves (rotary tables of two conventions), or halves pairs; or
+    whole blocks of rows moved."""
+    for head, to, rotary in _rotary_orders(len(order)):
+        if torch.equal(order, rotary):
+            return {"to": to, "head": head}
+    steps = (order[1:] != order[:-1] + 1).nonzero().flatten() + 1
+    size = math.gcd(len(order), *steps.tolist())
+    return {"blocks": size} if size > 1 else {}
+
+
+def _rotary_orders(num: int) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """(size of a head, what became of its rows, their order) of rotary tables of two kinds."""
+    for head in _HEADS:
+        if num % head == 0:
+            rows = torch.arange(num)
+            yield head, "halves", rows.view(-1, head // 2, 2).transpose(1, 2).reshape(-1)
+            yield head, "pairs", rows.view(-1, 2, head // 2).transpose(1, 2).reshape(-1)
+
+
+def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Relation:
+    """What the difference is made of."""
+    x, y = x.double(), y.double()
+    apart = y - x
+    norm, other, error = (float(part.norm()) for part in (x, y, apart))
+    # squared error of storing both: rounding moves a number by u/sqrt(3) of itself at most
+    rounding = _ROUNDINGS * sum(
+        (_form(own).unit_roundoff * own.double().norm()) ** 2 / 3 for own in (a, b)
+    )
+    factor = float((x * y).sum()) / norm**2
+    cosine = factor * norm / other
+    share = 100 * error / norm
+    if float((y - factor * x).square().sum()) <= rounding < error**2:
+        return Relation("scaled", False, fact("weights.scaled", factor=factor))
+    constant = float(apart.mean())
+    if float((apart - constant).square().sum()) <= rounding < error**2:
+        return Relation("shifted", False, fact("weights.shifted", constant=constant))
+    if error**2 <= rounding:
+        return Relation("rounding", False, fact("weights.rounding", percent=share))
+    if abs(cosine) < _UNRELATED:
+        for head, to, order in _rotary_orders(len(x)) if x.ndim == 2 else ():
+            if float((x[order] * y).sum()) > _ALIKE * norm * other:
+                rest = _measured(a[order], b, x[order], y)
+                moved = int((order != torch.arange(len(order))).sum())
+                how = fact(
+                    "weights.reordered", what="rows", moved=moved, total=len(order), to=to, head=head, blocks=None, rest=rest.fact,
+                )  # fmt: skip
+                return Relation("reordered", False, how)
+        return Relation("unrelated", False, fact("weights.unrelated", cosine=cosine))
+    for side, one in (("candidate", y), ("reference", x)):
+        if grid := _grid(one):
+            how = fact("weights.quantised", side=side, percent=share, **grid)
+            return Relation("quantised", False, how)
+    if rank := _rank(apart, rounding):
+        return Relation("low_rank", False, fact("weights.low_rank", rank=rank, percent=share))
+    return Relation("near", False, fact("weights.near", percent=share))
+
+
+def _form(tensor: torch.Tensor) -> Format:
+    """The narrowest of the usual formats that holds its values."""
+    for form in map(format_named, ("bfloat16", "float16")):
+        if torch.equal(tensor.to(form.torch_dtype).to(tensor.dtype), tensor):
+            return form
+    return format_of(tensor.dtype)
+
+
+def _grid(x: torch.Tensor) -> dict[str, Any] | None:
+    """In groups along the rows so few different numbers that they were quantised: to how many
+    levels, in groups of what size (None: whole rows)."""
+    if x.ndim != 2:
+        return None
+    rows = x[: max(1, 65_536 // x.shape[1])]
+    for levels, most in ((4, 2), (16, 4), (256, 8)):
+        for size in (x.shape[1], *(size for size in _GROUPS if size < x.shape[1])):
+            if size < 2 * levels or x.shape[1] % size:
+                continue  # of so few numbers it is no wonder
+            ordered = rows.reshape(-1, size).sort(1).values
+            counts = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(1)
+            if int(counts.max()) <= levels:
+                return {"bits": most, "group": None if size == x.shape[1] else size}
+    return None
+
+
+def _rank(apart: torch.Tensor, rounding: float) -> int:
+    """The rank of a difference, but for what rounding leaves; 0 where it is not low. By a random
+    range (Halko, Martinsson and Tropp, SIAM Review 53, 2011, algorithm 4.4)."""
+    if apart.ndim != 2 or min(apart.shape) < 16:
+        return 0
+    most = min(_MOST_RANK, min(apart.shape) // 4)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(apart.shape[1], most + 8, generator=generator, dtype=apart.dtype)
+    base = torch.linalg.qr(apart @ probe).Q
+    base = torch.linalg.qr(apart @ (apart.T @ base)).Q
+    sizes = torch.linalg.svdvals(base.T @ apart).square()
+    left = float(apart.square().sum()) - sizes.cumsum(0)
+    enough = (left[:most] <= rounding).nonzero().flatten()
+    return int(enough[0]) + 1 if len(enough) else 0

@@ -1,0 +1,46 @@
+"""The sentences of weights. See divergence.facts for the form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SENTENCES: Mapping[str, str] = {
+    # the same weights, stored otherwise
+    "equal": "equal bit for bit",
+    "dtype": "equal values, {reference} / {candidate}",
+    "rounded": "rounded to {form} on {side:letter}{stored:yes=|no=, and stored wider}",
+    "transposed": "transposed, {reference:lengths} / {candidate:lengths}",
+    "reshaped": "the same numbers in another shape, {reference:lengths} / {candidate:lengths}",
+    "padded": (
+        "the first {rows:,} rows are equal, and {side:letter} has {num:,} more"
+        "{zeros:yes=, of zeros|no=}"
+    ),
+    "fused": "{names:list  + } of {other:letter} are {whole} of {side:letter}[[, {order}]]",
+    "fused_mixed": "their rows mixed",
+    "tied": "written out on {side:letter}, where it equals {key}; {other:letter} has that alone",
+    # other weights
+    "reordered": (
+        "the same {what} in another order[[: {to:halves=pairs of neighbours became halves|"
+        "pairs=halves became pairs of neighbours} within heads of {head}]]"
+        "[[: blocks of {blocks} moved]] ({moved:,} of {total:,} moved)[[, and {rest}]]"
+    ),
+    "scaled": "B = {factor:.6g} × A",
+    "shifted": "B = A + {constant:.6g}",
+    "rounding": "{percent:.2g}% apart, as rounding in another order leaves them",
+    "low_rank": "a difference of rank {rank}, {percent:.2g}% of A's, as a merged adapter makes it",
+    "quantised": (
+        "{percent:.2g}% apart, {side:letter}'s on a grid of {bits} bits "
+        "{group:none=a row|*=in groups of {group}}"
+    ),
+    "near": "{percent:.2g}% apart",
+    "unrelated": "unrelated (cosine {cosine:.2g}), as of another initialisation or another model",
+    "zeros": "all zeros on {side:letter}",
+    "nonfinite": "{num:,} {num:plural number} on {side:letter} not finite",
+    "codes": "{num:,} of {total:,} whole numbers differ",
+    "shapes": "{reference:lengths} / {candidate:lengths}",
+    "other": "other values, as far as digests tell",
+    "alone": "only on {side:letter}",
+    # how names were read
+    "gguf": "names of GGUF were read as those of its architecture {architecture}",
+    "digests": "{side:letter} is a run: it holds digests of its weights, and no weights",
+}

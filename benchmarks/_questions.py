@@ -371,6 +371,10 @@ QUESTIONS: list[tuple[str, str]] = [
         "text json",
     ),
     ("tokens model-llama-float32 absent --texts tokenizers/texts.txt", "text"),
+    # weights
+    ("weights model-llama-float32 model-llama-bfloat16", "text json"),
+    ("weights model-llama-float32 model-llama-float32 --exit-code", "text json"),
+    ("weights model-llama-float32 absent", "text"),
     # localize, replay, repro, bundle, truth
     (f"localize {_A} {_B} --here both -o OUT/places", "json page"),
     (f"localize {_A} {_B} --here reference -o OUT/places", "text"),

@@ -16,8 +16,11 @@ from divergence.domains.tokenizers.compare import compare_tokens
 from divergence.domains.tokenizers.result import TokensReport
 from divergence.domains.training.judging import compare_losses
 from divergence.domains.training.result import LossReport
+from divergence.domains.weights.compare import compare_weights
+from divergence.domains.weights.result import WeightsReport
 
 __all__ = [
     "Checkup", "LossReport", "Quantization", "ScoresReport", "ServerOptions", "TokensReport",
-    "compare_losses", "compare_tokens", "doctor", "import_dump", "probe", "quantize", "scores",
+    "WeightsReport", "compare_losses", "compare_tokens", "compare_weights", "doctor", "import_dump",
+    "probe", "quantize", "scores",
 ]  # fmt: skip

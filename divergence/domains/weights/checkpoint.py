@@ -32,7 +32,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StoredWeights:
     """``form``: how it is stored, for people. ``architecture``: of a GGUF file, which has names of
     its own, with the number of its blocks."""
 
@@ -47,7 +47,7 @@ class Checkpoint:
         return sum(torch.Size(stored.shape).numel() for stored in self.tensors.values())
 
 
-def open_checkpoint(source: str) -> Checkpoint:
+def open_checkpoint(source: str) -> StoredWeights:
     """A directory with safetensors or ``torch.save`` files, or one file of these or of GGUF.
 
     Raises UsageError where there is none, and DumpError for a file that is damaged or would run
@@ -89,7 +89,7 @@ def _sharded(index: Path) -> list[Path]:
     return files
 
 
-def _of_files(source: str, files: list[Path]) -> Checkpoint:
+def _of_files(source: str, files: list[Path]) -> StoredWeights:
     kind = files[0].suffix
     if kind == ".gguf":
         if len(files) > 1:
@@ -105,14 +105,16 @@ def _of_files(source: str, files: list[Path]) -> Checkpoint:
     if not tensors:
         raise UsageError(f"{source} stores no tensors")
     form = "safetensors" if kind == ".safetensors" else "torch.save"
-    return Checkpoint(source, form + (f", {len(files)} files" if len(files) > 1 else ""), tensors)
+    return StoredWeights(
+        source, form + (f", {len(files)} files" if len(files) > 1 else ""), tensors
+    )
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        opened = safe_open(file, framework="pt")
+        opened: Any = safe_open(file, framework="pt")
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
             part = opened.get_slice(name)
             dtype = format_named(part.get_dtype()).name
@@ -135,7 +137,7 @@ def _torch(file: Path) -> Iterator[tuple[str, Stored]]:
             yield str(name), Stored(tuple(tensor.shape), form, tensor.detach)
 
 
-def _gguf(source: str, file: Path) -> Checkpoint:
+def _gguf(source: str, file: Path) -> StoredWeights:
     try:
         import gguf
     except ImportError as error:
@@ -161,7 +163,7 @@ def _gguf(source: str, file: Path) -> Checkpoint:
     architecture = None if kind is None else str(kind.contents())
     blocks = None if kind is None else reader.get_field(f"{architecture}.block_count")
     number = 0 if blocks is None else int(blocks.contents())
-    return Checkpoint(
+    return StoredWeights(
         source, "GGUF", tensors, None if architecture is None else (architecture, number)
     )
 
@@ -174,5 +176,5 @@ def gguf_names(names: list[str], architecture: tuple[str, int]) -> dict[str, str
     if architecture[0] not in kinds:
         return {}
     table = gguf.get_tensor_name_map(kinds[architecture[0]], architecture[1])
-    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
-    return {name: other for name, other in found.items() if other is not None}
+    there = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
+    return {name: other for name, other in there.items() if other is not None}

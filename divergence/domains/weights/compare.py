@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.preflight.lines import match_parameters, related
-from divergence.domains.weights.checkpoint import Checkpoint, Stored, gguf_names, open_checkpoint
+from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
 from divergence.domains.weights.relations import Relation, relation, row_digests
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
 from divergence.errors import UsageError
@@ -26,7 +26,7 @@ from divergence.recording.engines.identity import parameter_note
 from divergence.run.manifest import ModelIdentity, ParameterNote, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.site import starred
-from divergence.words import Progress, Side, silent
+from divergence.words import Progress, silent
 
 _BLOCK = re.compile(r"^(.*\.\d+)\.")
 _TABLES = re.compile(r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias)$")
@@ -57,15 +57,15 @@ def compare_weights(
         return _with_runs(sources, runs, on_progress)
     a, b = map(open_checkpoint, sources)
     pairs, facts = _matched(a, b)
-    found: list[tuple[str, Relation]] = []
+    relations: list[tuple[str, Relation]] = []
     for number, (name, other) in enumerate(pairs.items()):
         on_progress("weights", number, len(pairs), name)
-        found.append((name, relation(a.tensors[name].read(), b.tensors[other].read())))
-    found += _left_over(a, b, pairs)
-    return _report([_side(side) for side in (a, b)], len(pairs), found, facts)
+        relations.append((name, relation(a.tensors[name].read(), b.tensors[other].read())))
+    relations += _left_over(a, b, pairs)
+    return _report([_side(side) for side in (a, b)], len(pairs), relations, facts)
 
 
-def _matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, str], list[Fact]]:
+def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[Fact]]:
     """A's names → B's, and how they were read."""
     if (a.architecture is None) != (b.architecture is None):
         own, other = (a, b) if a.architecture is not None else (b, a)
@@ -75,8 +75,7 @@ def _matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, str], list[Fact]]:
         pairs = table if own is b else {there: name for name, there in table.items()}
         if pairs:
             return pairs, [fact("weights.gguf", architecture=own.architecture[0])]
-    names = [dict.fromkeys(side.tensors, "") for side in (a, b)]
-    matching = match_parameters(*names)
+    matching = match_parameters(dict.fromkeys(a.tensors, ""), dict.fromkeys(b.tensors, ""))
     if not matching.pairs:
         first = [next(iter(side.tensors)) for side in (a, b)]
         raise UsageError(
@@ -90,14 +89,16 @@ def _matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, str], list[Fact]]:
 _LEFT = "preflight.left_over"
 
 
-def _left_over(a: Checkpoint, b: Checkpoint, pairs: dict[str, str]) -> list[tuple[str, Relation]]:
+def _left_over(
+    a: StoredWeights, b: StoredWeights, pairs: dict[str, str]
+) -> list[tuple[str, Relation]]:
     """What has no partner by its name: fused with others there, a copy of a tied one, or alone."""
-    alone: dict[Side, list[str]] = {
+    alone: dict[str, list[str]] = {
         "reference": [name for name in a.tensors if name not in pairs],
         "candidate": [name for name in b.tensors if name not in set(pairs.values())],
     }
-    sides: dict[Side, Checkpoint] = {"reference": a, "candidate": b}
-    found: list[tuple[str, Relation]] = []
+    sides: dict[str, StoredWeights] = {"reference": a, "candidate": b}
+    relations: list[tuple[str, Relation]] = []
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         for name in list(alone[side]):
             parts = _parts(sides[side].tensors, name, sides[other].tensors, alone[other])
@@ -112,18 +113,18 @@ def _left_over(a: Checkpoint, b: Checkpoint, pairs: dict[str, str]) -> list[tupl
                 names=[part.rpartition(".")[0].rpartition(".")[2] for part in names],
                 order=[fact("weights.fused_mixed")] if mixed else None,
             )  # fmt: skip
-            found.append((name, Relation("fused", not mixed, how)))
+            relations.append((name, Relation("fused", not mixed, how)))
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         mine = sides[side].tensors
         for name in alone[side]:
             key = None if _BLOCK.match(name) else _copy_of(mine, name)
             if key is not None:
                 how = fact("weights.tied", side=side, other=other, key=key)
-                found.append((name, Relation("tied", True, how)))
+                relations.append((name, Relation("tied", True, how)))
             else:
                 table = _TABLES.search(name) is not None
-                found.append((name, Relation("alone", table, fact("weights.alone", side=side))))
-    return found
+                relations.append((name, Relation("alone", table, fact("weights.alone", side=side))))
+    return relations
 
 
 def _copy_of(tensors: dict[str, Stored], name: str) -> str | None:
@@ -203,30 +204,30 @@ def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress
     a, b = models
     matching = match_parameters(a.digests, b.digests)
     equal = [n for n, other in matching.pairs.items() if a.digests[n] == b.digests[other]]
-    found = [(name, Relation("equal", True, fact("weights.equal"))) for name in equal]
+    relations = [(name, Relation("equal", True, fact("weights.equal"))) for name in equal]
     for name, other in matching.pairs.items():
         if name in equal:
             continue
         told = related(a, b, {name: other})
         how = told.facts[0]["how"] if told is not None and told.facts else None
         same = told is not None and told.only_dtypes
-        found.append((name, Relation("dtype" if same else "other", same, how or _OTHER)))
+        relations.append((name, Relation("dtype" if same else "other", same, how or _OTHER)))
     for side, names in zip(("reference", "candidate"), matching.alone, strict=True):
         for name in names:
             how = fact("weights.alone", side=side)
-            found.append((name, Relation("alone", _TABLES.search(name) is not None, how)))
+            relations.append((name, Relation("alone", _TABLES.search(name) is not None, how)))
     facts = [
         fact("weights.digests", side=side)
         for side, run in zip(("reference", "candidate"), runs, strict=True)
         if run is not None
     ]
-    return _report(sides, len(matching.pairs), found, facts)
+    return _report(sides, len(matching.pairs), relations, facts)
 
 
 _OTHER = fact("weights.other")
 
 
-def _side(checkpoint: Checkpoint) -> WeightsSide:
+def _side(checkpoint: StoredWeights) -> WeightsSide:
     return WeightsSide(
         source=checkpoint.source, form=checkpoint.form, num_parameters=len(checkpoint.tensors),
         num_elements=checkpoint.num_elements,
@@ -235,25 +236,25 @@ def _side(checkpoint: Checkpoint) -> WeightsSide:
 
 
 def _report(
-    sides: list[WeightsSide], num: int, found: list[tuple[str, Relation]], facts: list[Fact]
+    sides: list[WeightsSide], num: int, relations: list[tuple[str, Relation]], facts: list[Fact]
 ) -> WeightsReport:
     """Relations of one kind and the same values but for how far apart, together."""
     groups: dict[Fact, list[tuple[str, Relation]]] = {}
-    for name, how in found:
+    for name, how in relations:
         if how.name != "equal":
             groups.setdefault(how.kind, []).append((name, how))
-    relations = []
+    rows = []
     for members in groups.values():
         first, how = members[0]
-        percents = [one.percent for _, one in members if one.percent is not None]
-        relations.append(WeightsRelation(
+        percents = [each.percent for _, each in members if each.percent is not None]
+        rows.append(WeightsRelation(
             name=how.name, same=how.same, num_parameters=len(members), first=first,
             names=list(dict.fromkeys(starred(name) for name, _ in members)), facts=[how.fact],
             percent=[min(percents), max(percents)] if percents else None,
         ))  # fmt: skip
     return WeightsReport(
         tool_version=__version__, reference=sides[0], candidate=sides[1], num_compared=num,
-        num_equal=len(found) - sum(relation.num_parameters for relation in relations),
+        num_equal=len(relations) - sum(row.num_parameters for row in rows),
         facts=facts,
-        relations=sorted(relations, key=lambda one: (one.same, -one.num_parameters)),
+        relations=sorted(rows, key=lambda row: (row.same, -row.num_parameters)),
     )  # fmt: skip

@@ -65,7 +65,7 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
     """What relates two tensors of one parameter, any shapes and dtypes."""
     if a.shape != b.shape:
         return _of_shapes(a, b)
-    dtypes = {"reference": format_of(a.dtype).name, "candidate": format_of(b.dtype).name}
+    dtypes: dict[str, Any] = {"reference": format_of(a.dtype).name, "candidate": format_of(b.dtype).name}
     if a.dtype == b.dtype and _bits(a, b):
         return Relation("equal", True, fact("weights.equal"))
     if not (a.is_floating_point() and b.is_floating_point()):
@@ -80,10 +80,10 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
                 as_stored = form == format_of(own.dtype).name
                 how = fact("weights.rounded", side=side, form=form, stored=as_stored)
                 return Relation("rounded", as_stored, how)
-    for side, one in (("reference", x), ("candidate", y)):
-        if num := int((~one.isfinite()).sum()):
+    for side, values in (("reference", x), ("candidate", y)):
+        if num := int((~values.isfinite()).sum()):
             return Relation("nonfinite", False, fact("weights.nonfinite", side=side, num=num))
-        if not one.any():
+        if not values.any():
             return Relation("zeros", False, fact("weights.zeros", side=side))
     if moved := _reordered(x, y):
         return moved
@@ -116,7 +116,7 @@ def _bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _of_shapes(a: torch.Tensor, b: torch.Tensor) -> Relation:
     """Of two shapes: the other way round, flattened, or with more rows."""
-    shapes = {"reference": list(a.shape), "candidate": list(b.shape)}
+    shapes: dict[str, Any] = {"reference": list(a.shape), "candidate": list(b.shape)}
     x, y = _wide(a), _wide(b)
     if x.ndim == y.ndim == 2 and x.shape == y.T.shape and torch.equal(x, y.T):
         return Relation("transposed", True, fact("weights.transposed", **shapes))
@@ -136,10 +136,10 @@ def _of_shapes(a: torch.Tensor, b: torch.Tensor) -> Relation:
 def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
     """The same rows, or columns, in another order."""
     if x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.T, y):
-        shapes = {"reference": list(x.shape), "candidate": list(y.shape)}
+        shapes: dict[str, Any] = {"reference": list(x.shape), "candidate": list(y.shape)}
         return Relation("transposed", True, fact("weights.transposed", **shapes))
-    for what, one, other in (("rows", x, y), ("columns", x.T, y.T) if x.ndim == 2 else ("", x, x)):
-        first, second = row_digests(one), row_digests(other) if what else []
+    for what, own, other in (("rows", x, y), ("columns", x.T, y.T) if x.ndim == 2 else ("", x, x)):
+        first, second = row_digests(own), row_digests(other) if what else []
         if Counter(first) != Counter(second):
             continue
         places = {digest: number for number, digest in enumerate(first)}
@@ -199,12 +199,13 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
                 rest = _measured(a[order], b, x[order], y)
                 moved = int((order != torch.arange(len(order))).sum())
                 how = fact(
-                    "weights.reordered", what="rows", moved=moved, total=len(order), to=to, head=head, blocks=None, rest=rest.fact,
+                    "weights.reordered", what="rows", moved=moved, total=len(order), to=to,
+                    head=head, blocks=None, rest=rest.fact,
                 )  # fmt: skip
                 return Relation("reordered", False, how)
         return Relation("unrelated", False, fact("weights.unrelated", cosine=cosine))
-    for side, one in (("candidate", y), ("reference", x)):
-        if grid := _grid(one):
+    for side, values in (("candidate", y), ("reference", x)):
+        if grid := _grid(values):
             how = fact("weights.quantised", side=side, percent=share, **grid)
             return Relation("quantised", False, how)
     if rank := _rank(apart, rounding):

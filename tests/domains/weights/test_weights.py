@@ -1,0 +1,307 @@
+"""weights: each parameter that two checkpoints do not share bit for bit is put down to what relates
+the two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import divergence
+from divergence.errors import DivergenceError, UsageError
+
+PROJ = "model.layers.{}.self_attn.{}_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A checkpoint of three blocks, its head untied."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, intermediate_size=128, initializer_range=0.05,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("weights") / "a"
+    model = transformers.LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def changed(original, tmp_path):
+    """``changed(change)``: the checkpoint with its tensors changed."""
+
+    def copy(change):
+        tensors = load_file(original / "model.safetensors")
+        tensors = change(tensors) or tensors
+        folder = tmp_path / "b"
+        folder.mkdir()
+        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+        return folder
+
+    return copy
+
+
+def every(part, how):
+    """Every parameter whose name holds ``part`` becomes ``how(it)``."""
+
+    def change(tensors):
+        return {name: how(t) if part in name else t for name, t in tensors.items()}
+
+    return change
+
+
+def of(name, how):
+    def change(tensors):
+        tensors[name] = how(tensors[name])
+
+    return change
+
+
+def to_pairs(weight):
+    """Each head's two halves as pairs, as conversions for interleaved rotary tables do."""
+    return weight.view(-1, 2, 8, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def heads_swapped(weight):
+    return weight.view(4, 16, -1)[[1, 0, 2, 3]].reshape(weight.shape)
+
+
+def four_bits(weight):
+    groups = weight.reshape(-1, 32)
+    step = groups.abs().amax(1, keepdim=True) / 7
+    return ((groups / step).round() * step).view(weight.shape)
+
+
+def with_adapter(weight):
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(weight.shape[0], 4, generator=generator)
+    right = torch.randn(4, weight.shape[1], generator=generator)
+    return (weight + 0.01 * left @ right).bfloat16().float()
+
+
+def fresh(weight):
+    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)) * 0.05
+
+
+def with_nan(weight):
+    weight[3, 4] = float("nan")
+    return weight
+
+
+def fused(tensors):
+    """Queries, keys and values in one matrix, gates and ups in another."""
+    together = {}
+    for name, tensor in tensors.items():
+        for first, others, whole in (
+            ("q_proj", "kv", "qkv_proj"),
+            ("gate_proj", ["up"], "gate_up"),
+        ):
+            if first in name:
+                parts = [tensors[name.replace(first, f"{other}_proj")] for other in others]
+                together[name.replace(first, whole)] = torch.cat([tensor, *parts])
+    left = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    rest = {n: t for n, t in tensors.items() if not any(part in n for part in left)}
+    return rest | together
+
+
+def mixed(tensors):
+    """Fused, the rows of each head's query, key and value together, as some engines have it."""
+    merged = fused(tensors)
+    for name in [name for name in merged if "qkv" in name]:
+        order = torch.arange(len(merged[name])).view(-1, 16)[[0, 4, 6, 1, 2, 5, 7, 3]].reshape(-1)
+        merged[name] = merged[name][order]
+    return merged
+
+
+SAME = [
+    ("bfloat16", lambda tensors: {n: t.bfloat16() for n, t in tensors.items()},
+     "rounded", 23, "rounded to bfloat16 on B"),
+    ("wider", lambda tensors: {n: t.double() for n, t in tensors.items()},
+     "dtype", 30, "equal values, float32 / float64"),
+    ("transposed", every("down_proj", lambda t: t.T), "transposed", 3,
+     "transposed, 64 x 128 / 128 x 64"),
+    ("square", of(PROJ.format(0, "o"), lambda t: t.T), "transposed", 1,
+     "transposed, 64 x 64 / 64 x 64"),
+    ("flat", of(UP, torch.flatten), "reshaped", 1,
+     "the same numbers in another shape, 128 x 64 / 8192"),
+    ("padded", every("embed_tokens", lambda t: torch.cat([t, torch.zeros(32, 64)])), "padded", 1,
+     "the first 96 rows are equal, and B has 32 more, of zeros"),
+    ("fused", fused, "fused", 3, "q_proj + k_proj + v_proj of A are qkv_proj of B"),
+]  # fmt: skip
+OTHER = [
+    ("stored wide", every("up_proj", lambda t: t.bfloat16().float()), "rounded", 3,
+     "rounded to bfloat16 on B, and stored wider"),
+    ("pairs", lambda tensors: every("q_proj", to_pairs)(every("k_proj", to_pairs)(tensors)),
+     "reordered", 6, "halves became pairs of neighbours within heads of 16"),
+    ("pairs, 4 bits", every("q_proj", lambda t: four_bits(to_pairs(t))), "reordered", 3,
+     "pairs of neighbours within heads of 16 (56 of 64 moved), and 9"),
+    ("pairs, bfloat16", every("q_proj", lambda t: to_pairs(t).bfloat16()), "reordered", 3,
+     "pairs of neighbours within heads of 16 (56 of 64 moved), and rounded to bfloat16 on B"),
+    ("heads", of(PROJ.format(1, "q"), heads_swapped), "reordered", 1,
+     "the same rows in another order: blocks of 16 moved (32 of 64 moved)"),
+    ("columns", of(PROJ.format(1, "o"), lambda t: t.flip(1)), "reordered", 1,
+     "the same columns in another order (64 of 64 moved)"),
+    ("mixed", mixed, "fused", 3,
+     "q_proj + k_proj + v_proj of A are qkv_proj of B, their rows mixed"),
+    ("scaled", of(UP, lambda t: -0.5 * t), "scaled", 1, "B = -0.5 × A"),
+    ("one plus", every("norm", lambda t: t + 1), "shifted", 7, "B = A + 1"),
+    ("adapter", every("v_proj", with_adapter), "low_rank", 3, "a difference of rank 4"),
+    ("4 bits", every("mlp", four_bits), "quantised", 9, "B's on a grid of 4 bits in groups of 32"),
+    ("noise", of(UP, lambda t: t + 0.2 * fresh(t)), "near", 1, "20% apart"),
+    ("fresh", of(UP, fresh), "unrelated", 1, "as of another initialisation or another model"),
+    ("zeros", of(UP, torch.zeros_like), "zeros", 1, "all zeros on B"),
+    ("nan", of(UP, with_nan), "nonfinite", 1, "1 number on B not finite"),
+    ("shape", of(UP, lambda t: t[:, :32]), "shapes", 1, "128 x 64 / 128 x 32"),
+    ("a block lost", lambda tensors: {n: t for n, t in tensors.items() if "layers.2" not in n},
+     "alone", 9, "only on A"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "num", "text", "same"),
+    [pytest.param(*case, True, id=label) for label, *case in SAME]
+    + [pytest.param(*case, False, id=label) for label, *case in OTHER],
+)
+def test_what_relates_two_checkpoints_is_told(original, changed, change, name, num, text, same):
+    """By the plainest relation that holds, and whether both hold the same weights."""
+    report = divergence.compare_weights(original, changed(change))
+    relation = next(each for each in report.relations if each.name == name)
+    mine = [each for each in report.relations if each.same == relation.same]
+    assert sum(each.num_parameters for each in mine if each.name == name) >= num
+    assert any(text in each.text for each in mine)
+    assert report.same == same
+    assert not report.equal
+
+
+@pytest.mark.parametrize("form", ["torch", "shards", "file"])
+def test_one_checkpoint_in_other_files_is_identical(original, tmp_path, form):
+    """However it is divided, and by whom it was stored."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(original)
+    if form == "torch":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    elif form == "shards":
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+    path = original / "model.safetensors" if form == "file" else tmp_path
+    report = divergence.compare_weights(original, path)
+    assert report.equal
+    assert report.num_equal == 30
+
+
+def test_a_tied_head_that_is_written_out_is_the_same(original, changed):
+    """Some writers leave out what is tied, some do not."""
+
+    def tied(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    out = changed(tied)
+    tensors = load_file(out / "model.safetensors")
+    tensors.pop("lm_head.weight")
+    save_file(tensors, out.parent / "tied.safetensors")
+    report = divergence.compare_weights(out, out.parent / "tied.safetensors")
+    assert report.same
+    assert report.relations[0].text == (
+        "written out on A, where it equals model.embed_tokens.weight; B has that alone"
+    )
+
+
+def test_names_without_a_prefix_belong_together(original, tmp_path):
+    """A base model of the same weights: the head alone is missing."""
+    transformers.AutoModel.from_pretrained(original).save_pretrained(tmp_path)
+    report = divergence.compare_weights(original, tmp_path)
+    assert report.num_equal == 29
+    assert [(each.name, each.first) for each in report.relations] == [("alone", "lm_head.weight")]
+
+
+def test_a_run_is_held_against_a_checkpoint_by_digests(original, tmp_path, changed):
+    """The values are not in the run; what they are rounded to is."""
+    run = divergence.capture(
+        original, out=tmp_path / "run", prompts=[[1, 2, 3]], max_new_tokens=1, dtype="bfloat16",
+        probe=False, truth="no",
+    )  # fmt: skip
+    report = divergence.compare_weights(original, run.path)
+    assert report.same
+    assert report.relations[0].text == "B = A rounded to bfloat16"
+    other = divergence.compare_weights(run.path, changed(of(UP, fresh)))
+    assert not other.same
+    assert [each.first for each in other.others] == [UP]
+
+
+def test_names_of_gguf_are_read_as_the_model_s(original, tmp_path):
+    """The rows of queries and keys lie in another order there."""
+    gguf = pytest.importorskip("gguf")
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    writer.add_block_count(3)
+    for name, tensor in load_file(original / "model.safetensors").items():
+        if "q_proj" in name or "k_proj" in name:
+            tensor = to_pairs(tensor)
+        there = table.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(there, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    report = divergence.compare_weights(original, tmp_path / "b.gguf")
+    assert report.num_equal == 24
+    (relation,) = report.relations
+    assert relation.names == [PROJ.format("*", "k"), PROJ.format("*", "q")]
+    assert "halves became pairs of neighbours within heads of 16" in relation.text
+
+
+class Runs:
+    """A pickle that would run code."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_what_is_no_checkpoint_says_so(original, tmp_path):
+    """Nothing there, nothing in it, cut short, other names, a missing shard, a pickle with code."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.safetensors").write_bytes(
+        (original / "model.safetensors").read_bytes()[:1000]
+    )
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "lost").mkdir()
+    index = {"weight_map": {"x": "model-1.safetensors"}}
+    (tmp_path / "lost" / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({"w": Runs()}, tmp_path / "code.pt")
+    for name, message in (
+        ("absent", "is no file and no directory"),
+        ("empty", "holds no weights"),
+        ("short.safetensors", "cannot be read"),
+        ("other.safetensors", "has a partner"),
+        ("lost", "lacks 1 of its 1 files: model-1.safetensors"),
+        ("code.pt", "which is code"),
+    ):
+        with pytest.raises(DivergenceError, match=message):
+            divergence.compare_weights(original, tmp_path / name)
+
+
+def test_the_command_says_what_is_related_first(original, changed):
+    """And exits with 1 where it is asked to."""
+    path = changed(every("q_proj", to_pairs))
+    words = [sys.executable, "-m", "divergence", "weights", str(original), str(path)]
+    done = subprocess.run([*words, "--exit-code"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("OTHER WEIGHTS: 3 of 30 parameters: the same rows in another")
+    answer = subprocess.run([*words, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout)["relations"][0]["name"] == "reordered"
+
+
+def test_other_errors_are_usage_errors(original):
+    """With what to try."""
+    with pytest.raises(UsageError) as caught:
+        divergence.compare_weights(original, "nowhere")
+    assert "hf download" in str(caught.value.hint)

@@ -65,7 +65,7 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
     """What relates two tensors of one parameter, any shapes and dtypes."""
     if a.shape != b.shape:
         return _of_shapes(a, b)
-    dtypes: dict[str, Any] = {"reference": format_of(a.dtype).name, "candidate": format_of(b.dtype).name}
+    names = [format_of(tensor.dtype).name for tensor in (a, b)]
     if a.dtype == b.dtype and _bits(a, b):
         return Relation("equal", True, fact("weights.equal"))
     if not (a.is_floating_point() and b.is_floating_point()):
@@ -73,7 +73,9 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
         return Relation("codes", False, fact("weights.codes", num=num, total=a.numel()))
     x, y = _wide(a), _wide(b)
     if torch.equal(x, y):
-        return Relation("dtype", True, fact("weights.dtype", **dtypes))
+        return Relation(
+            "dtype", True, fact("weights.dtype", reference=names[0], candidate=names[1])
+        )
     for side, wide, short, own in (("candidate", x, y, b), ("reference", y, x, a)):
         for form in _NARROWER:
             if torch.equal(wide.to(format_named(form).torch_dtype).to(wide.dtype), short):
@@ -90,8 +92,8 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
     forms = [_form(tensor) for tensor in (a, b)]
     if forms[0] != forms[1]:  # one side was rounded as well
         narrow = max(forms, key=lambda form: form.unit_roundoff)
-        short = [part.to(narrow.torch_dtype).to(part.dtype) for part in (x, y)]
-        if moved := _reordered(*short):
+        rounded = [part.to(narrow.torch_dtype).to(part.dtype) for part in (x, y)]
+        if moved := _reordered(*rounded):
             side = "reference" if narrow == forms[0] else "candidate"
             rest = fact("weights.rounded", side=side, form=narrow.name, stored=True)
             return Relation("reordered", False, moved.fact.with_values(rest=rest))

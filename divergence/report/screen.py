@@ -56,11 +56,6 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
         text = f"{b.path}: the same model, dtype and machine"
     known = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *_states(a),
              named("B", text), *_states(b), *whole.known]  # fmt: skip
-    if (compared := report.operators) is not None:
-        num_beyond = sum(result.limit_usage > 1 for result in compared.results)
-        text = f"{compared.num_matched} compared, {num_beyond} beyond the limit"
-        first = f"; first {compared.onset}" if compared.onset else ""
-        known.append(named("operators", text + first))
     worst = _worst(report, num_rows)
     known += worst if isinstance(worst, list) else []
     rest = [*["every block"] * bool(report.sites), "every setting"]

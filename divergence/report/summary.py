@@ -353,7 +353,12 @@ def _compared(report: Report) -> list[Sentence]:
         text = f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}"
     if report.tokens is not None and _all_agree(report):
         text += f"; the same next token in {count(report.tokens.num_tokens, 'choice')}"
-    return [named("compared", text)]
+    if (operators := report.operators) is None:
+        return [named("compared", text)]
+    num_beyond = sum(result.limit_usage > 1 for result in operators.results)
+    inner = f"{operators.num_matched} compared, {num_beyond} beyond the limit"
+    inner += f"; first {operators.onset}" if operators.onset else ""
+    return [named("compared", text), named("operators", inner)]
 
 
 def _coverage(report: Report, *, full: bool) -> list[Section]:

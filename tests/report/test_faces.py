@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from divergence import capture, compare
 from divergence.comparison.results import Visible
+from divergence.options.commands import RecordOptions, TrainOptions
 from divergence.report.bundle import Redaction, bundle_files
 from divergence.report.screen import screen_lines
 from divergence.report.summary import document, report_lines
@@ -27,8 +29,17 @@ RUNS = {
     "every block": {"plants": [f"model.layers.{n}.mlp:out=scale:1.5" for n in range(2)]},
     "nan": {"plants": [f"{MLP}=nan:3"]},
     "another dtype": {"dtype": "bfloat16"},
+    "operators": {"plants": ["model.layers.1.mlp.act_fn:out=scale:1.1"]},
+    "training": {"plants": [f"{MLP}=scale:1.2"]},
 }
 """What is done to the second run."""
+MADE = {
+    "operators": {
+        "sites": ["blocks", "ops@model.layers.1"], "recording": RecordOptions(weights=True),
+    },
+    "training": {"training": TrainOptions(train=True), "max_new_tokens": None},
+}  # fmt: skip
+"""How the first run is made, where it is not as usual."""
 
 
 def words(text: str) -> str:
@@ -37,14 +48,24 @@ def words(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory, llama):
-    return capture(llama, out=tmp_path_factory.mktemp("faces") / "a", probe=False, dtype="float32",
-                   prompts=["Snow fell on", "One"], max_new_tokens=2)  # fmt: skip
+    """``first(case)``: the run that its second one repeats."""
+
+    @functools.cache
+    def make(case):
+        folder = tmp_path_factory.mktemp("faces") / "a"
+        options = {"max_new_tokens": 2} | MADE.get(case, {})
+        return capture(llama, out=folder, probe=False, dtype="float32",
+                       prompts=["Snow fell on", "One"], **options)  # fmt: skip
+
+    return lambda case: make(case if case in MADE else "")
 
 
 @pytest.mark.parametrize("case", RUNS)
 def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
     """Of runs that were captured: in the page, under -v, in JSON, Markdown and the bundle."""
-    report = compare(first, capture(like=first, out=tmp_path / "b", probe=False, **RUNS[case]))
+    reference = first(case)
+    candidate = capture(like=reference, out=tmp_path / "b", probe=False, **RUNS[case])
+    report = compare(reference, candidate)
     markdown = document_markdown(document(report), made_by="compare")
     shown = {face: words(text) for face, text in faces(report).items() if face != "notebook"}
     shown["Markdown"] = words(html.unescape(re.sub(r"<[^>]*>", "", markdown)))
@@ -57,7 +78,11 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
     for name in ("answer", "onset", "side", "confidence", "not seen", "because"):
         for face, text in shown.items():
             assert words(told.get(name, "")).casefold() in text.casefold(), (name, face)
-    for name in ("settings", "tokens", "compared"):  # whose parts -v has in sections of their own
+    for share in re.findall(r"(\S+)(?: of)? its limit", told.get("worst", "")):
+        for face, text in shown.items():
+            assert share in text, ("worst", face)
+    assert ("operators" in told) == (case == "operators")
+    for name in ("settings", "tokens", "compared", "operators"):  # whose parts -v has in sections of their own
         for face in ("page", "Markdown", "bundle"):
             assert words(told.get(name, "")) in shown[face], (name, face)
     values = json.loads(report.to_json())

@@ -531,6 +531,7 @@ _REL_L2 = (
     "is made there"
 )
 _FLOORS = "rel L2 of the median token, in units of what rounding makes; worst: of the worst token"
+_SHARE = "the share of a limit that is used; over 100% is beyond it"
 _R = "|a-b| / |a-truth| of the median token: about 1.4 is rounding"
 _W = "|b-truth| / |a-truth| of the median token: about 1 where both are equally right"
 _DEEP = "the same once more in float32, in units of what rounding makes there"
@@ -558,7 +559,7 @@ def rows_table(
                if several else ""),
         Column("× floor", times, short="floors", face=alone, meaning=_FLOORS),
         Column("worst token", times, short="worst", face=alone),
-        Column("share of limit", limit_share, face="page", meaning="over 100% is beyond the limit"),
+        Column("share of limit", limit_share, short="of limit", meaning=_SHARE),
         Column("r", times, face="terminal", meaning=_R),
         Column("B over A", times, short="W", meaning=_W),
         Column("float32", times, meaning=_DEEP),

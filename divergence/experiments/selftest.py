@@ -304,7 +304,7 @@ def healthy(report: Report, *, also: tuple[str, ...] = ()) -> Fact:
     worst = max((s.rel_l2 or 0.0 for s in report.sites if s.pass_ == "anchored"), default=0.0)
     return fact(
         "experiments.seen_healthy", kind=verdict.kind, num=_num_compared(report), rel_l2=worst,
-        usage=used,
+        usage=None if verdict.kind == "identical" else used,
     )  # fmt: skip
 
 

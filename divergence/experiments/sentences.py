@@ -149,7 +149,7 @@ SENTENCES: Mapping[str, str] = {
     "step_second": "another device of this kind",
     "seen_references": "{num} dtypes, {cpu}",
     "seen_healthy": (
-        "{kind}, {num} tensors, rel L2 of blocks up to {rel_l2:.1e}, {usage:.2f} of a limit"
+        "{kind}, {num} tensors, rel L2 of blocks up to {rel_l2:.1e}[[, {usage:.0%} of a limit]]"
     ),
     "seen_repeats": "{num} repeated tensors, all bits equal",
     "seen_identical": (

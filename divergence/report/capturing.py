@@ -19,7 +19,7 @@ from divergence.report.inspection import (
     truth_text,
 )
 from divergence.run.command import command_line
-from divergence.run.manifest import SUITE, Manifest
+from divergence.run.manifest import SUITE, UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOSS, join_site
 from divergence.words import shortened
@@ -37,9 +37,12 @@ def captured_document(
     done = "captured" if plan.replayed_pass is None else "replayed"
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
     dtype = manifest.model_dtype
+    computed = f"{dtype}{wide} on {settings.device}"
+    if dtype == UNKNOWN and UNKNOWN in settings.device:
+        computed = "dtype and device unknown"
     facts = [
         named(*model_facts(manifest)[0]),
-        named("machine", f"{manifest.environment.label}, {dtype}{wide} on {settings.device}"),
+        named("machine", f"{manifest.environment.label}, {computed}"),
     ]
     if manifest.mesh is not None:
         facts.append(named("ranks", str(manifest.mesh)))
@@ -49,7 +52,8 @@ def captured_document(
     for item in manifest.overrides:
         facts.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
     facts += repeats(manifest.repeatability)
-    facts += switch_sentences(settings.switches, more=command_line("inspect", path, v=True))
+    if any(item.status in ("refused", "absent") for item in settings.switches):
+        facts += switch_sentences(settings.switches, more=command_line("inspect", path, v=True))
     facts += [*fallbacks(settings), *skipped(manifest)]
     if manifest.training.train:
         facts.append(named("training", f"{training_text(manifest)}{_loss(records)}"))

@@ -15,6 +15,7 @@ from divergence.layout import limit_share, times
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
+_MOST_WHY = 4
 _PLACED = "with the other side's result in its place"
 
 
@@ -25,7 +26,9 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
         told = [item for level in result.levels for item in level.because]
         shown = [item for item in result.report.verdict.evidence if item not in told]
         why = [Sentence(item.text, "-", indent=2) for item in shown]
-        sections.append(Section(title="why", body=why))
+        most = len(why) if every or len(why) < _MOST_WHY + 2 else _MOST_WHY
+        rest = Sentence(f"{len(why) - most} more: add -v", indent=4, style="dim")
+        sections.append(Section(title="why", body=[*why[:most], *[rest] * (most < len(why))]))
         sections += operator_sections(result.report, every=every)
     runs = [("A", result.reference), ("B", result.candidate), ("truth", result.truth),
             ("runs in", result.out)]  # fmt: skip

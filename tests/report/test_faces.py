@@ -82,7 +82,12 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
         for face, text in shown.items():
             assert share in text, ("worst", face)
     assert ("operators" in told) == (case == "operators")
-    for name in ("settings", "tokens", "compared", "operators"):  # whose parts -v has in sections of their own
+    for name in (
+        "settings",
+        "tokens",
+        "compared",
+        "operators",
+    ):  # whose parts -v has in sections of their own
         for face in ("page", "Markdown", "bundle"):
             assert words(told.get(name, "")) in shown[face], (name, face)
     values = json.loads(report.to_json())

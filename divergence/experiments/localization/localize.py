@@ -427,6 +427,12 @@ def localize(
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
     on_progress: Progress = progress or silent
     folder = folder_of(out)
+    for run in (a, b):
+        if run.manifest.scores_alone:
+            raise UsageError(
+                f"localize goes into a model, and {run.path} holds log-probabilities alone",
+                hint=command_line("compare", a.path, b.path),
+            )
     if a.manifest.plan.store != "full":
         raise UsageError(
             f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from divergence import localize
+from divergence.errors import UsageError
 from divergence.layout import print_lines
 from divergence.report.summary import report_lines
 
@@ -97,3 +99,12 @@ def test_shown_and_as_a_page(pair, capsys):
     page = report.html()
     assert "token_mult_prob_error" in page and "Log-probabilities" in page
     assert '"rollout_probs_diff_mean"' in report.to_json()
+
+
+def test_localize_goes_into_no_log_probabilities(pair, tmp_path):
+    """No machine could go on from there: it says so, and what can be asked."""
+    report = pair(lambda s, n, v, r: v + r.gauss(0, 0.02), num=4)
+    runs = report.reference.path, report.candidate.path
+    with pytest.raises(UsageError, match="holds log-probabilities alone") as raised:
+        localize(*runs, out=tmp_path / "places")
+    assert str(raised.value.hint).startswith("divergence compare")

@@ -53,9 +53,9 @@ class Sentence:
     """A command: it stays one line, so that it can be copied."""
 
 
-def named(name: str, text: str, style: str = "") -> Sentence:
-    """A fact of a headline."""
-    return Sentence(text, name, style=style, indent=0, hang=12)
+def named(name: str, text: str, style: str = "", *, indent: int = 0, width: int = 12) -> Sentence:
+    """A name and what it is. ``width``: where a terminal begins with that."""
+    return Sentence(text, name, style=style, indent=indent, hang=width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,6 @@ class Headline:
 
     def __str__(self) -> str:
         return f"{self.word}: {self.text}" if self.word else self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Names and what they are, in two texts at most."""
-
-    rows: Sequence[tuple[str, ...]]
-    indent: int = field(default=2, kw_only=True)
-    width: int = field(default=0, kw_only=True)
-    """Of the names' column in a terminal; 0 is that of the longest."""
-    styles: Sequence[str] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +311,7 @@ class Fold:
     body: Sequence[Block]
 
 
-Block = Sentence | Facts | Table | Figures | Strips | Fold
+Block = Sentence | Table | Figures | Strips | Fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from divergence.document import (
     Block,
-    Facts,
     Figures,
     Section,
     Sentence,
@@ -29,6 +29,8 @@ from divergence.html.parts import (
 from divergence.words import both_ends
 
 _MARKS = {"onset": "begins here", "odd": "odd", "flagged": "beyond its limit"}
+_LONG = 80
+"""Letters of a text that takes a line of its own."""
 _CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 """Marks of a row that have the look of another."""
 
@@ -40,7 +42,7 @@ def element(section: Section, *more: Node) -> Element:
         "section",
         el("h2", section_title(section), id=f"{section.id}-title"),
         el("p", lead, class_="lead") if lead else None,
-        *(node for block in section.body for node in _nodes(block)), *more,
+        *_all_nodes(section.body), *more,
         id=section.id, aria_labelledby=f"{section.id}-title",
     )  # fmt: skip
 
@@ -53,15 +55,28 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _all_nodes(blocks: Iterable[Block | None]) -> Iterator[Node]:
+    """Sentences with a name that follow one another are one list."""
+    for is_fact, group in itertools.groupby(blocks, _is_fact):
+        rows = list(group)
+        if is_fact:
+            told = [(row.label.strip(" :"), row.text) for row in rows if isinstance(row, Sentence)]
+            long = any(len(text) > _LONG for _, text in told)
+            yield facts(told, class_="facts verdict-facts" if long else "facts")
+        else:
+            yield from (node for block in rows for node in _nodes(block))
+
+
+def _is_fact(block: Block | None) -> bool:
+    return isinstance(block, Sentence) and block.label.strip(" :") not in ("", "-", "note")
+
+
 def _nodes(block: Block | None) -> Iterator[Node]:
     if isinstance(block, Table):
         content = table(block)
         yield details(block.folded, content) if block.folded else content
-    elif isinstance(block, Facts):
-        yield facts((term.strip(), " ".join(filter(None, what))) for term, *what in block.rows)
     elif isinstance(block, Sentence):
-        label = "" if block.label in ("-", "note") else block.label
-        yield prose_block(f"{label} {block.text}".strip(), class_="note")
+        yield prose_block(block.text, class_="note")
     elif isinstance(block, Figures):
         yield el("div", *map(figure, block.drawings), class_="figures")
         yield el("div", class_="chosen", id="chosen", hidden=True) if block.choose else None
@@ -69,7 +84,7 @@ def _nodes(block: Block | None) -> Iterator[Node]:
         yield from (el("h3", block.title), _STRIPS) if block.title else ()
         yield from map(_strip, block.strips)
     elif block is not None:
-        yield details(block.summary, *(node for part in block.body for node in _nodes(part)))
+        yield details(block.summary, *_all_nodes(block.body))
 
 
 _STRIPS = el(
@@ -142,11 +157,13 @@ def table(content: Table) -> Element:
             notes = (el("p", item.text) for item in below)
             body.append(el("tr", el("td", *notes, colspan=len(columns)), class_="below"))
     grid = el(
-        "table", el("caption", content.caption), el("thead", el("tr", *head)), el("tbody", *body),
+        "table", el("caption", content.caption) if content.caption else None,
+        el("thead", el("tr", *head)) if any(content.titles) else None, el("tbody", *body),
         class_="names" if content.names else None,
     )  # fmt: skip
     # what scrolls must be reached by keyboard, and so needs a name
-    wide = el("div", grid, class_="scroll", tabindex=0, role="group", aria_label=content.caption)
+    wide = el("div", grid, class_="scroll", tabindex=0, role="group",
+              aria_label=content.caption or "Table")  # fmt: skip
     note = _note(content)
     return el("div", wide, el("p", note, class_="note") if note else None)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
 from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
-from divergence.document import Block, Document, Facts, Headline, Section, Sentence, Table, named
+from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
 from divergence.layout import count
@@ -115,8 +115,8 @@ def machine_facts(environment: Environment) -> list[tuple[str, str]]:
 
 
 def machine_section(environment: Environment) -> Section:
-    facts = Facts(machine_facts(environment), width=14)
-    return Section(title="machine", detail=environment.label, body=[facts])
+    facts = [named(*item, indent=2, width=14) for item in machine_facts(environment)]
+    return Section(title="machine", detail=environment.label, body=facts)
 
 
 def machine_document(environment: Environment, *, brief: bool = False) -> Document:

@@ -7,7 +7,6 @@ from pathlib import PurePath
 from divergence.document import (
     Block,
     Document,
-    Facts,
     Figures,
     Fold,
     Headline,
@@ -84,7 +83,7 @@ def selfcheck_document(result: SelfcheckResult) -> Document:
         lead="Each is a run like the base run with one thing changed.",
     )  # fmt: skip
     said = Section(id="verdicts", title="verdicts", heading="What compare says of each",
-                   verbose=True, body=[Facts(told, width=12)] if told else ())  # fmt: skip
+                   verbose=True, body=[named(*item, indent=2) for item in told])  # fmt: skip
     doubtful = result.diverged + result.with_status("suspected", "undetermined")
     unlike = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
     text, style = agreement(result)
@@ -162,7 +161,7 @@ def sensitivity_document(result: Sensitivity) -> Document:
         lead="Faults of growing size were planted in what B recorded, until compare saw them.",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
     )  # fmt: skip
-    basis = Section(id="basis", heading="What it rests on", body=[_setup(result), _units(result)])
+    basis = Section(id="basis", heading="What it rests on", body=[*_setup(result), _units(result)])
     notes = [named("note", note) for note in result.notes]
     return Document(
         headline=Headline(
@@ -214,7 +213,7 @@ def _blocks(result: Sensitivity) -> str:
     return f"any of the {len(result.blocks)} blocks tried"
 
 
-def _setup(result: Sensitivity) -> Facts:
+def _setup(result: Sensitivity) -> list[Sentence]:
     a, b = result.reference, result.candidate
     tokens, blocks = count(result.num_prompt_tokens, "prompt token"), result.num_blocks
     made = "made here" if result.made_here else b.path
@@ -228,7 +227,7 @@ def _setup(result: Sensitivity) -> Facts:
         ("trials", f"{result.num_trials:,} on recorded tensors of {tokens}, "
                    f"in {len(result.blocks)} of {count(blocks, 'block')}"),
     ]  # fmt: skip
-    return Facts(rows, indent=0, width=12)
+    return [named(*row) for row in rows]
 
 
 def _sizes(result: Sensitivity) -> list[Table]:

@@ -16,7 +16,6 @@ from divergence.document import (
     Block,
     Column,
     Document,
-    Facts,
     Headline,
     Section,
     Sentence,
@@ -81,28 +80,28 @@ def run_document(
     for item in manifest.overrides:
         top.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
     top += changes(plan.plants, plan.substitutes)
-    sections = [Section(body=[Facts(model_facts(manifest), indent=0, width=12)])]
+    sections = [Section(body=[named(*item) for item in model_facts(manifest)])]
     if verbose and (config := manifest.model.config):
-        rows = [(key, str(value)) for key, value in config.items()]
+        config_rows = [(key, str(value)) for key, value in config.items()]
         digest = manifest.model.config_digest[:12]
-        sections.append(Section(title="config", detail=digest, body=[Facts(rows)]))
+        table = Table(columns=("", ""), rows=config_rows)
+        sections.append(Section(title="config", detail=digest, body=[table]))
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
     made = (
         f"device {settings.device}, {wide}{'' if settings.deterministic else 'not '}deterministic, "
         f"seed {settings.seed}, at most {count(settings.max_new_tokens, 'new token')}"
         f"{', prompts in one batch' if settings.batch else ''}"
     )
-    body: list[Block] = [Facts([("made with", made)], width=14)]
+    body: list[Block] = [_setting("made with", made)]
     if manifest.training.train:
-        body.append(Facts([("training", training_text(manifest))], width=14))
+        body.append(_setting("training", training_text(manifest)))
     body += repeats(manifest.repeatability)
-    rows = []
     if plan.replayed_pass is not None:
-        rows.append(("replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}"))
+        body.append(_setting("replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}"))
     if plan.truth is not None:
-        rows.append((truth_name(plan.truth), truth_text(plan.truth, manifest)))
-    body += [Facts(rows, width=14), *skipped(manifest)]
-    body.append(Facts([("warned", text) for text in settings.nondeterministic_warnings], width=14))
+        body.append(_setting(truth_name(plan.truth), truth_text(plan.truth, manifest)))
+    body += skipped(manifest)
+    body += [_setting("warned", text) for text in settings.nondeterministic_warnings]
     body += [*fallbacks(settings), *switch_sentences(settings.switches, verbose=verbose)]
     sections.append(Section(title="settings", body=body))
     if manifest.mesh is not None:
@@ -120,6 +119,10 @@ def run_document(
                           style),
         known=top, sections=sections, next=[*_next(path, manifest), *looks],
     )  # fmt: skip
+
+
+def _setting(name: str, text: str) -> Sentence:
+    return named(name, text, indent=2, width=14)
 
 
 def _next(run: str, manifest: Manifest) -> list[str]:
@@ -316,13 +319,13 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
         sections.append(Section(
             title=site, detail=f"{group[0].dtype}, {count(len(group), 'record')}",
             # shapes of a call are the first forward's
-            body=[Table(columns=columns, rows=rows), *map(_call, calls[:1])],
+            body=[Table(columns=columns, rows=rows), *(_call(calls[0]) if calls else ())],
         ))  # fmt: skip
     text = f"{path}: {count(len(records), 'record')} of {count(len(by_site), 'site')}"
     return Document(headline=Headline("", text, "bold"), sections=sections)
 
 
-def _call(call: Call) -> Facts:
+def _call(call: Call) -> list[Sentence]:
     """What stands under the operator's site."""
     rows = [("operator", call.operator)]
     called = called_at(call.source, call.backward_of)
@@ -347,7 +350,7 @@ def _call(call: Call) -> Facts:
             told.add(number)
     rows += [("operand", _operand(operand))
              for number, operand in enumerate(call.operands) if number not in told]  # fmt: skip
-    return Facts(rows, width=13)
+    return [named(name, text, indent=2, width=13) for name, text in rows]
 
 
 def _operand(operand: Operand) -> str:

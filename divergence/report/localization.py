@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.analyses.operators.sections import sections as operator_sections
-from divergence.document import Document, Facts, Headline, Section, Sentence, named
+from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
 from divergence.layout import limit_share, times
@@ -90,12 +90,12 @@ def headline_of(result: Localization) -> Headline:
 
 def descent_section(result: Localization) -> Section:
     """Level by level, and the proof."""
-    named = result.side is not None
-    levels = [(level.level, _level(level, named=named)) for level in result.levels]
+    sided = result.side is not None
+    rows = [(level.level, _level(level, named=sided)) for level in result.levels]
     return Section(
         id="descent", title="descent", heading="The descent",
         lead="From the block to the operator, and its proof.",
-        body=[Facts(levels, width=12), Facts(_proof(result), width=12)],
+        body=[named(*row, indent=2) for row in (*rows, *_proof(result))],
     )  # fmt: skip
 
 

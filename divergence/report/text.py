@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from divergence.document import Block, Document, Facts, Fold, Headline, Section, Sentence, Table
+from divergence.document import Block, Document, Fold, Headline, Section, Sentence, Table
 from divergence.layout import (
     BLANK,
     MAX_WIDTH,
@@ -54,10 +54,6 @@ def document_markdown(*documents: Document, made_by: str) -> str:
             for block in _unfolded(section.body):
                 if isinstance(block, Table):
                     lines += [*block.on("terminal").markdown(), ""]
-                elif isinstance(block, Facts):
-                    lines += _listed_markdown(
-                        Sentence(" ".join(what), term.strip()) for term, *what in block.rows
-                    )
                 elif isinstance(block, Sentence):
                     lines += _listed_markdown([block])
         lines += [f"Next: {markdown_code(command)}<br>" for command in whole.next]
@@ -91,14 +87,6 @@ def sections_lines(sections: Iterable[Section], every: bool = False) -> list[Lin
             if isinstance(block, Table):
                 content = block.on("terminal", every=every)
                 shown += _listed_lines(content) if block.listed else table_lines(content)
-            elif isinstance(block, Facts) and not block.width:
-                shown += columns(block.rows, indent=block.indent)
-            elif isinstance(block, Facts):
-                for number, (term, what) in enumerate(block.rows):
-                    style = block.styles[number] if number < len(block.styles) else ""
-                    term = " " * block.indent * bool(term) + term
-                    width = max(block.width, len(term) + bool(term))
-                    shown.append(prose(term, what, style=style, width=width))
             elif isinstance(block, Sentence):
                 shown.append(sentence_line(block))
         lines += [*shown, BLANK]

@@ -16,7 +16,6 @@ from divergence.document import (
     LIMIT_SHARES,
     BlockPart,
     Column,
-    Facts,
     Figures,
     Fold,
     HeatMap,
@@ -26,6 +25,7 @@ from divergence.document import (
     Section,
     Sentence,
     Table,
+    named,
 )
 from divergence.layout import (
     RATIO_DECADES,
@@ -687,7 +687,8 @@ def sections(
     made += [_phase(report, phase, rows_of[phase], content) for phase, content in tables.items()]
     legend = _legend(list(tables.values()), "terminal")
     legend.append(("more", "every word: docs/glossary.md; every number: --csv FILE, --json"))
-    return [*made, Section(title="columns", body=[Facts(legend, width=14)])]
+    facts = [named(*item, indent=2, width=14) for item in legend]
+    return [*made, Section(title="columns", body=facts)]
 
 
 def _phase(report: Report, phase: str, rows: Sequence[SiteRow], content: Table) -> Section:
@@ -730,7 +731,7 @@ def _page(
     every = worst_rows(report)
     worst = [row for row in every if not row.worst.identical][:_WORST] or every[:_WORST]
     caption = f"The {len(worst)} largest" if len(worst) > 1 else "The largest"
-    legend = Facts(_legend(tables, "page"))
+    legend = [named(*item) for item in _legend(tables, "page")]
     return Section(
         id="blocks", lead=lead,
         heading="The error of each block" if onset is None else "Where the error is made",
@@ -739,7 +740,7 @@ def _page(
             Figures(plots, choose=True),
             Figures(pictures) if pictures else None,
             *lists,
-            Fold(f"All as a table: {count(len(modules), 'row')}", [*tables, legend]),
+            Fold(f"All as a table: {count(len(modules), 'row')}", [*tables, *legend]),
         ],
         parts=modules, chosen=(onset.block or onset.site) if onset is not None else worst[0].name,
     )  # fmt: skip

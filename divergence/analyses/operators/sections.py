@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, OperatorResult, OperatorsResult
-from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table
+from divergence.document import Block, BlockPart, Column, Section, Sentence, Table, named
 from divergence.layout import MAX_WIDTH, count, cut, decimal, limit_share, share, times
 from divergence.words import grouped, letter
 
@@ -50,7 +50,7 @@ def sections(
             "everything after it is fine" if check.holds else "something after it is still beyond"
         )
         proof = f"with the other side's result in place of {check.site}, {after}"
-        body.append(Facts([("proof", proof)]))
+        body.append(named("proof", proof))
     if operators.unmatched:
         body.append(Table(
             caption="Called by one side alone", title="called by one side alone", names=True,

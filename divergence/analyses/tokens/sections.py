@@ -20,7 +20,6 @@ from divergence.comparison.results import (
 from divergence.document import (
     Block,
     Column,
-    Facts,
     Fold,
     Section,
     Sentence,
@@ -100,10 +99,10 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     )
     body: list[Block] = [
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
-        Facts([
+        Table(columns=("", "", ""), num_left=3, indent=4, rows=[
             (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
             for name, choice, margin, more in sides
-        ], indent=4),
+        ]),
         *_judgement(first),
     ]  # fmt: skip
     tops = itertools.zip_longest(first.reference_top, first.candidate_top)
@@ -197,13 +196,13 @@ def _explained(explanation: Explanation, first: TokenDifference | None) -> list[
     return [
         Sentence(f"{what}, {whence}{why}", "explained:", indent=2, hang=4),
         Sentence(f"{added}, here in {explanation.dtype} on {explanation.device}"),
-        Facts([
+        Table(columns=("", ""), num_left=2, indent=4, rows=[
             (over, ""),
             ("  in A", fixed(explanation.reference_margin)),
             ("  in B", fixed(explanation.candidate_margin)),
             ("  here, as it is", fixed(explanation.baseline_margin)),
             ("  here, with the error", fixed(explanation.injected_margin)),
-        ], indent=4),
+        ]),
         Sentence(_effect(explanation) + chosen, style="yellow"),
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.document import Column, Document, Facts, Headline, Section, Sentence, Table, named
+from divergence.document import Column, Document, Headline, Section, Sentence, Table, named
 from divergence.domains.scores.judging import band_of
 from divergence.domains.scores.result import (
     Candidate,
@@ -69,9 +69,10 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         table = Section(id=f"scores-{number}", heading=f"Scores of {candidate.side.path}",
                         body=[score_table(candidate)])  # fmt: skip
         details = [
-            Section(id=f"score-{number}-{place}", title=name_of(task), body=[Facts([
-                fact for fact in facts_of(task, verbose=verbose) if fact[0] != "verdict" or several
-            ], width=16)])
+            Section(id=f"score-{number}-{place}", title=name_of(task), body=[
+                named(*fact, indent=2, width=16) for fact in facts_of(task, verbose=verbose)
+                if fact[0] != "verdict" or several
+            ])
             for place, task in enumerate(tasks)
         ]  # fmt: skip
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]

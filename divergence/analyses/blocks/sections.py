@@ -242,7 +242,7 @@ def _at(row: SiteRow, *, exact: bool) -> str:
     """``prompt 2, token 7``; a share that all forwards together use is of no one forward."""
     site = row.worst
     if of_parameter(site.site) or (row.together and not exact):
-        return "decode, all steps" if site.step else f"{site.phase}, all prompts"
+        return "decode, all steps" if site.step else f"all of the {site.phase}"
     sample, position = site.worst_sample, site.worst_position
     if num_bad(site) and site.nonfinite is not None:
         sample, position = site.nonfinite.sample, site.nonfinite.position

@@ -213,13 +213,13 @@ def _with_groups(function: Callable[..., Run]) -> inspect.Signature:
     """Its signature with the groups of domains among its parameters: for ``help()`` and editors."""
     own = inspect.signature(function)
     *named, others = own.parameters.values()
-    known = [parameter.name for parameter in named]
+    names = [parameter.name for parameter in named]
     more = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=f"{kind.__name__} | None"
         )
         for name, kind in GROUPS.items()
-        if name not in known
+        if name not in names
     ]
     return own.replace(parameters=[*named, *more, others])
 
@@ -365,8 +365,8 @@ def _execute(
         if request.like is not None:
             on_progress("taken", 0, None, taken(request))
             if not request.like.manifest.complete:
-                said = f"{request.like.path} is INCOMPLETE: what it lacks is not repeated either"
-                on_progress("note", 0, None, said)
+                note = f"{request.like.path} is INCOMPLETE: what it lacks is not repeated either"
+                on_progress("note", 0, None, note)
         on_progress("load", 0, None, request.model)
         try:
             if not (request.named or request.trust_remote_code):

@@ -208,9 +208,9 @@ def suite_meant(model: object, like: Run | None) -> Suite | None:
     there = suites()
     suite = there.get(source.removeprefix(SUITE))
     if suite is None:
-        known = ", ".join(f"{SUITE}{suite.name} ({suite.line})" for suite in there.values())
+        names = ", ".join(f"{SUITE}{suite.name} ({suite.line})" for suite in there.values())
         raise UsageError(
-            f"no suite is called {source.removeprefix(SUITE)!r}", hint=f"there are {known}"
+            f"no suite is called {source.removeprefix(SUITE)!r}", hint=f"there are {names}"
         )
     return suite
 

@@ -314,11 +314,11 @@ def wrappers_of(module: Any) -> list[str]:
 def _adapters(module: Any) -> list[str]:
     """A PEFT layer: which adapters, and are they merged into the weight."""
     active = _names(_attribute(module, "active_adapters") or _attribute(module, "active_adapter"))
-    held = _attribute(module, "lora_A")
-    if held is None and not (active and hasattr(type(module), "merged")):
+    matrices = _attribute(module, "lora_A")
+    if matrices is None and not (active and hasattr(type(module), "merged")):
         return []
-    names = active or _names(list(held) if hasattr(held, "keys") else None) or ["default"]
-    kind = "LoRA" if held is not None else "adapter"
+    names = active or _names(list(matrices) if hasattr(matrices, "keys") else None) or ["default"]
+    kind = "LoRA" if matrices is not None else "adapter"
     text = f"{kind} {', '.join(names)}"
     if _attribute(module, "disable_adapters"):
         return [f"{text}, switched off"]

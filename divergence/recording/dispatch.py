@@ -608,12 +608,12 @@ class OperatorRecorder(TorchDispatchMode):
                 offset=int(tensor.storage_offset() - parameter.storage_offset()),
                 **common,
             )
-        known = self._flow.site_of(tensor)
-        if known is None:
-            known = site
+        holder = self._flow.site_of(tensor)
+        if holder is None:
+            holder = site
             pending.append((site, self._keep(tensor)))
             self._flow.holds(tensor, site)
-        return Operand(site=known, origin=self._flow.origin_of(tensor), **common)
+        return Operand(site=holder, origin=self._flow.origin_of(tensor), **common)
 
     def _loaded(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """The weight of that name as it was loaded."""

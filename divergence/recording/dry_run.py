@@ -111,27 +111,31 @@ def plan_capture(
             )
         )
     passes: list[str] = [planned.name for planned in capture.passes]
-    said = capture.missed
+    texts = capture.missed
     total = sum(row.bytes for row in rows)
     if request.only_changed:
-        said.append("of these bytes only those are stored that the run to be repeated has not")
+        texts.append("of these bytes only those are stored that the run to be repeated has not")
     if "anchored" in passes:
         total *= 2
-        said.append("the anchored pass is counted like the free one; equal tensors are stored once")
+        texts.append(
+            "the anchored pass is counted like the free one; equal tensors are stored once"
+        )
     if "escalated" in passes:
-        said.append(
+        texts.append(
             "the escalated pass is not counted: 4 bytes a number of each output that it reaches"
         )
     if "whole" in passes:
         total += sum(row.bytes - row.bytes_prefill for row in rows)
-        said.append("the whole pass is counted like the decode steps")
+        texts.append("the whole pass is counted like the decode steps")
     if mode_of(request) != "no":
         if keeps_tensors(request):
             passes.append("truth")
-            said.append("the truth is not counted: 8 bytes a number of each output that it reaches")
+            texts.append(
+                "the truth is not counted: 8 bytes a number of each output that it reaches"
+            )
         if not request.train:
             passes.append("floor")
-            said.append(
+            texts.append(
                 "the floor is not counted: 12 bytes a token of each block and of what stands "
                 "outside"
             )
@@ -151,6 +155,6 @@ def plan_capture(
         num_steps=steps,
         passes=passes,
         total_bytes=total,
-        notes=said,
+        notes=texts,
         parts=parts,
     )

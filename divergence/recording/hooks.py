@@ -23,12 +23,12 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """``value`` as an attribute of an object, a class or a module; afterwards what was there. Where
     the object had none of its own, its class's is seen again."""
     own = vars(owner)
-    held, before = name in own, own.get(name)
+    has_own, before = name in own, own.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if held:
+        if has_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
@@ -43,22 +43,22 @@ def swapped(
     made: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
-        held: dict[str, Any]
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        tensors: dict[str, Any]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = change(tensor)
                 if made[id(tensor)] is not tensor:
-                    places.append((held, name, tensor))
-    for held, name, tensor in places:
-        held[name] = made[id(tensor)]
+                    places.append((tensors, name, tensor))
+    for tensors, name, tensor in places:
+        tensors[name] = made[id(tensor)]
     try:
         yield
     finally:
-        for held, name, tensor in places:
-            held[name] = tensor
+        for tensors, name, tensor in places:
+            tensors[name] = tensor
 
 
 # What a recorder is given: where records go, and the inputs that it puts in place.

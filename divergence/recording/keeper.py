@@ -229,9 +229,9 @@ class Recent:
             return keep(tensor)
         items, key = self.items, id(tensor)
         if key in items:
-            reference, known, item = items[key]
+            reference, version_then, item = items[key]
             # the reference is gone with its tensor, so that the id cannot be another's
-            if known == version and reference() is tensor:
+            if version_then == version and reference() is tensor:
                 return item
         elif len(items) >= _REMEMBERED:
             items.clear()

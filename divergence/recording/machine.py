@@ -84,8 +84,8 @@ def cpu_model() -> str | None:
     info = _cpuinfo()
     if "vendor_id" in info and "cpu family" in info:
         numbers = (("family", "cpu family"), ("model", "model"), ("stepping", "stepping"))
-        told = " ".join(f"{say} {info[key]}" for say, key in numbers if key in info)
-        return f"{info['vendor_id']} {told}"
+        words = " ".join(f"{say} {info[key]}" for say, key in numbers if key in info)
+        return f"{info['vendor_id']} {words}"
     core = _arm(info)
     if core is None:
         return None
@@ -294,9 +294,9 @@ def resolve_device(name: str = "auto") -> str:
     UsageError for a name torch does not know and for a device that is not there."""
     kind, _, index = name.partition(":")
     if kind not in DEVICE_TYPES:
-        known = f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)"
+        names = f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)"
         raise UsageError(
-            f"unknown device {name!r}", hint=did_you_mean(kind, DEVICE_TYPES, count=1, then=known)
+            f"unknown device {name!r}", hint=did_you_mean(kind, DEVICE_TYPES, count=1, then=names)
         )
     if index and not (index.isascii() and index.isdecimal()):
         raise UsageError(f"device index {index!r} is not a number", hint="for example cuda:0")
@@ -580,15 +580,17 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
         if enabled:
             started = bool(getattr(getattr(torch, device_type, None), "is_initialized", bool)())
             for variable, text in _VARIABLES.get(device_type, ()):
-                held = os.environ.get(variable)
-                if held is not None and held in _AS_GOOD.get(variable, ()):
-                    _note(state, variable, text, held, "set", "kept: it promises as much or more")
-                elif started and held != text:
+                present = os.environ.get(variable)
+                if present is not None and present in _AS_GOOD.get(variable, ()):
+                    _note(
+                        state, variable, text, present, "set", "kept: it promises as much or more"
+                    )
+                elif started and present != text:
                     why = "the device had started already"
-                    _note(state, variable, text, held or "unset", "refused", why)
+                    _note(state, variable, text, present or "unset", "refused", why)
                 else:
-                    variables[variable], os.environ[variable] = held, text
-                    _note(state, variable, text, held or "unset", "set")
+                    variables[variable], os.environ[variable] = present, text
+                    _note(state, variable, text, present or "unset", "set")
             mode_name = str(mode[0]).lower()
             # warn_only: an operator without a deterministic form is recorded, not fatal.
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -619,10 +621,10 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
             with contextlib.suppress(Exception):
                 _write(name, value)
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-        for variable, held in variables.items():
+        for variable, present in variables.items():
             os.environ.pop(variable, None)
-            if held is not None:
-                os.environ[variable] = held
+            if present is not None:
+                os.environ[variable] = present
         random.setstate(rng[0])
         numpy.random.set_state(rng[1])
         torch.set_rng_state(rng[2])

@@ -239,12 +239,12 @@ class Recorder(Hook):
 
         on_step = lane.on_step and functools.partial(repeated, lane.on_step)
         on_block = lane.on_block and functools.partial(repeated, lane.on_block)
-        held = replace(
+        beside = replace(
             lane, sink=sink or lane.sink, keep=CopyKeeper().keep, on_step=on_step, on_block=on_block
         )
-        with self.on_lane(held):
+        with self.on_lane(beside):
             self.go_to(step)
-            held.selected = held.selected and sink is not None
+            beside.selected = beside.selected and sink is not None
             if anchored is not None and anchor is not None:
                 self._anchor = anchored(anchor)
             try:
@@ -412,14 +412,14 @@ class Recorder(Hook):
         return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
 
     def _codes(
-        self, path: str, port: str, codes: torch.Tensor, told: torch.Tensor
+        self, path: str, port: str, codes: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor | None:
         """Record a quantiser's codes; the other run's, where it is anchored to one."""
         call = (
             self.lane.calls.get(path, "") if path in self._hooked else self._numbered(path + port)
         )
         if self._pass != "escalated":  # which repeats values: nothing has codes of that dtype
-            self._emit(path, call, port, told)
+            self._emit(path, call, port, values)
         free = self._anchor is None or self._anchor_broken
         return None if free else self._recorded_rows(join_site(path + call, port), codes)
 
@@ -441,9 +441,9 @@ class Recorder(Hook):
     def _substituted(self, site: str) -> torch.Tensor | None:
         """What is put in the place of an operator's result in this forward, or None."""
         path, _, port = site.rpartition(":")
-        known = self._substitutes.get(path)
+        substitute = self._substitutes.get(path)
         step = self.lane.step
-        return None if known is None else known.find(self._pass, self._sample, step, port)
+        return None if substitute is None else substitute.find(self._pass, self._sample, step, port)
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(port: str, tensor: torch.Tensor) -> torch.Tensor:

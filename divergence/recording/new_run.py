@@ -87,16 +87,16 @@ def unlike(
     in_part = any("weights" in engine_note.facts for engine_note in engines) or any(
         UNKNOWN in identity.digests.values() for identity in (model, recorded)
     )
-    ours, theirs = model.digests, recorded.digests
-    both = [name for name in theirs if UNKNOWN not in (theirs[name], ours.get(name, UNKNOWN))]
-    other = [name for name in both if ours[name] != theirs[name]]
+    new, old = model.digests, recorded.digests
+    both = [name for name in old if UNKNOWN not in (old[name], new.get(name, UNKNOWN))]
+    other = [name for name in both if new[name] != old[name]]
     say = "compare will say which differ"
     if not in_part:
         there = f"({model.digest[:12]}, there {recorded.digest[:12]})"
         yield f"these are not the weights of the recorded run {there}: {say}"
     elif other:
-        told = f"{len(other)} of the {len(both)} weights that both tell ({other[0]}, ...)"
-        yield f"{told} are not those of the recorded run: {say}"
+        share = f"{len(other)} of the {len(both)} weights that both tell ({other[0]}, ...)"
+        yield f"{share} are not those of the recorded run: {say}"
     elif not both:
         yield "no weight is told by a name of the recorded run: it may be another model"
 

@@ -315,11 +315,11 @@ def parse_substitutes(
             if not isinstance(source, Run) and path and is_operator_site(other) and ":out" in other:
                 there, run = other, path
             source = Substitute(Run.open(run), there)
-        held = site_names(source.run.records)
-        if source.site not in held:
+        sites = site_names(source.run.records)
+        if source.site not in sites:
             raise UsageError(
                 f"{source.run.path} holds no {source.site}",
-                hint=did_you_mean(source.site, held) or "capture it with --sites ops@",
+                hint=did_you_mean(source.site, sites) or "capture it with --sites ops@",
             )
         by_path[site.rpartition(":")[0]] = source
     return by_path

@@ -69,8 +69,8 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
         sizes[name] = int(size) if equals else None
     open_axes = [name for name, size in sizes.items() if size is None]
     if open_axes:
-        known = math.prod(size or 1 for size in sizes.values())
-        sizes[open_axes[0]] = num_ranks // known if num_ranks % known == 0 else 0
+        product = math.prod(size or 1 for size in sizes.values())
+        sizes[open_axes[0]] = num_ranks // product if num_ranks % product == 0 else 0
     total = math.prod(size or 0 for size in sizes.values())
     if len(open_axes) > 1 or total != num_ranks:
         raise UsageError(
@@ -193,8 +193,8 @@ class Ranks:
         for place, ranks in sorted(members.items()):
             group = dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)
             if self.rank in ranks:
-                self._alike, self._speaker, mine = group, ranks[0], place
-        own = [list(group) for group in groups[mine::count]]
+                self._alike, self._speaker, own_place = group, ranks[0], place
+        own = [list(group) for group in groups[own_place::count]]
         self._mine = {group[0] for group in own}
         rounds = -(-len(groups) // count)
         if together and len(own) < rounds:
@@ -240,9 +240,9 @@ class Ranks:
             raise error
         text = (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
         lost = isinstance(error, DivergenceError | RuntimeError) and _LOST.search(str(error))
-        told = isinstance(error, _ToldToStopError)
+        stopped = isinstance(error, _ToldToStopError)
         # who only noticed that somebody is gone is not the one to be named
-        first = self._first_word(None if lost or told else f"rank {self.rank}: {text}")
+        first = self._first_word(None if lost or stopped else f"rank {self.rank}: {text}")
         if first is not None and not first.startswith(f"rank {self.rank}:"):
             name, _, reason = first.partition(": ")
             if reason == text:
@@ -254,7 +254,7 @@ class Ranks:
                 where=f"this is {self}",
                 hint="what all ranks had written before is readable (divergence inspect)",
             ) from error
-        if first is not None or not (lost or told):
+        if first is not None or not (lost or stopped):
             raise error
         raise PeerStoppedError(
             "another rank is gone, without a word",

@@ -125,13 +125,13 @@ def count_shapes(
 def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int, train: bool) -> dict[str, Any]:
     """Arguments for a prefill (step 0) or decode step on the meta device, tried out."""
     module: Any = loaded.module
-    known = inspect.signature(module.forward).parameters
+    parameters = inspect.signature(module.forward).parameters
     length = tokens if step == 0 else 1
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in known:
+    if "use_cache" in parameters:
         inputs["use_cache"] = False
-    if "logits_to_keep" in known and not train:
+    if "logits_to_keep" in parameters and not train:
         inputs["logits_to_keep"] = 1
     if loaded.task == "encoder-decoder":
         inputs["decoder_input_ids"] = ids[:, :1]
@@ -235,15 +235,15 @@ class TensorPlacement:
             return None
         if self._is_given(site):
             return "replicate"
-        said = None
+        by_style = None
         if style is not None and port in ("in", "out"):
-            said = _STYLES[style][port == "out"]
-            if said == LAST:
-                said = f"shard:{len(shape) - 1}"
+            by_style = _STYLES[style][port == "out"]
+            if by_style == LAST:
+                by_style = f"shard:{len(shape) - 1}"
         seen = self._seen(site, shape)
-        if said is not None:
+        if by_style is not None:
             # where the shapes are known they must agree
-            return said if site not in self._whole or seen == said else None
+            return by_style if site not in self._whole or seen == by_style else None
         if seen == "replicate" and any(path.startswith(prefix + ".") for prefix in self._summing):
             return None
         return seen
@@ -421,9 +421,9 @@ class Division:
     def join_tokens(self, samples: Sequence[SampleTokens], manifest: Manifest) -> None:
         """Takes over the tokens of other ranks' prompts, and their texts."""
         owned = [group for group in self.groups if self.ranks.owns(group[0])]
-        mine = {number: samples[number] for group in owned for number in group}
-        for theirs, texts in self.ranks.gather((mine, manifest.tokens.texts)):
-            for number, sample in theirs.items():
+        own = {number: samples[number] for group in owned for number in group}
+        for others, texts in self.ranks.gather((own, manifest.tokens.texts)):
+            for number, sample in others.items():
                 samples[number].generated_ids = sample.generated_ids
                 samples[number].chosen_ids = sample.chosen_ids
                 samples[number].decoder_prompt_ids = sample.decoder_prompt_ids
@@ -433,20 +433,18 @@ class Division:
         """Adds up all ranks' sizes, warnings and repeatability, once all have written.
         ``record_digests``: of this rank's file; those of all go into the manifest."""
         repeated, settings = manifest.repeatability, manifest.settings
-        mine = (manifest.sizes, repeated, settings.nondeterministic_warnings,
+        own = (manifest.sizes, repeated, settings.nondeterministic_warnings,
                 settings.cpu_fallbacks, record_digests)  # fmt: skip
-        for rank, (sizes, theirs, warnings, fallbacks, digests) in enumerate(
-            self.ranks.gather(mine)
-        ):
+        for rank, (sizes, other, warnings, fallbacks, digests) in enumerate(self.ranks.gather(own)):
             manifest.record_digests |= digests
             if rank == self.ranks.rank:
                 continue
             _add(manifest.sizes, sizes, sizes.__struct_fields__)
-            _add(repeated, theirs, ("num_compared", "num_different"))
+            _add(repeated, other, ("num_compared", "num_different"))
             if not repeated.begins:  # of the first rank that differs: others may inherit it
-                repeated.num_forwards, repeated.begins = theirs.num_forwards, theirs.begins
-            if repeated.first_difference is None and theirs.first_difference is not None:
-                repeated.first_difference = f"{theirs.first_difference} on rank {rank}"
+                repeated.num_forwards, repeated.begins = other.num_forwards, other.begins
+            if repeated.first_difference is None and other.first_difference is not None:
+                repeated.first_difference = f"{other.first_difference} on rank {rank}"
             settings.nondeterministic_warnings = list(
                 dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
             )

@@ -340,22 +340,22 @@ def taken(request: Request) -> str:
     less what the user chose. Everything named here has been checked by run.trust."""
     assert request.like is not None
     run, chosen = request.like, {override.name for override in request.overrides}
-    said = []
+    words = []
     if not request.named:
         at = "" if request.revision is None else f" at {request.revision}"
-        said.append(f"model {request.model}{at} ({_kind(request.trust_remote_code)})")
+        words.append(f"model {request.model}{at} ({_kind(request.trust_remote_code)})")
     if request.engine != DEFAULT and "engine" not in chosen:
-        said.append(f"engine {request.engine}")
+        words.append(f"engine {request.engine}")
     if request.dtype is not None and "dtype" not in chosen:
-        said.append(request.dtype)
+        words.append(request.dtype)
     if "attn_implementation" not in chosen:
-        said.append(f"{request.attn_implementation} attention")
+        words.append(f"{request.attn_implementation} attention")
     num = len(run.manifest.tokens.samples)
     how = " in one batch" if request.batch and num > 1 and "batch" not in chosen else ""
-    said.append(f"{num} prompt{'' if num == 1 else 's'}{how}")
+    words.append(f"{num} prompt{'' if num == 1 else 's'}{how}")
     if request.max_new_tokens and "max_new_tokens" not in chosen:
-        said.append(f"up to {request.max_new_tokens} new tokens")
-    return taken_from(run.path, said)
+        words.append(f"up to {request.max_new_tokens} new tokens")
+    return taken_from(run.path, words)
 
 
 def also_taken(
@@ -368,16 +368,16 @@ def also_taken(
 ) -> str | None:
     """What is taken from ``run``, of which another run is repeated: its ``model`` (None: the user's
     or the other run's), settings and environment variables. None where that is nothing."""
-    said = [] if model is None else [f"model {model} ({_kind(with_code)})"]
-    said += [str(values[name]) for name in ("dtype", "attn_implementation") if name in values]
-    said += [f"{name}={value}" for name, value in variables.items() if value is not None]
-    return taken_from(run.path, said) if said else None
+    words = [] if model is None else [f"model {model} ({_kind(with_code)})"]
+    words += [str(values[name]) for name in ("dtype", "attn_implementation") if name in values]
+    words += [f"{name}={value}" for name, value in variables.items() if value is not None]
+    return taken_from(run.path, words) if words else None
 
 
 def _kind(with_code: bool) -> str:
     return "with its code" if with_code else "as data, no code"
 
 
-def taken_from(place: Location, said: list[str]) -> str:
+def taken_from(place: Location, words: list[str]) -> str:
     """The line itself, also of what else repeats a run."""
-    return f"from {place}: {', '.join(said)}"
+    return f"from {place}: {', '.join(words)}"

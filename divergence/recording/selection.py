@@ -80,7 +80,7 @@ class SiteSelection:
         self._routing = routing_modules(notes)
         everything = self._modules or any(pattern.startswith("re:") for pattern in patterns)
         heads = compile_patterns([_path_part(pattern) + ":*" for pattern in patterns])
-        held = set(map(module_of, self._held))
+        recorded_paths = set(map(module_of, self._held))
         self.hooked = {
             path
             for path, note in notes.items()
@@ -88,19 +88,19 @@ class SiteSelection:
             or (self._blocks and note.role != "inner")
             or path in self.operators
             or (self._blocks and path in self._routing)
-            or path in held
+            or path in recorded_paths
             or heads(f"{path}:")
         }
 
     def wanted(self, path: str, port: str, tensor: torch.Tensor) -> bool:
         """Is this tensor to be recorded?"""
         key = (path, port)
-        known = self._known.get(key)
-        if known is None:
+        chosen = self._known.get(key)
+        if chosen is None:
             trunk = self._blocks and self._notes[path].role != "inner"
             # An integer or a mask is no result of a block; `modules` and patterns still get it.
             plain = tensor.is_floating_point() and "mask" not in port
-            known = (
+            chosen = (
                 self._modules
                 or (plain and trunk and (path != ROOT or port == "out"))
                 or (plain and path in self.operators)
@@ -108,8 +108,8 @@ class SiteSelection:
                 or (site := join_site(path, port)) in self._held
                 or self._match(site)
             )
-            self._known[key] = known
-        return known
+            self._known[key] = chosen
+        return chosen
 
     def is_routing(self, path: str, port: str, tensor: torch.Tensor) -> bool:
         """Does it tell which token goes to which expert? Then its rows are all prompts' tokens."""

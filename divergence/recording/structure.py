@@ -539,14 +539,14 @@ class CompiledWatch:
     def beforehand(self, operators: set[str], recorded: set[str]) -> list[str]:
         """What cannot be recorded of compiled modules, in words. ``operators``: modules whose
         operators are recorded; ``recorded``: modules whose tensors are."""
-        told = []
+        notes = []
         among = [
             path
             for path in self._regions
             if inside(path, operators) or any(inside(root, (path,)) for root in operators)
         ]
         if among:
-            told.append(
+            notes.append(
                 f"{listed(among)} runs through torch.compile: while operators are recorded torch "
                 "runs it uncompiled, so they are not those of its compiled kernels"
             )
@@ -556,11 +556,11 @@ class CompiledWatch:
             if path not in among and any(sub != path and inside(sub, (path,)) for sub in recorded)
         ]
         if divided:
-            told.append(
+            notes.append(
                 f"{listed(divided)} runs through torch.compile, and modules inside are recorded: "
                 "there its graph is divided, and kernels that would span such a place are not seen"
             )
-        return told
+        return notes
 
     def afterwards(self) -> list[str]:
         """What did not run compiled, in words."""
@@ -675,8 +675,8 @@ def backend_of(compiled: Any) -> str:
     """Name of the backend that a compiled function was given; ``?`` where torch does not tell."""
     closure = getattr(compiled, "__closure__", None) or ()
     names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
-    held = {name: cell.cell_contents for name, cell in zip(names, closure, strict=False)}
-    backend = held.get("callback")
+    cells = {name: cell.cell_contents for name, cell in zip(names, closure, strict=False)}
+    backend = cells.get("callback")
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)

@@ -199,14 +199,14 @@ class Widening(TorchDispatchMode):
         if not self._may_keep(value):
             return self._widened(value, wide)
         place = _place(value)
-        version, known = self._kept.get(place, (None, None))
+        version, kept = self._kept.get(place, (None, None))
         if version != value._version:  # first seen, or written to since
-            known = self._widened(value, wide)
-            cost_bytes = known.nbytes if version is None else 0
+            kept = self._widened(value, wide)
+            cost_bytes = kept.nbytes if version is None else 0
             if cost_bytes <= self._room_bytes:
                 self._room_bytes -= cost_bytes
-                self._kept[place] = value._version, known
-        return known
+                self._kept[place] = value._version, kept
+        return kept
 
     def _widened(self, value: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         """A view of a weight that stands for codes: of code × scale, as it is in this dtype."""

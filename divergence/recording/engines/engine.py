@@ -132,8 +132,8 @@ def _prefill(
     def deciding(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args[0][rows, ends][:, None], *args[1:]  # (B, T, H) → (B, 1, H)
 
-    known = inspect.signature(model.forward).parameters
-    more = {_POSITIONS: mask.cumsum(-1).sub(1).clamp(min=0)} if _POSITIONS in known else {}
+    parameters = inspect.signature(model.forward).parameters
+    more = {_POSITIONS: mask.cumsum(-1).sub(1).clamp(min=0)} if _POSITIONS in parameters else {}
     with head.register_forward_pre_hook(deciding, prepend=True):  # before what records it
         logits = model(input_ids=ids, attention_mask=mask, **more).logits
     made = control(forced, 1, set(), loaded.ranks)
@@ -254,8 +254,8 @@ def generate(
         bos_token_id=own.bos_token_id,
         decoder_start_token_id=own.decoder_start_token_id,
     )
-    known = inspect.signature(model.forward).parameters
-    more = {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
+    parameters = inspect.signature(model.forward).parameters
+    more = {} if num_logits is None or _KEEP not in parameters else {_KEEP: num_logits}
     with patched(model, "generation_config", plain):  # generate() fills gaps from there
         return model.generate(
             inputs=ids,
@@ -480,12 +480,12 @@ def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
                 hint="importing it by itself shows why",
             ) from error
         return engine
-    known = [*built_in(), *points]
+    names = [*built_in(), *points]
     raise UsageError(
         f"--engine {name}: there is no such engine"
         + (" that comes with divergence" if name in points else ""),
         hint=f"name it yourself: --engine {name}" if name in points
-        else did_you_mean(name, known, count=1) or f"one of {', '.join(known)}",
+        else did_you_mean(name, names, count=1) or f"one of {', '.join(names)}",
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     values = digest
     for target in forms[: forms.index(own) if own in forms else 0]:
         narrow = tensor.to(format_named(target).torch_dtype)
-        told = digest_tensor(narrow)
+        narrow_digest = digest_tensor(narrow)
         # Does the narrower copy hold the very values?
         pieces = zip(
             narrow.reshape(-1).split(_MOST_AT_ONCE), tensor.reshape(-1).split(_MOST_AT_ONCE),
@@ -61,9 +61,9 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
             bool(((small.to(tensor.dtype) == piece) | piece.isnan()).all())
             for small, piece in pieces
         ):
-            form, values = target, told
+            form, values = target, narrow_digest
             break
-        rounded[target] = told
+        rounded[target] = narrow_digest
     # The norm, and the sums with signs, in one product a piece
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
@@ -163,17 +163,17 @@ def identify(
         for target in _NARROWER.get(dtype, ()):
             digest = digests[name]
             if tensor.is_floating_point() and not _stays_wide(module, name, target):
-                known: dict[str, str] = {}
+                by_form: dict[str, str] = {}
                 if note is not None:
-                    known = {str(form): digest for form, digest in note.rounded.items()}
-                    known[note.form] = note.values
-                digest = known.get(target) or digest_tensor(
+                    by_form = {str(form): digest for form, digest in note.rounded.items()}
+                    by_form[note.form] = note.values
+                digest = by_form.get(target) or digest_tensor(
                     tensor.to(format_named(target).torch_dtype)
                 )
             narrowed.setdefault(target, {})[name] = digest
     if ranks is not None and pipeline:
-        for theirs, wide, counts, told in ranks.gather((digests, narrowed, numels, notes)):
-            digests, notes = theirs | digests, told | notes
+        for others, wide, counts, other_notes in ranks.gather((digests, narrowed, numels, notes)):
+            digests, notes = others | digests, other_notes | notes
             numels = counts | numels
             for target, values in wide.items():
                 narrowed[target] = values | narrowed.get(target, {})
@@ -249,9 +249,9 @@ def _stored(loaded: LoadedModel, *, whole: bool = False) -> Iterator[tuple[str, 
     """Name → tensor as the checkpoint has them: codes where weights were dequantised. ``whole``:
     each put together and brought in, else as it lies."""
     module, codes = loaded.module, loaded.codes
-    held = tuple(f"{path}." for path in codes.paths) if codes is not None else ()
+    prefixes = tuple(f"{path}." for path in codes.paths) if codes is not None else ()
     for name, tensor in weights_of(module) if whole else module.state_dict().items():
-        if not name.startswith(held) if held else True:
+        if not name.startswith(prefixes) if prefixes else True:
             yield name, tensor
     if codes is not None:
         yield from codes.stored()

@@ -110,11 +110,11 @@ def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor class that holds codes and scales (torchao's) is the tensors it holds."""
-    held = getattr(tensor, "__tensor_flatten__", None)
-    if held is None or type(tensor).__module__.startswith("torch."):
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor).__module__.startswith("torch."):
         yield name, tensor
         return
-    for part in held()[0]:
+    for part in flatten()[0]:
         yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
@@ -431,7 +431,7 @@ def load_model(loading: Loading) -> LoadedModel:
     try:
         with _no_bars():
             place, file = _load_parts(loading.source)
-            module, told = factory.from_pretrained(place, **options, **file)
+            module, loading_info = factory.from_pretrained(place, **options, **file)
         if ranks is not None and division is not None and not at_once:
             module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
@@ -454,7 +454,7 @@ def load_model(loading: Loading) -> LoadedModel:
     device = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
     return replace(
         _loaded(loading, task, module, torch.device("cpu") if device is None else device),
-        missing=sorted(str(name) for name in told.get("missing_keys", ())),
+        missing=sorted(str(name) for name in loading_info.get("missing_keys", ())),
         ranks=ranks,
         twin=None if ranks is None else empty_model(loading).module,
         codes=codes,

@@ -87,15 +87,15 @@ class Rows:
 
         def together(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
             rows = [anchor(sample, step + number, site, own) for number in range(self._count)]
-            held = [row for row in rows if row is not None]
-            if not held:
+            present = [row for row in rows if row is not None]
+            if not present:
                 return None
-            shape = held[0].shape
-            alike = len(held) == self._count and all(row.shape == shape for row in held)
+            shape = present[0].shape
+            alike = len(present) == self._count and all(row.shape == shape for row in present)
             if not alike or len(shape) < 2 or shape[1] != 1:
                 self.anchored = False
                 return None
-            return torch.cat(held, dim=1)
+            return torch.cat(present, dim=1)
 
         return together
 
@@ -111,13 +111,13 @@ class Rows:
         if list(last) != sites or [site for site in whole if site in first] != sites:
             return None
         steps: list[dict[str, torch.Tensor]] = [{} for _ in range(self._count)]
-        known: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
+        cuts: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
         for site, alone in first.items():
             key = id(whole[site]), alone.shape  # what passes unchanged is cut, and kept, once
-            parts = known.get(key) or self._parts(whole[site], alone.shape)
+            parts = cuts.get(key) or self._parts(whole[site], alone.shape)
             if not (parts and agree(parts[0], alone) and agree(parts[-1], last[site])):
                 return None
-            known[key] = parts
+            cuts[key] = parts
             for step, part in zip(steps, parts, strict=True):
                 step[site] = part
         return steps

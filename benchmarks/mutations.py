@@ -3,14 +3,12 @@
     MUTATIONS_MAP=map.jsonl python -m pytest -p benchmarks.mutations tests
     python benchmarks/mutations.py map.jsonl [--number 300] [--seed 0] [--seconds 40]
 
-The first line makes a map: which test runs which branch, and its processor seconds; what a test
-does in other processes is not seen. The second draws mutations of the core (``divergence/``
-without ``domains/``) with a fixed seed: an operator (``<`` and ``<=``, ``+`` and ``-``, ``and`` and
-``or``), a constant, a branch taken the other way, a value that is not returned, a bound that is off
-by one. Each is served to a process of its own as the source of its module; no file is changed. The
-tests that run its branch are asked, the quickest first, as many as take ``--seconds``: the first
-that fails kills it. Prints a line for each mutation with the test that noticed, and the share that
-is killed. ``--without FILE`` leaves out the tests that it names: what do the others notice?
+The first line makes a map: which test runs which branch, and its processor seconds (not what it
+does in other processes). The second draws mutations of the core (``divergence/`` without
+``domains/``) with a fixed seed: an operator, a constant, a branch taken the other way, a value that
+is not returned, a bound that is off by one. A process of its own gets each as the source of its
+module, and is asked the tests that run its branch, the quickest first, as many as take
+``--seconds``: the first that fails kills it. ``--without FILE`` leaves out the tests it names.
 """
 
 from __future__ import annotations
@@ -75,10 +73,13 @@ def draw(number: int, seed: int) -> Iterator[tuple[Path, str, int, str]]:
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if "domains" not in file.parts]
     sizes = [file.stat().st_size for file in files]
     generator = random.Random(seed)
-    for _ in range(number):
+    while number:
         file = generator.choices(files, sizes)[0]
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        kind, node, attribute, value = generator.choice(list(mutations(tree)))
+        if not (choices := list(mutations(tree))):
+            continue  # a table of sentences
+        number -= 1
+        kind, node, attribute, value = generator.choice(choices)
         setattr(node, attribute, value)
         yield file, kind, node.lineno, ast.unparse(ast.fix_missing_locations(tree))
 
@@ -167,15 +168,14 @@ def pytest_sessionfinish() -> None:
 
 
 def kills(file: Path, source: str, tests: list[str]) -> str | None:
-    """The first of the tests that fails where the file has this source; in a process of its own,
-    which lives no longer than ten minutes."""
+    """The first of the tests that fails where the file has this source."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
-        signal.alarm(600)
+        signal.alarm(600)  # of a loop without an end
         serve(lambda path, data: source if path == file else data)
 
         class Watch:
@@ -196,17 +196,14 @@ def kills(file: Path, source: str, tests: list[str]) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("map", type=Path)
-    parser.add_argument("--without", type=Path)
-    parser.add_argument("--number", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--without", type=Path, default=os.devnull)
+    for name, value in (("--number", 300), ("--seed", 0), ("--seconds", 40)):
+        parser.add_argument(name, type=int, default=value)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch  # noqa: F401 - once, for all that are forked
-    import transformers  # noqa: F401
+    import transformers.generation.utils  # noqa: F401 - once, for all that are forked
 
-    without = set(options.without.read_text().splitlines()) if options.without else set()
-    known, killed = read_map(options.map, without), 0
+    known, killed = read_map(options.map, {*Path(options.without).read_text().splitlines()}), 0
     for file, kind, line, source in draw(options.number, options.seed):
         tests = tests_of(file, line, known, options.seconds)
         test = kills(file, source, tests) if tests else None

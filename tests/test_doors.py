@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 DOORS = ("cli.main", "numerics", "domains.public")
@@ -72,6 +74,7 @@ def _is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or path.is_dir()
 
 
+@pytest.mark.whole
 def test_what_tests_open_has_a_reason():
     """Each module that is no public door stands in the list, and nothing else does."""
     public, inside = listed(), {name for names in INSIDE.values() for name in names.split()}

@@ -185,7 +185,11 @@ def kills(file: Path, source: str, tests: list[str]) -> str | None:
 
             pytest_collectreport = pytest_runtest_logreport
 
-        os._exit(pytest.main(["-x", "-p", "no:cacheprovider", *tests], plugins=[Watch()]))
+        options = ["-x", "-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
+        try:
+            os._exit(pytest.main([*options, *tests], plugins=[Watch()]))
+        finally:
+            os._exit(1)
     os.close(writer)
     with os.fdopen(reader) as file_of_child:
         failed = file_of_child.readline().strip()

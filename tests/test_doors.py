@@ -36,11 +36,11 @@ INSIDE = {
         experiments.localization.localize experiments.localization.repetition
         experiments.sensitivity fleet.many""",
     "arithmetic and plans that are held against an oracle, without a run": """
-        ops.reproducer recording.code recording.dry_run recording.engines.tiny recording.optimizer
+        ops.reproducer recording.code recording.dry_run experiments.tiny
         recording.plant recording.ranks recording.widening""",
     "where a test puts a fault of the machine, or counts what is done": """
         cli.demo cli.streams experiments.diff experiments.localization.machine
-        experiments.selfcheck recording.engines.together recording.execution run.blobs run.remote
+        experiments.selfcheck recording.engines.together recording.passes run.blobs run.remote
         run.shards run.target""",
 }
 """By reason: modules that tests open. They may only get fewer."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.conftest import SLOW
 
 
+@pytest.mark.whole
 def test_each_listed_case_is_one_of_a_test():
     """Of a test that was renamed or removed nothing is left in the list, which is in order."""
     lines = SLOW.read_text(encoding="utf-8").splitlines()

@@ -578,6 +578,8 @@ class Capture:
         if noted is not None and self.division is not None:
             self.division.join_tokens(self.samples, manifest)
             writer.update_manifest()
+        elif noted is not None and manifest.plan.not_called:
+            writer.update_manifest()  # passes that begin from this run read what rests
         if wide is not None and wide.num_rounded:
             self._note(
                 f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "

@@ -199,7 +199,12 @@ def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
     ]
     if without:
         return f"it keeps no bytes of {without[0].site} ({why_no_bytes(run.manifest)})"
-    missing = [path for path, note in notes.items() if note.role == "block" and path not in inputs]
+    idle = tuple(f"{path}." for path in plan.not_called)  # as the tower of a model without pictures
+    missing = [
+        path
+        for path, note in notes.items()
+        if note.role == "block" and path not in inputs and not f"{path}.".startswith(idle)
+    ]
     if missing:
         return (
             f"it holds no input of {missing[0]}"

@@ -441,6 +441,7 @@ def load_model(loading: Loading) -> LoadedModel:
             or why_not(name, error, ranks)
             or _model_error(loading, error)
         ) from error
+    check_reads_text(module)
     if loading.device_map is None and division is None:
         try:
             module.to(loading.device)
@@ -481,7 +482,19 @@ def empty_model(loading: Loading) -> LoadedModel:
             )  # fmt: skip
     except (Exception, SystemExit) as error:  # as in load_model
         raise _attention_error(loading, error) or _model_error(loading, error) from error
+    check_reads_text(module)
     return _loaded(loading, task, module, torch.device("meta"))
+
+
+def check_reads_text(module: torch.nn.Module) -> None:
+    """Raises ModelError for a model of pictures or sound alone, which no prompt of text feeds."""
+    reads = getattr(module, "main_input_name", "input_ids")
+    if isinstance(reads, str) and reads in ("pixel_values", "input_features", "input_values"):
+        raise ModelError(
+            f"{type(module).__name__} reads {reads}, and prompts hold text",
+            hint="in Python: capture(model, inputs=[dict(processor(...))], out=...) runs any "
+            "module on what its processor makes, and compare takes such runs",
+        )
 
 
 def _loaded(
@@ -495,14 +508,27 @@ def _loaded(
     )  # fmt: skip
 
 
+_WITH_TEXT = {
+    "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText", "MULTIMODAL_LM": "AutoModelForMultimodalLM"
+}  # fmt: skip
+"""transformers' mapping of models that read text and something else → its auto class."""
+
+
 def _factory(config: PretrainedConfig, task: Task) -> Any:
     import transformers as hf
 
     if task == "causal-lm":
+        if type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return hf.AutoModelForCausalLM
+        # pictures or sound beside text: of prompts of text, the text alone is run
+        for name in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+            if type(config) in getattr(hf, f"MODEL_FOR_{name}_MAPPING", ()):
+                return getattr(hf, _WITH_TEXT[name])
         return hf.AutoModelForCausalLM
     names = config.architectures or [""]
     if task == "encoder-decoder":
-        return hf.AutoModelForSeq2SeqLM
+        speech = type(config) in hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return hf.AutoModelForSpeechSeq2Seq if speech else hf.AutoModelForSeq2SeqLM
     for suffix, factory in (
         ("ForMaskedLM", hf.AutoModelForMaskedLM),
         ("ForSequenceClassification", hf.AutoModelForSequenceClassification),

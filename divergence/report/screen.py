@@ -50,7 +50,11 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
            for number, text in enumerate(texts)]  # fmt: skip
     # of the second run only what is not as in the first
     a, b = report.reference, report.candidate
-    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device)
+    other = any(
+        line.check in ("weights", "quantization") and line.status in ("differs", "blocking")
+        for line in report.preflight
+    )
+    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device) and not other
     text = f"{b.path}: {'the same model and dtype' if same else _model(b)}{_label(b)}"
     if same and a.label == b.label:
         text = f"{b.path}: the same model, dtype and machine"

@@ -51,6 +51,16 @@ def test_two_dtypes_are_no_plain_ok(reports):
     assert _text(report)[0].startswith("DIFFERENT PRECISION: ")
 
 
+@pytest.mark.parametrize("check", ["weights", "quantization"])
+def test_other_weights_of_one_path_are_not_called_the_same_model(reports, check):
+    """As of a run and its quantised one."""
+    report = reports.make_report()
+    assert any("the same model" in line for line in _text(report) if line.startswith("B "))
+    other = PreflightLine(check=check, status="differs", reference="none", candidate="W8A8")
+    report = msgspec.structs.replace(report, preflight=[*report.preflight[1:], other])
+    assert not any("the same model" in line for line in _text(report) if line.startswith("B "))
+
+
 def test_the_worst_rows_and_one_command(reports):
     """One place in a line; of several beyond a limit at most five rows; the first command alone."""
     report = reports.make_long_report()

@@ -67,7 +67,7 @@ analysis applies, and what domains there are. They may only shrink."""
 
 UNASKED = (
     "operators/find", "precision/find", "ranks/find", "experts/find",
-    "blocks/sides", "blocks/onset", "code/find", "ends/integers",
+    "blocks/onset", "code/find", "ends/integers",
 )  # fmt: skip
 UNASKED_OF_EQUAL = ("blocks/rounding", "ends/seams")
 """What does not apply to such a pair, and to one that is equal bit for bit."""

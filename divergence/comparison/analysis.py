@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, get_args
 from divergence._version import __version__
 from divergence.comparison.align.pairs import Pieces
 from divergence.comparison.decide import claim_named, decide, nothing_explains
+from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import (
     Finding,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from divergence.comparison.advice import Advice
     from divergence.comparison.align.pairs import Alignment, Pair
     from divergence.comparison.experts import Routes
-    from divergence.comparison.measure.truth import SamplesBySite, Truth
+    from divergence.comparison.measure.truth import Truth
     from divergence.comparison.result import ReplicaCheck
     from divergence.comparison.results import (
         AuditResult,
@@ -89,8 +90,9 @@ class Measured:
     """None unless both sides recorded operators."""
     routes: Routes
     """The experts that each token was sent to."""
-    truth_samples: SamplesBySite | None = None
-    """The measurements of both sides against the truth or the floor, where there is one."""
+    samples: SamplesBySite = field(default_factory=SamplesBySite)
+    """The rows of both sides' difference, and their measurements against the truth or the floor,
+    where there is one."""
     shown: Shown | None = None
     """The largest share of each limit that trusted runs use, where any were given."""
     covered: Sequence[PassCoverage] = ()

@@ -84,6 +84,7 @@ RANK = {"low": 0, "medium": 1, "high": 2}
 _BASIS = frozenset(
     {
         "anchored",  # seen where both sides got the same inputs
+        "apart",  # what is off is apart from the rest
         "measured",  # by how much the two differ is known
         "routed",  # most tokens went to the same experts, and are judged
         "told_by_truth",  # of operators: held against the truth, not against the other side

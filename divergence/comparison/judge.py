@@ -23,6 +23,10 @@ its cells. The variance of each is
 σ0 is what healthy kernels differ by beyond chance (``Thresholds.site_spread`` and its like). All
 observations of a comparison share one chance of a false alarm, a quarter for each level.
 
+Where no truth tells the errors apart, x = log of the two sides' difference in floors: the rounding
+model is the side whose error is known, and no chance is in it. Only what is larger stands out then
+(``one_sided``).
+
 A mean of many rows, as a scale error is, needs no ratio: x is that mean itself, candidate less
 reference, a normal number of known variance (``linear``).
 """
@@ -63,6 +67,8 @@ class JudgedTable:
     column_reach: Floats
     usual: float
     """The median of all."""
+    one_sided: bool = False
+    """Is x of the two sides' difference, which has no side?"""
 
     def excess(self, member: int) -> Floats:
         """(K,): by how much of ``reach`` a member is beside its control by an error of its own: a
@@ -70,8 +76,25 @@ class JudgedTable:
         for nothing else, however its siblings fare; 0 elsewhere."""
         x, control, reach = (each[member] for each in (self.x, self.control, self.reach))
         own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
+        if self.one_sided:
+            own = x > control
         with np.errstate(invalid="ignore"):
             return np.nan_to_num(np.where(own, np.abs(x - control) / reach, 0.0))
+
+    def standing_out(
+        self, member: int, energy: Floats, least: float | Floats, widened: float = 1.0
+    ) -> tuple[Floats, Floats]:
+        """((K,), (K,)): the candidate's squared error at which a member would stand out, beside
+        ``energy``, the reference's; and what it is where it is as its siblings' are. ``least``: as
+        in ``observed``."""
+        control, reach = self.control[member], self.reach[member] + math.log(widened)
+        out = control + reach
+        if not self.one_sided:
+            out = np.maximum(out, reach / 2)
+        added = energy + np.square(least)
+        with np.errstate(over="ignore"):
+            far, usual = (np.exp(2 * np.minimum(x, 300.0)) * added for x in (out, control))
+        return np.where(out < 300.0, far, math.inf), usual
 
 
 def outliers(

@@ -57,6 +57,10 @@ SENTENCES: Mapping[str, str] = {
     "unexercised_window": "{name} {size:,} (the longest sequence has {of:,} tokens)",
     "by": "[[, by {by:letter}]]{both:yes=, equally wrong on both sides|no=}",
     "some": "{numbers:some {what:step=decode step|*={what}}}{alone:yes= alone|no=} (of {total})",
+    "scattered": (
+        "{num} of {total} forwards alone (the first: prompt {sample}, step {step}), of no whole "
+        "prompt or step"
+    ),
     "rank_share": ", in the share of rank {rank}",
     "whole_pass": "decode steps with the cache against one forward over the whole sequence: ",
     # where an error is made
@@ -169,6 +173,10 @@ SENTENCES: Mapping[str, str] = {
     ),
     "no_anchored_pass": "no anchored pass (capture --like)",
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
+    "in_tail": (
+        "other tokens lead up to it by steps of 2 × and less, as where attention is sharp; a truth "
+        "would tell"
+    ),
     "not_clear": "{margin:.1f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (

@@ -246,14 +246,11 @@ class SensitivityTrials:
                 s for s in measured.sites
                 if s.pass_ == "escalated" and (s.of, s.site) not in theirs
             ]  # fmt: skip
-            measurer.judge.truth_samples.take(samples)
-        known = measured.truth_samples
-        truth_samples = known and known.with_changed(measurer.judge.truth_samples)
+            measurer.judge.samples.take(samples)
+        samples = measured.samples.with_changed(measurer.judge.samples)
         # the tensors of the pairs are those without the fault, and show nothing of its structure
         alignment = replace(measured.alignment, pairs=[])
-        return self.verdict_of(
-            replace(measured, sites=sites, truth_samples=truth_samples, alignment=alignment)
-        )
+        return self.verdict_of(replace(measured, sites=sites, samples=samples, alignment=alignment))
 
     def verdict_of(self, measured: Measured) -> Verdict:
         """What the blocks, the ends and the tokens say together. The ends and the tokens are those

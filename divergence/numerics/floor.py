@@ -120,9 +120,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     within a block errors come of fewer numbers than a row's columns show."""
     truth_systematic: float = 4.0
     """The median W itself."""
-    truth_standout: float = 1.3
+    truth_standout: float = 1.25
     """The median W, within that limit and beyond chance, from which on it is pointed out: one
-    side's arithmetic is coarser."""
+    side's arithmetic is coarser. Tried on recorded pairs: benchmarks/observations.py judge."""
     truth_confirm: float = 1.5
     """By how much two errors of one size may differ: from there on one is the larger."""
     truth_least: float = 0.25

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from divergence import BatchOptions, LoadOptions, Run, capture, compare
-from divergence.analyses.blocks.units import build_units, flag
+from divergence.analyses.blocks.sides import judge
+from divergence.analyses.blocks.units import build_units
 from tests.models import tiny
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -120,7 +121,7 @@ def largest(reference: Run, report, pass_: str) -> dict[str, tuple[float, str]]:
     notes = reference.manifest.plan.modules
     routed = frozenset(path for path, note in notes.items() if note.routed)
     units = build_units(report.sites, pass_)
-    flag(units, routed=routed)
+    judge(units, routed=routed)
     found = {"typical": (0.0, ""), "token": (0.0, "")}
     for unit in units:
         place = (

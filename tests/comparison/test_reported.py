@@ -3,6 +3,8 @@ healthy pairs that were alarmed, and a fault beside blocks that agree bit for bi
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import transformers
@@ -92,17 +94,37 @@ def test_massive_channels_raise_no_alarm(dtype, truth, model, tmp_path):
     assert is_healthy(compare(a, b))
 
 
+CPM_ANT = transformers.CpmAntConfig(
+    vocab_size=512, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128,
+    num_hidden_layers=4, prompt_length=4, prompt_types=4, segment_types=4,
+    position_bias_num_buckets=32, position_bias_max_distance=128,
+)  # fmt: skip
+
+
 def test_a_model_with_its_own_position_bias_raises_no_alarm(model, tmp_path):
     """CPM-Ant in float32: buckets of positions, and prompts of its own before the text."""
-    config = transformers.CpmAntConfig(
-        vocab_size=512, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128,
-        num_hidden_layers=4, prompt_length=4, prompt_types=4, segment_types=4,
-        position_bias_num_buckets=32, position_bias_max_distance=128,
-    )  # fmt: skip
-    a = capture(model(config), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+    a = capture(model(CPM_ANT), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
                 dtype="float32", probe=False)  # fmt: skip
     b = capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False)
     assert is_healthy(compare(a, b))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_without_a_truth_the_end_of_a_long_tail_of_tokens_accuses_with_low_confidence(
+    seed, model, tmp_path
+):
+    """In its first block a few tokens' attention is sharp, and a fault of attention looks alike."""
+
+    def drawn(made):
+        torch.manual_seed(seed)
+        made.load_state_dict(transformers.AutoModelForCausalLM.from_config(CPM_ANT).state_dict())
+
+    a = capture(model(CPM_ANT, drawn), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+                dtype="float32", truth="no", probe=False)  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False)
+    verdict = compare(a, b).verdict
+    assert verdict.confidence == "low" or verdict.kind == "within_floor"
+    assert verdict.kind == "within_floor" or "seems to be made" in verdict.summary
 
 
 def test_a_state_of_single_numbers_raises_no_alarm(model, tmp_path):
@@ -179,3 +201,32 @@ def test_a_block_that_alone_differs_is_named_for_sure(truth, model, tmp_path):
     assert (verdict.kind, verdict.confidence) == ("localized", "high")
     assert verdict.onset.block == "model.layers.2"
     assert verdict.side in ("candidate", None if truth == "no" else "candidate")
+
+
+@pytest.mark.parametrize("truth", ["full", "no"])
+def test_a_race_is_said_with_the_calls_that_it_hits_and_how_many(truth, model, tmp_path):
+    """One product reads a quarter of its input before it is there, in some calls and not in others:
+    no prompt and no step of them is off as a whole."""
+    a = capture(model(LLAMA), out=tmp_path / "a", prompts=[*PROMPTS, *PROMPTS[::-1]],
+                max_new_tokens=7, dtype="float32", truth=truth, probe=False)  # fmt: skip
+    hit = []
+
+    def race(made):
+        dice, linear = random.Random(3), made.model.layers[2].mlp.down_proj
+
+        def forward(x):
+            late = dice.random() < 0.25
+            hit.append(late)
+            kept = x if not late else torch.cat((x[..., 64:], torch.zeros_like(x[..., :64])), -1)
+            return torch.nn.functional.linear(kept, linear.weight)
+
+        linear.forward = forward
+
+    b = capture(like=a, out=tmp_path / "b", prepare=race, probe=False)
+    anchored = iter(hit[len(hit) // 2 :])
+    calls = [(prompt, step) for prompt in range(4) for step in range(7) if next(anchored)]
+    decode = [call for call in calls if call[1]]
+    verdict = compare(a, b).verdict
+    assert verdict.onset.block == "model.layers.2"
+    said = verdict.summary.partition("model.layers.2:out")[2]
+    assert f"in {len(decode)} of 24 forwards alone (the first: prompt {decode[0][0]}, " in said

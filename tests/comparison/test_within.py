@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from divergence import RecordOptions, capture, compare
-from divergence.analyses.blocks.units import build_units, flag
+from divergence.analyses.blocks.sides import judge
+from divergence.analyses.blocks.units import build_units
 from divergence.errors import UsageError
 from tests.digests import without_digests
 
@@ -111,7 +112,7 @@ def test_a_healthy_cache_is_within_the_floor(architecture, dtype, whole_run):
     assert {site.sample for site in report.sites} == {0, 1}
     assert report.coverage.unmatched == []
     units = build_units(report.sites, "anchored")
-    assert flag(units) == []
+    assert judge(units) == []
     assert max(unit.typical / unit.limit for unit in units) < MARGIN
     assert max(unit.worst / unit.worst_limit for unit in units) < MARGIN
 

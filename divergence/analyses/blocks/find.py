@@ -16,18 +16,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from divergence.analyses.blocks.sides import judge
 from divergence.analyses.blocks.units import (
     JudgedUnits,
     Unit,
     build_units,
     escalated_units,
-    flag,
     is_whole,
     next_commands,
     places_of,
     stacks_of,
     visible_of,
-    worst_of,
 )
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
@@ -177,8 +176,7 @@ def find(measured: Measured) -> AnalysisResult:
     findings = _claims(dataclasses.replace(measured, sites=sites), judged)
     # how small an error would have been seen, in float32 where both sides were
     main = [unit for unit in judged.units if unit.pass_ != "free" or not measured.anchored]
-    visible = visible_of(escalation.units if escalation.complete else [], measured.routed)
-    visible = visible or visible_of(main, measured.routed)
+    visible = visible_of(escalation.units if escalation.complete else []) or visible_of(main)
     # what the reader must know beside the numbers
     evidence: list[Fact] = []
     if steps := judged.unanchored:  # judged less exactly
@@ -210,23 +208,12 @@ def judge_units(measured: Measured) -> JudgedUnits:
     for unit in units:
         used = (measured.shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
         unit.widened = max(1.0, measured.thresholds.widen * used)
-    flag(units, routed=measured.routed, thresholds=measured.thresholds)
-    escalation = escalated_units(
-        measured.sites, routed=measured.routed, thresholds=measured.thresholds
-    )
-    excused: list[Unit] = []
-    if measured.truth_samples is not None:
-        from divergence.analyses.blocks.sides import blame_units
-
-        excused = blame_units(
-            [*units, *escalation.units], measured.truth_samples, measured.routed,
-            measured.thresholds,
-        )  # fmt: skip
-    return JudgedUnits(
-        units=units, flagged=[unit for unit in units if unit.why is not None],
-        excused=[unit for unit in excused if unit.pass_ != "escalated"], unanchored=unanchored,
-        escalation=escalation,
+    escalation = escalated_units(measured.sites)
+    judge(
+        [*units, *escalation.units], measured.samples, routed=measured.routed,
+        thresholds=measured.thresholds,
     )  # fmt: skip
+    return JudgedUnits(units=units, unanchored=unanchored, escalation=escalation)
 
 
 def limits_used(measured: Measured) -> Shown:
@@ -260,9 +247,7 @@ def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
     runs = [measured.reference, measured.candidate]
     runs += [] if measured.truth is None else [measured.truth.run]
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in measured.preflight)
-    standouts = find_standouts(
-        judged.units, judged.excused, measured.thresholds, two_dtypes=two_dtypes
-    )
+    standouts = find_standouts(judged.units, measured.thresholds, two_dtypes=two_dtypes)
     drifts = find_drifts(
         measured.sites,
         measured.thresholds,
@@ -327,7 +312,7 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
     round."""
     free = build_units(measured.sites, "free")
     off: set[PromptStep] = set()
-    for unit in flag(free, routed=measured.routed, thresholds=measured.thresholds):
+    for unit in judge(free, routed=measured.routed, thresholds=measured.thresholds):
         if unit.why != "token" or unit.limit_usage > measured.thresholds.free_gain:
             off |= places_of(unit)
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
@@ -371,11 +356,11 @@ def _with_limits(
         many = len(unit.looks) > 1
         looks = grouped(unit.looks if many else (), lambda look: id(look.result))
         for result in unit.results:
-            used = {look.sample: look.share_used for look in looks.get(id(result), ())}
+            used = {look.sample: look.used for look in looks.get(id(result), ())}
             values: dict[str, Any] = {
                 "limit": unit.limit,
-                "limit_usage": unit.share_used,
-                "usage": max(used.values(), default=0.0 if many else unit.share_used),
+                "limit_usage": max(unit.limit_usage, float(id(unit) in beyond)),
+                "usage": max(used.values(), default=0.0 if many else unit.limit_usage),
                 "prompts": [replace(row, usage=used.get(row.sample, row.usage))
                             for row in result.prompts],
             }  # fmt: skip
@@ -389,16 +374,10 @@ def _with_limits(
 
 def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     """Is this one of the results for which the unit is flagged?"""
-    if unit.why == "forward":
-        return any(look.result is result for look in unit.beyond)
-    if unit.blame is not None and unit.of_token:
-        used = [look.of_token for look in unit.looks if look.result is result]
-        return result is unit.blame.at or max(used, default=0.0) > 1
-    if unit.blame is not None:
-        return True
-    if unit.of_token and worst_of(result) > unit.worst_limit:
-        return True
-    return (result.ratio or 0) > unit.limit
+    if unit.why in ("forward", "token"):
+        at = None if unit.blame is None else unit.blame.at
+        return result is at or any(look.used > 1 for look in unit.looks if look.result is result)
+    return unit.blame is not None or (result.ratio or 0) > unit.limit
 
 
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:

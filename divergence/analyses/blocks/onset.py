@@ -27,7 +27,7 @@ from divergence.analyses.blocks.units import (
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.limits import CLEAR, NEAR_BITS, OF_NOISE, SURE
+from divergence.comparison.limits import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
@@ -70,7 +70,7 @@ def made_at(
     if family is None:
         side = first.side or common_side(unit.side for unit in flagged)
         by = side if side in ("reference", "candidate") else None
-        seems = not measured.anchored or first.pass_ == "free"
+        seems = not measured.anchored or first.pass_ == "free" or first.in_tail
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
@@ -334,8 +334,16 @@ def only_in(*units: Unit) -> Fact | None:
     )  # fmt: skip
     alone = not elsewhere and least > CLEAR * nearest
     parts, since = [], None
+    levels = [{at[number] for at in beyond} for number in range(2)]
+    within = [at for at in places if all(n in level for n, level in zip(at, levels, strict=True))]
+    if alone and len(within) > len(beyond) >= FEWEST:  # no prompt or step, as a race would have it
+        sample, step = min(beyond)
+        parts.append(
+            fact("scattered", num=len(beyond), total=len(places), sample=sample, step=step)
+        )
+        return _SCOPE.with_values(parts=parts)
     for number, what in enumerate(("prompt", "step")):
-        some, every = ({at[number] for at in group} for group in (beyond, places))
+        some, every = levels[number], {at[number] for at in places}
         if what == "step" and len(some) > 1 and some == {n for n in every if n >= min(some)}:
             since = min(some) if some != every else None
         elif some != every:
@@ -418,6 +426,8 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
         check("clear", clear, fact("not_clear", margin=unit.margin)),
     ]
+    if unit.in_tail:
+        checks.append(check("apart", False, fact("in_tail")))
     alone = unit.blame is not None and unit.blame.side != "both" and unit.blame.like is None
     if alone and unit.judged is not None:
         family, number = unit.judged

@@ -204,15 +204,15 @@ def within_rounding(
     ]  # fmt: skip
     against_truth = [unit for unit in units if unit.stats is not None]
     if against_truth:
-        closest = max(against_truth, key=lambda unit: unit.share_used)
+        closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
             fact("blocks.judged_against", floor=measured.floor is not None,
                  num_judged=len(against_truth), site=closest.site, phase=closest.phase,
-                 limit_usage=closest.share_used)
+                 limit_usage=closest.limit_usage)
         )  # fmt: skip
     evidence += [
         fact("blocks.equally_near", site=unit.site, phase=unit.phase, ratio=unit.typical)
-        for unit in judged.excused[:3]
+        for unit in [unit for unit in units if unit.excused][:3]
     ]
     evidence += escalation.healthy()
     if measured.narrow and sure and not escalation.judged:
@@ -234,8 +234,9 @@ def within_rounding(
     coarser = next((standout for standout in standouts if standout.side is not None), None)
     if coarser is not None and coarser.side is not None:
         outlier = fact("blocks.farther_everywhere", side=coarser.side)
-        where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
-                      times=coarser.times)]  # fmt: skip
+        if coarser.beyond_chance:
+            where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
+                          times=coarser.times)]  # fmt: skip
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
     # of what is estimated the truth judges nothing, and so says nothing of either side
@@ -281,7 +282,7 @@ def within_rounding(
         headline=[fact("only_rounding", sure=sure, numbers=None), *where],
         rests_on=checks,
         only_rounds=only_rounds,
-        side="neither" if truth_tells and not where else None,
+        side="neither" if truth_tells and coarser is None and not where else None,
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
@@ -295,6 +296,8 @@ class StandOut:
     unit: Unit
     times: float
     side: Side | None = None
+    beyond_chance: bool = True
+    """Of a side: is it so by more than chance makes? Else neither is called right."""
 
     @property
     def fact(self) -> Fact:
@@ -313,13 +316,12 @@ class StandOut:
 
 def find_standouts(
     units: Sequence[Unit],
-    excused: Sequence[Unit],
     thresholds: Thresholds,
     *,
     two_dtypes: bool = False,
 ) -> list[StandOut]:
-    """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth.
-    ``two_dtypes``: one side's arithmetic is coarser by its dtype, and that is no news."""
+    """In execution order, one a block. ``two_dtypes``: one side's arithmetic is coarser by its
+    dtype, and that is no news."""
     standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):
@@ -328,16 +330,17 @@ def find_standouts(
             times = unit.typical / max(usual, LEAST)
             numbers = max(num_values(result) for result in unit.results)
             if times > thresholds.standout * spread(numbers) or (
-                unit in excused and times > thresholds.truth_confirm
+                unit.excused and times > thresholds.truth_confirm
             ):
                 standouts.append(StandOut(unit, times))
-        farther = None
-        if not two_dtypes and any(unit.stats is not None for unit in family):
-            farther = farther_side(family, thresholds.truth_standout)
-        if farther is not None:
-            side, times = farther
-            first = min(family, key=lambda unit: order_of(unit.first))
-            standouts.append(StandOut(first, times, side))
+        against_truth = not two_dtypes and any(unit.stats is not None for unit in family)
+        for beyond_chance in (True, False) if against_truth else ():
+            farther = farther_side(family, thresholds.truth_standout, beyond_chance=beyond_chance)
+            if farther is not None:
+                side, times = farther
+                first = min(family, key=lambda unit: order_of(unit.first))
+                standouts.append(StandOut(first, times, side, beyond_chance))
+                break
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
     for standout in standouts:

@@ -1,4 +1,5 @@
-"""The side that a truth blames, and which of its forwards, tokens or channels show it."""
+"""What is beyond what rounding explains: by the two sides' difference, and by a truth, which tells
+the side, and which of its forwards, tokens or channels show it."""
 
 from __future__ import annotations
 
@@ -21,9 +22,15 @@ from divergence.analyses.blocks.units import (
     block_outputs,
     families_of,
     farther_side,
+    few_numbers,
     is_table,
     medians,
     narrowed,
+    num_columns,
+    num_values,
+    numbers_alike,
+    tail_of,
+    worst_of,
 )
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.judge import (
@@ -34,11 +41,19 @@ from divergence.comparison.judge import (
     outliers,
     reach_of_median,
 )
-from divergence.comparison.limits import CLEAR, FEW_ROWS, FEWEST, LEAST, SURE
-from divergence.comparison.measure.truth import RowErrors, SamplesBySite, TruthStats, stats_of
-from divergence.numerics.floor import Thresholds, spread
+from divergence.comparison.limits import CANCELS, CLEAR, FEW_ROWS, FEWEST, LEAST, SURE
+from divergence.comparison.measure.truth import (
+    ForwardStats,
+    RowErrors,
+    SamplesBySite,
+    TruthStats,
+    stats_of,
+)
+from divergence.comparison.results import num_rows
+from divergence.numerics.floor import ALLOWED, THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.words import SIDES
+from divergence.run.site import of_parameter
+from divergence.words import SIDES, grouped
 
 if TYPE_CHECKING:
     from divergence.comparison.judge import Floats
@@ -81,16 +96,20 @@ def judge_family(
 ) -> JudgedFamily:
     """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
     expert by rounding. ``beside``: of one site without siblings."""
+    rows_of = [each.rows for each in stats if each.rows is not None]
+    between = stats[0].of_difference
     # added to both errors, in floors, so that two tiny ones make no large ratio
-    least = thresholds.truth_least
+    family_least = thresholds.truth_least
     if beside is None:
         errors = (math.sqrt(math.prod(each.typical.values())) for each in stats)
-        least = max(LEAST, least * statistics.median(errors))
-    rows_of = [each.rows for each in stats if each.rows is not None]
+        family_least = max(LEAST, family_least * statistics.median(errors))
     keys = functools.reduce(np.intersect1d, [each.key for each in rows_of])
     together = [each.only(keys) for each in rows_of]
     energy = np.stack([each.energy for each in together], axis=1)
     numbers = np.stack([each.numbers for each in together], axis=1)
+    least: float | Floats = family_least
+    if between:
+        least = np.stack([each.least for each in together if each.least is not None])
     first = together[0]
     held, place = np.unique(first.place, return_inverse=True)
     places = [first.places[n] for n in held]
@@ -100,24 +119,33 @@ def judge_family(
     def whole(typical: bool) -> tuple[Floats, Floats]:
         by_member = [
             observed(
-                each.energy, each.numbers, least, np.zeros(len(each.key), np.intp), typical=typical
+                each.energy, each.numbers, family_least, np.zeros(len(each.key), np.intp),
+                typical=typical,
             )
+            if each.least is None
+            # forwards may round alike: their median is no more certain than they are
+            else observed(*(np.median(values, axis=-1, keepdims=True)
+                            for values in (each.energy, each.numbers, each.least)))
             for each in rows_of
-        ]
+        ]  # fmt: skip
         return np.stack([x for x, _ in by_member]), np.stack([own for _, own in by_member])
 
     spreads = dict(
         site=thresholds.site_spread, forward=thresholds.forward_spread, row=thresholds.row_spread
     )
+    if between:
+        spreads = dict.fromkeys(spreads, thresholds.ratio_spread)
 
     def judged(
         level: Level, x: Floats, own: Floats, usual: Floats, kept: npt.NDArray[np.bool_] | None
     ) -> JudgedTable:
         """``usual``: of the blocks; it excuses a site without siblings that is off as they are."""
-        if beside is None:
-            return outliers(x, own, spreads[level], limits[level], kept=kept)
-        control = _excused(x, usual)
-        return outliers(x, own, thresholds.lone_spread, limits[level], control=control)
+        control, sigma = None, spreads[level]
+        if beside is not None:
+            sigma = thresholds.lone_spread
+            control = usual + np.zeros_like(x) if between else _excused(x, usual)
+        table = outliers(x, own, sigma, limits[level], control=control, kept=kept)
+        return replace(table, one_sided=between)
 
     typical, of_typical = whole(True)
     blocks = np.array([0.0 if beside is None else beside.x])
@@ -126,8 +154,8 @@ def judge_family(
     equal = np.array([[bool((each.energy[0] == each.energy[1]).all())] for each in rows_of])
     sites = judged("site", x, np.where(equal, 0.0, own), blocks, None)
     odds, finer = np.full(len(x), np.inf), None
-    if beside is None:
-        odds = _odds_of_own(sites, rows_of, least, routed, thresholds)
+    if beside is None and not between:
+        odds = _odds_of_own(sites, rows_of, family_least, routed, thresholds)
         finer = odds < -SURE
         sites = replace(sites, control=np.where(finer[:, None], sites.x, sites.control))
     forwards = rows = None
@@ -136,16 +164,17 @@ def judge_family(
         if beside is not None:
             few = [few or at not in beside.forwards for few, at in zip(few, places, strict=True)]
             usual = np.array([beside.forwards.get(at, 0.0) for at in places])
-        of_places = observed(energy, numbers, least, place, typical=routed)
+        groups = None if between else place
+        of_places = observed(energy, numbers, least, groups, typical=routed)
         forwards = judged("forward", *of_places, usual, finer)
     if not routed and (counts > 1).any():
         rows = judged("row", *observed(energy, numbers, least), typical[0], finer)
     return JudgedFamily(
         stats=list(stats),
-        least=least,
+        least=family_least,
         sites=sites,
         typical=typical[:, 0].tolist(),
-        typical_at=[_typical_at(each, least) for each in rows_of],
+        typical_at=[_typical_at(each, family_least) for each in rows_of],
         usual_reach=reach_of_median(of_typical),
         places=places,
         forwards=forwards,
@@ -162,7 +191,8 @@ def judge_family(
 
 def _typical_at(rows: RowErrors, least: float) -> dict[PromptStep, float]:
     """By forward, the median row's log W."""
-    x, _ = observed(rows.energy, rows.numbers, least, rows.place, typical=True)
+    added = least if rows.least is None else rows.least
+    x, _ = observed(rows.energy, rows.numbers, added, rows.place, typical=True)
     return dict(zip(rows.places, x.tolist(), strict=True))
 
 
@@ -287,10 +317,11 @@ def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[Prom
     """By forward, the largest share of a row's limit that a row uses there."""
     if judged.rows is None:
         return {}
-    excess, reach = judged.rows.excess(member), judged.rows.reach[member]
+    reach = judged.rows.reach[member]
     with np.errstate(all="ignore"):
-        used = np.exp(np.minimum((excess - 1) * reach, 300.0)) / widened
-    used = np.nan_to_num(np.where(excess > 0, used, 0.0))
+        ratio, limit = judged.rows.excess(member) * reach, reach + math.log(widened)
+        beyond = np.exp(np.minimum(ratio - limit, 300.0))
+        used = np.nan_to_num(np.where(ratio > limit, beyond, ratio / limit))
     return {
         place: float(used[judged.errors.place == number].max(initial=0.0))
         for number, place in enumerate(judged.places)
@@ -356,14 +387,9 @@ def _visible_sizes(
     middle = np.median if routed else np.mean
 
     def size(table: JudgedTable, energy: Floats, least: float | Floats) -> Floats:
-        control, reach = table.control[member], table.reach[member] + math.log(unit.widened)
-        stands_out = np.maximum(control + reach, reach / 2)
-        with np.errstate(all="ignore"):
-            grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(
-                2 * np.minimum(control, 300.0)
-            )
-            size = np.sqrt((energy + np.square(least)) * grown)
-            return np.where(stands_out < 300.0, size, math.inf)
+        far, usual = table.standing_out(member, energy, least, unit.widened)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.sqrt(far - usual))
 
     energy = stats.rows.only(judged.errors.key).energy[0]
     whole = np.array([middle(stats.rows.energy[0])])
@@ -442,28 +468,217 @@ def _judge_gains(
             yield JudgedGains(of, table, limits[level], columns, sides)
 
 
-# Sides: which side of a unit is wrong, by the truth.
+# Units: what is beyond what rounding explains.
 #
-# Each side's own error is held against the siblings' (blocks.sides). A difference of the two sides
+# The difference of the two sides is held against the rounding model and against the siblings', by
+# the same judge that asks the truth: the model stands for the side whose error is known. A unit is
+# flagged where its typical ratio is beyond ``typical`` absolutely, or stands out among its siblings
+# (beside all blocks' outputs, where it has none, and of a parameter's gradient beside the blocks'
+# gradients, if they differ by more: how prompts are added up moves them and no output); where one
+# forward of one prompt is or does; or where a single token is beyond its limit. Limits are wider
+# where few numbers are judged.
+#
+# With a truth, each side's own error is held against the siblings'. A difference of the two sides
 # counts only where one of them is the farther from what is right: two equally good answers may
 # differ. What all of a kind shares no comparison among them would show: their own median is held
 # against its limit, over all forwards and in each.
 
 
-def blame_units(
-    units: list[Unit], truth_samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
+def judge(
+    units: Sequence[Unit],
+    samples: SamplesBySite | None = None,
+    *,
+    routed: frozenset[str] = frozenset(),
+    thresholds: Thresholds = THRESHOLDS,
 ) -> list[Unit]:
-    """Hold every unit that the truth has samples of against it. Returns those that are excused:
-    beyond a limit of the two sides' difference, and equally near the truth."""
+    """Sets limits, flags and blames of units of any passes. Returns those that are flagged.
+
+    ``samples``: of their rows, and of a truth where there is one. ``routed``: blocks in which
+    rounding may send a token to another expert.
+    """
+    for unit in units:
+        unit.stats = _difference_of(unit, thresholds)
+        if samples is not None:
+            unit.tail = tail_of(samples.ratios(unit.pass_, unit.site, unit.phase))
+    # In a free pass a block is allowed what it may make of an error that came in, the first one
+    # nothing: their ratios are no measure for each other.
+    _judge_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
+    in_prefill = {
+        (unit.pass_, unit.of, unit.site): unit.worst for unit in units if unit.phase == "prefill"
+    }
+    for unit in units:
+        hardest = in_prefill.get((unit.pass_, unit.of, unit.site), 0.0)
+        _hold(unit, hardest, unit.results[0].block in routed, thresholds)
+        unit.stats = unit.judged = None
+    if samples is not None:
+        _ask_truth(units, samples, routed, thresholds)
+    return [unit for unit in units if unit.why is not None]
+
+
+def _difference_of(unit: Unit, thresholds: Thresholds) -> TruthStats:
+    """The two sides' difference in each forward of each prompt, as a table's rows. The floor is a
+    model: no chance is in it, and the error that is held against it is of so many numbers."""
+    ratios = np.array([look.typical for look in unit.looks])
+    numbers = np.array([numbers_alike(look.result) * look.share for look in unit.looks])
+    cancel = [
+        CANCELS if look.result.role == "inner" and look.num_rows < FEW_ROWS else 1.0
+        for look in unit.looks
+    ]
+    index = np.arange(len(ratios))
+    return TruthStats(
+        kind="",
+        num_values=0,
+        num_rows=0,
+        typical={"reference": unit.typical, "candidate": unit.typical},
+        floor=0.0,
+        first=unit.results[0],
+        forwards={look.place: ForwardStats(look.result, 0) for look in unit.looks},
+        rows=RowErrors(
+            key=np.array([(look.sample << 32) + look.result.step for look in unit.looks]),
+            place=index,
+            places=[look.place for look in unit.looks],
+            energy=np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))]),
+            numbers=np.stack([np.full_like(numbers, 1e12), numbers]),
+            sink=np.zeros(len(ratios), bool),
+            least=thresholds.least_sibling * np.array(cancel),
+        ),
+    )
+
+
+def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -> None:
+    """Sets the limits of one unit's difference, and its flags. ``hardest``: the largest ratio of
+    any token of its prefill."""
+    beside, forwards = math.inf, dict[PromptStep, float]()
+    if unit.judged is not None:
+        assert unit.stats is not None and unit.stats.rows is not None
+        judged, member = unit.judged
+        rows = unit.stats.rows.only(judged.errors.key)
+        assert rows.least is not None
+
+        def far(table: JudgedTable, least: Floats) -> list[float]:
+            energy, _ = table.standing_out(member, np.ones_like(least), least)
+            ratios: list[float] = np.sqrt(np.maximum(energy - np.square(least), 0.0)).tolist()
+            return ratios
+
+        (beside,) = far(judged.sites, np.array([np.median(rows.least)]))
+        if judged.forwards is not None:
+            forwards = dict(zip(judged.places, far(judged.forwards, rows.least), strict=True))
+        if len(judged.stats) >= FEWEST:
+            unit.num_siblings = len(judged.stats) - 1
+            others = [each.typical["candidate"] for each in judged.stats if each is not unit.stats]
+            unit.control = statistics.median(others)
+    wider = unit.widened * (thresholds.escalated if unit.pass_ == "escalated" else 1.0)
+    few = [few_numbers(r) if num_rows(r) < FEW_ROWS else 1.0 for r in unit.results]
+    width = spread(sum(map(num_values, unit.results))) * statistics.median(few)
+    unit.limit = min(thresholds.typical * width, beside) * wider
+    columns = min(num_columns(result) for result in unit.results)
+    width = spread(columns) * few_numbers(max(unit.results, key=worst_of))
+    unit.worst_limit = max(thresholds.token, 2 * thresholds.typical) * width * wider
+    # the only look of a unit is judged as the unit is
+    for look in unit.looks if len(unit.looks) > 1 else ():
+        few_rows = look.num_rows < FEW_ROWS
+        if few_rows and in_routed:
+            continue
+        count = round(num_values(look.result) * look.share)
+        width = spread(count, num_looks=len(unit.looks))
+        limit = thresholds.typical * width
+        beside = forwards.get(look.place, math.inf)
+        if few_rows:  # then the typical row is a single token
+            limit = thresholds.token * width * few_numbers(look.result)
+            if unit.phase == "decode":  # as hard as tokens of the prefill may be there
+                beside = max(beside, CLEAR * hardest)
+        look.limit = min(limit, beside) * wider
+        look.usage = look.between = look.typical / look.limit
+    floors = [result.floor for result in unit.results if result.floor]
+    if unit.results[0].role == "block" and floors:
+        floor = statistics.median(floors)
+        unit.visible = {"site": unit.limit * floor}
+        if looks := [k.limit * (k.result.floor or floor) for k in unit.looks if k.limit]:
+            unit.visible["forward"] = statistics.median(looks)
+        if not in_routed:
+            unit.visible["row"] = unit.worst_limit * floor
+        unit.visible = narrowed(unit.visible)
+    used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]
+    if not in_routed:
+        used.append(unit.worst / unit.worst_limit)
+        for look in unit.looks:
+            look.of_token = look.worst / unit.worst_limit
+    unit.limit_usage = unit.between = max(used)
+    if unit.typical > unit.limit:
+        unit.why = "typical"
+    elif unit.beyond:
+        unit.why = "forward"
+    elif unit.worst > unit.worst_limit and not in_routed:
+        unit.why = "token"
+
+
+def _judge_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
+    """Sets ``judged`` of each, by its ``stats``: together with its siblings; without any, beside
+    the blocks' outputs. No difference is judged so where these are not known."""
+    families = families_of(units)
+    limits = {
+        pass_: _limits(alike) for pass_, alike in grouped(units, lambda unit: unit.pass_).items()
+    }
+
+    def judge_together(members: Sequence[Unit], beside: BlocksBeside | None = None) -> None:
+        in_routed = any(unit.results[0].block in routed for unit in members)
+        stats, of_pass = _stats_of(members), limits[members[0].pass_]
+        together = judge_family(stats, of_pass, in_routed, thresholds, beside)
+        for number, unit in enumerate(members):
+            unit.judged = together, number
+
+    for family in families:
+        if len(family) >= FEWEST:
+            judge_together(family)
+
+    def usual_of(among: Sequence[Unit]) -> dict[tuple[object, ...], BlocksBeside]:
+        """By pass and phase, the median x, and that of each forward."""
+        sites = list[tuple[tuple[object, ...], float]]()
+        forwards = dict[tuple[object, ...], list[tuple[PromptStep, float]]]()
+        for unit in among:
+            if unit.judged is None:
+                judge_together([unit], BlocksBeside())
+            kind = unit.pass_, unit.of, unit.phase
+            sites.append((kind, unit.x_at()))
+            forwards.setdefault(kind, []).extend((look.place, unit.x_at(look.place))
+                                                 for look in unit.looks)  # fmt: skip
+        return {
+            kind: BlocksBeside(x, medians(forwards[kind])) for kind, x in medians(sites).items()
+        }
+
+    usual = usual_of(block_outputs(units))
+    gradients = usual_of([
+        unit for unit in units
+        if unit.stats and unit.stats.of_difference and of_parameter(unit.site)
+        and unit.kind[0] == "block"
+    ])  # fmt: skip
+    for unit in (unit for family in families if len(family) < FEWEST for unit in family):
+        kind = unit.pass_, unit.of, unit.phase
+        beside = usual.get(kind, BlocksBeside())
+        if unit.stats and unit.stats.of_difference:
+            if kind not in usual:
+                unit.judged = None
+                continue
+            least = beside.x
+            if of_parameter(unit.site) and kind in gradients:
+                least = max(least, gradients[kind].x)
+            at = {k.place: max(least, beside.forwards.get(k.place, least)) for k in unit.looks}
+            beside = BlocksBeside(least, at)
+        judge_together([unit], beside)
+
+
+def _ask_truth(
+    units: Sequence[Unit], samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
+) -> None:
+    """Holds every unit that the truth has samples of against it."""
     for unit in units:
         first = unit.results[0]
-        samples = truth_samples.find(unit.pass_, unit.site, unit.phase)
-        if samples and not (is_table(first) and first.reference_dtype != first.candidate_dtype):
-            unit.stats = samples.once(stats_of)
-    judged = [unit for unit in units if unit.stats is not None]
+        against = samples.find(unit.pass_, unit.site, unit.phase)
+        if against and not (is_table(first) and first.reference_dtype != first.candidate_dtype):
+            unit.stats = against.once(stats_of)
     # of a free pass a floor tells which side is wrong where the two differ by more than rounding:
     # it neither excuses a difference there nor finds another, since inputs were not equal
-    free = [unit for unit in judged if unit.pass_ == "free"]
+    free = [unit for unit in units if unit.stats is not None and unit.pass_ == "free"]
     limits = _limits(free)
     for unit in free:
         if unit.why is not None and unit.results[0].block not in routed:
@@ -471,42 +686,12 @@ def blame_units(
             answers = questions(alone, 0, routed=False, widened=unit.widened, thresholds=thresholds)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
         unit.stats = None  # what else is asked of them takes equal inputs
-    judged = [unit for unit in judged if unit.stats is not None]
-    families, limits = families_of(judged), _limits(judged)
-
-    def judge_together(members: Sequence[Unit], beside: BlocksBeside | None = None) -> None:
-        in_routed = any(unit.results[0].block in routed for unit in members)
-        together = judge_family(_stats_of(members), limits, in_routed, thresholds, beside)
-        for number, unit in enumerate(members):
-            unit.judged = together, number
-
-    outputs = block_outputs(judged)
-    for family in families_of(outputs):
-        if len(family) >= FEWEST:
-            judge_together(family)
-    # by pass and phase, the median W of the blocks, and of each forward
-    sites: list[tuple[tuple[str, str], float]] = []
-    forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
-    for unit in outputs:
-        if unit.judged is None:
-            judge_together([unit], BlocksBeside())
-        kind = unit.pass_, unit.phase
-        sites.append((kind, unit.x_at()))
-        forwards.setdefault(kind, []).extend((look.place, unit.x_at(look.place))
-                                             for look in unit.looks)  # fmt: skip
-    blocks_beside = {
-        kind: BlocksBeside(x, medians(forwards[kind])) for kind, x in medians(sites).items()
-    }
-    excused: list[Unit] = []
-    for family in families:
+    judged = [unit for unit in units if unit.stats is not None]
+    _judge_kinds(judged, routed, thresholds)
+    for family in families_of(judged):
         in_routed = any(unit.results[0].block in routed for unit in family)
-        if len(family) < FEWEST:
-            for unit in family:
-                beside = blocks_beside.get((unit.pass_, unit.phase), BlocksBeside())
-                judge_together([unit], beside)
-        elif family[0].judged is None:
-            judge_together(family)
-        excused += [unit for unit in family if _is_excused(unit, in_routed, thresholds)]
+        for unit in family:
+            unit.excused = _is_excused(unit, in_routed, thresholds)
         if len(family) >= FEWEST:
             _blame_family(family, thresholds)
             if not in_routed:
@@ -515,7 +700,6 @@ def blame_units(
             assert unit.judged is not None
             together, number = unit.judged
             unit.judged = replace(together, rows=None, channels=None, gains=[]), number
-    return excused
 
 
 def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
@@ -524,7 +708,7 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
     assert unit.judged is not None and unit.stats is not None
     judged, member = unit.judged
     if unit.results[0].role == "block":
-        unit.visible = _visible_sizes(unit, judged, member, routed=routed)
+        unit.visible = _visible_sizes(unit, judged, member, routed=routed) or unit.visible
     answers = questions(judged, member, routed=routed, widened=unit.widened, thresholds=thresholds)
     # forwards in which the sides differ by more than rounding, and one is farther from the truth
     # than any healthy kernel, however its siblings fare: they may have the same fault there
@@ -536,7 +720,7 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
         forward, answer = unit.stats.forwards.get(look.place), shown.get(look.place)
         look.of_token = tokens.get(look.place, look.of_token)
         if answer is not None:
-            look.usage, look.from_nothing = answer.limit_usage, answer.share_used
+            look.usage = answer.limit_usage
         if look.place in suspected and forward is not None:
             x = unit.x_at(look.place)
             width = spread(forward.num_values, num_looks=len(unit.looks)) * unit.widened
@@ -550,7 +734,6 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
     # what is off in a whole forward is so at its tokens, too
     answers.sort(key=lambda answer: answer.why not in ("typical", "both", "forward"))
     unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
-    unit.from_nothing = max((answer.share_used for answer in answers), default=0.0)
     unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
     was_beyond = unit.why is not None
     if unit.blame is None and was_beyond:
@@ -603,7 +786,7 @@ def _stats_of(units: Sequence[Unit]) -> list[TruthStats]:
 
 
 def _limits(units: Sequence[Unit]) -> dict[Level, float]:
-    """By level, the deviate of an outlier among all that are looked at."""
+    """By level, the deviate of an outlier among all that are looked at in a pass."""
     stats = _stats_of(units)
     counts: dict[Level, int] = {
         "site": len(stats),

@@ -12,18 +12,14 @@ import numpy as np
 
 from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
-from divergence.comparison.judge import limit_of, observed, outliers
-from divergence.comparison.limits import CANCELS, CLEAR, FEW_ROWS, FEWEST
+from divergence.comparison.limits import CLEAR, FEWEST
 from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results import PromptRatio, SiteResult, Visible, num_rows, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import (
-    ALLOWED,
     ENOUGH,
     THRESHOLDS,
-    Thresholds,
     share_from_nothing,
-    spread,
 )
 from divergence.run.command import Command
 from divergence.run.site import (
@@ -115,16 +111,12 @@ class Escalation:
                      limit=worst.limit)]  # fmt: skip
 
 
-def escalated_units(
-    sites: Sequence[SiteResult], *, routed: frozenset[str], thresholds: Thresholds
-) -> Escalation:
-    """The units of every escalated pass that was compared, held against float32's floor."""
+def escalated_units(sites: Sequence[SiteResult]) -> Escalation:
+    """The units of every escalated pass that was compared."""
     units: list[Unit] = []
     sides = {site.of for site in sites if site.pass_ == "escalated"}
     for of in sorted(sides, key=str):
-        built = build_units((s for s in sites if s.of == of and not is_table(s)), "escalated")
-        flag(built, routed=routed, thresholds=thresholds, wider=thresholds.escalated)
-        units += built
+        units += build_units((s for s in sites if s.of == of and not is_table(s)), "escalated")
     return Escalation(units, sides)
 
 
@@ -224,7 +216,9 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit
     return [unit, *filter(is_off, others)]
 
 
-def farther_side(family: Sequence[Unit], times: float) -> tuple[Side, float] | None:
+def farther_side(
+    family: Sequence[Unit], times: float, *, beyond_chance: bool = True
+) -> tuple[Side, float] | None:
     """(side, W): the side that is farther from the truth than the other in all of a kind, by their
     median, and by more than so many ``times`` and chance; None where there is none, or not all were
     judged together."""
@@ -233,7 +227,7 @@ def farther_side(family: Sequence[Unit], times: float) -> tuple[Side, float] | N
         return None
     usual = judged[0].usual
     limit = math.log(times * max(unit.widened for unit in family))
-    if not abs(usual) > limit + judged[0].usual_reach:
+    if not abs(usual) > limit + judged[0].usual_reach * beyond_chance:
         return None
     return SIDES[usual > 0], math.exp(min(abs(usual), 700.0))
 
@@ -343,6 +337,11 @@ def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
 #
 # It refuses to judge a forward of few tokens in a block that routes tokens to experts where the
 # routing is not known: rounding may send one token elsewhere.
+#
+# Where attention is sharp the rounding of a few scores is enlarged, of some tokens more than of
+# others: the largest of them are the end of a long tail, not apart from the rest. A fault of
+# attention looks alike. So a single token that is no farther off than such a tail goes on is named
+# with low confidence, where no truth tells.
 
 
 @dataclass(slots=True)
@@ -360,8 +359,6 @@ class Look:
     limit: float = 0.0
     usage: float = 0.0
     between: float = 0.0
-    from_nothing: float | None = None
-    """``usage`` as ``share_from_nothing`` has it, where that is another number."""
     worst: float = 0.0
     """Its worst token's ratio."""
     of_token: float = 0.0
@@ -375,13 +372,6 @@ class Look:
     def used(self) -> float:
         """Of any limit."""
         return max(self.usage, self.of_token)
-
-    @property
-    def share_used(self) -> float:
-        """Of its limit, as it is told: 0 where nothing is off."""
-        if self.used > 1:
-            return self.used
-        return self.usage if self.from_nothing is None else min(1.0, self.from_nothing)
 
 
 # Units: all measurements of one site, over samples and steps, brought together for judging.
@@ -435,17 +425,12 @@ class Blame:
 
     @property
     def limit_usage(self) -> float:
-        return self.value / self.control / self.limit if self.control > 0 else math.inf
-
-    @property
-    def share_used(self) -> float:
-        """``limit_usage`` as it is told of the difference of the two sides. What both are off by
-        is no difference, until it is beyond its limit."""
-        if self.why == "gain" or self.limit_usage > 1:
-            return self.limit_usage
-        return (
-            0.0 if self.why == "both" else share_from_nothing(self.value / self.control, self.limit)
-        )
+        """0 where the two sides are alike, and 1 at the limit. What both are off by is no
+        difference of theirs until it is beyond its limit."""
+        ratio = self.value / self.control if self.control > 0 else math.inf
+        if self.why == "gain" or ratio > self.limit:
+            return ratio / self.limit
+        return 0.0 if self.why == "both" else share_from_nothing(ratio, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,29 +514,25 @@ class Unit:
     within all limits."""
     widened: float = 1.0
     """Factor on all limits, from what trusted runs have shown."""
+    tail: float = 0.0
+    """The largest ratio of its rows that no gap parts from the typical one (``tail_of``)."""
     stats: TruthStats | None = None
     """The site against the truth, where one was given."""
     judged: tuple[JudgedFamily, int] | None = None
     """All of its kind against the truth, and which of them it is (blocks.sides)."""
     blame: Blame | None = None
     """What the truth blames, if anything."""
+    excused: bool = False
+    """Do the sides differ by more than the rounding model has it, and are equally near the truth?
+    """
     limit_usage: float = 0.0
     """The largest share of any limit that is used; over 1 is beyond the limit."""
     between: float = 0.0
     """The same over the limits on the two sides' difference, which need no truth."""
-    from_nothing: float | None = None
-    """``limit_usage`` as ``share_from_nothing`` has it, where a truth was asked."""
     looks: list[Look] = field(default_factory=list)
     """Each forward of each prompt by itself."""
     visible: dict[Level, float] = field(default_factory=dict)
-    """Of a block, by level, the smallest error that the truth would have shown (blocks.sides)."""
-
-    @property
-    def share_used(self) -> float:
-        """Of its limit, as it is told: 0 where nothing is off, 1 or more where it is flagged."""
-        used = self.limit_usage
-        share = used if used > 1 or self.from_nothing is None else self.from_nothing
-        return share if self.why is None else max(1.0, share)
+    """Of a block, by level, the smallest error that would have been beyond a limit."""
 
     @property
     def margin(self) -> float:
@@ -576,6 +557,16 @@ class Unit:
     def of_token(self) -> bool:
         """Is it a single token that is off?"""
         return (self.why if self.blame is None else self.blame.why) == "token"
+
+    @property
+    def in_tail(self) -> bool:
+        """Is a single token off, by the difference alone, and no farther than others lead to?"""
+        return self.blame is None and self.why == "token" and self.worst <= CLEAR * self.tail
+
+    @property
+    def of(self) -> Side | None:
+        """In the escalated pass: whose pass this is."""
+        return self.results[0].of
 
     def x_at(self, place: PromptStep | None = None) -> float:
         """log W of the median rows, in one forward or in all; 0 where no truth tells it."""
@@ -604,13 +595,14 @@ class JudgedUnits:
     """The units of the pass that counts, held against their limits."""
 
     units: list[Unit]
-    flagged: list[Unit]
-    """Beyond what rounding explains, in execution order."""
-    excused: list[Unit]
-    """The sides differ by more than the rounding model has it, and are equally near the truth."""
     unanchored: list[int]
     """Steps that no anchor reached."""
     escalation: Escalation
+
+    @property
+    def flagged(self) -> list[Unit]:
+        """Beyond what rounding explains, in execution order."""
+        return [unit for unit in self.units if unit.why is not None]
 
 
 def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
@@ -661,150 +653,6 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
     return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
 
 
-def flag(
-    units: list[Unit],
-    *,
-    routed: frozenset[str] = frozenset(),
-    thresholds: Thresholds = THRESHOLDS,
-    wider: float = 1.0,
-) -> list[Unit]:
-    """Set limits, ``wider`` times as wide, and flags; returns the flagged units in execution order.
-
-    A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or stands out among
-    its siblings (beside all blocks' outputs, where it has none, and of a parameter's gradient
-    beside the blocks' gradients, if they differ by more: how prompts are added up moves them and no
-    output); where one forward of one prompt is or does; or where a single token is beyond its limit
-    (not in ``routed`` blocks: there, rounding may send a token to another expert). Limits are wider
-    where few numbers are judged.
-    """
-    # In a free pass a block is allowed what it may make of an error that came in, the first one
-    # nothing: their ratios are no measure for each other.
-    judged = [unit for unit in units if unit.pass_ != "free"]
-    limits = limit_of(len(judged)), limit_of(sum(len(unit.looks) for unit in judged))
-    outputs = block_outputs(units)
-    gradients = [u for u in judged if u.kind[0] == "block" and of_parameter(u.site)]
-    usual, usual_gradient = (
-        medians((unit.phase, unit.typical) for unit in group) for group in (outputs, gradients)
-    )
-    usual_at = medians(((u.phase, look.place), look.typical) for u in outputs for look in u.looks)
-    worst_in_prefill = {
-        (unit.pass_, unit.site): unit.worst for unit in units if unit.phase == "prefill"
-    }
-    for family in families_of(units):
-        first, siblings = family[0], len(family) >= FEWEST
-        sites, forwards = [math.inf] * len(family), [dict[PromptStep, float]()] * len(family)
-        if first.pass_ != "free" and (siblings or first.phase in usual):
-            control: dict[PromptStep | None, float] | None = None
-            if not siblings:
-                least = usual[first.phase]
-                if of_parameter(first.site):
-                    least = max(least, usual_gradient.get(first.phase, 0.0))
-                control = {None: least}
-                for place in (look.place for unit in family for look in unit.looks):
-                    control[place] = max(least, usual_at.get((first.phase, place), 0.0))
-            sites, forwards = _limits_beside(family, limits, thresholds, control)
-        for number, unit in enumerate(family):
-            in_routed = unit.results[0].block in routed
-            if siblings and first.pass_ != "free":
-                unit.num_siblings = len(family) - 1
-                unit.control = statistics.median(o.typical for o in family if o is not unit)
-            few = [few_numbers(r) if num_rows(r) < FEW_ROWS else 1.0 for r in unit.results]
-            width = spread(sum(map(num_values, unit.results))) * statistics.median(few)
-            unit.limit = min(thresholds.typical * width, sites[number]) * unit.widened * wider
-            columns = min(num_columns(result) for result in unit.results)
-            width = spread(columns) * few_numbers(max(unit.results, key=worst_of))
-            worst_limit = max(thresholds.token, 2 * thresholds.typical)
-            unit.worst_limit = worst_limit * width * unit.widened * wider
-            # the only look of a unit is judged as the unit is
-            for look in unit.looks if len(unit.looks) > 1 else ():
-                few_rows = look.num_rows < FEW_ROWS
-                if few_rows and in_routed:
-                    continue
-                count = round(num_values(look.result) * look.share)
-                width = spread(count, num_looks=len(unit.looks))
-                limit = thresholds.typical * width
-                beside = forwards[number].get(look.place, math.inf)
-                if few_rows:  # then the typical row is a single token
-                    limit = thresholds.token * width * few_numbers(look.result)
-                    if unit.phase == "decode":  # as hard as tokens of the prefill may be there
-                        beside = max(
-                            beside, CLEAR * worst_in_prefill.get((unit.pass_, unit.site), 0.0)
-                        )
-                limit = min(limit, beside)
-                look.limit = limit * unit.widened * wider
-                look.usage = look.between = look.typical / look.limit
-            used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]
-            if not in_routed:
-                used.append(unit.worst / unit.worst_limit)
-                for look in unit.looks:
-                    look.of_token = look.worst / unit.worst_limit
-            unit.limit_usage = unit.between = max(used)
-            if unit.typical > unit.limit:
-                unit.why = "typical"
-            elif unit.beyond:
-                unit.why = "forward"
-            elif unit.worst > unit.worst_limit and not in_routed:
-                unit.why = "token"
-    return [unit for unit in units if unit.why is not None]
-
-
-def _limits_beside(
-    family: Sequence[Unit],
-    limits: tuple[float, float],
-    thresholds: Thresholds,
-    control: Mapping[PromptStep | None, float] | None,
-) -> tuple[list[float], list[dict[PromptStep, float]]]:
-    """The ratios beyond which each member stands out among its family: over all forwards, and in
-    each. ``limits``: the deviates of an outlier among sites, and among forwards. ``control``: what
-    a unit without siblings is held against, in each forward and, None, over all."""
-    places = sorted({look.place for unit in family for look in unit.looks})
-    at = {place: column for column, place in enumerate(places)}
-    ratios = np.full((len(family), len(places)), math.nan)
-    numbers = np.full_like(ratios, math.nan)
-    least = np.full_like(ratios, thresholds.least_sibling)
-    for member, unit in enumerate(family):
-        for look in unit.looks:
-            place = member, at[look.place]
-            ratios[place] = look.typical
-            numbers[place] = numbers_alike(look.result) * look.share
-            if look.result.role == "inner" and look.num_rows < FEW_ROWS:
-                least[place] *= CANCELS
-
-    def far(
-        ratios: Floats, numbers: Floats, least: Floats, limit: float,
-        columns: Sequence[PromptStep | None],
-    ) -> Floats:  # fmt: skip
-        """(M, K): the ratio beyond which each would stand out. The floor is a model: no chance is
-        in it, and the error that it is held against is of ``numbers``."""
-        energy = np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))])
-        x, own = observed(energy, np.stack([np.full_like(numbers, 1e12), numbers]), least)
-        beside, sigma = None, thresholds.ratio_spread
-        if control is not None:
-            sigma = thresholds.lone_spread
-            squares = np.square([[control[column] for column in columns]])
-            beside = np.log((squares + least**2) / (1 + least**2)) / 2 + np.zeros_like(x)
-        table = outliers(x, own, sigma, limit, control=beside)
-        far = np.exp(2 * np.minimum(table.control + table.reach, 300.0)) * (1 + least**2)
-        return np.asarray(np.sqrt(np.maximum(far - least**2, 0.0)))
-
-    # rows may round alike: the median of many forwards is no more certain than they are
-    of_sites, least_of_sites = (
-        np.nanmedian(values, axis=1, keepdims=True) for values in (numbers, least)
-    )
-    typical = np.array([[unit.typical] for unit in family])
-    sites = far(typical, of_sites, least_of_sites, limits[0], [None])[:, 0].tolist()
-    forwards = np.full_like(ratios, math.nan)
-    if len(places) > 1:
-        forwards = far(ratios, numbers, least, limits[1], places)
-        if control is None:
-            forwards[:, (~np.isnan(ratios)).sum(axis=0) < FEWEST] = math.nan
-    beyond = [
-        {place: float(far) for place, far in zip(places, row, strict=True) if far == far}
-        for row in forwards
-    ]
-    return sites, beyond
-
-
 def num_values(result: SiteResult) -> int:
     """How many independent numbers the result's errors are made of: of an estimate, projections."""
     if is_norm(result.site):
@@ -845,9 +693,17 @@ def few_numbers(result: SiteResult) -> float:
     return max(1.0, quantile(numbers_alike(result)) / quantile(ENOUGH))
 
 
+def tail_of(ratios: Floats) -> float:
+    """The largest of a site's rows' ratios that is reached from a floor, or the typical row, by
+    steps of at most ``CLEAR`` times."""
+    ordered = np.sort(np.maximum(ratios, 1.0))[len(ratios) // 2 :]
+    apart = np.flatnonzero(ordered[1:] > CLEAR * ordered[:-1])
+    return float(ordered[apart[0] if len(apart) else -1]) if len(ordered) else 0.0
+
+
 def families_of(units: Iterable[Unit]) -> list[list[Unit]]:
     """Units that are each other's siblings, together."""
-    return list(grouped(units, lambda unit: (unit.pass_, *unit.kind)).values())
+    return list(grouped(units, lambda unit: (unit.pass_, unit.of, *unit.kind)).values())
 
 
 def block_outputs(units: Iterable[Unit]) -> list[Unit]:
@@ -875,22 +731,12 @@ def is_whole(path: str, stacks: set[str]) -> bool:
     return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
 
 
-def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
+def visible_of(units: Sequence[Unit]) -> Visible | None:
     """Of the middle block, the larger one of prefill and decode; None where there is no block."""
     blocks = [unit for unit in units if unit.results[0].role == "block"]
     levels: dict[Level, float] = {}
     for group in grouped(blocks, lambda unit: unit.phase).values():
-        members = []
-        for unit in group:
-            sizes, floors = unit.visible, [r.floor for r in unit.results if r.floor]
-            if not sizes and floors:  # without a truth: what the two sides may differ by
-                floor = statistics.median(floors)
-                sizes = {"site": unit.limit * floor}
-                if looks := [k.limit * (k.result.floor or floor) for k in unit.looks if k.limit]:
-                    sizes["forward"] = statistics.median(looks)
-                if unit.results[0].block not in routed:
-                    sizes["row"] = unit.worst_limit * floor
-            members.append(narrowed(sizes))
+        members = [unit.visible for unit in group]
         for level in dict.fromkeys(level for sizes in members for level in sizes):
             known = [sizes[level] for sizes in members if level in sizes]
             levels[level] = max(levels.get(level, 0.0), statistics.median(known))

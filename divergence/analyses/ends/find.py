@@ -140,7 +140,8 @@ def _between(measured: Measured, broken: list[Seam]) -> Finding:
     )
     times = first.size / first.limit if first.limit else float("inf")
     commands = measured.advice.look_at(first.site)
-    if measured.truth_samples is None and first.way == "changed":
+    judged = measured.truth is not None or measured.floor is not None
+    if not judged and first.way == "changed":
         commands = [*commands, *(measured.advice.judged() or measured.advice.truth())]
     made = fact(
         "made_between", seems=first.way != "changed", first=first.before, then=first.site,

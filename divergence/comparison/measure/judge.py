@@ -82,6 +82,8 @@ class Ratios:
     """Of a batch, each member's number, typical ratio, rows, and largest row's ratio."""
     row: int | None = None
     """That of ``worst``, or of ``sink`` where it is the larger."""
+    rows: np.ndarray | None = None
+    """Every row's ratio, of which those are the largest."""
 
 
 class ModelFloor:
@@ -169,12 +171,13 @@ class ModelFloor:
                 rated.append(None)
             else:
                 members: tuple[tuple[int, float, int, float], ...] = ()
+                largest = np.maximum(rows_usual[number], rows_sink[number])
                 if num_members > 1:
-                    largest = np.maximum(rows_usual[number], rows_sink[number])
                     members = _members(ratio[number], usual[number], largest, num_members)
-                rated.append(
-                    Ratios(middle, typical, worst, sink if has_sink else None, members, row)
-                )
+                rated.append(Ratios(
+                    middle, typical, worst, sink if has_sink else None, members, row,
+                    largest[real[number]],
+                ))  # fmt: skip
         return rated
 
 
@@ -452,7 +455,7 @@ class Judge:
         work: Format, shared: Callable[[str], float], own_floor: OwnFloor | None = None,
     ) -> None:  # fmt: skip
         """``work``: what both sides computed in. ``shared``: by site, what all rows share."""
-        self.truth_samples = SamplesBySite()
+        self.samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
         self._routing, self._floor, self._own_floor = routing, floor, own_floor
@@ -718,6 +721,8 @@ class Judge:
             logits=numbers.logits,
             estimated=numbers.estimate, at_least=numbers.least, **fields,
         )  # fmt: skip
+        if ratios is not None and ratios.rows is not None:
+            self.samples.add_ratios(result, ratios.rows)
         if routed is not None and ratios is not None and routed.experts is not None:
             norms = judged.rows.norm, judged.rows.update_norm
             floor = self._row_floor(pair, _last(shape), *norms)
@@ -843,7 +848,7 @@ class Judge:
             if (floor := floors.get(number)) is not None:
                 if not self._same_dtype or self._shared(result.site):
                     row = with_rounding(row, floor)
-                self.truth_samples.add(result, row, floor)
+                self.samples.add(result, row, floor)
 
 
 def _last(shape: tuple[int, ...]) -> int:

@@ -960,8 +960,7 @@ def compare_escalated(
     *,
     routes: Routes | None = None,
 ) -> tuple[list[SiteResult], SamplesBySite]:
-    """One result for each escalated record that has a partner, and how far both sides are from the
-    truth.
+    """One result for each escalated record that has a partner, and the samples of their rows.
 
     Passes of equal inputs are compared with each other, and held against a truth of these inputs.
     Where they are not, or one side has none, each is held against the truth by itself (``of``).
@@ -1002,7 +1001,7 @@ def compare_escalated(
             results.append(msgspec.structs.replace(result, of=of))
         if routes is not None:
             routes.take(measurer.judge.routes, of)
-        samples.take(measurer.judge.truth_samples)
+        samples.take(measurer.judge.samples)
 
     if (
         len(having) == 2
@@ -1084,8 +1083,7 @@ def measure(
         escalated, samples = compare_escalated(
             a, b, against, thresholds, measure_all, progress, routes=measured.routes
         )
-        if measured.truth_samples is not None:
-            measured.truth_samples.take(samples)
+        measured.samples.take(samples)
     sites = [*measured.sites, *escalated]
     measured = replace(measured, sites=sites, preflight=lines, rename=rename)
     measured = replace(measured, operators=numbers_of("operators", measured))
@@ -1169,7 +1167,7 @@ def measure_tensors(
         thresholds=thresholds,
         advice=advise(a, b),
         routes=measurer.judge.routes,
-        truth_samples=measurer.judge.truth_samples if truth or floor else None,
+        samples=measurer.judge.samples,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
         routed=routed,
         experts=experts,

@@ -182,28 +182,41 @@ class TruthSamples:
 
 
 class SamplesBySite:
-    """By (pass, site, phase)."""
+    """By (pass, site, phase): the samples against a truth, and the ratio of every row of the two
+    sides' difference."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], TruthSamples] = {}
+        self._samples: dict[tuple[str, str, str], TruthSamples] = {}
+        self._ratios: dict[tuple[str, str, str], list[np.ndarray]] = {}
 
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         key = result.pass_, result.site, result.phase
-        if key not in self._found:
-            self._found[key] = TruthSamples()
-        self._found[key].add(result, against, floor)
+        if key not in self._samples:
+            self._samples[key] = TruthSamples()
+        self._samples[key].add(result, against, floor)
+
+    def add_ratios(self, result: SiteResult, ratios: np.ndarray) -> None:
+        """Of all rows of one forward."""
+        key = result.pass_, result.site, result.phase
+        self._ratios.setdefault(key, []).append(ratios)
 
     def find(self, pass_: str, site: str, phase: str) -> TruthSamples | None:
-        return self._found.get((pass_, site, phase))
+        return self._samples.get((pass_, site, phase))
+
+    def ratios(self, pass_: str, site: str, phase: str) -> np.ndarray:
+        return np.concatenate(self._ratios.get((pass_, site, phase), [np.zeros(0)]))
 
     def take(self, other: SamplesBySite) -> None:
         """Those of ``other`` as well, which are of another pass."""
-        self._found |= other._found
+        self._samples |= other._samples
+        for key, ratios in other._ratios.items():
+            self._ratios.setdefault(key, []).extend(ratios)
 
     def with_changed(self, changed: SamplesBySite) -> SamplesBySite:
         """These, with those that ``changed`` holds in place of one's own."""
         both = SamplesBySite()
-        both._found = self._found | changed._found
+        both._samples = self._samples | changed._samples
+        both._ratios = self._ratios | changed._ratios
         return both
 
 
@@ -239,6 +252,9 @@ class RowErrors:
     numbers: np.ndarray
     """(2, R): of how many numbers that is made."""
     sink: np.ndarray
+    least: np.ndarray | None = None
+    """(R,) of the two sides' difference: floors that are added to both errors, so that two tiny
+    ones make no large ratio. Of a truth the family tells it."""
 
     def only(self, keys: np.ndarray) -> RowErrors:
         """The rows of ``keys``, which all are here, in that order."""
@@ -249,6 +265,7 @@ class RowErrors:
         return replace(
             self, key=keys, place=self.place[rows], energy=self.energy[:, rows],
             numbers=self.numbers[:, rows], sink=self.sink[rows],
+            least=None if self.least is None else self.least[rows],
         )  # fmt: skip
 
 
@@ -293,6 +310,11 @@ class TruthStats:
     """As that of the forwards, of the typical row."""
     forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
     rows: RowErrors | None = None
+
+    @property
+    def of_difference(self) -> bool:
+        """Is it of the two sides' difference, the rounding model in the place of the reference?"""
+        return self.rows is not None and self.rows.least is not None
 
 
 def stats_of(samples: TruthSamples) -> TruthStats | None:

@@ -10,7 +10,8 @@ import pytest
 
 from divergence import RecordOptions
 from divergence.analyses.blocks.onset import is_everywhere, only_in
-from divergence.analyses.blocks.units import Escalation, build_units, flag
+from divergence.analyses.blocks.sides import judge
+from divergence.analyses.blocks.units import Escalation, build_units
 from divergence.comparison.results import PromptRatio, SiteResult
 from divergence.facts import sentence
 from divergence.numerics.floor import spread
@@ -52,7 +53,7 @@ def change(sites, key, **fields):
 
 
 def flagged(sites, **options):
-    return flag(build_units(sites, "anchored"), **options)
+    return judge(build_units(sites, "anchored"), **options)
 
 
 PROMPTS = [(sample, 0) for sample in range(8)]
@@ -75,7 +76,7 @@ def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
     sites = drawn(places=STEPS, rows=1)
     alone = build_units([result for (_, _, step), result in sites.items() if step == 17],
                         "anchored")  # fmt: skip
-    flag(alone)
+    judge(alone)
     ratio = 2 * alone[4].limit
     change(sites, (4, 0, 17), ratio=ratio, ratio_max=ratio)
     (unit,) = flagged(sites.values())
@@ -107,7 +108,7 @@ def test_what_float32_shows_everywhere_is_not_said_to_be_in_some_forwards_alone(
         for sample in samples:
             change(changed, (3, sample, 0), ratio=80.0, ratio_max=80.0)
         units = build_units(changed.values(), "escalated")
-        flag(units)
+        judge(units)
         return is_everywhere(unit, Escalation(units, {"candidate"}))
 
     assert everywhere(range(8))
@@ -240,7 +241,7 @@ def test_the_last_bit_of_a_massive_channel_convicts_nothing():
             for block in range(6)
             for step in range(1, 9)
         ]  # fmt: skip
-        assert [unit.site for unit in flag(build_units(results, "anchored"))] == expected
+        assert [unit.site for unit in judge(build_units(results, "anchored"))] == expected
 
 
 @pytest.mark.parametrize(("elsewhere", "is_fault"), [(0.0, True), (1.0, False)])

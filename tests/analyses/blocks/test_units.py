@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from divergence.analyses.blocks.find import _only_rounds
-from divergence.analyses.blocks.units import build_units, flag
+from divergence.analyses.blocks.sides import judge
+from divergence.analyses.blocks.units import build_units
 from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
 
@@ -32,7 +33,7 @@ def site(name: str, ratio: float, *, features: int = 64, rows: int = 8, **change
 
 
 def flagged(sites, pass_="anchored", **options) -> set[str]:
-    return {unit.site for unit in flag(build_units(sites, pass_), **options)}
+    return {unit.site for unit in judge(build_units(sites, pass_), **options)}
 
 
 def blocks(*ratios: float, **changes) -> list[SiteResult]:
@@ -63,7 +64,7 @@ def test_equal_siblings_do_not_make_rounding_an_alarm():
 def test_the_limits_that_siblings_make_are_those_that_the_docs_tell(usual, limit):
     """Of a few blocks of 512 numbers."""
     units = build_units(blocks(usual, usual, usual, usual), "anchored")
-    flag(units)
+    judge(units)
     assert [round(unit.limit, 1) for unit in units] == [limit] * 4
 
 

@@ -30,8 +30,8 @@ from divergence.ops.allowed import (
     short_name,
 )
 from divergence.ops.bounds import Bound, Checking, check_bounds
+from divergence.ops.weights import Weights
 from divergence.recording.dispatch import draws_random_numbers, tensors_in, written_arguments
-from divergence.recording.engines.load import Weights
 from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, probed, provenance
 from divergence.recording.prompts import plain_wishes

@@ -45,8 +45,8 @@ from divergence.ops.replay import (
     recorded_calls,
     replayable_pass,
 )
+from divergence.ops.weights import Weights
 from divergence.output import write_output
-from divergence.recording.engines.load import Weights
 from divergence.recording.machine import resolve_device
 from divergence.run.command import command_line
 from divergence.run.location import folder_of

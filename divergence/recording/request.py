@@ -9,7 +9,7 @@ used, what is taken from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -343,7 +343,7 @@ def taken(request: Request) -> str:
     words = []
     if not request.named:
         at = "" if request.revision is None else f" at {request.revision}"
-        words.append(f"model {request.model}{at} ({_kind(request.trust_remote_code)})")
+        words.append(f"model {request.model}{at} ({code_words(request.trust_remote_code)})")
     if request.engine != DEFAULT and "engine" not in chosen:
         words.append(f"engine {request.engine}")
     if request.dtype is not None and "dtype" not in chosen:
@@ -358,23 +358,8 @@ def taken(request: Request) -> str:
     return taken_from(run.path, words)
 
 
-def also_taken(
-    run: Run,
-    model: str | None,
-    values: Mapping[str, Any],
-    variables: Mapping[str, str | None],
-    *,
-    with_code: bool,
-) -> str | None:
-    """What is taken from ``run``, of which another run is repeated: its ``model`` (None: the user's
-    or the other run's), settings and environment variables. None where that is nothing."""
-    words = [] if model is None else [f"model {model} ({_kind(with_code)})"]
-    words += [str(values[name]) for name in ("dtype", "attn_implementation") if name in values]
-    words += [f"{name}={value}" for name, value in variables.items() if value is not None]
-    return taken_from(run.path, words) if words else None
-
-
-def _kind(with_code: bool) -> str:
+def code_words(with_code: bool) -> str:
+    """What may run of a model that a run names."""
     return "with its code" if with_code else "as data, no code"
 
 

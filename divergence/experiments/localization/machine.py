@@ -53,7 +53,7 @@ from divergence.recording.machine import (
     variables_to_set,
 )
 from divergence.recording.plant import Substitute
-from divergence.recording.request import also_taken
+from divergence.recording.request import code_words, taken_from
 from divergence.run.command import Command, command, command_words
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
@@ -82,6 +82,22 @@ _MADE = _RUNS | {
     "candidate-again", "repro", "repro-reference", "repro-candidate",
 }  # fmt: skip
 """All that a descent leaves in its folder."""
+
+
+def also_taken(
+    run: Run,
+    model: str | None,
+    values: Mapping[str, Any],
+    variables: Mapping[str, str | None],
+    *,
+    with_code: bool,
+) -> str | None:
+    """What is taken from ``run``, of which another run is repeated: its ``model`` (None: the user's
+    or the other run's), settings and environment variables. None where that is nothing."""
+    words = [] if model is None else [f"model {model} ({code_words(with_code)})"]
+    words += [str(values[name]) for name in ("dtype", "attn_implementation") if name in values]
+    words += [f"{name}={value}" for name, value in variables.items() if value is not None]
+    return taken_from(run.path, words) if words else None
 
 
 class WorkFolder:

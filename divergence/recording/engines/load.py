@@ -23,10 +23,10 @@ from divergence.recording.hooks import USUAL, Forwards, patched
 from divergence.recording.machine import accelerator_type
 from divergence.recording.processes import Ranks
 from divergence.run.command import command_line
-from divergence.run.manifest import Manifest, Task, digest_tensor
+from divergence.run.manifest import Task
 from divergence.run.record import MANIFEST, expanded
 from divergence.run.site import escape_path
-from divergence.run.trust import ATTENTION, recorded_attention, recorded_revision
+from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -681,19 +681,15 @@ def register_operators() -> None:
         importlib.import_module("transformers.integrations.moe")
 
 
-# A checkpoint's files: are they data alone, and the weights in them by name.
+# A checkpoint's files: are they data alone?
 #
 # A checkpoint that a run names, and not the user, is read only where it is data alone: safetensors.
 # Pickled weights are read by torch with ``weights_only``; still a pickle is a program, so that only
 # the user can choose it. An adapter (PEFT) names another model and Python modules. What
 # transformers reads otherwise (config, tokenizer, chat template in jinja's sandbox) is data to it
 # as long as ``trust_remote_code`` is not given.
-#
-# Weights that a run recorded by digest alone are found again in the files, so that one tensor costs
-# one tensor; where they name or hold it otherwise (fused experts, tied or computed tensors) the
-# model is loaded as a capture loads it. Only a tensor with the recorded digest is given out.
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 
@@ -728,22 +724,22 @@ def _weights(source: str, revision: str | None, config: Path) -> list[str]:
     if isinstance(named, str):
         if not named.endswith(".index.json") or not is_plain(named):
             return [named]
-        return _indexed(_file(source, revision, named))
-    if _file(source, revision, _SINGLE) is not None:
-        return [_SINGLE]
-    index = _file(source, revision, _INDEX)
+        return list(weight_map(_file(source, revision, named)).values())
+    if _file(source, revision, SINGLE) is not None:
+        return [SINGLE]
+    index = _file(source, revision, INDEX)
     if index is not None:
-        return _indexed(index)
+        return list(weight_map(index).values())
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
         if _file(source, revision, name) is not None:
             return [name]
     return []
 
 
-def _indexed(index: Path | None) -> list[str]:
-    """The files that an index names: they need not be safetensors because it is called so."""
-    weight_map = {} if index is None else _json(index).get("weight_map")
-    return [str(name) for name in weight_map.values()] if isinstance(weight_map, dict) else []
+def weight_map(index: Path | None) -> dict[str, str]:
+    """Weight → file, as an index names them: its name alone does not make them safetensors."""
+    named = {} if index is None else _json(index).get("weight_map")
+    return {str(name): str(file) for name, file in named.items()} if isinstance(named, dict) else {}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -773,64 +769,3 @@ def _refused(source: str, what: str) -> ModelError:
         where="what a run names is loaded as data: config, tokenizer and safetensors",
         hint=f"if you trust that model, name it yourself: --model {source}",
     )
-
-
-class Weights:
-    """The weights of ``source`` (a directory or hub id), as ``manifest`` says they were loaded.
-    Raises ModelError, from ``find``, where the model must be loaded and cannot be."""
-
-    def __init__(self, source: str, manifest: Manifest, *, trust_remote_code: bool = False) -> None:
-        self._source, self._manifest, self._trust = source, manifest, trust_remote_code
-        self._files = _files(expanded(source))
-        self._loaded: dict[str, torch.Tensor] | None = None
-
-    def find(self, name: str, dtype: torch.dtype, digest: str | None) -> torch.Tensor | None:
-        """The weight of that name in ``dtype``; None where none has that digest."""
-        for stored in (self._stored, self._in_model):
-            tensor = stored(name)
-            if tensor is None:
-                continue
-            tensor = tensor.to(dtype)
-            if digest is None or digest_tensor(tensor) == digest:
-                return tensor
-        return None
-
-    def _stored(self, name: str) -> torch.Tensor | None:
-        from safetensors import SafetensorError, safe_open
-
-        file = self._files.get(name, self._files.get(""))
-        if file is None or not file.is_file():
-            return None
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name)
-                return tensor
-        except (SafetensorError, OSError):  # under another name, or not there: the model knows
-            return None
-
-    def _in_model(self, name: str) -> torch.Tensor | None:
-        if self._loaded is None:
-            model = self._manifest.model
-            module = load_model(Loading(
-                self._source,
-                task=model.task,
-                # whose code is trusted is read at the revision that the user sees, not the run's
-                revision=None if self._trust else recorded_revision(self._manifest),
-                dtype=model.dtype,
-                attn_implementation=recorded_attention(self._manifest) or "eager",
-                trust_remote_code=self._trust,
-            )).module  # fmt: skip
-            self._loaded = dict(module.named_parameters(remove_duplicate=False))
-            self._loaded |= dict(module.named_buffers(remove_duplicate=False))
-        loaded = self._loaded.get(name)
-        return None if loaded is None else loaded.detach()
-
-
-def _files(root: Path) -> dict[str, Path]:
-    """Tensor name → file; ``""`` → the only file."""
-    if (root / _SINGLE).is_file():
-        return {"": root / _SINGLE}
-    index = root / _INDEX
-    named = _json(index).get("weight_map") if index.is_file() else None
-    places = named.items() if isinstance(named, dict) else ()
-    return {name: root / file for name, file in places if Path(str(file)).name == file}

@@ -260,33 +260,6 @@ _LINES = (line for line in _VARIABLES_BY_OWNER.splitlines() if "#" not in line)
 VARIABLES = [name for line in _LINES for name in line.split()]
 """Recorded where they are set: what decides which kernels run and how exactly they compute."""
 
-_BEYOND = """
-    XLA_FLAGS GLIBC_TUNABLES TORCH_CUDA_ARCH_LIST USE_HUB_KERNELS
-    PYTORCH_TUNABLEOP_ENABLED PYTORCH_TUNABLEOP_TUNING MIOPEN_FIND_ENFORCE
-""".split()
-"""Flags of programs, what fetches code, and what writes files."""
-SETTABLE = [name for name in VARIABLES if name not in _BEYOND]
-"""Those that a capture may be given from a recorded run: the others reach beyond arithmetic."""
-_VALUE = re.compile(r"[\w.,:;=+@|(){}\[\] -]{0,200}", re.ASCII)
-_MOST_THREADS = 4096
-
-
-def variables_to_set(recorded: Environment) -> dict[str, str | None]:
-    """What must be set here, or taken away (None), to have the recorded values of ``SETTABLE``:
-    names, numbers and lists of them. Others (paths, thousands of threads) are passed over."""
-    wanted = {name: recorded.variables.get(name) for name in SETTABLE}
-    return {
-        name: value
-        for name, value in wanted.items()
-        if value != os.environ.get(name) and (value is None or _is_plain(name, value))
-    }
-
-
-def _is_plain(name: str, value: str) -> bool:
-    numbers = [int(number) for number in re.findall(r"[0-9]+", value[:200])]
-    too_many = name.endswith("_THREADS") and max(numbers, default=0) > _MOST_THREADS
-    return _VALUE.fullmatch(value) is not None and not too_many
-
 
 def resolve_device(name: str = "auto") -> str:
     """``auto`` → the accelerator if there is one, else ``cpu``; others are checked to be there.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from divergence.experiments.localization.machine import SETTABLE
 from divergence.recording import machine as processor
 from divergence.recording.engines.identity import MAX_CONFIG_BYTES, chat_example, config_values
 from divergence.recording.machine import (
-    SETTABLE,
     VARIABLES,
     collect_environment,
     cpu_model,

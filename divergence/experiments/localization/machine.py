@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,13 +49,14 @@ from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.load import check_data_alone
 from divergence.recording.machine import (
     DEVICE_TYPES,
+    VARIABLES,
     collect_environment,
     resolve_device,
-    variables_to_set,
 )
 from divergence.recording.plant import Substitute
 from divergence.recording.request import code_words, taken_from
 from divergence.run.command import Command, command, command_words
+from divergence.run.manifest import Environment
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
 from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
@@ -82,6 +84,36 @@ _MADE = _RUNS | {
     "candidate-again", "repro", "repro-reference", "repro-candidate",
 }  # fmt: skip
 """All that a descent leaves in its folder."""
+
+
+# What a process is given of the recorded machine.
+
+_BEYOND = """
+    XLA_FLAGS GLIBC_TUNABLES TORCH_CUDA_ARCH_LIST USE_HUB_KERNELS
+    PYTORCH_TUNABLEOP_ENABLED PYTORCH_TUNABLEOP_TUNING MIOPEN_FIND_ENFORCE
+""".split()
+"""Flags of programs, what fetches code, and what writes files."""
+SETTABLE = [name for name in VARIABLES if name not in _BEYOND]
+"""Those that a capture may be given from a recorded run: the others reach beyond arithmetic."""
+_VALUE = re.compile(r"[\w.,:;=+@|(){}\[\] -]{0,200}", re.ASCII)
+_MOST_THREADS = 4096
+
+
+def variables_to_set(recorded: Environment) -> dict[str, str | None]:
+    """What must be set here, or taken away (None), to have the recorded values of ``SETTABLE``:
+    names, numbers and lists of them. Others (paths, thousands of threads) are passed over."""
+    wanted = {name: recorded.variables.get(name) for name in SETTABLE}
+    return {
+        name: value
+        for name, value in wanted.items()
+        if value != os.environ.get(name) and (value is None or _is_plain(name, value))
+    }
+
+
+def _is_plain(name: str, value: str) -> bool:
+    numbers = [int(number) for number in re.findall(r"[0-9]+", value[:200])]
+    too_many = name.endswith("_THREADS") and max(numbers, default=0) > _MOST_THREADS
+    return _VALUE.fullmatch(value) is not None and not too_many
 
 
 def also_taken(

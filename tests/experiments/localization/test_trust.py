@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from divergence import Run, capture, compare, replay
 from divergence.comparison.advice import _options
 from divergence.errors import ModelError, UsageError
-from divergence.experiments.localization.machine import Goal, Maker, also_taken
+from divergence.experiments.localization.machine import Goal, Maker, also_taken, variables_to_set
 from divergence.experiments.result import FaultSize
 from divergence.experiments.sensitivity import confirm_sizes
-from divergence.recording.machine import variables_to_set
 from divergence.run.command import command
 
 KERNEL = "attacker/kernel@main:f"

@@ -1,5 +1,6 @@
 """capture(): makes a run from a model on this machine, or repeats one made elsewhere.
-truth(): repeats one in float64, which tells what is right.
+truth(): repeats one in float64, which tells what is right. The class Capture is the recipe: from
+the tokens to the written run, pass by pass.
 
 Their parameters are options of ``divergence.options``, written down a second time, since type
 checkers, editors and ``help()`` read nothing else; a test holds names, types and defaults equal.

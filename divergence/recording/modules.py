@@ -1,10 +1,10 @@
 """Hooks: seeing every wanted tensor without changing a bit of the result.
 
-One pre-hook and one hook a module. The pre-hook puts a recorded input in place (anchored pass),
-plants faults, then records; the hook plants, then records. The keeper takes what it keeps at once,
-because later operators may write to the tensor in place. A tensor that passes unchanged from one
-module to the next is kept once. A kernel that bypasses torch's counter of writes is noticed where
-its module returns the tensor it was given.
+One pre-hook and one hook a module. Each calls a list of hooks: what puts a recorded input in place
+(anchored pass), what plants faults, what records, and those that an engine or a training step adds.
+The keeper takes what it keeps at once, because later operators may write to the tensor in place. A
+tensor that passes unchanged from one module to the next is kept once. A kernel that bypasses
+torch's counter of writes is noticed where its module returns the tensor it was given.
 """
 
 from __future__ import annotations

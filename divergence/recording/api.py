@@ -222,6 +222,7 @@ def _with_groups(function: Callable[..., Run]) -> inspect.Signature:
         for name, kind in GROUPS.items()
         if name not in names
     ]
+    function.__annotations__ |= {group.name: GROUPS[group.name] | None for group in more}
     return own.replace(parameters=[*named, *more, others])
 
 

@@ -96,7 +96,6 @@ from divergence.recording.processes import closed, joined, on_all, own_part, sta
 from divergence.recording.prompts import (
     Prompt,
     group_samples,
-    options_of,
     plain_wishes,
     token_texts,
     tokenize,
@@ -301,7 +300,10 @@ def truth(
 
     Raises what ``capture`` raises, and UsageError for a run that is a truth itself.
     """
-    options = options_of(TruthOptions, locals())
+    given = locals()
+    options = TruthOptions(
+        **plain_wishes(**{f.name: given[f.name] for f in fields_of(TruthOptions)})
+    )
     plain_wishes(force=force, command=command)
     recorded = unsharded(Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
@@ -473,13 +475,9 @@ class Capture:
             self.own_groups = self.division.groups
             self.plants = self.division.plants(request.plants)
         self.keeper: Keeper | None = None
+        how: dict[str, Any] = {"lacks": session.lacks, "compute_dtype": compute_dtype}
         self.passes, self.missed = planned_passes(
-            request,
-            loaded,
-            self.selection,
-            self.notes,
-            lacks=session.lacks,
-            compute_dtype=compute_dtype,
+            request, loaded, self.selection, self.notes, **how
         )
         self._together: Together | None = None
         self._num_substituted = 0
@@ -766,12 +764,9 @@ class Capture:
         self._note(f"no truth: {reason}")
         mode = cast(Literal["auto", "full", "floor"], mode_of(self.request))
         manifest.plan.truth = OwnTruth(
-            mode=mode,
-            num_steps=[0] * len(self.groups),
-            device=self.device,
-            seconds=0.0,
-            stopped_by=reason,
+            mode=mode, num_steps=[0] * len(self.groups), device=self.device, seconds=0.0
         )
+        manifest.plan.truth.stopped_by = reason
 
     def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
         """The run's own truth and floor: what fails in them ends them, and nothing else."""

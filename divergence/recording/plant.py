@@ -301,8 +301,16 @@ def parse_substitutes(
     ``SITE=RUN=OTHER_SITE``. Raises UsageError for a site that is no operator's or that the run does
     not hold, and RunFormatError for an unreadable run."""
     by_path: dict[str, Substitute] = {}
-    named = given if isinstance(given, Mapping) else dict(map(_parted, one_or_more(given)))
-    for site, source in named.items():
+    if not isinstance(given, Mapping):
+        words = [(word, word.partition("=")) for word in one_or_more(given)]
+        for word, parts in words:
+            if not all(parts):
+                raise UsageError(
+                    f"--substitute {word!r}: there is no RUN after a =",
+                    hint="for example --substitute model.layers.3.mlp/aten.mul:out=RUN",
+                )
+        given = {site: run for _, (site, _, run) in words}
+    for site, source in given.items():
         if not is_operator_site(site) or ":out" not in site:
             raise UsageError(
                 f"{site!r} is no operator's result, so nothing can be put in its place",
@@ -323,16 +331,6 @@ def parse_substitutes(
             )
         by_path[site.rpartition(":")[0]] = source
     return by_path
-
-
-def _parted(word: str) -> tuple[str, str]:
-    site, equals, run = word.partition("=")
-    if not (site and equals and run):
-        raise UsageError(
-            f"--substitute {word!r}: there is no RUN after a =",
-            hint="for example --substitute model.layers.3.mlp/aten.mul:out=RUN",
-        )
-    return site, run
 
 
 def check_fired(plants: Sequence[Plant], fired: Collection[str]) -> None:

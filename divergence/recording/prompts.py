@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 
@@ -339,16 +339,8 @@ def _render(tokenizer: Any, conversation: list[dict[str, str]], number: int) -> 
 # that no capture runs for an hour and fails when its manifest is written. The types are those of
 # the options (``divergence.options``).
 
-_T = TypeVar("_T", bound=Options)
-
 _OTHERS = {"force": bool, "command": str | None}
 """What every function that makes a run takes beside its options."""
-
-
-def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
-    """The options among the arguments ``given``, each of its plain type."""
-    names = [field.name for field in fields_of(kind)]
-    return kind(**plain_wishes(**{name: given[name] for name in names if name in given}))
 
 
 def plan_options(given: dict[str, Any]) -> dict[str, Options]:

@@ -499,7 +499,16 @@ def recorded_options(note: EngineNote, given: Collection[str]) -> dict[str, Engi
 
 def given_options(given: Sequence[str] | Mapping[str, EngineValue]) -> dict[str, EngineValue]:
     """``KEY=VALUE`` texts, or values by key, by key. Raises UsageError."""
-    return dict(given) if isinstance(given, Mapping) else dict(map(_parted, given))
+    if isinstance(given, Mapping):
+        return dict(given)
+    values: dict[str, EngineValue] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            hint = "for example mode=max-autotune"
+            raise UsageError(f"--engine-option {text!r} is not KEY=VALUE", hint=hint)
+        values[key.replace("-", "_")] = value
+    return values
 
 
 def options_for(engine: Engine, values: Mapping[str, EngineValue]) -> EngineOptions:
@@ -542,12 +551,3 @@ def refuse_lacking(session: Session, **asked: bool) -> None:
                 hint="--no-batch" if feature == "batch"
                 else f"leave it out, or use --engine {DEFAULT}",
             )  # fmt: skip
-
-
-def _parted(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise UsageError(
-            f"--engine-option {text!r} is not KEY=VALUE", hint="for example mode=max-autotune"
-        )
-    return key.replace("-", "_"), value

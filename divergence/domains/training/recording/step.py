@@ -51,9 +51,7 @@ from divergence.run.captured import CapturedTensor
 from divergence.run.contents import num_labels
 from divergence.run.manifest import (
     NO_LABEL,
-    EngineNote,
     Manifest,
-    ModelIdentity,
     ModuleNote,
     SampleTokens,
     StepPrecision,
@@ -678,6 +676,9 @@ class TrainingStep(GroupStep):
 class TrainingSession:
     """``inner``'s model, in training."""
 
+    makes_forwards = False
+    """A step is fed in one way alone."""
+
     def __init__(self, inner: Session, training: Training) -> None:
         self._inner, self._training = inner, training
         self.loaded: LoadedModel = inner.loaded
@@ -720,9 +721,6 @@ class TrainingSession:
         if LOSS in notes:
             raise UsageError(f"--train calls its loss {LOSS}, as a module of this model is called")
         return {**notes, LOSS: ModuleNote(kind="NextTokenLoss", role="trunk")}
-
-    def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
-        return self._inner.identity(on_parameter)
 
     def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
         self._inner.check_ids(samples, max_new_tokens)
@@ -791,11 +789,9 @@ class TrainingSession:
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
 
-    def note(self) -> EngineNote:
-        return self._inner.note()
-
-    def close(self) -> None:
-        self._inner.close()
+    def __getattr__(self, name: str) -> Any:
+        """What a step changes nothing of: the model's identity, the engine's note, its end."""
+        return getattr(self._inner, name)
 
 
 def session_of(inner: Session, request: CaptureOptions) -> TrainingSession:

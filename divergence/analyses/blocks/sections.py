@@ -425,13 +425,18 @@ def _says(row: SiteRow) -> str:
 _MOST = 128
 """Rows and columns of a map; of more, neighbours share one, and the worst of them is shown."""
 
-Cells = dict[tuple[str, int], float]
+Cells = dict[tuple[int, int], list[float]]
+"""By row and column: what was measured there."""
 
 
 def maps(report: Report, background: Background) -> list[HeatMap]:
     """Blocks by steps, by prompts and by tokens, where there are several."""
     wanted = main_pass(report.sites)
-    sites = [s for s in report.sites if s.pass_ == wanted and _is_row(s)]
+    sites = [  # a block's own output, or that of a module outside all blocks
+        site for site in report.sites
+        if site.pass_ == wanted and not is_input(site.site)
+        and (site.block is None or site.site == f"{site.block}:out")
+    ]  # fmt: skip
     sites.sort(key=lambda site: (site.order, site.site))
     rows = list(dict.fromkeys(site.block or site.site for site in sites))
     scale = LIMIT_SHARES if any(site.usage is not None for site in sites) else DECADES
@@ -445,83 +450,64 @@ def maps(report: Report, background: Background) -> list[HeatMap]:
             value = math.nan
         if value is None:
             continue
-        row = site.block or site.site
-        _keep_worst(by_step, (row, site.step), value)
+        row = rows.index(site.block or site.site)
+        by_step.setdefault((row, site.step), []).append(value)
         prompts = site.prompts if scale is LIMIT_SHARES else []
         members = [(prompt.sample, 100 * prompt.usage) for prompt in prompts]
         for sample, used in members or [(site.sample, value)]:
-            _keep_worst(by_prompt, (row, sample), used)
+            by_prompt.setdefault((row, sample), []).append(used)
     grids = []
     for id, column, cells in (("steps", "step", by_step), ("prompts", "prompt", by_prompt)):
         columns = sorted({number for _, number in cells})
-        if len(columns) > 1 and any(map(scale.step, cells.values())):  # one colour tells nothing
-            values = [[cells.get((row, number)) for number in columns] for row in rows]
+        several = len(columns) > 1 and any(any(map(scale.step, cell)) for cell in cells.values())
+        if several:  # one colour tells nothing
+            places = {number: place for place, number in enumerate(columns)}
+            placed = {(row, places[number]): cell for (row, number), cell in cells.items()}
             names = [str(number) for number in columns]
-            grids.append(_map(id, f"Blocks × {id}", column, rows, names, values, scale))
+            grids.append(_map(id, f"Blocks × {id}", column, rows, names, placed, scale))
     positions = background.positions
     if positions is not None and positions.blocks:
+        placed = {
+            (y, x): [value]
+            for y, values in enumerate(positions.floors)
+            for x, value in enumerate(values)
+            if value is not None
+        }
         title = f"Blocks × tokens of prompt {positions.sample}"
-        grids.append(_map("tokens", title, "token", positions.blocks, positions.tokens,
-                          positions.floors, FLOORS))  # fmt: skip
+        blocks, tokens = positions.blocks, positions.tokens
+        grids.append(_map("tokens", title, "token", blocks, tokens, placed, FLOORS))
     return grids
 
 
-def _is_row(site: SiteResult) -> bool:
-    """A block's own output, or that of a module outside all blocks."""
-    own = site.block is None or site.site == f"{site.block}:out"
-    return own and not is_input(site.site)
-
-
-def _keep_worst(cells: Cells, at: tuple[str, int], value: float) -> None:
-    before = cells.get(at)
-    if before is None or value > before or math.isnan(value):
-        cells[at] = value
-
-
 def _map(
-    id: str, title: str, column: str, rows: Sequence[str], columns: Sequence[str],
-    values: Sequence[Sequence[float | None]], scale: HeatScale,
+    id: str, title: str, column: str, rows: Sequence[str], columns: Sequence[str], cells: Cells,
+    scale: HeatScale,
 ) -> HeatMap:  # fmt: skip
     """At most so many rows and columns, by the worst of neighbours, and where the largest is."""
     tall, wide = (1 + (len(names) - 1) // _MOST for names in (rows, columns))
-    thinned = [
-        [
-            _worst(value for row in values[y : y + tall] for value in row[x : x + wide])
-            for x in range(0, len(columns), wide)
-        ]
-        for y in range(0, len(rows), tall)
-    ]
-    rows, columns = _named(rows, tall), _named(columns, wide)
-    known = [
-        (value, row, name)
-        for row, line in zip(rows, thinned, strict=True)
-        for name, value in zip(columns, line, strict=True)
-        if value is not None
-    ]
-    value, row, name = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
+    groups: Cells = {}
+    for (y, x), values in cells.items():
+        groups.setdefault((y // tall, x // wide), []).extend(values)
+    worst = {
+        place: max(values, key=lambda value: (not math.isfinite(value), value))
+        for place, values in groups.items()
+    }
+    rows, columns = (
+        [" to ".join(dict.fromkeys((names[n : n + step][0], names[n : n + step][-1])))
+         for n in range(0, len(names), step)]
+        for names, step in ((rows, tall), (columns, wide))
+    )  # fmt: skip
+    (y, x), value = max(worst.items(), key=lambda item: (not math.isfinite(item[1]), item[1]))
     largest, beyond = f"{float(f'{value:.2g}'):g} {scale.unit}", ""
     if scale is LIMIT_SHARES:
-        num = sum(item[0] > 100 or not math.isfinite(item[0]) for item in known)
-        beyond = f"; {num:,} of {count(len(known), 'cell')} beyond the limit"
+        num = sum(cell > 100 or not math.isfinite(cell) for cell in worst.values())
+        beyond = f"; {num:,} of {count(len(worst), 'cell')} beyond the limit"
         largest = f"{limit_share(value / 100)} of the limit"
-    described = f"The largest is {largest}, at {row}, {column} {name}{beyond}."
     return HeatMap(
-        id=f"map-{id}", title=title, described=described, column=column, rows=rows,
-        columns=columns, values=thinned, scale=scale,
+        id=f"map-{id}", title=title, column=column, rows=rows, columns=columns, scale=scale,
+        described=f"The largest is {largest}, at {rows[y]}, {column} {columns[x]}{beyond}.",
+        values=[[worst.get((y, x)) for x in range(len(columns))] for y in range(len(rows))],
     )  # fmt: skip
-
-
-def _worst(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    broken = next((value for value in known if not math.isfinite(value)), None)
-    return broken if broken is not None else max(known, default=None)
-
-
-def _named(names: Sequence[str], step: int) -> list[str]:
-    if step == 1:
-        return list(names)
-    groups = (names[n : n + step] for n in range(0, len(names), step))
-    return [f"{group[0]} to {group[-1]}" if len(group) > 1 else group[0] for group in groups]
 
 
 # Tables: a row a block, with what each face shows of it.

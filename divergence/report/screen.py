@@ -13,26 +13,42 @@ from divergence.comparison.result import Report, RunSummary
 from divergence.document import Block, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
 from divergence.layout import Line, count, cut, decimal, fold, limit_share
-from divergence.report.summary import is_quiet, model_name, opening_of, report_lines, states
+from divergence.report.summary import document, is_quiet, model_name, opening_of, run_facts, states
 from divergence.report.text import document_lines
 from divergence.words import shortened
 
 WIDTH, HEIGHT = 80, 18
 _NUM_ROWS = 5
+_MOST_WHY = 3
 _MOST_OF_FACT = 240
 """Letters of a fact behind the verdict."""
 
 
 def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
-    """The first screen. ``more``: how to see the rest. A report without blocks (operators alone, a
-    suite, probed arithmetic) is shown whole."""
+    """The first screen. ``more``: how to see the rest. Of a report without blocks (operators alone,
+    a suite, log-probabilities) the tables that say most are part of it."""
     if not report.sites and report.verdict.kind != "incomparable":
-        return report_lines(report)
+        return document_lines(_without_blocks(report, more))
     for num_rows in range(_NUM_ROWS, 0, -1):
         lines = document_lines(_screen(report, num_rows, more))
         if sum(len(fold(item, WIDTH)) for item in lines) <= HEIGHT:
             break  # fewer rows where the rest is long
     return lines
+
+
+def _without_blocks(report: Report, more: str) -> Document:
+    """Settings are a line, and what was compared is left out where it was everything."""
+    whole, coverage = document(report), report.coverage
+    rest = [*["every reason"] * (len(whole.why) > _MOST_WHY), "every table", "every setting"]
+    rest += [count(len(report.notes), "note")] if report.notes else []
+    hint = Sentence(f"{', '.join(rest)}: {more}", style="dim", indent=0, hang=0)
+    lacking = coverage.num_skipped + coverage.num_only_reference + coverage.num_only_candidate
+    left = ["settings", "notes", *["coverage"] * (not lacking)]
+    tables = [section for section in whole.sections if section.id not in left]
+    return dataclasses.replace(
+        whole, known=[*run_facts(report), *whole.known], why=whole.why[:_MOST_WHY],
+        sections=[*tables, Section(body=[hint])],
+    )  # fmt: skip
 
 
 def _screen(report: Report, num_rows: int, more: str) -> Document:

@@ -85,12 +85,16 @@ def opening_of(report: Report) -> Document:
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
     """The whole document as text: the two runs stand where a first screen has what was compared."""
+    whole = document(report, every=all_sites, verbose=verbose)
+    whole = dataclasses.replace(whole, known=run_facts(report))
+    return document_lines(whole, verbose=verbose, every=all_sites)
+
+
+def run_facts(report: Report) -> list[Sentence]:
+    """The runs, each on a line."""
     alone = any(part.num_runs == 1 for part in report.parts.values() if part)
     runs = [("A", report.reference), ("B", report.candidate)][: 1 if alone else 2]
-    known = [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
-    whole = document(report, every=all_sites, verbose=verbose)
-    whole = dataclasses.replace(whole, known=known)
-    return document_lines(whole, verbose=verbose, every=all_sites)
+    return [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
 
 
 # The top: the verdict, and what it could not have seen.

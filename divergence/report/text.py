@@ -33,7 +33,7 @@ def document_lines(whole: Document, *, verbose: bool = False, every: bool = Fals
     if whole.known:
         lines += [BLANK, *map(sentence_line, whole.known)]
     why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
-    shown = [section for section in whole.sections if verbose or not section.verbose]
+    shown = [section for section in whole.sections if verbose or every or not section.verbose]
     if sections := sections_lines([*[why] * bool(whole.why), *shown], every):
         lines += [BLANK, *sections[:-1]]
     return [*lines, BLANK, *next_lines(whole.next)] if whole.next else lines

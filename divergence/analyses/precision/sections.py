@@ -53,9 +53,10 @@ def audit_sections(
         sentences.append(Sentence("below what is usual; the model may be meant so", "?:"))
     if alone:
         sentences += [Sentence(item.text, "!:", style="yellow") for item in audit.findings]
+    usual = not alone and not any(marks)
     return [Section(
         id="precision", title="precision", detail=f"in which dtype each part ran{by}",
-        body=[table, *(sentences + [Sentence(note, "note:") for note in audit.notes])],
+        verbose=usual, body=[table, *(sentences + [Sentence(note, "note:") for note in audit.notes])],
     )]  # fmt: skip
 
 

@@ -29,8 +29,9 @@ def sections(
     whole = every or background is not None
     alone = len(result.sides) == 1
     made = [
-        _side(side, "" if alone else f" of {letter(side.side)}", whole=whole)
+        section
         for side in result.sides
+        for section in _side(side, "" if alone else f" of {letter(side.side)}", whole=whole)
     ]
     if result.differing:
         table = Table(
@@ -44,7 +45,7 @@ def sections(
     return made
 
 
-def _side(side: CollectivesSide, whose: str, *, whole: bool) -> Section:
+def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
     body: list[Block] = [
         Table(
             caption=f"Collectives{whose}", num_left=2,
@@ -70,6 +71,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> Section:
             columns=("ranks", "case", "check", "wrong", "what"),
             rows=_fault_rows(side.faults, apart=whole), most=_MOST_FAULTS,
         ))  # fmt: skip
+    more: list[Block] = []
     if side.orders:
         # rows that say the same but for the size are one unless all are asked for
         groups = grouped(side.orders, lambda order: (
@@ -83,7 +85,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> Section:
             sizes = ", ".join(f"{each.elements:,}" for each in group)
             rows.append((order.collective, order.dtype, sizes, order.order, order.first, sums,
                          order.expected, order.measured))  # fmt: skip
-        body.append(Table(
+        more.append(Table(
             caption=f"Order of addition{whose}", title=f"order of addition{whose}", num_left=6,
             detail="found from outside, and replayed bit by bit", folded="Order of addition",
             columns=("collective", "dtype", "elements", "order", "ranks added", "sums in",
@@ -95,7 +97,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> Section:
         rates: Iterable[BandwidthRow] = side.bandwidth
         if not whole:  # the largest size alone
             rates = {row.collective: row for row in side.bandwidth}.values()
-        body.append(Table(
+        more.append(Table(
             caption=f"Bandwidth{whose}", title=f"bandwidth{whose}", folded="Bandwidth", widest=66,
             detail="median of calls, slowest rank",
             columns=("collective", Column("bytes", size), Column("time", _time),
@@ -109,10 +111,14 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> Section:
             ],
         ))  # fmt: skip
     cases = count(sum(row.num_cases for row in side.rows), "case")
-    return Section(
-        id=f"collectives-{side.side}", title=f"collectives{whose}",
-        detail=f"{side.num_ranks} ranks, {side.backend}, {cases}", body=body,
-    )  # fmt: skip
+    return [
+        Section(
+            id=f"collectives-{side.side}", title=f"collectives{whose}",
+            detail=f"{side.num_ranks} ranks, {side.backend}, {cases}", body=body,
+        ),
+        *[Section(id=f"orders-{side.side}", heading=f"Orders and rates{whose}", body=more,
+                  verbose=True)] * bool(more),
+    ]  # fmt: skip
 
 
 def _fault_rows(faults: Iterable[CollectiveFault], *, apart: bool) -> list[tuple[object, ...]]:

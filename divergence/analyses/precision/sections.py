@@ -56,7 +56,8 @@ def audit_sections(
     usual = not alone and not any(marks)
     return [Section(
         id="precision", title="precision", detail=f"in which dtype each part ran{by}",
-        verbose=usual, body=[table, *(sentences + [Sentence(note, "note:") for note in audit.notes])],
+        body=[table, *sentences, *(Sentence(note, "note:") for note in audit.notes)],
+        verbose=usual,
     )]  # fmt: skip
 
 

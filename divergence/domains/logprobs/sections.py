@@ -75,8 +75,9 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
             ],
             marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
         ))  # fmt: skip
+    more: list[Block] = []
     if len(result.sequences) > (1 if background is None else 0):
-        body.append(Table(
+        more.append(Table(
             caption="Prompts, the ones that differ most first", title="prompts",
             detail="the ones that differ most first",
             folded=f"All {len(result.sequences):,} prompts", most=5,
@@ -94,10 +95,13 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
             "-" if math.isnan(mean) else decimal(mean) for mean in result.delta.by_position
         )
         text = f"mean |Δ| by tenths of the longest answer: {tenths}"
-        body.append(Sentence(text, "along", indent=0, hang=12))
+        more.append(Sentence(text, "along", indent=0, hang=12))
     equal = f"{result.num_equal:,} of {result.num_tokens:,}"
     prompts = count(result.num_sequences, "prompt")
-    return [Section(
-        id="logprobs", title="log-probabilities", detail=f"{prompts}, tokens equal {equal}",
-        lead=f"{prompts}; {equal} tokens of the answers are equal.", body=body,
-    )]  # fmt: skip
+    return [
+        Section(
+            id="logprobs", title="log-probabilities", detail=f"{prompts}, tokens equal {equal}",
+            lead=f"{prompts}; {equal} tokens of the answers are equal.", body=body,
+        ),
+        *[Section(id="prompts", heading="Prompts", body=more, verbose=True)] * bool(more),
+    ]  # fmt: skip

@@ -359,7 +359,7 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
         legend = [("dot reference", "A"), ("dot candidate", "B")]
         plots.append(Plot(
             id=f"truth-{phase}", title=f"Distance from the truth. {what}", legend=legend,
-            described=f"Which side is wrong: {told}.",
+            described=f"{'Which side is wrong' if flagged else 'How far each is from it'}: {told}.",
             names=[_key(row.name) for row in outputs], onset=next(iter(flagged), None),
             lines=[PlotLine(kind="reference", values=a),
                    PlotLine(kind="candidate", values=b)],

@@ -250,6 +250,23 @@ def test_what_cannot_be_is_refused(made, tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
+def test_the_first_screen_says_what_holds(made):
+    """Reasons and the table of collectives; the orders of addition stand under -v."""
+    from divergence.report.screen import screen_lines
+    from divergence.report.summary import report_lines
+
+    report = compare(made(3))
+    screen, whole = (
+        [item.text for item in lines]
+        for lines in (screen_lines(report), report_lines(report, verbose=True))
+    )
+    for title in ("collectives", "why"):
+        assert any(text.startswith(title) for text in screen), title
+    assert any(text.startswith("order of addition") for text in whole)
+    assert not any(text.startswith("order of addition") for text in screen)
+    assert any(text.endswith("add -v") for text in screen) and len(screen) < 30
+
+
 def test_the_report_is_whole_in_every_form(made):
     """JSON, terminal and page."""
     from divergence.layout import Line

@@ -136,14 +136,14 @@ class Table:
 
     def on(self, face: str, *, every: bool = False) -> Table:
         """The table with the columns of this face, ``terminal`` or ``page``, and their titles.
-        ``every``: with all rows, of which a page has a thousand."""
+        ``every``: with all rows; else a page has a thousand."""
         columns = [item if isinstance(item, Column) else Column(item) for item in self.columns]
         kept = [n for n, column in enumerate(columns) if column.face in ("", face)]
         shown = [columns[n] for n in kept]
         if face == "terminal":
             shown = [column._replace(title=column.short or column.title) for column in shown]
         rows = [[row[n] for n in kept] for row in self.rows]
-        most = _MOST_ON_PAGE if face == "page" else None if every else self.most
+        most = None if every else _MOST_ON_PAGE if face == "page" else self.most
         return dataclasses.replace(self, columns=shown, rows=rows, most=most)
 
     def cells(self) -> list[tuple[str, ...]]:

@@ -48,7 +48,7 @@ class Page:
 def blocks(report: Report, title: str = "blocks") -> Page:
     """Each block, prefill and then decode; behind one its modules."""
     rows = [row for phase in phases(report) for row in phase_rows(report, phase)]
-    table = rows_table(rows, title).on("page")
+    table = rows_table(rows, title).on("page", every=True)
 
     def behind(number: int) -> Page:
         row = rows[number]

@@ -99,7 +99,7 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     )
     body: list[Block] = [
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
-        Table(columns=("", "", ""), num_left=3, indent=4, rows=[
+        Table(caption="What each side chose", columns=("", "", ""), num_left=3, indent=4, rows=[
             (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
             for name, choice, margin, more in sides
         ]),
@@ -196,7 +196,7 @@ def _explained(explanation: Explanation, first: TokenDifference | None) -> list[
     return [
         Sentence(f"{what}, {whence}{why}", "explained:", indent=2, hang=4),
         Sentence(f"{added}, here in {explanation.dtype} on {explanation.device}"),
-        Table(columns=("", ""), num_left=2, indent=4, rows=[
+        Table(caption="Its margin", columns=("", ""), num_left=2, indent=4, rows=[
             (over, ""),
             ("  in A", fixed(explanation.reference_margin)),
             ("  in B", fixed(explanation.candidate_margin)),

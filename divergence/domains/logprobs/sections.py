@@ -60,7 +60,9 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
             ("perplexity", f"{cost.reference:.5g} -> {cost.candidate:.5g}",
              f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}"),
         ]  # fmt: skip
-    body: list[Block] = [Table(columns=("", "", ""), rows=rows, num_left=3)]
+    body: list[Block] = [
+        Table(caption="How far apart", columns=("", "", ""), rows=rows, num_left=3)
+    ]
     checks = {check.name: check for check in result.checks}
     if result.rollout:  # what trainers watch, then the rest of those numbers
         values = sorted(result.rollout.items(), key=lambda item: item[0] not in checks)

@@ -194,7 +194,7 @@ def test_the_command_line(stub, tmp_path, capsys):
              "--prompt", "one", "--max-new-tokens", "3", "--label", "here"]  # fmt: skip
     app(words, prog_name="divergence", standalone_mode=False)
     shown = capsys.readouterr()
-    assert "here, unknown on unknown" in shown.out and "--endpoint URL" in shown.out
+    assert "here, dtype and device unknown" in shown.out and "--endpoint URL" in shown.out
     assert "gives log-probabilities" in shown.err
 
 

@@ -220,8 +220,8 @@ class Pairs:
                                  plants=plants)  # fmt: skip
 
     def _as_truth(self):
-        truth(self.a(), out=self._folder / "truth")
-        return self._folder / "truth"
+        truth(self.a(), out=self._folder / "float64")
+        return self._folder / "float64"
 
     def _dtype_sampled(self):
         """Another dtype, and a token that is not the largest of its logits."""

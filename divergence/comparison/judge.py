@@ -201,7 +201,7 @@ def reach_of_median(own: Floats) -> float:
 
 def reach(limit: float, variance: Floats) -> Floats:
     """The |x| of which ``limit`` is the deviate."""
-    n = _numbers_of(variance)
+    n: Floats = 2 / (np.sqrt(1 + 4 * np.maximum(variance, 1e-12)) - 1)  # variance is 1/n + 1/n²
     log_cosh = np.square(limit * (8 * n + 3) / (8 * n + 1)) / (2 * n)
     with np.errstate(over="ignore"):
         near = np.arccosh(np.exp(np.minimum(log_cosh, 300.0)))
@@ -264,12 +264,6 @@ def limit_of(num_observations: int) -> float:
     """The deviate beyond which one of so many is an outlier, on either side, at a quarter of RATE
     (Bonferroni: whether they depend on each other or not)."""
     return -NormalDist().inv_cdf(RATE / 8 / max(1, num_observations))
-
-
-def _numbers_of(variance: Floats) -> Floats:
-    """n of which 1/n + 1/n² is the variance."""
-    numbers: Floats = 2 / (np.sqrt(1 + 4 * np.maximum(variance, 1e-12)) - 1)
-    return numbers
 
 
 def _polished(x: Floats) -> tuple[float, Floats, Floats, Floats]:

@@ -217,8 +217,10 @@ def judge_units(measured: Measured) -> JudgedUnits:
 
 
 def limits_used(measured: Measured) -> Shown:
-    units = judge_units(measured).units
-    return {(unit.pass_, unit.site, unit.phase): unit.limit_usage for unit in units}
+    return {
+        (unit.pass_, unit.site, unit.phase): max(unit.shown, unit.limit_usage if unit.why else 0.0)
+        for unit in judge_units(measured).units
+    }
 
 
 def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:

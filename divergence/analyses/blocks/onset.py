@@ -375,7 +375,7 @@ def unit_evidence(unit: Unit) -> Fact:
         )  # fmt: skip
     return fact(
         "typical_ratio", **place, ratio=unit.typical, escalated=unit.pass_ == "escalated",
-        control=unit.control if unit.num_siblings else None, limit=unit.limit,
+        control=unit.control, limit=unit.limit,
         rel_l2=worst.rel_l2,
     )  # fmt: skip
 

@@ -234,7 +234,7 @@ def within_rounding(
     coarser = next((standout for standout in standouts if standout.side is not None), None)
     if coarser is not None and coarser.side is not None:
         outlier = fact("blocks.farther_everywhere", side=coarser.side)
-        if coarser.beyond_chance:
+        if coarser.certain:
             where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
                           times=coarser.times)]  # fmt: skip
     if named and named >= differing.keys():
@@ -296,8 +296,9 @@ class StandOut:
     unit: Unit
     times: float
     side: Side | None = None
-    beyond_chance: bool = True
-    """Of a side: is it so by more than chance makes? Else neither is called right."""
+    certain: bool = True
+    """Of a side: is it so by as much beyond what chance makes? Else no more is told than that it is
+    not known to be right."""
 
     @property
     def fact(self) -> Fact:
@@ -334,12 +335,12 @@ def find_standouts(
             ):
                 standouts.append(StandOut(unit, times))
         against_truth = not two_dtypes and any(unit.stats is not None for unit in family)
-        for beyond_chance in (True, False) if against_truth else ():
-            farther = farther_side(family, thresholds.truth_standout, beyond_chance=beyond_chance)
-            if farther is not None:
+        for certain in (True, False) if against_truth else ():
+            farther = farther_side(family, thresholds.truth_standout, certain=certain)
+            if farther is not None and (certain or family[0].results[0].role == "block"):
                 side, times = farther
                 first = min(family, key=lambda unit: order_of(unit.first))
-                standouts.append(StandOut(first, times, side, beyond_chance))
+                standouts.append(StandOut(first, times, side, certain))
                 break
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}

@@ -526,11 +526,7 @@ def _difference_of(unit: Unit, thresholds: Thresholds) -> TruthStats:
     ]
     index = np.arange(len(ratios))
     return TruthStats(
-        kind="",
-        num_values=0,
-        num_rows=0,
         typical={"reference": unit.typical, "candidate": unit.typical},
-        floor=0.0,
         first=unit.results[0],
         forwards={look.place: ForwardStats(look.result, 0) for look in unit.looks},
         rows=RowErrors(
@@ -564,7 +560,6 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         if judged.forwards is not None:
             forwards = dict(zip(judged.places, far(judged.forwards, rows.least), strict=True))
         if len(judged.stats) >= FEWEST:
-            unit.num_siblings = len(judged.stats) - 1
             others = [each.typical["candidate"] for each in judged.stats if each is not unit.stats]
             unit.control = statistics.median(others)
     wider = unit.widened * (thresholds.escalated if unit.pass_ == "escalated" else 1.0)
@@ -603,7 +598,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         used.append(unit.worst / unit.worst_limit)
         for look in unit.looks:
             look.of_token = look.worst / unit.worst_limit
-    unit.limit_usage = unit.between = max(used)
+    unit.limit_usage = unit.between = unit.shown = max(used)
     if unit.typical > unit.limit:
         unit.why = "typical"
     elif unit.beyond:
@@ -734,6 +729,7 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
     # what is off in a whole forward is so at its tokens, too
     answers.sort(key=lambda answer: answer.why not in ("typical", "both", "forward"))
     unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
+    unit.shown = max((answer.ratio / answer.limit for answer in answers), default=0.0)
     unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
     was_beyond = unit.why is not None
     if unit.blame is None and was_beyond:

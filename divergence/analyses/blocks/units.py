@@ -217,17 +217,19 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit
 
 
 def farther_side(
-    family: Sequence[Unit], times: float, *, beyond_chance: bool = True
+    family: Sequence[Unit], times: float, *, certain: bool = True
 ) -> tuple[Side, float] | None:
     """(side, W): the side that is farther from the truth than the other in all of a kind, by their
     median, and by more than so many ``times`` and chance; None where there is none, or not all were
-    judged together."""
+    judged together. ``certain``: by as much beyond what chance makes, and not only by its figure.
+    """
     judged = [unit.judged[0] for unit in family if unit.judged is not None]
     if len(judged) < max(FEWEST, len(family)):
         return None
     usual = judged[0].usual
     limit = math.log(times * max(unit.widened for unit in family))
-    if not abs(usual) > limit + judged[0].usual_reach * beyond_chance:
+    chance = judged[0].usual_reach
+    if not abs(usual) > (limit + chance if certain else max(limit, chance)):
         return None
     return SIDES[usual > 0], math.exp(min(abs(usual), 700.0))
 
@@ -424,10 +426,14 @@ class Blame:
     """Of a token's error: is it a sink?"""
 
     @property
+    def ratio(self) -> float:
+        return self.value / self.control if self.control > 0 else math.inf
+
+    @property
     def limit_usage(self) -> float:
         """0 where the two sides are alike, and 1 at the limit. What both are off by is no
         difference of theirs until it is beyond its limit."""
-        ratio = self.value / self.control if self.control > 0 else math.inf
+        ratio = self.ratio
         if self.why == "gain" or ratio > self.limit:
             return ratio / self.limit
         return 0.0 if self.why == "both" else share_from_nothing(ratio, self.limit)
@@ -502,9 +508,8 @@ class Unit:
     """Largest ratio of any token."""
     sink: bool = False
     """Is that a sink's?"""
-    control: float = 0.0
-    """Median of the siblings' ``typical``."""
-    num_siblings: int = 0
+    control: float | None = None
+    """Median of the siblings' ``typical``; None without any."""
     limit: float = 0.0
     """Limit of ``typical``."""
     worst_limit: float = 0.0
@@ -529,6 +534,8 @@ class Unit:
     """The largest share of any limit that is used; over 1 is beyond the limit."""
     between: float = 0.0
     """The same over the limits on the two sides' difference, which need no truth."""
+    shown: float = 0.0
+    """The largest ratio over its limit, which is what a trusted run widens limits by."""
     looks: list[Look] = field(default_factory=list)
     """Each forward of each prompt by itself."""
     visible: dict[Level, float] = field(default_factory=dict)

@@ -146,7 +146,11 @@ class ModelFloor:
             usual = real & ~sinks
             # a single row may be small by chance, and its error is not: that of what cancelled
             own = allowed * norm
-            most = _small_by_chance(max(1, num_features)) * own
+            # by how many times: the quantile of the root of χ²_n / n that one row in a million is
+            # below (Wilson and Hilferty 1931), inverted; a few numbers may be as small as any
+            n = max(1, num_features)
+            root = 1 - 2 / (9 * n) - 4.75 * math.sqrt(2 / (9 * n))
+            most = (max(BY_CHANCE, root**-1.5) if root > 0 else math.inf) * own
             single = made * norm / np.clip(medians(own, usual)[:, None], own, most)
             rows_usual, rows_sink = (
                 np.where(kept, values, -math.inf)
@@ -179,14 +183,6 @@ class ModelFloor:
                     largest[real[number]],
                 ))  # fmt: skip
         return rated
-
-
-def _small_by_chance(num_values: int) -> float:
-    """How many times the norm of a row the median row's may be by chance: the quantile of the root
-    of χ²_n / n that one row in a million is below (Wilson and Hilferty 1931), inverted. That of a
-    few numbers may be as small as any."""
-    root = 1 - 2 / (9 * num_values) - 4.75 * math.sqrt(2 / (9 * num_values))
-    return max(BY_CHANCE, root**-1.5) if root > 0 else math.inf
 
 
 def _members(
@@ -532,7 +528,7 @@ class Judge:
         if pair.pass_ != "free":
             return judged
         path, _, port = site.partition(":")
-        sample, home = pair.reference.sample, self._home_of(site)
+        sample, home = pair.reference.sample, (self._site_fields(site)["block"] or module_of(site))
         forward = sample, pair.candidate.record.step, path
         size = metrics.token_rel_l2_median or 0.0
         if of_parameter(site):  # made of what entered the block, forward and backward
@@ -624,10 +620,6 @@ class Judge:
                 "kind": note.kind if note else None,
             }
         return known
-
-    def _home_of(self, site: str) -> str:
-        """The block that a site lies in; outside the blocks its module."""
-        return self._site_fields(site)["block"] or module_of(site)
 
     def _place(self, pair: Pair) -> dict[str, Any]:
         reference, candidate = pair.reference.record, pair.candidate.record

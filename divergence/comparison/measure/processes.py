@@ -67,7 +67,17 @@ def shared_with_ranks() -> Iterator[bool]:
 
     own = not dist.is_initialized()
     if own:
-        _join(dist)
+        if not dist.is_available():
+            raise UsageError(
+                "this torch was built without torch.distributed", hint="compare in one process"
+            )
+        try:
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"the processes cannot be connected: {_first_line(error)}",
+                hint="start them by torchrun --nproc-per-node N -m divergence compare A B",
+            ) from error
     try:
         ranks = _Ranks(dist)
         if dist.get_rank() != 0:
@@ -112,20 +122,6 @@ def _num_bytes(pair: Pair) -> int:
         part = piece.row is not None and record.shape
         num_bytes += whole // max(1, record.shape[0]) if part else whole
     return num_bytes
-
-
-def _join(dist: Any) -> None:
-    if not dist.is_available():
-        raise UsageError(
-            "this torch was built without torch.distributed", hint="compare in one process"
-        )
-    try:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"the processes cannot be connected: {_first_line(error)}",
-            hint="start them by torchrun --nproc-per-node N -m divergence compare A B",
-        ) from error
 
 
 class _GoneError(FaultError):

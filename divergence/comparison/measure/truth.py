@@ -291,11 +291,10 @@ class TruthStats:
     difference, and the part of that which all rows may share, in units of the typical error.
     """
 
-    kind: str
-    num_values: int
-    num_rows: int
     typical: dict[Side, float]
-    floor: float
+    num_values: int = 0
+    num_rows: int = 0
+    floor: float = 0.0
     """Of the median row, relative to it."""
     hardest: float = 0.0
     """What the hardest row is off by on both sides, in floors; 0 where no row is hard."""
@@ -306,8 +305,6 @@ class TruthStats:
     )
     """The same of each forward, where there are several."""
     first: SiteResult | None = None
-    alike: bool = True
-    """As that of the forwards, of the typical row."""
     forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
     rows: RowErrors | None = None
 
@@ -328,7 +325,6 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     if first.estimated is not None:
         last = first.estimated.num_projections
     stats = TruthStats(
-        kind=first.kind or "",
         num_values=ENOUGH if is_norm(first.site) else len(rows.norm) * last,
         num_rows=int(rows.usual.sum()),
         typical={side: _median(rows.errors[side][rows.usual]) for side in SIDES},
@@ -336,7 +332,6 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
         first=min((entry[0] for entry in forwards), key=lambda r: (r.sample, r.step, r.order)),
     )
     stats.channels = _channel_errors(samples.channels, rows)
-    stats.alike = rows.alike(rows.usual)[0]
     with np.errstate(over="ignore"):
         energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
         between = np.square(rows.between)

@@ -207,10 +207,9 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
 
 def _scope(unit: Unit, structures: Sequence[Fact] = (), *, named: bool) -> list[Fact]:
     """Where alone the unit is off. ``named``: behind the side that is to blame."""
-    scope = only_in(unit)
+    scope, tokens = only_in(unit), _tokens_of(structures, [unit])
     if scope is None:
-        return []
-    tokens = _tokens_of(structures, [unit])
+        return [_SCOPE.with_values(**tokens)] if tokens else []
     return [scope.with_values(comma=named or not scope["alone"], **tokens)]
 
 
@@ -228,7 +227,17 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
             return {"token": token}
         if item.code == "blocks.beginning" and len(known) == len(units) and min(known) >= token:
             return {"onward": token}
-    return {}
+    # of several prompts, the token of the same number
+    looks = [
+        look
+        for unit in units
+        for look in [look for look in unit.looks if look.used > 1] or unit.looks
+    ]
+    tokens = {look.result.ratio_position for look in looks}
+    several = len({look.sample for look in looks}) > 1
+    if not several or len(tokens) > 1 or None in tokens or not all(u.of_token for u in units):
+        return {}
+    return {"token": tokens.pop()}
 
 
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:

@@ -22,7 +22,7 @@ from divergence.comparison.align.pairs import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.experts import mostly_rerouted
-from divergence.comparison.limits import FEW_ROWS, FEWEST, LEAST
+from divergence.comparison.limits import CLEAR, FEW_ROWS, FEWEST, LEAST
 from divergence.comparison.results import (
     Finding,
     SiteResult,
@@ -239,6 +239,9 @@ def within_rounding(
                           times=coarser.times)]  # fmt: skip
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
+    step = _only_step(measured) if farthest.worst > farthest.worst_limit / CLEAR else None
+    if step is not None:
+        where.append(fact("blocks.only_step", step=step))
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in units for result in unit.results)
     by_truth = bool(against_truth) and measured.floor is None
@@ -258,7 +261,7 @@ def within_rounding(
         check("anchored", sure, fact("no_anchored_pass")),
         check("measured", not unmeasured, fact("blocks.not_kept")),
         check("truth", truth_tells, no_truth, made=by_truth),
-        check("no_standout", not standouts, outlier),
+        check("no_standout", not standouts and step is None, outlier or fact("blocks.one_step")),
         check("floor_trusted", not widened, fact("blocks.floor_beyond")),
     ]
     if measured.narrow:
@@ -286,6 +289,17 @@ def within_rounding(
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
+
+
+def _only_step(measured: Measured) -> int | None:
+    """The decode step that holds all that differs, of several that were given equal inputs."""
+    rows = [site for site in measured.sites if site.pass_ == "anchored" and site.step]
+    steps = {site.step for site in rows if not site.identical}
+    others = {site.step for site in rows} - steps
+    prefill = any(
+        site.pass_ == "anchored" and not site.step and not site.identical for site in measured.sites
+    )
+    return steps.pop() if len(steps) == 1 and len(others) >= FEWEST and not prefill else None
 
 
 @dataclass(frozen=True, slots=True)

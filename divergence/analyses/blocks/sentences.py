@@ -89,6 +89,8 @@ SENTENCES: Mapping[str, str] = {
         "median of the blocks"
     ),
     "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
+    "only_step": "; all of it in decode step {step}: the other forwards are equal bit for bit",
+    "one_step": "all that differs is in one decode step",
     "only_in": "; all of it in {places:names}: the other blocks are equal bit for bit",
     "differs_more": "{place} differs more than the other blocks",
     "error_of_one_side": "no truth (divergence truth), but the float64 error of one side alone",

@@ -202,8 +202,12 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit
     if unit.typical > thresholds.standout**2 * statistics.median(o.typical for o in others):
         unexplained = False
     limits = {look.place: look.limit for look in unit.beyond}
+    level = statistics.median(other.typical for other in others)
+    among_them = unit.why == "typical" and near**2 < level and unit.typical < near**2 * level
 
     def is_off(other: Unit) -> bool:
+        if among_them:  # all are beyond what rounding makes, and it is no farther than others are
+            return other.typical > near**2
         ratios = [(other.typical, unit.limit)]
         if unit.why == "forward":
             looks = (look for look in other.looks if look.place in limits)

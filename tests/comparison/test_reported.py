@@ -230,3 +230,72 @@ def test_a_race_is_said_with_the_calls_that_it_hits_and_how_many(truth, model, t
     assert verdict.onset.block == "model.layers.2"
     said = verdict.summary.partition("model.layers.2:out")[2]
     assert f"in {len(decode)} of 24 forwards alone (the first: prompt {decode[0][0]}, " in said
+
+
+def bad_token(position, factor, blocks=range(5)):
+    """The output of the MLP of these blocks is off at one token of every prompt."""
+
+    def prepare(made):
+        for number in blocks:
+            mlp = made.model.layers[number].mlp
+
+            def forward(x, own=mlp.forward):
+                y = own(x).clone()
+                if y.shape[1] > position:
+                    y[:, position] *= factor
+                return y
+
+            mlp.forward = forward
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("blocks", "truth"), [(range(5), "full"), (range(5), "no"), ([2], "no")], ids=str
+)
+def test_a_bad_token_of_every_prompt_is_in_the_first_line(blocks, truth, model, tmp_path):
+    """It has the same number in all of them: what is special is the place, not the prompt."""
+    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=2,
+                dtype="float32", truth=truth, probe=False)  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", prepare=bad_token(5, 1.0003, blocks), probe=False)
+    verdict = compare(a, b).verdict
+    assert verdict.kind == ("systematic" if len(blocks) > 1 else "localized")
+    assert ", at token 5" in verdict.summary
+
+
+def test_the_first_of_blocks_that_are_off_alike_is_not_named_alone(model, tmp_path):
+    """Without a truth, one of five passes its limit, and the others are not far from it."""
+    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+                dtype="bfloat16", truth="no", probe=False)  # fmt: skip
+
+    def prepare(made):
+        for number, block in enumerate(made.model.layers):
+            factor = 0.96 if number else 0.94
+            block.mlp.forward = lambda x, own=block.mlp.forward, factor=factor: own(x) * factor
+
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    assert verdict.kind == "systematic", verdict.summary
+
+
+def test_one_step_that_holds_all_that_differs_is_told(model, tmp_path):
+    """Within the limit of a token, and yet all else is equal bit for bit."""
+    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=6,
+                dtype="bfloat16", truth="no", probe=False)  # fmt: skip
+
+    def prepare(made):
+        steps = {"number": 0}
+
+        def count(module, args, kwargs):
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            steps["number"] = 0 if ids.shape[1] > 1 else steps["number"] + 1
+
+        made.register_forward_pre_hook(count, with_kwargs=True)
+        for block in made.model.layers:
+            block.mlp.forward = lambda x, own=block.mlp.forward: (
+                own(x) * (1.08 if steps["number"] == 3 else 1.0)
+            )
+
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    assert verdict.kind == "within_floor", verdict.summary
+    assert "all of it in decode step 3" in verdict.summary
+    assert verdict.confidence == "medium"

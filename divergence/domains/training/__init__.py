@@ -6,7 +6,7 @@ DOMAIN = Domain(
     name="training",
     adds={
         "compare": Addition(
-            options="divergence.domains.training.command:LossOptions",
+            options="divergence.domains.training.options:LossOptions",
             help="Two files of losses (JSON lines, CSV, trainer_state.json, TensorBoard's events) "
             "are compared step by step: the mean relative error, and where the difference leaves "
             "its noise.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from divergence.cli.answers import exit_with, show_document
@@ -10,20 +9,6 @@ from divergence.document import Document, Headline, Section, Table, named
 from divergence.domains.training.result import CurveDiff, LossReport
 from divergence.layout import relative
 from divergence.options.commands import Output
-from divergence.options.option import Options, option
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions(Options):
-    """What only they are asked."""
-
-    warmup_steps: int | None = option(
-        "--warmup-steps N",
-        "Of two files of losses: leave out steps below N. Default: the first tenth of those in "
-        "both, at most 100.",
-        minimum=0,
-        after="model",
-    )
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""What ``capture --dry-run`` is told of the plan of a training step."""
+"""Options that training adds to commands of the core."""
 
 from __future__ import annotations
 
@@ -23,4 +23,17 @@ class PlanOptions(Options):
         "With --dry-run: tokens of each sequence. Default: as the prompts.",
         TRAINING,
         minimum=2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions(Options):
+    """What `compare` asks of two files of losses alone."""
+
+    warmup_steps: int | None = option(
+        "--warmup-steps N",
+        "Of two files of losses: leave out steps below N. Default: the first tenth of those in "
+        "both, at most 100.",
+        minimum=0,
+        after="model",
     )

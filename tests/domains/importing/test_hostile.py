@@ -324,7 +324,7 @@ FOLDERS = {
     "debugger root": (debugger(node("/etc/passwd")), "M_debug", "outside the folder"),
     "debugger dots": (debugger(node("./..")), "dump", "leads out"),
     "debugger nul": (debugger(node("./a\0.safetensors")), "dump", "leads out"),
-    "debugger form": (debugger(node("./M_debug_tree_FULL_TENSORS.json")), "FULL", "writes it"),
+    "debugger form": (debugger(node("./M_debug_tree_FULL_TENSORS.json")), "FULL", "none of torch"),
     "debugger children": (debugger(node("./a") | {"children": 7}), "M_debug", "debugger writes it"),
     "debugger list": (debugger([]), "M_debug", "no tree"),
     "lines deep": (text("r.jsonl", "[" * 10**6), "r.jsonl, line 1", "deep"),

@@ -235,9 +235,8 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
     ]
     tokens = {look.result.ratio_position for look in looks}
     several = len({look.sample for look in looks}) > 1
-    if not several or len(tokens) > 1 or None in tokens or not all(u.of_token for u in units):
-        return {}
-    return {"token": tokens.pop()}
+    token = tokens.pop() if several and len(tokens) == 1 else None
+    return {} if token is None or not all(unit.of_token for unit in units) else {"token": token}
 
 
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:

@@ -92,10 +92,11 @@ def _no_network() -> Iterator[None]:
 def _no_own_truth() -> Iterator[None]:
     """Captures make no truth of their own unless a test asks for it: most tests are about
     something else, and tiny models take longer in float64 than in all that is tested."""
-    from divergence.recording import passes
+    from divergence.recording import api, passes
 
     patch = pytest.MonkeyPatch()
     patch.setattr(passes, "DEFAULT_TRUTH", "no")
+    patch.setattr(api, "LEAST_SECONDS", 300.0)  # however busy this machine is
     yield
     patch.undo()
 

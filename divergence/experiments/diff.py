@@ -9,11 +9,12 @@ command, is not done again.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_att
 """Of transformers; others are its own affair unless they look like a misspelt one of these."""
 _NARROW = ("bfloat16", "float16")
 _PLACED = ("localized", "systematic")
+_AHEAD = str(Path(__file__).with_name("ahead.py"))
 OnStep = Callable[[int, str, bool], None]
 """(number of the step, its command, is it done already?)"""
 
@@ -160,15 +162,16 @@ def diff(
     escalates = engines <= {*_ESCALATES} and asked == second.options.get("dtype")
     current = first.python == sys.executable  # others may be older
     narrow = escalates and current and (asked or own_dtype(str(model))) in _NARROW
-    a = steps.run(
-        "a", first, "capture", str(model), like=None, **common,
-        **_batches(first, model_first=True), truth="full" if current else None, escalate=narrow,
-    )  # fmt: skip
-    manifest = a.manifest
-    escalate = escalates and manifest.model.dtype in _NARROW
-    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
-                  **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
+    with steps.ahead("b", second):
+        a = steps.run(
+            "a", first, "capture", str(model), like=None, **common,
+            **_batches(first, model_first=True), truth="full" if current else None, escalate=narrow,
+        )  # fmt: skip
+        manifest = a.manifest
+        escalate = escalates and manifest.model.dtype in _NARROW
+        remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
+                      **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
     own, truth = manifest.plan.truth, None
     if own is None or own.mode != "full" or own.stopped_by is not None:
         truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
@@ -321,7 +324,29 @@ class _Steps:
         self.folder, self._force, self._quiet = folder, force, quiet
         self._on_step = on_step or (lambda number, command, done: None)
         self._number = 0
+        self._waiting: subprocess.Popen[bytes] | None = None
+        self._waits_for = ""
         output_folder(folder)
+
+    @contextlib.contextmanager
+    def ahead(self, name: str, side: _Side) -> Iterator[None]:
+        """The process of the step ``name`` imports while what is done inside runs before it."""
+        if not (self.folder / name).exists():
+            self._waits_for = str(self.folder / name)
+            self._waiting = subprocess.Popen(
+                [side.python, _AHEAD], env={**os.environ, **side.variables},
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors(),
+            )  # fmt: skip
+        try:
+            yield
+        finally:
+            if self._waiting is not None:  # it was not needed
+                self._waiting.kill()
+                self._waiting.communicate()
+                self._waiting = None
+
+    def _errors(self) -> int | None:
+        return subprocess.PIPE if self._quiet else None
 
     def run(
         self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
@@ -369,17 +394,26 @@ class _Steps:
         return None
 
     def _process(self, words: Sequence[str], variables: dict[str, str], shown: str) -> None:
-        told = subprocess.PIPE if self._quiet else None
-        done = subprocess.run(
-            words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=told,
-            check=False,
-        )  # fmt: skip
-        check_process(done.returncode, shown)
-        if done.returncode:
-            last = (done.stderr or b"").decode(errors="replace").strip()
+        if self._waiting is not None and self._waits_for in words:
+            process, self._waiting = self._waiting, None
+            told = (json.dumps(words[3:]) + "\n").encode()
+        else:
+            told = None
+            process = subprocess.Popen(
+                words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL,
+                stderr=self._errors(),
+            )  # fmt: skip
+        try:
+            _, errors = process.communicate(told)
+        except BaseException:  # Ctrl-C: the step has had it too, and a moment to end
+            process.kill()
+            raise
+        check_process(process.returncode, shown)
+        if process.returncode:
+            last = (errors or b"").decode(errors="replace").strip()
             with contextlib.suppress(OSError):
                 self.folder.rmdir()  # where nothing was made
-            raise (FaultError if done.returncode == FaultError.exit_code else UsageError)(
+            raise (FaultError if process.returncode == FaultError.exit_code else UsageError)(
                 f"this step failed: {shown}" + (f"\n{last}" if last else ""),
                 hint="settle what it says above, and run the same diff again"
                 + (": what is done is kept" if self.folder.exists() else ""),

@@ -120,9 +120,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     within a block errors come of fewer numbers than a row's columns show."""
     truth_systematic: float = 4.0
     """The median W itself."""
-    truth_standout: float = 1.25
+    truth_standout: float = 1.3
     """The median W, within that limit and beyond chance, from which on it is pointed out: one
-    side's arithmetic is coarser. Tried on recorded pairs: benchmarks/observations.py judge."""
+    side's arithmetic is coarser. A healthy pair of a CPU and a GPU reaches 1.4, within chance."""
     truth_confirm: float = 1.5
     """By how much two errors of one size may differ: from there on one is the larger."""
     truth_least: float = 0.25

@@ -234,9 +234,8 @@ def within_rounding(
     coarser = next((standout for standout in standouts if standout.side is not None), None)
     if coarser is not None and coarser.side is not None:
         outlier = fact("blocks.farther_everywhere", side=coarser.side)
-        if coarser.certain:
-            where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
-                          times=coarser.times)]  # fmt: skip
+        where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
+                      times=coarser.times)]  # fmt: skip
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
     step = _only_step(measured) if farthest.worst > farthest.worst_limit / CLEAR else None
@@ -285,7 +284,7 @@ def within_rounding(
         headline=[fact("only_rounding", sure=sure, numbers=None), *where],
         rests_on=checks,
         only_rounds=only_rounds,
-        side="neither" if truth_tells and coarser is None and not where else None,
+        side="neither" if truth_tells and not where else None,
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
@@ -310,9 +309,6 @@ class StandOut:
     unit: Unit
     times: float
     side: Side | None = None
-    certain: bool = True
-    """Of a side: is it so by as much beyond what chance makes? Else no more is told than that it is
-    not known to be right."""
 
     @property
     def fact(self) -> Fact:
@@ -348,14 +344,13 @@ def find_standouts(
                 unit.excused and times > thresholds.truth_confirm
             ):
                 standouts.append(StandOut(unit, times))
-        against_truth = not two_dtypes and any(unit.stats is not None for unit in family)
-        for certain in (True, False) if against_truth else ():
-            farther = farther_side(family, thresholds.truth_standout, certain=certain)
-            if farther is not None and (certain or family[0].results[0].role == "block"):
-                side, times = farther
-                first = min(family, key=lambda unit: order_of(unit.first))
-                standouts.append(StandOut(first, times, side, certain))
-                break
+        farther = None
+        if not two_dtypes and any(unit.stats is not None for unit in family):
+            farther = farther_side(family, thresholds.truth_standout)
+        if farther is not None:
+            side, times = farther
+            first = min(family, key=lambda unit: order_of(unit.first))
+            standouts.append(StandOut(first, times, side))
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
     for standout in standouts:

@@ -220,20 +220,16 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit
     return [unit, *filter(is_off, others)]
 
 
-def farther_side(
-    family: Sequence[Unit], times: float, *, certain: bool = True
-) -> tuple[Side, float] | None:
+def farther_side(family: Sequence[Unit], times: float) -> tuple[Side, float] | None:
     """(side, W): the side that is farther from the truth than the other in all of a kind, by their
     median, and by more than so many ``times`` and chance; None where there is none, or not all were
-    judged together. ``certain``: by as much beyond what chance makes, and not only by its figure.
-    """
+    judged together."""
     judged = [unit.judged[0] for unit in family if unit.judged is not None]
     if len(judged) < max(FEWEST, len(family)):
         return None
     usual = judged[0].usual
     limit = math.log(times * max(unit.widened for unit in family))
-    chance = judged[0].usual_reach
-    if not abs(usual) > (limit + chance if certain else max(limit, chance)):
+    if not abs(usual) > limit + judged[0].usual_reach:
         return None
     return SIDES[usual > 0], math.exp(min(abs(usual), 700.0))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
 from divergence import capture, compare
 from divergence import truth as make_truth
-from divergence.analyses.blocks.units import farther_side
 from divergence.errors import UsageError
 from divergence.experiments.localization.localize import _choose
 from divergence.recording import api as storage
@@ -142,16 +139,3 @@ def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
     back = compare(bad, a, truth=truth).verdict
     assert "A is" in next(e.text for e in back.evidence if e.block is not None)
     assert [e for e in compare(a, b, truth=truth).verdict.evidence if e.block is not None] == []
-
-
-@pytest.mark.parametrize(
-    ("w", "chance", "known"),
-    [(1.3, 0.01, True), (1.3, 0.1, False), (1.3, 0.3, None), (1.2, 0, None)],
-)
-def test_a_side_that_is_coarser_by_its_figure_alone_is_not_called_right(w, chance, known):
-    """Beyond chance its W is more than 1, and not by as much as is pointed at."""
-    family = SimpleNamespace(usual=math.log(w), usual_reach=chance)
-    units = [SimpleNamespace(judged=(family, number), widened=1.0) for number in range(4)]
-    told = [farther_side(units, 1.25, certain=certain) for certain in (True, False)]
-    assert [each is not None for each in told] == [known is True, known is not None]
-    assert all(each[0] == "candidate" for each in told if each)

@@ -396,15 +396,15 @@ class _Steps:
     def _process(self, words: Sequence[str], variables: dict[str, str], shown: str) -> None:
         if self._waiting is not None and self._waits_for in words:
             process, self._waiting = self._waiting, None
-            told = (json.dumps(words[3:]) + "\n").encode()
+            line = (json.dumps(words[3:]) + "\n").encode()
         else:
-            told = None
+            line = None
             process = subprocess.Popen(
                 words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL,
                 stderr=self._errors(),
             )  # fmt: skip
         try:
-            _, errors = process.communicate(told)
+            _, errors = process.communicate(line)
         except BaseException:  # Ctrl-C: the step has had it too, and a moment to end
             process.kill()
             raise

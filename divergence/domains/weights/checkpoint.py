@@ -18,6 +18,7 @@ from divergence.numerics.formats import format_named
 from divergence.outside import Budget
 from divergence.run.foreign import tensors_of
 
+_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -91,6 +92,10 @@ def _sharded(index: Path) -> list[Path]:
 
 def _of_files(source: str, files: list[Path]) -> StoredWeights:
     kind = files[0].suffix
+    if kind not in _ENDINGS:
+        raise UsageError(
+            f"{files[0]} is no file of weights by its name", hint=f"one of {', '.join(_ENDINGS)}"
+        )
     if kind == ".gguf":
         if len(files) > 1:
             raise UsageError(f"{source} holds {len(files)} GGUF files", hint="name one of them")
@@ -147,7 +152,10 @@ def _gguf(source: str, file: Path) -> StoredWeights:
     try:
         reader = gguf.GGUFReader(file)
     except (ValueError, OSError, KeyError) as error:
-        raise UsageError(f"{file} is no GGUF file that can be read: {error}") from error
+        raise UsageError(
+            f"{file} is no GGUF file that can be read: {error}",
+            hint="a download that was cut short? get it again",
+        ) from error
 
     def read(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
         values = np.require(gguf.dequantize(tensor.data, tensor.tensor_type), requirements="W")

@@ -62,6 +62,11 @@ def compare_weights(
         on_progress("weights", number, len(pairs), name)
         relations.append((name, relation(a.tensors[name].read(), b.tensors[other].read())))
     relations += _left_over(a, b, pairs)
+    if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
+        relations = [
+            (name, Relation(how.name, True, how.fact) if how.name == "transposed" else how)
+            for name, how in relations
+        ]
     return _report([_side(side) for side in (a, b)], len(pairs), relations, facts)
 
 
@@ -208,9 +213,9 @@ def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress
     for name, other in matching.pairs.items():
         if name in equal:
             continue
-        told = related(a, b, {name: other})
-        how = told.facts[0]["how"] if told is not None and told.facts else None
-        same = told is not None and told.only_dtypes
+        pair = related(a, b, {name: other})
+        how = pair.facts[0]["how"] if pair is not None and pair.facts else None
+        same = pair is not None and pair.only_dtypes
         relations.append((name, Relation("dtype" if same else "other", same, how or _OTHER)))
     for side, names in zip(("reference", "candidate"), matching.alone, strict=True):
         for name in names:

@@ -111,9 +111,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if torch.equal(a, b):
-        return True
-    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(*(part.contiguous().reshape(-1).view(torch.uint8) for part in (a, b)))
 
 
 def _of_shapes(a: torch.Tensor, b: torch.Tensor) -> Relation:
@@ -128,10 +126,9 @@ def _of_shapes(a: torch.Tensor, b: torch.Tensor) -> Relation:
         common = min(len(x), len(y))
         if torch.equal(x[:common], y[:common]):
             side, rest = ("reference", x[common:]) if len(x) > common else ("candidate", y[common:])
-            how = fact(
-                "weights.padded", side=side, num=len(rest), rows=common, zeros=not rest.any()
-            )
-            return Relation("padded", True, how)
+            zeros = not bool(rest.any())
+            how = fact("weights.padded", side=side, num=len(rest), rows=common, zeros=zeros)
+            return Relation("padded", bool(how["zeros"]), how)
     return Relation("shapes", False, fact("weights.shapes", **shapes))
 
 
@@ -139,7 +136,8 @@ def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
     """The same rows, or columns, in another order."""
     if x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.T, y):
         shapes: dict[str, Any] = {"reference": list(x.shape), "candidate": list(y.shape)}
-        return Relation("transposed", True, fact("weights.transposed", **shapes))
+        # whoever loads it takes it as it is: no shape tells that it was turned
+        return Relation("transposed", False, fact("weights.transposed", **shapes))
     for what, own, other in (("rows", x, y), ("columns", x.T, y.T) if x.ndim == 2 else ("", x, x)):
         first, second = row_digests(own), row_digests(other) if what else []
         if Counter(first) != Counter(second):

@@ -131,8 +131,8 @@ SAME = [
      "dtype", 30, "equal values, float32 / float64"),
     ("transposed", every("down_proj", lambda t: t.T), "transposed", 3,
      "transposed, 64 x 128 / 128 x 64"),
-    ("square", of(PROJ.format(0, "o"), lambda t: t.T), "transposed", 1,
-     "transposed, 64 x 64 / 64 x 64"),
+    ("turned", every("_proj", lambda t: t.T), "transposed", 21, "transposed, 64 x 64 / 64 x 64"),
+    ("wide norm", every("norm", torch.Tensor.double), "dtype", 7, "float32 / float64"),
     ("flat", of(UP, torch.flatten), "reshaped", 1,
      "the same numbers in another shape, 128 x 64 / 8192"),
     ("padded", every("embed_tokens", lambda t: torch.cat([t, torch.zeros(32, 64)])), "padded", 1,
@@ -162,6 +162,10 @@ OTHER = [
     ("fresh", of(UP, fresh), "unrelated", 1, "as of another initialisation or another model"),
     ("zeros", of(UP, torch.zeros_like), "zeros", 1, "all zeros on B"),
     ("nan", of(UP, with_nan), "nonfinite", 1, "1 number on B not finite"),
+    ("square", of(PROJ.format(0, "o"), lambda t: t.T), "transposed", 1,
+     "transposed, 64 x 64 / 64 x 64"),
+    ("more rows", every("embed_tokens", lambda t: torch.cat([t, fresh(t)])), "padded", 1,
+     "the first 96 rows are equal, and B has 96 more"),
     ("shape", of(UP, lambda t: t[:, :32]), "shapes", 1, "128 x 64 / 128 x 32"),
     ("a block lost", lambda tensors: {n: t for n, t in tensors.items() if "layers.2" not in n},
      "alone", 9, "only on A"),
@@ -276,6 +280,7 @@ def test_what_is_no_checkpoint_says_so(original, tmp_path):
     (tmp_path / "lost").mkdir()
     index = {"weight_map": {"x": "model-1.safetensors"}}
     (tmp_path / "lost" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "a.json").write_text("{}")
     torch.save({"w": Runs()}, tmp_path / "code.pt")
     for name, message in (
         ("absent", "is no file and no directory"),
@@ -284,6 +289,7 @@ def test_what_is_no_checkpoint_says_so(original, tmp_path):
         ("other.safetensors", "has a partner"),
         ("lost", "lacks 1 of its 1 files: model-1.safetensors"),
         ("code.pt", "which is code"),
+        ("a.json", "no file of weights by its name"),
     ):
         with pytest.raises(DivergenceError, match=message):
             divergence.compare_weights(original, tmp_path / name)

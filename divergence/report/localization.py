@@ -11,7 +11,8 @@ from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
-from divergence.layout import limit_share, times
+from divergence.layout import Line, limit_share, times
+from divergence.report.text import document_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
@@ -38,6 +39,11 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
     return Document(
         headline=headline_of(result), sections=sections, next=[*result.commands, *again]
     )
+
+
+def localization_lines(result: Localization, *, every: bool = False) -> list[Line]:
+    """The same as lines, for ``divergence.layout.print_lines``."""
+    return document_lines(localization_document(result, every=every))
 
 
 def headline_of(result: Localization) -> Headline:
@@ -121,9 +127,10 @@ def _proof(result: Localization) -> list[tuple[str, str]]:
         for repetition in result.repetitions
         if repetition.how != "bits"
     ]
-    if result.causal is not None and result.causal.num_after:
-        usages = result.causal.largest_limit_usage, result.causal.before
-        after, before = (limit_share(u) if math.isfinite(u) else "not finite" for u in usages)
+    causal = result.causal
+    if causal is not None and causal.num_after and math.isfinite(causal.largest_limit_usage):
+        after = limit_share(causal.largest_limit_usage)
+        before = limit_share(causal.before) if math.isfinite(causal.before) else "beyond any"
         rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
                      f"{after} (before {before})"))  # fmt: skip
     if result.alone:

@@ -51,7 +51,8 @@ def made_at(
     structures = structures_at(measured, first)
     evidence = [unit_evidence(first), *structures]
     layers = layer_type_of(measured, units, flagged)
-    evidence += [] if layers is None else [layers]
+    named = family is not None and isinstance(family.name, Fact) and family.name["type"]
+    evidence += [] if layers is None or named else [layers]
     if table is not None:
         evidence.append(fact("blocks_read_table"))
     if not measured.anchored:

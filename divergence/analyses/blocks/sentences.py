@@ -53,6 +53,7 @@ SENTENCES: Mapping[str, str] = {
     "kind_at": "{place} ({kind})",
     "kind_input": "input of {place} ({kind})",
     "kind_entering": "{kind} ({place}, what enters {module})",
+    "kind_of_type": "{kind} of type {type}",
     "kind_products": "{kind} ({dtype} matrix products)",
     # what the escalated pass says
     "escalated": (
@@ -115,6 +116,11 @@ SENTENCES: Mapping[str, str] = {
     ),
     "head": (
         "{share:share} of the squared difference at {site} is in head {number} of {total} alone"
+    ),
+    "shard": (
+        "{share:share} of the squared difference at {site} is in "
+        "{vocabulary:yes=tokens|no=channels} {first} to {last} of {total} alone: one of {num} "
+        "equal parts, as a rank holds it"
     ),
     "layer_type": (
         "beyond their limit are the {num} blocks {type:odd=of odd number|even=of even number|"

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from divergence.analyses.blocks.units import is_table
+from divergence.analyses.blocks.units import is_table, layer_types_of
 from divergence.comparison.align.pairs import Pair, Pieces, same_positions
-from divergence.comparison.limits import BEGINS, CLEAR, EXPLAINS, FEWEST
+from divergence.comparison.limits import BEGINS, CLEAR, EXPLAINS, FEW_ROWS, FEWEST
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
 from divergence.numerics.signs import signs
@@ -148,7 +148,27 @@ def _constants(x: OnsetRows) -> tuple[float, Fact] | None:
     )
 
 
-VALUES: tuple[Structure, ...] = (_factor, _update_factor, _column, _head, _constants, _vector)
+def _shard(x: OnsetRows) -> tuple[float, Fact] | None:
+    """One of equal parts of the channels, as ranks hold them, in all of it."""
+    width = x.d.shape[1]
+    energy = np.square(x.d / np.maximum(*_channel_sizes(x))).sum(0)
+    for count in (16, 8, 4, 2):
+        if width % count or width // count < FEW_ROWS:
+            continue
+        share, number = _largest_part(x, count)
+        inside = np.arange(width) * count // width == number
+        if share >= EXPLAINS and np.median(energy[inside]) > energy[~inside].mean():
+            first = number * width // count
+            return share, fact(
+                "blocks.shard", share=share, site=x.site, first=first,
+                last=first + width // count - 1, num=count, total=width, vocabulary=x.vocabulary,
+            )  # fmt: skip
+    return None
+
+
+VALUES: tuple[Structure, ...] = (
+    _factor, _update_factor, _column, _head, _constants, _vector, _shard,
+)  # fmt: skip
 
 
 # Where it is.
@@ -226,13 +246,9 @@ def layer_type_of(
     numbers = {block: block.rpartition(".")[2] for block in blocks if block is not None}
     if not all(map(str.isdigit, numbers.values())) or not 2 <= len(off) <= len(blocks) - 2:
         return None
-    types = measured.reference.manifest.model.config.get("layer_types")
-    listed = types if isinstance(types, list) else []
-    kinds: dict[str, set[str | None]] = {}
-    for block, number in numbers.items():
-        if int(number) < len(listed):
-            kinds.setdefault(str(listed[int(number)]), set()).add(block)
-        kinds.setdefault("odd" if int(number) % 2 else "even", set()).add(block)
+    kinds = layer_types_of(measured, numbers)
+    for parity, name in enumerate(("even", "odd")):
+        kinds[name] = {block for block, number in numbers.items() if int(number) % 2 == parity}
     for name, members in kinds.items():
         if members == off:
             return fact("blocks.layer_type", type=name, num=len(off), total=len(blocks))
@@ -252,14 +268,18 @@ def _of_multiple(d: Floats, a: Floats) -> tuple[float, float]:
 def _largest_part(x: OnsetRows, count: int) -> tuple[float, int]:
     """(the share of the largest of so many equal parts of the channels, its number)."""
     shares = []
-    usual = np.sqrt(np.square(x.a).mean(0))
-    least = float(np.median(usual)) or 1.0
-    weighed: Floats = np.square(x.d / np.maximum(usual, least))
+    weighed: Floats = np.square(x.d / np.maximum(*_channel_sizes(x)))
     for energy in (np.square(x.d), weighed):
         parts = energy.sum(0).reshape(count, -1).sum(1)
         shares.append(parts / (parts.sum() or 1e-300))
     top = int(shares[0].argmax())
     return float(min(share[top] for share in shares)), top
+
+
+def _channel_sizes(x: OnsetRows) -> tuple[Floats, float]:
+    """(the rms of each channel of A, the median of them)."""
+    usual: Floats = np.sqrt(np.square(x.a).mean(0))
+    return usual, float(np.median(usual)) or 1.0
 
 
 def _row_energy(x: OnsetRows) -> Floats:

@@ -138,7 +138,8 @@ def find_family(
     units: Sequence[Unit], flagged: Sequence[Unit], measured: Measured
 ) -> Family | None:
     """The kind of the onset, where more than half of at least three of its kind are flagged, or off
-    by the same measure as a flagged one, or by more than rounding where nothing lets them differ.
+    by the same measure as a flagged one, or by more than rounding where nothing lets them differ;
+    or where those that are flagged are most of one type of layer.
 
     What follows a bad module inside a block is off as well, so the first kind in execution
     order counts. Where every place of its class is off, the class is named alone.
@@ -157,11 +158,28 @@ def find_family(
             and other.side in (None, unit.side)  # two faults are no kind
             and places & places_of(other)
         ]
-        if 2 * len(members) <= len(kin):
-            members = _off_alike(unit, kin, measured)
-        if 2 * len(members) > len(kin) >= FEWEST:
-            return Family(_name(unit, units, judged), members, len(kin))
+        name = _name(unit, units, judged)
+        alike = members if 2 * len(members) > len(kin) else _off_alike(unit, kin, measured)
+        if 2 * len(alike) > len(kin) >= FEWEST:
+            return Family(name, alike, len(kin))
+        off, every = ({str(each.results[0].block) for each in some} for some in (members, kin))
+        for type_, blocks in layer_types_of(measured, every).items():
+            if off <= blocks and 2 * len(off) > len(blocks) >= FEWEST:
+                return Family(fact("blocks.kind_of_type", kind=name, type=type_), members,
+                              len(blocks))  # fmt: skip
     return None
+
+
+def layer_types_of(measured: Measured, blocks: Iterable[str]) -> dict[str, set[str]]:
+    """The blocks of each type that the model's configuration lists; none where it lists none."""
+    config = measured.reference.manifest.model.config
+    listed = config.get("layer_types", config.get("text_config.layer_types"))
+    kinds: dict[str, set[str]] = {}
+    for block in blocks:
+        number = block.rpartition(".")[2]
+        if isinstance(listed, list) and number.isdigit() and int(number) < len(listed):
+            kinds.setdefault(str(listed[int(number)]), set()).add(block)
+    return kinds
 
 
 def places_of(unit: Unit) -> set[PromptStep]:

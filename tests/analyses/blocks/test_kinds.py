@@ -141,3 +141,26 @@ def test_each_place_has_its_own_side(on_a, on_b, pair, tmp_path):
         f"the error is made at {LAYERS[first[0]]}:out, by {first[1]}; "
         f"another in {LAYERS[second[0]]}, by {second[1]}"
     )
+
+
+def test_most_of_one_type_of_layer_are_a_kind(tmp_path):
+    """Every sliding layer of a model that alternates them with full ones, and none of the others:
+    a setting of theirs, not the first of them."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=1024, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08, sliding_window=12,
+    )  # fmt: skip
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    a = capture(
+        str(tmp_path / "model"), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+        dtype="float32", probe=False, truth="no",
+    )  # fmt: skip
+
+    def prepare(model):
+        model.config.sliding_window += 1
+
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    verdict = compare(a, b).verdict
+    assert verdict.kind == "systematic"
+    assert "every Gemma2DecoderLayer of type sliding_attention differs" in verdict.headline[0].text

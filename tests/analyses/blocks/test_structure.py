@@ -15,7 +15,7 @@ PROMPTS = [
     "Hello there",
 ]
 CODES = ("factor", "vocabulary_row", "channel", "head", "vector", "row_constants", "growing",
-         "one_token", "beginning", "layer_type")  # fmt: skip
+         "one_token", "beginning", "layer_type", "shard")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,12 @@ def one_channel(out):
 def at(number, out):
     out = out.clone()
     out[..., number] += 0.3
+    return out
+
+
+def second_half(out):
+    out = out.clone()
+    out[..., out.shape[-1] // 2 :] *= 1.1
     return out
 
 
@@ -118,6 +124,8 @@ CASES = {
                   "blocks.channel", {"number": 5}),
     "a row of the vocabulary": ("llama", hooked("lm_head", lambda out: at(77, out)),
                                 "blocks.vocabulary_row", {"number": 77}),
+    "a shard of the vocabulary": ("llama", hooked("lm_head", second_half), "blocks.shard",
+                                  {"vocabulary": True, "num": 2}),
     "growing": ("llama", faster, "blocks.growing", {"token": None}),
     "beginning": ("llama", hooked(f"{BLOCK}.self_attn.o_proj", lambda out: out * (
         1 + 0.1 * (torch.arange(out.shape[1])[:, None] >= 7)) if out.shape[1] > 8 else out),

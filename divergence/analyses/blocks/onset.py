@@ -210,7 +210,7 @@ def _scope(unit: Unit, structures: Sequence[Fact] = (), *, named: bool) -> list[
     """Where alone the unit is off. ``named``: behind the side that is to blame."""
     scope, tokens = only_in(unit), _tokens_of(structures, [unit])
     if scope is None:
-        return [_SCOPE.with_values(**tokens)] if "token" in tokens else []
+        return [_SCOPE.with_values(**tokens)] if tokens else []
     return [scope.with_values(comma=named or not scope["alone"], **tokens)]
 
 

@@ -219,15 +219,13 @@ def within_rounding(
         can_escalate = bool(advice.escalate())
         if can_escalate or advice.divided:
             evidence.append(fact("hidden_below_floor", within=False, next=can_escalate))
-    # one side's arithmetic, where it is coarser in all blocks; and the blocks that stand out, where
-    # nothing but these differs at all
+    # one side's arithmetic, where it is coarser in all blocks; the one block, or the blocks that
+    # stand out, where nothing else differs at all
     where, outlier = [], None
     named = {each.unit.results[0].block for each in standouts if each.side is None}
-    differing = dict.fromkeys(
-        site.block
-        for site in measured.sites
-        if site.pass_ == "anchored" and not site.identical and not is_codes(site.site)
-    )
+    anchored = [s for s in measured.sites if s.pass_ == "anchored" and not is_codes(s.site)]
+    differing = dict.fromkeys(site.block for site in anchored if not site.identical)
+    num_equal = len({site.block for site in anchored} - differing.keys())
     if standouts:
         first_unit = standouts[0].unit
         outlier = fact("blocks.differs_more", place=first_unit.results[0].block or first_unit.site)
@@ -236,7 +234,8 @@ def within_rounding(
         outlier = fact("blocks.farther_everywhere", side=coarser.side)
         where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
                       times=coarser.times)]  # fmt: skip
-    if named and named >= differing.keys():
+    alone = len(differing) == 1 and None not in differing and num_equal > FEWEST
+    if alone or (named and named >= differing.keys()):
         where.append(fact("blocks.only_in", places=list(differing)))
     step = _only_step(measured) if farthest.worst > farthest.worst_limit / CLEAR else None
     if step is not None:
@@ -284,7 +283,7 @@ def within_rounding(
         headline=[fact("only_rounding", sure=sure, numbers=None), *where],
         rests_on=checks,
         only_rounds=only_rounds,
-        side="neither" if truth_tells and not where else None,
+        side="neither" if truth_tells and not standouts and step is None else None,
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )

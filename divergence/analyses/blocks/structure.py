@@ -213,7 +213,9 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
         share = float(size @ line) ** 2 / float((size @ size) * (line @ line) or math.inf)
         best = max(best, (share, begin))
     third = len(size[best[1] :]) // 3
-    tail = size[best[1] :]
+    tail, even = size[best[1] :], size[first:]
+    if even.sum() ** 2 / len(even) > best[0] * float(size @ size):
+        return None  # it begins there, and stays
     if third < 1 or tail[-third:].mean() < CLEAR * max(tail[:third].mean(), 1e-300):
         return None
     share = best[0]
@@ -338,9 +340,12 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
         if pair.pass_ == unit.pass_ and pair.reference.record.site in sites:
             place = pair.reference.sample, pair.candidate.record.step
             forwards.setdefault(place, []).append(pair)
+    own_steps = {look.result.step for look in unit.looks}
     for (_, step), pairs in forwards.items():
         if numbers >= _MOST_NUMBERS:
             break
+        if unit.phase == "prefill" and step not in own_steps:
+            continue  # an error of a prefill need not be in decode steps
         tensors = []
         for pair in pairs:
             piece, other = pair.reference, pair.candidate

@@ -159,14 +159,15 @@ def find_family(
             and places & places_of(other)
         ]
         name = _name(unit, units, judged)
-        alike = members if 2 * len(members) > len(kin) else _off_alike(unit, kin, measured)
-        if 2 * len(alike) > len(kin) >= FEWEST:
-            return Family(name, alike, len(kin))
         off, every = ({str(each.results[0].block) for each in some} for some in (members, kin))
         for type_, blocks in layer_types_of(measured, every).items():
-            if off <= blocks and 2 * len(off) > len(blocks) >= FEWEST:
-                return Family(fact("blocks.kind_of_type", kind=name, type=type_), members,
-                              len(blocks))  # fmt: skip
+            if off <= blocks < every and 2 * len(off) > len(blocks) >= FEWEST:
+                of_type = fact("blocks.kind_of_type", kind=name, type=type_)
+                return Family(of_type, members, len(blocks))
+        if 2 * len(members) <= len(kin):
+            members = _off_alike(unit, kin, measured)
+        if 2 * len(members) > len(kin) >= FEWEST:
+            return Family(name, members, len(kin))
     return None
 
 

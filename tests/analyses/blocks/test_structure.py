@@ -185,3 +185,33 @@ def test_a_healthy_pair_is_not_looked_at(runs, tmp_path):
     verdict = compare(a, b).verdict
     assert verdict.kind == "within_floor", verdict
     assert not {f"blocks.{code}" for code in CODES} & {item.code for item in verdict.evidence}
+
+
+def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(tmp_path, tiny_model):
+    """However many decode steps pass behind it."""
+    a = capture(
+        tiny_model("llama", num_blocks=5), out=tmp_path / "a", prompts=[list(range(3, 23))],
+        max_new_tokens=6, dtype="float32", probe=False, truth="no",
+    )  # fmt: skip
+    prepare = CASES["beginning"][1]
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    headline = compare(a, b).verdict.headline
+    assert [item["onward"] for item in headline if item.code == "scope"] == [7]
+
+
+def test_the_one_block_that_rounds_otherwise_is_named(tmp_path, tiny_model):
+    """Where all others are equal bit for bit, however small its difference is."""
+    a = capture(
+        tiny_model("llama", num_blocks=5), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+        dtype="float32", probe=False, truth="full",
+    )  # fmt: skip
+
+    def nudge(out):
+        bits = out.contiguous().view(torch.int32).clone()
+        bits[:, 5:6] += 4  # no decode step has one
+        return bits.view(torch.float32)
+
+    prepare = hooked(f"{BLOCK}.mlp.down_proj", nudge)
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    assert (verdict.kind, verdict.side) == ("within_floor", "neither")
+    assert f"all of it in {BLOCK}: the other blocks are equal" in verdict.summary

@@ -27,14 +27,8 @@ from divergence.comparison.results import (
     TokenChoice,
     VerdictKind,
 )
-from divergence.domains.logprobs.pairs import (
-    MOST,
-    PromptPair,
-    facts_of,
-    pair_runs,
-    processed,
-    prompt_line,
-)
+from divergence.domains.logprobs.hypotheses import MOST, Hypothesis, bounded, explained
+from divergence.domains.logprobs.pairs import PromptPair, facts_of, pair_runs, prompt_line
 from divergence.domains.logprobs.pairs import Sequence as Text
 from divergence.domains.logprobs.pattern import (
     FAULT,
@@ -52,6 +46,7 @@ from divergence.domains.logprobs.result import (
     LogprobDivergence,
     LogprobExpert,
     LogprobFlip,
+    LogprobHypothesis,
     LogprobLayers,
     LogprobPerplexity,
     LogprobSequence,
@@ -584,11 +579,12 @@ def find(
     pattern: Pattern,
     scale: Scale,
     *,
+    hypothesis: Hypothesis | None,
     whole: bool,
     experts: bool | None,
 ) -> Finding:
-    """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner.
-    ``experts``: has the model any? None where that is not told."""
+    """The one finding. ``hypothesis``: what explains it. ``whole``: both runs reached their
+    end, and nothing lacked a partner. ``experts``: has the model any? None where nobody tells."""
     # what no count of prompts is needed for: nan, and tokens that were not the likeliest, by more
     # than what it chooses from is perhaps rounded otherwise
     odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
@@ -599,6 +595,12 @@ def find(
         nan_side = side_of([num > 0 for num in odd])
         nonfinite = fact("logprobs.nonfinite", num_tokens=sum(odd), side=nan_side)
         finding = Finding(claim="logprobs", kind="nonfinite", side=nan_side, headline=[nonfinite])
+    elif (told := result.hypothesis) is not None and hypothesis is not None:
+        rest = fact(
+            "logprobs.remain", mean=told.rest, within=told.rest <= scale.value,
+            explained=scale.value, source=scale.source,
+        )  # fmt: skip
+        finding = finding_of("systematic", [hypothesis.what, rest])
     elif likelier:
         side, num = SIDES[likelier[0] == "candidate"], result.num_not_likeliest[likelier[0]]
         headline = fact("logprobs.not_likeliest", side=side, num_times=num)
@@ -661,7 +663,7 @@ def _of_pattern(
         # which prompts alone lie beyond what rounding explains, where some do
         spread = fact("logprobs.spread", num_beyond=num_beyond, num_prompts=num, order=order)
         some = num_beyond and others
-        causes = {"spread": spread if some else None, "setting": processed(pairs)}
+        causes = {"spread": spread if some else None, "setting": bounded(pairs)}
     odd: dict[str, Any] = {"num_odd": len(pattern.odd), "rest": pattern.rest}
     few_tokens = fact("logprobs.odd_tokens", **odd, num_tokens=delta.num_tokens if delta else 0)
     rerouted = fact("logprobs.rerouted", known=bool(experts))
@@ -727,13 +729,28 @@ def _of_pattern(
     if pattern.name == "positions":
         hidden = fact("logprobs.hides_experts", what=few_tokens, cause=rerouted)
         doubts.insert(0, check("experts", False, hidden))
+    more = {len(pair.candidate.ids) - len(pair.reference.ids) for pair in pairs if pair.ended}
+    if result.rollout_side is not None and more in ({1}, {-1}):
+        # one sampled text, told by both: no engine chose to end it earlier
+        longer = SIDES[more == {1}]
+        sides = [(_answer(pair.reference), _answer(pair.candidate)) for pair in pairs]
+        odd_sides = [side for side in sides if len(side[0]) != len(side[1])]
+        last = {side[longer == "candidate"][-1] for side in odd_sides}
+        longest = max(len(answer) for side in sides for answer in side)
+        if len(last) == 1:
+            counted = fact(
+                "logprobs.counted_once_more", side=longer, token=last.pop(), mean=mean,
+                num_answers=len(odd_sides), num_total=len(pairs),
+                shorter=len(odd_sides) < len(sides)
+                and all(len(side[0]) == longest for side in sides if side not in odd_sides),
+            )  # fmt: skip
+            return finding_of("systematic", counted, prompts)
     headline = [fact("logprobs.within", **explained)]
     if result.num_ties:
         headline.append(fact("logprobs.parted_at_ties", num_prompts=result.num_ties))
     if num := result.num_flips - result.num_ties:
         headline.append(fact("logprobs.parted_untold", num_prompts=num))
     if result.num_ended:  # on which side, and by how much, where it is one
-        more = {len(p.candidate.ids) - len(p.reference.ids) for p in pairs if p.ended}
         ended: dict[str, Any] = {"num_answers": result.num_ended, "side": None}
         if len(more) == 1:
             num = more.pop()
@@ -845,12 +862,20 @@ def report_on(
     experts = has_experts([a, b, *layers])
     pattern = pattern_of(pairs, scale, experts=experts)
     result = measure(pairs, pattern, scale, a, b)
+    if (hypothesis := explained(pairs)) is not None:
+        before, after = np.abs(hypothesis.before), np.abs(hypothesis.after)
+        told = LogprobHypothesis(
+            what=hypothesis.what, left=hypothesis.left, mean_abs=float(before.mean()),
+            rest=float(np.nanmean(after)),
+        )  # fmt: skip
+        result = replace(result, hypothesis=told)
     if layers:
         shown = layers_of(pairs, with_layers(a, b, layers), progress)
         result = replace(result, layers=shown)
     result = replace(result, expert=expert_of(pairs, [a, b, *layers]))
     whole = a.manifest.complete and b.manifest.complete and not result.num_other
-    finding = find(result, pairs, pattern, scale, whole=whole, experts=experts)
+    finding = find(result, pairs, pattern, scale, hypothesis=hypothesis, whole=whole,
+                   experts=experts)  # fmt: skip
     if are_drawn(a, b):
         finding = of_drawn(finding, result.texts, pairs)
     if result.layers is not None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from divergence.comparison.align.pairs import Pieces, pieces_in
-from divergence.comparison.judge import limit_of
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.errors import RunFormatError, UsageError
 from divergence.facts import Fact, fact, sentence
@@ -22,7 +21,7 @@ from divergence.run.manifest import UNKNOWN, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS_SITE
-from divergence.words import SIDES, first_apart
+from divergence.words import first_apart
 
 # What a run says of the tokens of its prompts: log-probabilities, whatever they come from.
 #
@@ -395,107 +394,3 @@ def renumbered(
         )  # fmt: skip
 
     return [one(sequence) for sequence in sequences]
-
-
-# What sampling settings make of log-probabilities, seen in the differences of two sides.
-#
-# An engine may tell log-probabilities before or behind its sampling settings, and a trainer need
-# not do as it does.
-#
-# - *Temperature*: log p' = log p / T + c, where c is one number for all tokens of a place. Of two
-#   tokens that both sides list at one place, c falls out: the ratio of their distances is 1 / T.
-#   Where the chosen tokens alone are told, c goes with log p as well, and the slope of log p' over
-#   log p lies between 1 and 1 / T: it bounds T.
-# - *Top-p, top-k, min-p*: behind them the likeliest tokens hold all of the probability, so that
-#   each is told by -log S nats too high, where S is what they held before. That is never below 0
-#   and never above -log(top-p).
-
-LEAST_TOKENS = 50
-_FITS = 0.99
-"""Share of the listed distances that one ratio must explain."""
-_OTHER = 0.02
-"""A ratio nearer to 1 is no other temperature."""
-FEW, MOST = 0.05, 0.5
-"""Share of all up to which some are few, and the others nearly all; and from which on something is
-most of it: no top-p in use, for one, leaves out most of the probability."""
-_BOUNDED = 4.0
-"""Times the median: no renormalised token is farther off, and other weights leave a longer tail."""
-
-
-def is_one_way(delta: np.ndarray) -> bool:
-    """Do nearly all tokens lie on one side? The sign of each is a coin, whatever the precision, and
-    so many heads would hardly come."""
-    num, fewer = len(delta), min(int((delta > 0).sum()), int((delta < 0).sum()))
-    return fewer <= FEW * num and num - 2 * fewer > limit_of(1) * math.sqrt(num)
-
-
-def processed(pairs: abc.Sequence[PromptPair]) -> Fact | None:
-    """The setting that explains the differences, where one does."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    if not held:
-        return None
-    return _by_lists(held) or _by_size(held) or _renormalised(held)
-
-
-def share_of_size(pairs: abc.Sequence[PromptPair]) -> float:
-    """Of the differences, the share (R²) that is a function of log p."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    delta = np.concatenate([np.empty(0), *(pair.delta for pair in held)])
-    if len(delta) < LEAST_TOKENS:
-        return 0.0
-    log_p = np.concatenate([values_of(pair)[0] for pair in held])
-    if not (delta.std() > 0 and log_p.std() > 0):
-        return 0.0
-    return float(np.corrcoef(delta, log_p)[0, 1]) ** 2
-
-
-def _by_lists(held: abc.Sequence[PromptPair]) -> Fact | None:
-    """By the tokens that both sides list at one place, each less their mean there."""
-    parts = []
-    for pair in held:
-        for _, mine, other in pair.rows:
-            p, q = pair.reference.distribution(mine), pair.candidate.distribution(other)
-            _, first, second = np.intersect1d(p.ids, q.ids, return_indices=True)
-            values = np.stack([p.log[first], q.log[second]])
-            values = values[:, np.isfinite(values).all(0)]
-            if values.shape[1] > 1:
-                parts.append(values - values.mean(1, keepdims=True))
-    if not parts:
-        return None
-    x, y = np.concatenate(parts, axis=1)
-    if len(x) < LEAST_TOKENS or not x.any():
-        return None
-    ratio = float((x * y).sum() / (x * x).sum())
-    apart, rest = float(((y - x) ** 2).sum()), float(((y - ratio * x) ** 2).sum())
-    if ratio <= 0 or abs(ratio - 1) < _OTHER or rest > (1 - _FITS) * apart:
-        return None
-    return fact(
-        "logprobs.temperature", temperature=1 / ratio, share=1 - rest / apart, num_tokens=len(x)
-    )
-
-
-def _by_size(held: abc.Sequence[PromptPair]) -> Fact | None:
-    """By the chosen tokens alone."""
-    share = share_of_size(held)
-    if share < MOST:
-        return None
-    x, y = np.concatenate([values_of(pair) for pair in held], axis=1)
-    slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
-    if slope <= 0 or abs(slope - 1) < _OTHER:
-        return None
-    bound = "most" if slope > 1 else "least"
-    return fact("logprobs.goes_with_size", share=share, temperature=1 / slope, bound=bound)
-
-
-def _renormalised(held: abc.Sequence[PromptPair]) -> Fact | None:
-    delta = np.concatenate([pair.delta for pair in held])
-    size, mean = np.abs(delta), float(delta.mean())
-    against, usual = int((delta * mean < 0).sum()), float(np.median(size))
-    if not is_one_way(delta) or against > FEW * len(delta):
-        return None
-    if float(size.max()) > min(_BOUNDED * usual, -math.log(MOST)):
-        return None
-    return fact(
-        "logprobs.renormalised", side=SIDES[mean > 0], num_higher=len(delta) - against,
-        num_tokens=len(delta), nats=usual, kept=math.exp(-usual),
-    )  # fmt: skip

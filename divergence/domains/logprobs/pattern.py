@@ -14,15 +14,8 @@ from divergence.comparison.decide import check
 from divergence.comparison.judge import limit_of, observed, outliers, reach
 from divergence.comparison.results import Check
 from divergence.comparison.trusted import refuse_compared
-from divergence.domains.logprobs.pairs import (
-    FEW,
-    MOST,
-    PromptPair,
-    is_one_way,
-    pair_runs,
-    prompt_line,
-    share_of_size,
-)
+from divergence.domains.logprobs.hypotheses import FEW, MOST, is_one_way, share_of_size
+from divergence.domains.logprobs.pairs import PromptPair, pair_runs, prompt_line
 from divergence.domains.logprobs.result import LogprobsResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact

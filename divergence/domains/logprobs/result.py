@@ -151,6 +151,22 @@ class LogprobExpert(msgspec.Struct, frozen=True, kw_only=True):
     """Index in the sequence of the one that differs most."""
 
 
+class LogprobHypothesis(msgspec.Struct, Worded, frozen=True, kw_only=True):
+    """A setting, or a mistake in one number, that makes one side's numbers the other's."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"summary": "what"}
+
+    what: Fact
+    """With the fitted value."""
+    summary: str = ""
+    left: float
+    """The share of the squared differences that it leaves."""
+    mean_abs: float
+    """Mean size of the differences that it was fitted to, in nats."""
+    rest: float
+    """Mean size of what it leaves of them."""
+
+
 class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of two runs of which one or both hold log-probabilities alone."""
 
@@ -186,6 +202,8 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
     layers: LogprobLayers | None = None
     expert: LogprobExpert | None = None
     """Where a run tells which experts its tokens were sent to, and one stands out."""
+    hypothesis: LogprobHypothesis | None = None
+    """Where exactly one explains nearly all of Δ."""
     shift: Certainty | None = None
     first_difference: LogprobFlip | None = None
     """The first at a margin that rounding does not flip; where there is none, the first."""

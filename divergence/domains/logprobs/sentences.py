@@ -66,6 +66,11 @@ SENTENCES = {
         "{each} each]]"
     ),
     "tokens": "{num_tokens:1=one token|*={num_tokens} tokens}",
+    "counted_once_more": (
+        "{side:letter} counts one token more in {num_answers} of {num_total:count answer}"
+        "{shorter:yes=, all but the longest|no=}: id {token} each, a pad or the token that ends; "
+        "the others differ by {mean:decimal} nats"
+    ),
     "but": "; but {doubt}",
     "parted": (
         "the answers to {num_prompts:count prompt} part at a margin that rounding {experts:yes="
@@ -114,17 +119,43 @@ SENTENCES = {
     "scores_not_known": "not told on both sides: {num_tokens:count token} of the answers",
     # what a setting makes
     "temperature": (
-        "B's log-probabilities are A's at temperature {temperature:.3g} ({share:.1%} of the "
-        "distances between {num_tokens:count listed token})"
+        "{side:candidate=B's log-probabilities are A's|reference=A's log-probabilities are B's} at "
+        "temperature {temperature:.3g}[[, renormalised over {rule} {value:.3g}]] (fitted over "
+        "{num_tokens:count listed token})"
+    ),
+    "kept": (
+        "{side:candidate=B's log-probabilities are A's|reference=A's log-probabilities are B's} "
+        "renormalised over {rule} {value:.3g} (fitted over {num_tokens:count token})"
+    ),
+    "base": "{side:letter}'s log-probabilities are logarithms of base {base}, not natural ones",
+    "per_length": (
+        "{side:letter}'s log-probabilities are divided by the length of their answer once too often"
+    ),
+    "beside": (
+        "B's log-probabilities stand {step:1=one token too early|*=one token too late}: each is "
+        "A's of the token {step:1=behind|*=before}"
+    ),
+    "permuted": (
+        "B's rows are in another order, {num_moved} of {num_prompts:count prompt}: prompt {sample} "
+        "has the log-probabilities of A's prompt {other}"
+    ),
+    "other_token": (
+        "{side:letter}'s log-probabilities are of another token, {which:likeliest=the likeliest "
+        "one|before=the one before it|behind=the one behind it|id above=that of the next id|"
+        "id below=that of the id before}, by the other side's {num_tokens:count list}"
+    ),
+    "remain": (
+        "; after that {mean:decimal} nats remain, {within:yes=within rounding|no=more than the "
+        "{explained:decimal} ({source}) that rounding explains}"
     ),
     "goes_with_size": (
         "Δ goes with log p (R² {share:.0%}), as another temperature makes it[[: B = A at a "
-        "temperature of at {bound} {temperature:.2g}]]"
+        "temperature of at {bound} {temperature:.2g}; one side's likeliest tokens would tell it]]"
     ),
     "renormalised": (
         "{side:letter}'s are higher in {num_higher} of {num_tokens:count token}, by {nats:.2g} "
-        "nats, as where {side:letter} leaves out the unlikely tokens (top-p, top-k, min-p) and "
-        "what it keeps held {kept:.0%}"
+        "nats and {most:.2g} at most, as where {side:letter} leaves out the unlikely tokens "
+        "(top-p, top-k, min-p) and what it keeps held {kept:.0%}"
     ),
     # answers that were drawn
     "repeats": (

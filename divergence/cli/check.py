@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -36,6 +37,9 @@ def check(
     ),
     keep_previous: bool = option(
         "--keep-previous", "With --bless: keep the old golden as GOLDEN.previous.", default=False
+    ),
+    yes: bool = option(
+        "--yes", "With --bless: replace a golden without asking on a terminal.", default=False
     ),
     allow_nonfinite: bool = option(
         "--allow-nonfinite",
@@ -92,11 +96,17 @@ def check(
         from divergence.report.checking import blessing_lines
         from divergence.report.environment import blessing_json
 
-        with progress_bars(quiet=output.silent) as progress:
+        def agree(blessing: Any) -> bool:
+            print_lines(blessing_lines(blessing, asked=True), file=sys.stderr)
+            sys.stderr.write("replace it? [y/N] ")
+            sys.stderr.flush()
+            return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+        asks = not (yes or output.silent) and sys.stdin.isatty() and sys.stderr.isatty()
+        with progress_bars(quiet=asks or output.silent) as progress:
             blessing = goldens.bless(
                 golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
-                keep_previous=keep_previous,
-                progress=progress,
+                keep_previous=keep_previous, agree=agree if asks else None, progress=progress,
             )  # fmt: skip
         if output.json:
             show(blessing_json(blessing))

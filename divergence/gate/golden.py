@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ def bless(
     name_map: str | Path | None = None,
     allow_nonfinite: bool = False,
     keep_previous: bool = False,
+    agree: Callable[[Blessing], bool] | None = None,
     progress: Progress | None = None,
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
@@ -55,7 +57,8 @@ def bless(
     The run, without its anchored pass and its truth's tensors, is copied beside its place and
     renamed into it: a directory, or one file where the name ends in .tar or .zip. With
     ``keep_previous`` the old golden stays as GOLDEN.previous (golden.previous.zip of an archive),
-    replacing an earlier one.
+    replacing an earlier one. A .zip is compressed. ``agree``: asked before a golden is replaced,
+    with what would be told of it; where it says no, nothing is replaced: UsageError.
 
     Refuses an incomplete or damaged run, one with planted faults, one with results of another run,
     and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.
@@ -89,16 +92,28 @@ def bless(
             f"{run.path} cannot become a golden: it holds an anchored pass alone",
             hint=command_line("capture", like=run.path, o="NEW"),
         )
+    made: dict[str, Any] = {}
+
+    def ask(num_bytes: int) -> None:
+        made["num_bytes"] = num_bytes
+        would = Blessing(golden=str(golden), **made, **changes)
+        if target.exists() and agree is not None and not agree(would):
+            raise UsageError(f"{golden} is the golden as before: nothing was replaced")
+
     try:
-        if store_run(kept, target, previous=previous if keep_previous else None):
+        if target.exists():
+            files = target.rglob("*") if target.is_dir() else [target]
+            changes["replaced_bytes"] = sum(f.stat().st_size for f in files if f.is_file())
+        if store_run(
+            kept, target, previous=previous if keep_previous else None, deflate=True, agree=ask,
+            progress=progress,
+        ):  # fmt: skip
             changes["previous"] = str(Path(golden).parent / previous.name)
     except (OSError, shutil.Error) as error:
         raise RunWriteError(
             f"the golden could not be stored: {error}", where=str(target)
         ) from error
-    files = target.rglob("*") if target.is_dir() else [target]
-    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    return Blessing(golden=str(golden), num_bytes=num_bytes, **changes)
+    return Blessing(golden=str(golden), **made, **changes)
 
 
 def _refuse_other(place: Path) -> None:
@@ -129,14 +144,16 @@ def _changes(
     changes: dict[str, Any] = {}
     old_sites: set[str] = set()
     try:
-        old_sites = site_names(Run.open(target).records)
+        old = Run.open(target)
+        changes["replaced_created"] = old.manifest.created
+        old_sites = site_names(old.records)
         report = compare(target, source, name_map=name_map, progress=progress)
-        changes = {
+        changes |= {
             "verdict": report.verdict.kind, "summary": report.verdict.summary, "report": report,
         }  # fmt: skip
     # a golden that cannot be compared any more is what blessing is for
     except (IncomparableError, RunFormatError, UsageError) as error:
-        changes = {"reason": error.message}
+        changes["reason"] = error.message
     new_sites = site_names(run.records)
     changes["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
     changes["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)

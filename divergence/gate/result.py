@@ -95,6 +95,10 @@ class Blessing(msgspec.Struct, frozen=True, kw_only=True):
     """Where the old golden was kept; None if there was none, or if it was not to be kept."""
     num_bytes: int | None = None
     """Of the new golden, as it is stored."""
+    replaced_bytes: int | None = None
+    """Of the old one; None if there was none."""
+    replaced_created: str | None = None
+    """When the run that was the golden was captured, where it can be read."""
     verdict: str | None = None
     """Of the old golden against the new one."""
     summary: str | None = None

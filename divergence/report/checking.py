@@ -65,23 +65,30 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
     ))  # fmt: skip
 
 
-def blessing_lines(blessing: Blessing) -> list[Line]:
-    """What became the golden, what it replaces and how the two differ."""
+def blessing_lines(blessing: Blessing, *, asked: bool = False) -> list[Line]:
+    """What became the golden, what it replaces and how the two differ. ``asked``: what would."""
+    word, becomes, style = "BLESSED", "is the golden now", "bold green"
+    if asked:
+        word, becomes, style = "REPLACE?", "would be another golden", "bold yellow"
     stored = "" if blessing.num_bytes is None else f", {size(blessing.num_bytes)}"
-    text = f"{blessing.golden} is the golden now{stored}"
+    text = f"{blessing.golden} {becomes}{stored}"
     facts = []
     if blessing.verdict is None and blessing.reason is None:
-        return headline_lines(Headline("BLESSED", f"{text}; there was none before", "bold green"))
+        return headline_lines(Headline(word, f"{text}; there was none before", style))
+    if blessing.replaced_bytes is not None:
+        captured = blessing.replaced_created
+        when = "" if captured is None else f", of a run captured {captured[:16].replace('T', ' ')}"
+        facts.append(named("replaces", f"{size(blessing.replaced_bytes)}{when}"))
     if blessing.previous is not None:
         facts.append(named("previous", f"kept as {blessing.previous}"))
-    change, style = f"not compared: {blessing.reason}", "yellow"
+    change, colour = f"not compared: {blessing.reason}", "yellow"
     if blessing.verdict is not None:
-        change, style = f"{blessing.verdict}: {blessing.summary}", VERDICT_STYLES[blessing.verdict]
-    facts.append(named("old to new", change, style))
+        change, colour = f"{blessing.verdict}: {blessing.summary}", VERDICT_STYLES[blessing.verdict]
+    facts.append(named("old to new", change, colour))
     for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
         listed = f": {list_names(sites, MAX_LISTED)}" if sites else ""
         facts.append(named(name, f"{count(len(sites), 'site')}{listed}"))
-    lines = headline_lines(Headline("BLESSED", text, "bold green", facts))
+    lines = headline_lines(Headline(word, text, style, facts))
     if blessing.report is None:
         return lines
     # the old golden is gone: nothing is to be done with the two

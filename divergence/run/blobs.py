@@ -99,6 +99,20 @@ class LocalBlob(Blob):
             self._map.close()
 
 
+class _Inflated(Blob):
+    """A member that was compressed, in memory."""
+
+    def __init__(self, name: str, data: bytearray) -> None:
+        self.name, self.size = name, len(data)
+        self._data = data
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return bytes(self.view(begin, num_bytes))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        return memoryview(self._data)[begin : begin + num_bytes]
+
+
 class _Map:
     """The memory map of a file, opened on first use.
 
@@ -213,7 +227,8 @@ class Store:
 #
 # An archive is never unpacked to be read: a member that is stored as it is (any in a tar, those of
 # method 0 in a zip) is a stretch of the archive, mapped or fetched like a file of its own. A zip's
-# manifest and lines may be deflated, they are read from end to end anyway; its tensors may not.
+# members may be deflated: manifest and lines are read from end to end anyway, and shards of no more
+# than MAX_DEFLATED_BYTES, as of a golden, are inflated into memory.
 #
 # An archive is as little trusted as a directory. Names that lead out of it, links, devices, names
 # given twice, overlapping members, sizes that the file does not have and encryption are refused;
@@ -227,6 +242,8 @@ takes some 100 MiB."""
 MAX_RATIO, MAX_FREE_BYTES = 200, 16 << 20
 """How many times smaller a deflated manifest or lines may be (20 is usual, 1,032 the most that the
 method can), unless they are small anyway."""
+MAX_DEFLATED_BYTES = 1 << 30
+"""A deflated shard takes as much memory as it holds."""
 _AHEAD_BYTES = 1 << 16
 """What is fetched at a time of an archive's own structure."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a zip member
@@ -250,11 +267,17 @@ class Member:
     packed_bytes: int = 0
 
     def part(self, archive: Blob, name: str) -> Blob:
-        """The member as a blob. Raises RunFormatError for one that is compressed."""
+        """The member as a blob. Raises RunFormatError for a large one that is compressed."""
         shown = f"{archive.name}: {name}"
+        if self.deflated and self.size <= MAX_DEFLATED_BYTES:
+            data = bytearray()
+            with self.open(archive, name) as member:
+                while piece := member.read(SPAN_BYTES):
+                    data += piece
+            return _Inflated(shown, data)
         if self.deflated:
             raise RunFormatError(
-                f"{name} is compressed in the archive, so it cannot be read in place",
+                f"{name} is compressed in the archive, {self.size >> 30} GiB of it",
                 where=archive.name,
                 hint="unzip it (the directory is a run), or zip without compression: zip -0 -r, or "
                 "divergence pack",

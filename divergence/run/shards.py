@@ -498,6 +498,8 @@ class _Archive(Store):
         for name, begin, end in stretches:
             member = self._members.get(name)
             if member is not None:  # of a zip member the header lies before, some 100 bytes
+                if member.deflated:  # from end to end
+                    begin, end = 0, member.packed_bytes
                 first = member.begin + begin
                 wanted.append(("", first, min(member.begin + end + 1024, self._archive.size)))
         self._ranges.expect(wanted)

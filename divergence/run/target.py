@@ -13,7 +13,7 @@ import tempfile
 import threading
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -22,7 +22,7 @@ import msgspec
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.outside import lines as read_lines
-from divergence.run.blobs import Bytes
+from divergence.run.blobs import MAX_DEFLATED_BYTES, Bytes
 from divergence.run.captured import ShardEntry
 from divergence.run.command import command_line
 from divergence.run.location import (
@@ -260,9 +260,10 @@ def _beside(temporary: Path, final: Path) -> Iterator[Path]:
 # Packing copies bytes, it changes none: manifest first (so that whoever has the beginning of a file
 # knows what it should be), then the lines, then the shards that lines point at, by name. Nothing of
 # the machine goes in (no time, owner or mode), so that one run always gives the same archive, bit
-# for bit. Nothing is compressed: floating-point noise does not shrink by more than some percent,
-# and tensors are read where they lie. In a zip each file begins at a multiple of 64 bytes, by
-# padding its extra field (as Android's zipalign does), so that tensors can be used without a copy.
+# for bit. Nothing is compressed: floating-point noise shrinks by a tenth or a fifth, and tensors
+# are read where they lie. A golden's zip is: lines shrink to a tenth, and it is kept for long.
+# In a zip each file begins at a multiple of 64 bytes, by padding its extra field (as Android's
+# zipalign does), so that tensors can be used without a copy.
 
 _ALIGNMENT = 64
 _ALIGNMENT_FIELD = 0xD935  # of an extra field: Android's "alignment", skipped by other readers
@@ -323,19 +324,29 @@ def unpack(
 
 
 def store_run(
-    run: Run, target: Path, *, previous: Path | None = None, progress: Progress | None = None
+    run: Run,
+    target: Path,
+    *,
+    previous: Path | None = None,
+    deflate: bool = False,
+    agree: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> bool:
     """Writes a run beside its place, a directory or an archive, and renames it into that. True if
-    what was there is kept, as ``previous``. May raise OSError."""
+    what was there is kept, as ``previous``. ``deflate``: a .zip is compressed. ``agree``: called
+    with its bytes when all is written, before anything is replaced. May raise OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         new, old = folder / f"new{target.suffix}", folder / "old"
         if archive_kind(target) is not None and not target.is_dir():
-            write_archive(run, new, progress=progress)
+            write_archive(run, new, deflate=deflate, progress=progress)
         else:
             new.mkdir()  # with the usual permissions; mkdtemp's are for the owner alone
             write_directory(run, new, progress=progress)
+        if agree is not None:
+            files = new.rglob("*") if new.is_dir() else [new]
+            agree(sum(file.stat().st_size for file in files if file.is_file()))
         kept = target.exists() and previous is not None
         put_in_place(new, target, old)
         if kept and previous is not None:
@@ -414,9 +425,12 @@ def write_directory(run: Run, folder: Path, *, progress: Progress | None = None)
             _write(written, pieces, size, f"{run.path}: {name}")
 
 
-def write_archive(run: Run, target: Location, *, progress: Progress | None = None) -> None:
+def write_archive(
+    run: Run, target: Location, *, deflate: bool = False, progress: Progress | None = None
+) -> None:
     """The run as one file, whole or not at all, whatever was there. May raise OSError."""
-    write = _write_tar if archive_kind(target) == "tar" else _write_zip
+    zipping = _write_deflated if deflate else _write_zip
+    write = _write_tar if archive_kind(target) == "tar" else zipping
     if isinstance(target, Url):
         remote = Remote(target, refused=RunWriteError)
         with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
@@ -443,12 +457,18 @@ def _write_tar(path: Path, run: Run, progress: Progress | None) -> None:
         tar.write(bytes(end + -(tar.tell() + end) % tarfile.RECORDSIZE))
 
 
-def _write_zip(path: Path, run: Run, progress: Progress | None) -> None:
+def _write_deflated(path: Path, run: Run, progress: Progress | None) -> None:
+    _write_zip(path, run, progress, deflate=True)
+
+
+def _write_zip(path: Path, run: Run, progress: Progress | None, *, deflate: bool = False) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as folder:
         for name, size, pieces in _files(run, "pack", progress):
             entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             entry.create_system, entry.external_attr = 3, 0o100644 << 16
             entry.file_size = size
+            if deflate and size <= MAX_DEFLATED_BYTES:
+                entry.compress_type = zipfile.ZIP_DEFLATED
             # zipfile decides by the same rule whether the header gets 64-bit sizes (20 bytes)
             wide = size * 1.05 > zipfile.ZIP64_LIMIT
             assert folder.fp is not None  # open

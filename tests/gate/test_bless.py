@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from divergence import Run, capture, check
@@ -61,3 +63,38 @@ def test_a_file_that_is_no_run_is_not_replaced(runs, tmp_path):
         with pytest.raises(UsageError):
             bless(tmp_path / name, runs / "sketch")
         assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_zip_is_compressed_and_its_size_is_told_before_and_after(runs, tmp_path):
+    """What is agreed to is what lies there then."""
+    whole = bless(tmp_path / "golden.tar", runs / "full").num_bytes
+    golden, asked = tmp_path / "golden.zip", []
+    first = bless(golden, runs / "full", agree=asked.append)
+    assert asked == [] and first.replaced_bytes is None  # nothing was there to be replaced
+    assert first.num_bytes == golden.stat().st_size < 0.8 * whole
+    before = golden.read_bytes()
+    with pytest.raises(UsageError, match="nothing was replaced"):
+        bless(golden, runs / "sketch", agree=lambda told: asked.append(told) or False)
+    assert golden.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
+    second = bless(golden, runs / "sketch", agree=lambda told: asked.append(told) or True)
+    assert asked[0].num_bytes == asked[1].num_bytes == golden.stat().st_size == second.num_bytes
+    assert asked[0].replaced_bytes == len(before) and asked[0].verdict == "identical"
+    assert check(golden, runs / "full").passed
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 2), ("--yes", 0)])
+def test_a_terminal_is_asked_before_a_golden_is_replaced(
+    runs, invoke, tmp_path, answer, code, monkeypatch
+):
+    """It sees what is replaced, by what, and how the two differ; nothing is said to --yes."""
+    bless(tmp_path / "golden.zip", runs / "full")
+    terminal, shown = io.StringIO(answer), io.StringIO()
+    terminal.isatty = shown.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("sys.stderr", shown)
+    options = [answer] if answer == "--yes" else []
+    ended, *_ = invoke("check", tmp_path / "golden.zip", runs / "sketch", "--bless", *options)
+    assert ended == code
+    asked = shown.getvalue()
+    assert ("REPLACE?" in asked and "of a run captured" in asked) == (not options)
+    assert ("nothing was replaced" in asked) == (code == 2)

@@ -25,6 +25,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -157,7 +158,11 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
         for exponent in [1.0] + [scale] * (abs(scale - 1) >= _OTHER):
             norms = np.array([_normaliser(log, exponent) for log in logs])
             before = exponent * source - norms
-            values = {"temperature": 1 / exponent, "num_tokens": len(at), "side": side}
+            values: dict[str, Any] = {
+                "temperature": 1 / exponent,
+                "num_tokens": len(at),
+                "side": side,
+            }
             what = fact("logprobs.temperature", rule=None, value=None, **values)
             alone = Hypothesis(what, target - source, target - before)
             if exponent != 1:
@@ -291,8 +296,8 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
         apart = np.where(both.sum(1) >= _LEAST_COMMON, apart / np.maximum(both.sum(1), 1), math.inf)
         if apart.min() < apart[row]:
             order[row] = int(apart.argmin())
-    moved = np.flatnonzero(order != np.arange(num))
-    if len(moved) and len(set(order.tolist())) == num:
+    others = np.flatnonzero(order != np.arange(num))
+    if len(others) and len(set(order.tolist())) == num:
         rows = order[tokens.prompt]
         other = np.array([
             x[numbers[row, place]] if (row, place) in numbers else math.nan
@@ -302,9 +307,9 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
                 strict=True,
             )
         ])  # fmt: skip
-        first, other_first = moved[0], order[moved[0]]
+        first, other_first = others[0], order[others[0]]
         what = fact(
-            "logprobs.permuted", num_moved=len(moved), num_prompts=num,
+            "logprobs.permuted", num_moved=len(others), num_prompts=num,
             sample=tokens.pairs[first].sample, other=tokens.pairs[other_first].sample,
         )  # fmt: skip
         yield Hypothesis(what, y - x, y - other)

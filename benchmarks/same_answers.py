@@ -117,6 +117,7 @@ class Server:
             "PYTHONPATH": str(source),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "NO_COLOR": "1",
             "COLUMNS": "100",
             "PYTHONUTF8": "1",

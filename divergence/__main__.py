@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 
+from divergence.cli.garbage import hold
 from divergence.cli.streams import FAULT_CODE, interrupted, nowhere, stop_code, unwatch, watch
 from divergence.errors import FaultError, exhausted
 
@@ -17,6 +18,7 @@ from divergence.errors import FaultError, exhausted
 def run() -> None:
     """The command line. Ctrl-C ends it with 130, also while its modules are imported."""
     watch()
+    hold()
     code: object = FAULT_CODE
     is_loaded = False
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -121,12 +123,19 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
         return shortened(printable(detail), _LONGEST)
 
     if quiet or not sys.stderr.isatty():
+        wanted = not quiet and os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "0") in ("", "0")
+        lines = _Lines() if wanted else None
 
         def only_text(event: str, done: int, total: int | None = None, detail: str = "") -> None:
             if text := message(event, detail):
                 sys.stderr.write(f"{text}\n")
+            elif event not in _SAID:
+                _begin(event)
+                if lines is not None:
+                    lines.note(event, done, total, detail)
 
-        yield only_text
+        with contextlib.nullcontext() if lines is None else lines.printed():
+            yield only_text
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -148,15 +157,73 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     tasks: dict[str, Any] = {}
 
     def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
-        if event in ("note", "taken"):
+        if event in _SAID:
             if text := message(event, detail):
                 bars.console.print(Text(text))
             return
+        _begin(event)
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")
-        amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
+        amount = _amount(done, total)
         shown = printable(str(detail))[-40:]
         bars.update(tasks[event], completed=done, total=total, amount=amount, detail=shown)
 
     with bars:
         yield report
+
+
+_SAID = ("note", "taken")
+"""Events that are sentences, not parts of the work."""
+
+
+def _begin(event: str) -> None:
+    """Once the model is loaded, what was imported stays."""
+    if event != "load":
+        from divergence.cli.garbage import release
+
+        release()
+
+
+def _amount(done: int, total: int | None) -> str:
+    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
+
+
+class _Lines:
+    """Progress where stderr is no terminal: once the work has taken two seconds a line at the start
+    of each part, and one every 15 s, also of a part that says nothing for minutes."""
+
+    AFTER_S, EVERY_S = 2.0, 15.0
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._done, self._lock = threading.Event(), threading.Lock()
+        self._event = self._text = self._printed_event = ""
+
+    def note(self, event: str, done: int, total: int | None, detail: str) -> None:
+        amount = "" if total is None and not done else _amount(done, total)
+        text = ", ".join(filter(None, [amount, printable(str(detail))[-60:]]))
+        self._event, self._text = event, f"{event}: {text}" if text else event
+        if event != self._printed_event and time.monotonic() - self._begun > self.AFTER_S:
+            self._print(again=False)
+
+    @contextlib.contextmanager
+    def printed(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            thread.join()
+
+    def _tick(self) -> None:
+        if not self._done.wait(self.AFTER_S):
+            self._print(again=False)
+        while not self._done.wait(self.EVERY_S):
+            self._print(again=True)
+
+    def _print(self, *, again: bool) -> None:
+        with self._lock:
+            if self._event and (again or self._event != self._printed_event):
+                self._printed_event = self._event
+                sys.stderr.write(f"{self._text} ({time.monotonic() - self._begun:.0f} s)\n")

@@ -156,6 +156,43 @@ def test_a_fault_is_short_and_verbose_shows_the_traceback(invoke, replace_api):
     assert "Traceback" in err
 
 
+@pytest.mark.parametrize(
+    ("asked", "variable", "lines"),
+    [((), "0", 2), ((), "1", 0), (("-q",), "0", 0)],
+    ids=["told", "not wanted", "quiet"],
+)
+def test_long_work_tells_where_it_is(invoke, replace_api, monkeypatch, asked, variable, lines):
+    """Where stderr is no terminal each part of long work begins with a plain line."""
+    monkeypatch.setattr("divergence.cli.answers._Lines.AFTER_S", -1.0)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", variable)
+
+    def compare(*_, progress, **__):
+        for event, done, total, detail in (
+            ("read", 0, None, ""), ("measure", 1, 4, "model.norm"), ("measure", 2, 4, "lm_head"),
+        ):  # fmt: skip
+            progress(event, done, total, detail)
+        raise UsageError("enough")
+
+    replace_api("comparison", compare=compare)
+    _, _, err = invoke("compare", "a", "b", *asked)
+    said = err.removesuffix("error: enough\n").splitlines()
+    assert [line.rpartition(" (")[0] for line in said] == ["read", "measure: 1/4, model.norm"][
+        :lines
+    ]
+
+
+def test_garbage_is_collected_once_the_work_has_begun(tmp_path):
+    """The start, which leaves nothing to collect, goes without; what comes later does not."""
+    program = (
+        "import atexit, gc, runpy, sys\n"
+        "usual, sys.argv = gc.get_threshold(), ['divergence', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print(gc.get_threshold() == usual, gc.get_freeze_count() > 0))\n"
+        "runpy.run_module('divergence', run_name='__main__', alter_sys=True)\n"
+    )
+    made = python("-c", program, "selftest", "--quick", "-q", "-o", str(tmp_path / "x.json"))
+    assert made.stdout.splitlines()[-1] == "True True", made.stderr
+
+
 def test_completion_answers():
     """The shell gets the commands that begin with what was typed."""
     result = python(

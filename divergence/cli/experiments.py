@@ -88,12 +88,16 @@ def diff(
     exit_code: bool = option(
         "--exit-code", "Exit 1 if the sides diverge, 2 if none can tell.", default=False
     ),
+    fresh: bool = option(
+        "--fresh", "Capture all anew, also what an earlier diff has made.", default=False
+    ),
     force: bool = FORCE,
     output: Output,
 ) -> None:
     """Captures both sides, the first with its truth, checks what a 16-bit dtype hides, compares,
     and goes on to the operator where a block is named. Each step is printed as the command that it
-    is. Run again, it goes on where it stopped.
+    is. Run again, it goes on where it stopped; a diff into a folder beside it takes the first side,
+    with its truth, from it where nothing that this was made of has changed.
 
     Examples:
     divergence diff Qwen/Qwen3-0.6B --device cuda,cpu
@@ -126,7 +130,7 @@ def diff(
         result = call(
             model, out=folder, env=env, env_a=env_a, env_b=env_b, prompts=prompts,
             prompts_file=prompts_file, chat=chat, max_new_tokens=max_new_tokens,
-            trust_remote_code=trust_remote_code, force=force, quiet=output.quiet,
+            trust_remote_code=trust_remote_code, force=force, fresh=fresh, quiet=output.quiet,
             on_step=on_step, progress=progress, **listed,
         )  # fmt: skip
     report = result.report

@@ -3,7 +3,11 @@
 Every step is a command of this tool, run in a process of its own: so a setting may be anything that
 a process can have (a device, an environment variable, another Python with other versions), and
 whoever wants to do a step by hand sees how. A step whose run is there already, made by the same
-command, is not done again.
+command, is not done again; and the reference of an earlier diff, with its truth, is this one's too
+where nothing that it was made of has changed (``reuse``).
+
+A process imports while what comes before its step runs: the first while this one imports what
+compares, the second while the first captures.
 """
 
 from __future__ import annotations
@@ -11,24 +15,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.api import compare
-from divergence.comparison.result import Report
 from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
-from divergence.html.parts import small_table
 from divergence.output import output_folder, write_output
-from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
-from divergence.run.reader import Run
 from divergence.run.site import near_names
-from divergence.words import HEADLINES, Progress, letter
+from divergence.words import HEADLINES, Progress, letter, silent
+
+if TYPE_CHECKING:
+    from divergence.comparison.result import Report
+    from divergence.run.reader import Run
 
 _ESCALATES = ("transformers", "compile")
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -65,6 +69,8 @@ class DiffResult:
         return code
 
     def _repr_html_(self) -> str:
+        from divergence.html.parts import small_table
+
         verdict = self.report.verdict
         return small_table(
             f"{HEADLINES[verdict.kind]}: {verdict.summary}",
@@ -119,6 +125,7 @@ def diff(
     max_new_tokens: int | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
+    fresh: bool = False,
     quiet: bool = False,
     on_step: OnStep | None = None,
     progress: Progress | None = None,
@@ -131,8 +138,10 @@ def diff(
     ``NAME=VALUE`` of one side; equal ones hold for both. ``python``: a virtual environment
     or interpreter that has divergence. ``out``: holds the runs ``a``, with its truth, and ``b``,
     ``truth`` where ``a`` could make none,
-    report.json and report.html; what is there already is used again. ``force``: removes runs of
-    another diff.
+    report.json and report.html; what is there already is used again. An earlier diff beside it
+    lends its reference and truth where the same command would run the same: the same files of the
+    model, the same code, environment and machine. ``fresh``: everything is captured anew.
+    ``force``: removes runs of another diff.
 
     Raises UsageError for settings that do not make two sides and for a step that fails,
     RunExistsError where ``out`` holds other runs, and what ``compare`` raises.
@@ -153,18 +162,19 @@ def diff(
     )
     common: dict[str, Any] = {"prompt": _listed(prompts), "prompts": prompts_file, "chat": chat,
               "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}  # fmt: skip
-    steps = _Steps(Path(out), force=force, quiet=quiet, on_step=on_step)
-    from divergence.recording.engines.load import own_dtype
-
     first, second = sides
-    engines = {setup.options.get("engine", "transformers") for setup in sides}
-    asked = first.options.get("dtype")
-    escalates = engines <= {*_ESCALATES} and asked == second.options.get("dtype")
-    current = first.python == sys.executable  # others may be older
-    narrow = escalates and current and (asked or own_dtype(str(model))) in _NARROW
-    with steps.ahead("b", second):
+    with _Steps(Path(out), str(model), force=force, fresh=fresh, quiet=quiet, on_step=on_step,
+                progress=progress or silent) as steps:  # fmt: skip
+        steps.start(first)  # it imports, and so does this process
+        from divergence.recording.engines.load import own_dtype
+
+        engines = {setup.options.get("engine", "transformers") for setup in sides}
+        asked = first.options.get("dtype")
+        escalates = engines <= {*_ESCALATES} and asked == second.options.get("dtype")
+        current = first.python == sys.executable  # others may be older
+        narrow = escalates and current and (asked or own_dtype(str(model))) in _NARROW
         a = steps.run(
-            "a", first, "capture", str(model), like=None, **common,
+            "a", first, "capture", str(model), like=None, then=second, **common,
             **_batches(first, model_first=True), truth="full" if current else None, escalate=narrow,
         )  # fmt: skip
         manifest = a.manifest
@@ -172,9 +182,12 @@ def diff(
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
                       **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
-    own, truth = manifest.plan.truth, None
-    if own is None or own.mode != "full" or own.stopped_by is not None:
-        truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
+        own, truth = manifest.plan.truth, None
+        if own is None or own.mode != "full" or own.stopped_by is not None:
+            truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False,
+                              **remote)  # fmt: skip
+    from divergence.comparison.api import compare
+
     report = compare(a, b, truth=truth, progress=progress)
     write_output(report.to_json(indent=2) + "\n", steps.folder / "report.json", what="report")
     report.to_html(steps.folder / "report.html")
@@ -320,39 +333,46 @@ def _batches(side: _Side, num: int = 0, *, model_first: bool = False) -> dict[st
 class _Steps:
     """Runs the commands, in order, each unless its run is there."""
 
-    def __init__(self, folder: Path, *, force: bool, quiet: bool, on_step: OnStep | None) -> None:
-        self.folder, self._force, self._quiet = folder, force, quiet
+    def __init__(
+        self, folder: Path, model: str, *, force: bool, fresh: bool, quiet: bool,
+        on_step: OnStep | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self.folder, self._force, self._fresh, self._quiet = folder, force, fresh, quiet
+        self._model, self._progress = model, progress
         self._on_step = on_step or (lambda number, command, done: None)
         self._number = 0
-        self._waiting: subprocess.Popen[bytes] | None = None
-        self._waits_for = ""
+        self._waiting: list[tuple[_Side, subprocess.Popen[bytes]]] = []
         output_folder(folder)
 
-    @contextlib.contextmanager
-    def ahead(self, name: str, side: _Side) -> Iterator[None]:
-        """The process of the step ``name`` imports while what is done inside runs before it."""
-        if not (self.folder / name).exists():
-            self._waits_for = str(self.folder / name)
-            self._waiting = subprocess.Popen(
-                [side.python, _AHEAD], env={**os.environ, **side.variables},
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors(),
-            )  # fmt: skip
-        try:
-            yield
-        finally:
-            if self._waiting is not None:  # it was not needed
-                self._waiting.kill()
-                self._waiting.communicate()
-                self._waiting = None
+    def __enter__(self) -> _Steps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, process in self._waiting:  # that were not needed
+            process.kill()
+            process.communicate()
+
+    def start(self, side: _Side) -> None:
+        """A process for a step of this side, which imports from now on; none where both runs are
+        there."""
+        if not all((self.folder / name).exists() for name in ("a", "b")) or self._fresh:
+            self._waiting.append((side, subprocess.Popen(
+                [side.python, _AHEAD, self._model], env={**os.environ, **side.variables},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors(),
+            )))  # fmt: skip
 
     def _errors(self) -> int | None:
         return subprocess.PIPE if self._quiet else None
 
     def run(
         self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
-        labelled: bool = True, **options: Any,
+        then: _Side | None = None, labelled: bool = True, **options: Any,
     ) -> Run:  # fmt: skip
-        """The run that the command makes in ``name``."""
+        """The run that the command makes in ``name``. ``then``: the side of the next step, whose
+        process starts now."""
+        from divergence.experiments import reuse
+        from divergence.run.reader import Run
+
         place = self.folder / name
         own = {"label": side.label, **side.options} if labelled else {}
         again = {"like": like.path} if like is not None and command == "capture" else {}
@@ -363,23 +383,58 @@ class _Steps:
              *([f"{quoted(side.python)} -m"] if side.python != sys.executable else []), line]
         )  # fmt: skip
         self._number += 1
-        existing = self._found(place, line, like)
+        existing = self._existing(place, line, like)
+        made = reason = None
+        if like is None:
+            files = [options["prompts"]] if options.get("prompts") else []
+            files.append(os.environ.get("DIVERGENCE_CONFIG") or "divergence.toml")
+            made = reuse.made_of(
+                _without_place(line), python=side.python, variables=side.variables,
+                model=self._model, files=files,
+            )  # fmt: skip
+        if made is not None and existing is not None:
+            # made of a model that is another one by now?
+            before = reuse.read(self.folder)
+            file = None if before is None else reuse.changed_file(before, made)
+            if file is not None:
+                reason, existing = f"{file} changed", None
+                shutil.rmtree(place)
+        elif made is not None and not self._fresh:
+            # may it be that of an earlier diff?
+            earlier, reason = reuse.find(made, self.folder)
+            if earlier is not None and reuse.take(earlier, self.folder, name):
+                existing = self._existing(place, line, like)
+                self._say(
+                    f"{place}: that of {os.path.relpath(earlier)}, made by the same command of the "
+                    "same files, code and settings; --fresh captures it anew"
+                )
+        if reason is not None:
+            self._say(f"{place}: captured anew, since {reason}")
         self._on_step(self._number, shown, existing is not None)
         if existing is not None:
             return existing
-        self._process([side.python, "-m", *words], side.variables, shown)
+        if then is not None:
+            self.start(then)
+        code = self._process([side.python, "-m", *words], side, shown)
+        if made is not None and code is not None:
+            reuse.note(made, code, self.folder)
         return Run.open(place)
 
-    def _found(self, place: Path, line: str, like: Run | None) -> Run | None:
+    def _say(self, text: str) -> None:
+        self._progress("taken", 0, None, text)
+
+    def _existing(self, place: Path, line: str, like: Run | None) -> Run | None:
         """The complete run that this command made; removes one that it did not complete."""
+        from divergence.run.reader import Run
+
         if not place.exists():
             return None
         try:
             run = Run.open(place)
             made = run.manifest.command
-            mine = made == without_home(line)
+            mine = made is not None and _without_place(made) == _without_place(line)
             follows = like is None or run.manifest.like == like.manifest.id
-            if mine and follows and run.manifest.complete:
+            if mine and follows and run.manifest.complete and not self._fresh:
                 return run
         except DivergenceError:
             made, mine = None, (place / "manifest.json").exists()
@@ -393,18 +448,21 @@ class _Steps:
         shutil.rmtree(place)
         return None
 
-    def _process(self, words: Sequence[str], variables: dict[str, str], shown: str) -> None:
-        if self._waiting is not None and self._waits_for in words:
-            process, self._waiting = self._waiting, None
-            line = (json.dumps(words[3:]) + "\n").encode()
+    def _process(self, words: Sequence[str], side: _Side, shown: str) -> list[str] | None:
+        """Runs a step; the files that ran, where its process told them."""
+        wanted = side.python, side.variables
+        ready = [pair for pair in self._waiting if (pair[0].python, pair[0].variables) == wanted]
+        line = None
+        if ready:
+            self._waiting.remove(ready[0])
+            process, line = ready[0][1], (json.dumps(words[3:]) + "\n").encode()
         else:
-            line = None
             process = subprocess.Popen(
-                words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL,
+                words, env={**os.environ, **side.variables}, stdout=subprocess.DEVNULL,
                 stderr=self._errors(),
             )  # fmt: skip
         try:
-            _, errors = process.communicate(line)
+            answer, errors = process.communicate(line)
         except BaseException:  # Ctrl-C: the step has had it too, and a moment to end
             process.kill()
             raise
@@ -418,3 +476,16 @@ class _Steps:
                 hint="settle what it says above, and run the same diff again"
                 + (": what is done is kept" if self.folder.exists() else ""),
             )
+        with contextlib.suppress(ValueError, IndexError):
+            files = json.loads((answer or b"").splitlines()[-1])
+            return [str(file) for file in files] if isinstance(files, list) else None
+        return None
+
+
+def _without_place(line: str) -> list[str]:
+    """The words of a command, apart from where its run goes."""
+    from divergence.recording.engines.identity import without_home
+
+    words = shlex.split(without_home(line))
+    place = words.index("-o") if "-o" in words else len(words)
+    return words[:place] + words[place + 2 :]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,11 +19,18 @@ from tests.digests import without_digests
 PROMPTS = ["The bridge was built", "one two three four"]
 
 
-def in_this_process(steps, words, variables, shown):
+def in_this_process(steps, words, side, shown):
     """A step without three imports of torch; ``test_any_one_setting`` holds the processes."""
     with pytest.raises(SystemExit) as ended:
         app(words[3:], prog_name="divergence")
     assert words[1:3] == ["-m", "divergence"] and ended.value.code == 0, shown
+    return [__file__]
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(_Steps, "_process", in_this_process)
+    monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def made(llama, tmp_path_factory):
     """A diff of two attention kernels, and its steps."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_Steps, "_process", in_this_process)
-        patched.setattr(_Steps, "ahead", lambda *step: contextlib.nullcontext())
+        patched.setattr(_Steps, "start", lambda steps, side: None)
         return _made(llama, tmp_path_factory)
 
 
@@ -125,12 +132,12 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
     """Several of a side; each run has them in its environment and in its label."""
     variables = []
 
-    def note(steps, words, own, shown):
-        variables.append(own)
-        in_this_process(steps, words, own, shown)
+    def note(steps, words, side, shown):
+        variables.append(side.variables)
+        return in_this_process(steps, words, side, shown)
 
     monkeypatch.setattr(_Steps, "_process", note)
-    monkeypatch.setattr(_Steps, "ahead", lambda *step: contextlib.nullcontext())
+    monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
     result = diff(
         llama, out=tmp_path / "d", env_a="X=1", env_b=("X=2", "Y=a b"), dtype="float32",
         prompts=PROMPTS, max_new_tokens=1, quiet=True,
@@ -138,6 +145,42 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
     assert variables[:2] == [{"X": "1"}, {"X": "2", "Y": "a b"}]
     labels = [Run.open(result.folder / name).manifest.environment.label for name in ("a", "b")]
     assert labels == ["X=1", "X=2 Y=a b"]
+
+
+def test_a_second_diff_takes_the_reference_of_the_first(llama, tmp_path, here, monkeypatch):
+    """Where all that it was made of is the same; else it is captured anew, and why is said."""
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    said = []
+
+    def ran(name, **more):
+        """(was A there, the id of A, what was said)"""
+        done, said[:] = [], []
+        result = diff(
+            model, out=tmp_path / name, attn_implementation=("eager", "sdpa"), dtype="float32",
+            prompts=PROMPTS, max_new_tokens=1, quiet=True,
+            on_step=lambda *step: done.append(step[2]),
+            progress=lambda event, *rest: said.append(rest[-1]) if event == "taken" else None,
+            **more,
+        )  # fmt: skip
+        told = [text for text in said if text.startswith(str(tmp_path / name / "a"))]
+        return done, Run.open(result.folder / "a").manifest.id, "".join(told)
+
+    done, first, told = ran("one")
+    assert (done, told) == ([False, False], "")
+    done, again, told = ran("two")
+    assert done == [True, False] and again == first and "--fresh captures it anew" in told
+    assert ran("two")[:2] == ([True, True], first)
+    done, other, _ = ran("three", fresh=True)
+    assert done == [False, False] and other != first
+    config = model / "config.json"
+    config.write_text(config.read_text() + " ")
+    done, other, told = ran("four")
+    assert done == [False, False] and other != first and "config.json changed since" in told
+    done, again, told = ran("one")
+    assert done == [False, False] and again != first and "config.json changed" in told
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert "the environment changed since one" in ran("five")[2]
 
 
 def test_a_python_without_divergence_is_told_what_to_install_it_from(tmp_path):

@@ -404,6 +404,13 @@ def load_tokenizer(
         return None
 
 
+def import_classes(source: str) -> None:
+    """Imports what loading the model will take: its classes, which its config names."""
+    config = _load_config(Loading(source))
+    factory = _factory(config, resolve_task(config))
+    factory._model_mapping[type(config)]  # imports the file of the class
+
+
 def load_model(loading: Loading) -> LoadedModel:
     """Load model and tokenizer. Raises ModelError (no such model, no weights, not loadable, does
     not fit) and UsageError (unknown dtype or attention implementation)."""

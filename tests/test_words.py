@@ -34,8 +34,8 @@ differ different differing differs disturbed divergence driver dry dtype duplica
 elements elsewhere embedding empty end ended entering env environment environments equal error
 escalate estimated example exit expected expert explain explained explanation extra fallbacks
 farther faults few fewer first flags flips flushed fold following force format forward forwards
-found frame framework from functions generated generates graphs hand head headline here high higher
-holds hooks html hypothesis id identical ids impl in index inf injected inputs is json judged
+found frame framework fresh from functions generated generates graphs hand head headline here
+high higher holds hooks html hypothesis id identical ids impl in index inf injected inputs is json judged
 judgement jump keep kernel key kind kl kurtosis kv lacking largest last layer lead leads leans least
 left like likeliest link ln log logits logprob low lower markdown mask masked match matched matches
 matching matrices max mean measurable measure measured median method min minus misalignment missing

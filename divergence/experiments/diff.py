@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
+from divergence.facts import fact, sentence
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.site import near_names
@@ -397,19 +398,16 @@ class _Steps:
             before = reuse.read(self.folder)
             file = None if before is None else reuse.changed_file(before, made)
             if file is not None:
-                reason, existing = f"{file} changed", None
+                reason, existing = fact("experiments.captured_anew", what=file), None
                 shutil.rmtree(place)
         elif made is not None and not self._fresh:
             # may it be that of an earlier diff?
             earlier, reason = reuse.find(made, self.folder)
             if earlier is not None and reuse.take(earlier, self.folder, name):
                 existing = self._existing(place, line, like)
-                self._say(
-                    f"{place}: that of {os.path.relpath(earlier)}, made by the same command of the "
-                    "same files, code and settings; --fresh captures it anew"
-                )
+                reason = fact("experiments.reference_reused", earlier=os.path.relpath(earlier))
         if reason is not None:
-            self._say(f"{place}: captured anew, since {reason}")
+            self._progress("taken", 0, None, f"{place}: {sentence(reason)}")
         self._on_step(self._number, shown, existing is not None)
         if existing is not None:
             return existing
@@ -419,9 +417,6 @@ class _Steps:
         if made is not None and code is not None:
             reuse.note(made, code, self.folder)
         return Run.open(place)
-
-    def _say(self, text: str) -> None:
-        self._progress("taken", 0, None, text)
 
     def _existing(self, place: Path, line: str, like: Run | None) -> Run | None:
         """The complete run that this command made; removes one that it did not complete."""

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from divergence.errors import DumpError
+from divergence.facts import Fact, fact
 from divergence.output import write_output
 from divergence.outside import MAX_LINE_BYTES, read_bytes
 
@@ -117,7 +118,7 @@ def note(made: Origin, code: Iterable[str], folder: Path) -> None:
     """Writes beside a run what it was made of. Nothing where it changed meanwhile."""
     if seen(made.given) == made.given:
         whole = msgspec.structs.replace(made, code=seen(code))
-        write_output(msgspec.json.encode(whole).decode(), folder / MADE, what="note of the run")
+        write_output(msgspec.json.encode(whole).decode(), folder / MADE, what="note")
 
 
 def read(folder: Path) -> Origin | None:
@@ -129,7 +130,7 @@ def read(folder: Path) -> Origin | None:
         return None
 
 
-def find(made: Origin, folder: Path) -> tuple[Path | None, str | None]:
+def find(made: Origin, folder: Path) -> tuple[Path | None, Fact | None]:
     """(the folder of a diff beside ``folder`` whose A is what this one's would be, what keeps the
     last one of the same command from being that)."""
     notes = [path for path in folder.resolve().parent.glob(f"*/{MADE}")
@@ -143,7 +144,7 @@ def find(made: Origin, folder: Path) -> tuple[Path | None, str | None]:
         change = changed(earlier, made)
         if change is None:
             return path.parent, None
-        reason = reason or f"{change} changed since {path.parent.name}"
+        reason = reason or fact("experiments.captured_anew", what=change, earlier=path.parent.name)
     return None, reason
 
 
@@ -155,16 +156,13 @@ def changed_file(earlier: Origin, now: Origin) -> str | None:
 
 
 def changed(earlier: Origin, now: Origin) -> str | None:
-    """What of it is another one now, in words."""
+    """What of it is another one now: a file, or ``code``, ``python``, ..."""
     if (file := changed_file(earlier, now)) is not None:
         return file
     if not earlier.code or seen(earlier.code) != earlier.code:
-        return "the code or a library"
-    for name, what in (("python", "the Python"), ("environment", "the environment"),
-                       ("machine", "the machine")):  # fmt: skip
-        if getattr(earlier, name) != getattr(now, name):
-            return what
-    return None
+        return "code"
+    others = ("python", "environment", "machine")
+    return next((name for name in others if getattr(earlier, name) != getattr(now, name)), None)
 
 
 def take(earlier: Path, folder: Path, name: str) -> bool:

@@ -6,6 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
+    # diff: the run of an earlier one
+    "reference_reused": (
+        "that of {earlier}, made by the same command of the same files, code and settings; --fresh "
+        "captures it anew"
+    ),
+    "captured_anew": (
+        "captured anew, since {what:code=the code or a library|python=the Python|"
+        "environment=the environment|machine=the machine|*={what}} changed[[ after {earlier}]]"
+    ),
     # localize: whose operator it is
     "block_by": "block {module} by {side:letter}",
     "operator_by": "operator {site} by {side:letter}",

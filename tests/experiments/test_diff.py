@@ -176,11 +176,11 @@ def test_a_second_diff_takes_the_reference_of_the_first(llama, tmp_path, here, m
     config = model / "config.json"
     config.write_text(config.read_text() + " ")
     done, other, told = ran("four")
-    assert done == [False, False] and other != first and "config.json changed since" in told
+    assert done == [False, False] and other != first and "config.json changed after" in told
     done, again, told = ran("one")
     assert done == [False, False] and again != first and "config.json changed" in told
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    assert "the environment changed since one" in ran("five")[2]
+    assert "the environment changed after one" in ran("five")[2]
 
 
 def test_a_python_without_divergence_is_told_what_to_install_it_from(tmp_path):

@@ -35,24 +35,24 @@ elements elsewhere embedding empty end ended entering env environment environmen
 escalate estimated example exit expected expert explain explained explanation extra fallbacks
 farther faults few fewer first flags flips flushed fold following force format forward forwards
 found frame framework fresh from functions generated generates graphs hand head headline here
-high higher holds hooks html hypothesis id identical ids impl in index inf injected inputs is json judged
-judgement jump keep kernel key kind kl kurtosis kv lacking largest last layer lead leads leans least
-left like likeliest link ln log logits logprob low lower markdown mask masked match matched matches
-matching matrices max mean measurable measure measured median method min minus misalignment missing
-mode model more mult nan near needed neginf new next no noise nondeterministic nonfinite norm normal
-not note notes num number numbers numel off offset on one only origin other out outliers over
-overlap overrides own p1 p90 p99 pad pair paired parameters passed passes pattern peers per percent
-perplexity phase place places plan platform png posinf predicted prefill previous prob problem probs
-projections promised prompt prompts python quantile quantization quantized quick quiet range rate
-reason recipe region relative remarks remote repeat repeatability repeated replaced replayed report
-reports reproduced resolution rest rests result results resume revision right rms rounded rounds
-rows runtime same says scales schema score se seconds seed seen settings shape shown size sizes
-skipped smallest smooth source sqnr standard state static statistic status still stopped store
-stored stride substitute substitutes summary sums svg switches symmetric task template tensors terms
-test text texts threads tied times title to token tokenizer tokens told tool top top1 top5 torch
-traits trend trust type unit unmatched unsmoothed unsupported update upper use used value values
-variables verbose verified verify version versions via viewed visible warnings ways weight weights
-what why width without workdir worst wrapped wrong xxh3 yes zero
+high higher holds hooks html hypothesis id identical ids impl in index inf injected inputs is json
+judged judgement jump keep kernel key kind kl kurtosis kv lacking largest last layer lead leads
+leans least left like likeliest link ln log logits logprob low lower markdown mask masked match
+matched matches matching matrices max mean measurable measure measured median method min minus
+misalignment missing mode model more mult nan near needed neginf new next no noise nondeterministic
+nonfinite norm normal not note notes num number numbers numel off offset on one only origin other
+out outliers over overlap overrides own p1 p90 p99 pad pair paired parameters passed passes pattern
+peers per percent perplexity phase place places plan platform png posinf predicted prefill previous
+prob problem probs projections promised prompt prompts python quantile quantization quantized quick
+quiet range rate reason recipe region relative remarks remote repeat repeatability repeated replaced
+replayed report reports reproduced resolution rest rests result results resume revision right rms
+rounded rounds rows runtime same says scales schema score se seconds seed seen settings shape shown
+size sizes skipped smallest smooth source sqnr standard state static statistic status still stopped
+store stored stride substitute substitutes summary sums svg switches symmetric task template tensors
+terms test text texts threads tied times title to token tokenizer tokens told tool top top1 top5
+torch traits trend trust type unit unmatched unsmoothed unsupported update upper use used value
+values variables verbose verified verify version versions via viewed visible warnings ways weight
+weights what why width without workdir worst wrapped wrong xxh3 yes zero
 """.split()
 )
 """Words of plain or of torch's English, which need no entry in the glossary."""

@@ -144,6 +144,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "size": lambda value, _: size(value),
     "relative": relative,
     "shape": lambda value, _: shape_text(value),
+    "site": lambda value, _: f"the model's output ({value})" if value == ".:out" else str(value),
 }
 """Ways to write a value, each called with the value and the rest of the spec."""
 

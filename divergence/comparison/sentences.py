@@ -65,8 +65,8 @@ SENTENCES: Mapping[str, str] = {
     "whole_pass": "decode steps with the cache against one forward over the whole sequence: ",
     # where an error is made
     "made_at": (
-        "the error {seems:yes=seems to be made|no=is made} at {site}[[ or before it in {before}]]"
-        "[[, by {by:letter}]]"
+        "the error {seems:yes=seems to be made|no=is made} at {site:site}"
+        "[[ or before it in {before}]][[, by {by:letter}]]"
     ),
     "made_elsewhere": "; {num:1=another|*=others} in {places:names 4}[[, by {by:letter}]]",
     "scope": (
@@ -75,6 +75,7 @@ SENTENCES: Mapping[str, str] = {
         "{onward:none=|*=, from token {onward} on}"
     ),
     "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
+    "numbers_there": "; the models hold other numbers there ({numbers:names 2 ; })",
     "family_off": "[[{num} of {total} {name} differ]]{num:none=every {name} differs|*=}",
     "rows_off": "{num} of {total} {what} differ",
     "rows": (

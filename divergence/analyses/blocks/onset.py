@@ -29,6 +29,7 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.limits import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
+from divergence.comparison.preflight.code import code_differences
 from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
@@ -113,6 +114,12 @@ def made_at(
             "every_differs", off=off, site=first.first.site,
             scope=scope, cause=cause,
         )]  # fmt: skip
+    numbers = [
+        item.text
+        for item in code_differences(measured.reference.manifest, measured.candidate.manifest)
+        if item.text.code == "preflight.attribute" and item.concerns(first.results[0].block or "")
+    ]
+    headline += [fact("numbers_there", numbers=numbers)] if numbers else []
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",
         kind="localized" if family is None else "systematic",

@@ -164,3 +164,27 @@ def test_most_of_one_type_of_layer_are_a_kind(tmp_path):
     verdict = compare(a, b).verdict
     assert verdict.kind == "systematic"
     assert "every Gemma2DecoderLayer of type sliding_attention differs" in verdict.headline[0].text
+
+
+def test_numbers_that_the_modules_hold_stand_beside_what_is_off(tmp_path):
+    """In the first line: the models differ where the error is made."""
+    torch.manual_seed(0)
+    config = transformers.GraniteConfig(
+        vocab_size=1024, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08,
+        residual_multiplier=0.5,
+    )  # fmt: skip
+    model = transformers.GraniteForCausalLM(config)
+    for name, factor in (("a", 0.5), ("b", 1.0)):
+        model.config.residual_multiplier = factor
+        model.save_pretrained(tmp_path / f"model-{name}")
+    a = capture(
+        str(tmp_path / "model-a"), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
+        dtype="float32", probe=False, truth="no",
+    )  # fmt: skip
+    b = capture(str(tmp_path / "model-b"), like=a, out=tmp_path / "b", probe=False)
+    verdict = compare(a, b).verdict
+    assert verdict.kind == "systematic"
+    assert "hold other numbers there (GraniteDecoderLayer.residual_multiplier 0.5 / 1.0)" in (
+        verdict.summary
+    )

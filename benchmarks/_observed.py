@@ -49,6 +49,7 @@ import numpy as np
 import torch
 
 from divergence.analyses.operators import measure as operator_errors
+from divergence.numerics.arrays import as_tensor
 from divergence.numerics.formats import format_named
 from divergence.run.site import module_of
 
@@ -150,7 +151,8 @@ class Observed:
         if not (reference.has_bytes(records[0]) and candidate.has_bytes(records[1])):
             return None
         pieces = measurer._pieces
-        a, b = pieces.tensor(reference, pair.reference), pieces.tensor(candidate, pair.candidate)
+        a = as_tensor(pieces.array(reference, pair.reference))
+        b = as_tensor(pieces.array(candidate, pair.candidate))
         if a.shape != b.shape or not a.numel():
             return None
         if not a.is_floating_point() or not b.is_floating_point():
@@ -166,7 +168,7 @@ class Observed:
         routed_by = None
         if true_record is not None and format_named(true_record.dtype).kind == "float":
             run = measurer._truth.run
-            truth = pieces.rows_of(run.read(true_record), pair.reference)
+            truth = as_tensor(pieces.rows_of(run.array(true_record), pair.reference))
             truth = truth.reshape(-1, width).double() if truth.shape == a.shape else None
             routed_by = (run, true_record)
         routed = measurer._routing.of(pair, len(mask), routed_by)
@@ -177,6 +179,7 @@ class Observed:
             mask[~real] = 1
         if measurer._is_block(pair):
             base = pieces.base(pair)
+            base = None if base is None else as_tensor(base)
             base = (
                 None if base is None or base.shape != a.shape else base.reshape(-1, width).double()
             )

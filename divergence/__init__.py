@@ -7,7 +7,7 @@
     print(report.verdict.summary)
 
 Importing this package imports nothing else: torch and transformers come with the
-first call that needs them.
+first call that needs them. Comparing runs, checking and reading them needs neither.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return _placed(_HOMES[name], name)
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from divergence.domain import added
@@ -98,7 +98,19 @@ def __getattr__(name: str) -> Any:
         return sorted(homes)
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes[name]), name)
+    return _placed(homes[name], name)
+
+
+def _placed(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        from divergence.errors import missing
+
+        lacking = missing(error)
+        if lacking is None:
+            raise
+        raise lacking from error
 
 
 def __dir__() -> list[str]:

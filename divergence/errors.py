@@ -154,6 +154,20 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
     return None
 
 
+def missing(error: BaseException) -> UsageError | None:
+    """What says that torch or transformers is not installed, where that is what went wrong."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name not in ("torch", "transformers"):
+        return None
+    return UsageError(
+        f"this needs {name}, which is not installed here",
+        hint=(
+            "pip install torch transformers",
+            "what needs neither: compare, check, inspect and view, of runs without operators",
+        ),
+    )
+
+
 def check_process(code: int, what: str) -> None:
     """Raises ExhaustedError where the process ``what`` was killed, and KeyboardInterrupt where it
     was interrupted. ``code``: as subprocess returns it."""

@@ -332,13 +332,14 @@ def test_a_plain_comparison_loads_what_it_needs(verdict, llama, tmp_path):
         "import sys, divergence\n"
         f"report = divergence.compare({str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r})\n"
         "print(report.verdict.kind)\n"
-        "print(*(name for name in sys.modules if name.startswith('divergence')))"
+        "print(*(name for name in sys.modules if name.startswith(('divergence', 'torch'))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     kind, names = done.stdout.splitlines()
     assert kind == verdict
+    assert "torch" not in names.split()
     loaded = [name for name in names.split() if _has_code(name)]
     for name in UNASKED + (UNASKED_OF_EQUAL if verdict == "identical" else ()):
         assert (PACKAGE / "analyses" / f"{name}.py").is_file()

@@ -33,7 +33,7 @@ from divergence.cli.streams import (
     stop_code,
 )
 from divergence.domain import Subcommand, domains, placed
-from divergence.errors import DivergenceError, UsageError, exhausted
+from divergence.errors import DivergenceError, UsageError, exhausted, missing
 from divergence.words import printable, printable_lines
 
 USAGE_CODE = 2
@@ -212,6 +212,8 @@ class _Group(TyperGroup):
             if not ctx.meta.get(VERBOSE):
                 traceback.clear_frames(error.__traceback__)  # frees what they hold
             error = spent.with_traceback(error.__traceback__)
+        elif lacking := missing(error):
+            error = lacking.with_traceback(error.__traceback__)
         elif isinstance(error, OSError) and error.errno in _OUTSIDE:
             where = error.filename and os.fsdecode(error.filename)[:500]
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

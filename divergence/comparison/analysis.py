@@ -33,6 +33,7 @@ from divergence.comparison.results import (
 from divergence.domain import added
 from divergence.errors import first_line
 from divergence.facts import Fact, fact, sentence
+from divergence.numerics.arrays import as_tensor
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.contents import call_passes
 from divergence.run.manifest import SUITE
@@ -119,7 +120,7 @@ class Measured:
         if not all(run.has_bytes(piece.record) for run, piece in sides):
             return None
         pieces = Pieces(self.reference, self.candidate)
-        x, y = (pieces.tensor(run, piece) for run, piece in sides)
+        x, y = (as_tensor(pieces.array(run, piece)) for run, piece in sides)
         return x, y
 
     def tokens_of(self, pair: Pair) -> list[tuple[int, int] | None]:

@@ -9,6 +9,7 @@ from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, Positions
 from divergence.errors import RunError, first_line
 from divergence.facts import Fact, fact, sentence
+from divergence.numerics.arrays import wide
 from divergence.run.reader import Run
 
 _MOST_ELEMENTS = 64_000_000
@@ -103,7 +104,7 @@ def _errors(pieces: Pieces, piece_a: Piece, piece_b: Piece) -> np.ndarray | None
     if not readable or why_no_pair(piece_a, piece_b, exactly=True) is not None:
         return None
     x, y = (
-        pieces.tensor(run, piece).double().numpy()
+        wide(pieces.array(run, piece))
         for run, piece in ((a, piece_a), (b, piece_b))
     )  # fmt: skip
     if x.ndim != 3 or x.shape != y.shape or x.shape[0] != 1:

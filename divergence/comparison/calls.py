@@ -6,15 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.limits import SAME_VALUE
 from divergence.run.contents import call_passes
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Record, other_scalars
 from divergence.run.site import BACKWARD, is_operator_site
+
+if TYPE_CHECKING:
+    import torch
 
 # One forward's operators as a graph: the order of the calls, and whose results feed whom.
 #
@@ -572,7 +573,7 @@ def _alike(a: CallNode, b: CallNode) -> bool:
 
 CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
-Read = Callable[[Match, int], tuple[torch.Tensor | None, ...]]
+Read = Callable[[Match, int], "tuple[torch.Tensor | None, ...]"]
 """A result of a match on the reference, the candidate, and what is right (None without)."""
 
 
@@ -622,6 +623,8 @@ def rerouted_in(
 ) -> list[Rerouted]:
     """The choices of one forward that differ, with what is behind each. ``left_out``: (T,) tokens
     that are none, a batch's pads: wherever they are sent to, they are not compared."""
+    import torch
+
     nodes = {match.reference.path: match for match in matches}
     rerouted: list[Rerouted] = []
     for match in matches:
@@ -654,6 +657,8 @@ def _chosen(match: Match) -> int | None:
 
 def _follow(routing: Rerouted, start: str, nodes: dict[str, Match], read: Read) -> None:
     """Everything fed by ``start``, and which of it lies behind a permutation of the rows."""
+    import torch
+
     num_rows = len(routing.kept) * routing.num_chosen
     sorted_by: dict[str, tuple[torch.Tensor, ...]] = {}
     undone: set[str] = set()
@@ -683,6 +688,8 @@ def _follow(routing: Rerouted, start: str, nodes: dict[str, Match], read: Read) 
 
 def _permutation(match: Match, num_rows: int, read: Read) -> tuple[torch.Tensor, ...] | None:
     """Of a sort: how it ordered the rows, on each side."""
+    import torch
+
     if match.reference.name.partition(".")[2] not in ("sort", "argsort"):
         return None
     for index, record in enumerate(match.reference.results):
@@ -715,6 +722,8 @@ def count_codes(
     a: Run,
     b: Run,
 ) -> None:
+    import torch
+
     y = y.reshape(x.shape)
     other = x != y
     codes.differing += int(other.sum())

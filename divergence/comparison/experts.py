@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -15,16 +14,13 @@ from divergence.comparison.align.pairs import Pair, Piece, piece_like
 from divergence.comparison.limits import RATE, ROUTER_TIE, WITNESSES
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
-from divergence.numerics.formats import format_named
+from divergence.numerics.arrays import wide
+from divergence.numerics.formats import format_named, format_of
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, is_operator_site, module_of
 from divergence.words import Side
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Routers: does rounding explain that two sides sent a token to different experts?
 #
@@ -45,24 +41,26 @@ class Flips:
     expected: float
 
     @classmethod
-    def of(cls, rows: Sequence[torch.Tensor], logits: Sequence[torch.Tensor | None]) -> Flips:
+    def of(cls, rows: Sequence[np.ndarray], logits: Sequence[np.ndarray | None]) -> Flips:
         """Of one forward: both sides' experts (T, k) and logits (T, E)."""
         a, b = logits
         if a is None or b is None or a.shape != b.shape or len(a) != len(rows[0]):
             return cls(frozenset(), math.inf)
-        values, apart = a.double(), (a.double() - b.double()).abs().amax(-1)
-        # sigmoids and softmaxes are flat at large logits: what is rounded there moves more of them
-        slope = (values.abs().amax(-1).neg()).sigmoid()
-        near = 2 * apart - tie(a) + ROUTER_TIE / slope
-        middle = values.median(-1, keepdim=True).values
-        width = (1.5 * (values - middle).abs().median(-1).values).minimum(values.std(-1))
-        # E logits lie around one boundary: their density there is at most about E over their width
-        chance = (values.shape[-1] * near / width).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0)
+        values, other = wide(a), wide(b)
+        with np.errstate(all="ignore"):
+            apart = np.abs(values - other).max(axis=-1)
+            # sigmoids and softmaxes are flat at large logits: what is rounded there moves more
+            slope = 1 / (1 + np.exp(np.abs(values).max(axis=-1)))
+            near = 2 * apart - tie(a) + ROUTER_TIE / slope
+            spread = 1.5 * _lower_median(np.abs(values - _lower_median(values)[:, None]))
+            width = np.minimum(spread, values.std(axis=-1, ddof=1))
+            # E logits lie around one boundary: their density is at most about E over their width
+            chance = np.nan_to_num(values.shape[-1] * near / width, nan=1.0, posinf=1.0).clip(max=1)
         places = set()
-        for token in (~same_experts(rows)).nonzero().flatten().tolist():
+        for token in np.flatnonzero(~same_experts(rows)).tolist():
             gap = _gap(rows[0][token], rows[1][token], values[token])
             if abs(gap) > float(near[token]):
-                scaled = (values[token] / width[token].clamp(min=1e-300)).tolist()
+                scaled = (values[token] / max(width[token], 1e-300)).tolist()
                 places.add(tuple(round(value, 1) for value in scaled))
         return cls(frozenset(places), float(chance.sum()))
 
@@ -104,93 +102,94 @@ def logits_decide(manifest: Manifest, router: str) -> bool:
     )
 
 
-def same_experts(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def same_experts(rows: Sequence[np.ndarray]) -> np.ndarray:
     """(T,): the same experts on all sides, in whatever order."""
-    import torch
-
-    first = rows[0].sort(-1).values
-    alike = torch.ones(len(first), dtype=torch.bool)
+    first = np.sort(rows[0])
+    alike = np.ones(len(first), bool)
     for other in rows[1:]:
-        alike &= (other.sort(-1).values == first).all(-1)
+        alike &= (np.sort(other) == first).all(axis=-1)
     return alike
 
 
 def explained_choices(
-    alike: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    logits: Sequence[torch.Tensor | None],
-    usual: Callable[[], Sequence[torch.Tensor | None]] = tuple,
+    alike: np.ndarray,
+    rows: Sequence[np.ndarray],
+    logits: Sequence[np.ndarray | None],
+    usual: Callable[[], Sequence[np.ndarray | None]] = tuple,
     beyond_chance: Callable[[], bool] = bool,
-) -> tuple[torch.Tensor, float | None]:
+) -> tuple[np.ndarray, float | None]:
     """(T,) whether rounding explains a choice that differs, and the widest gap that it decided.
     ``usual()``: each side's leads in all forwards, which are read where this one leaves a doubt;
     ``beyond_chance()``: did this router send more tokens elsewhere than rounding does? Asked where
     the logits alone do not decide."""
-    import torch
-
-    explained = torch.ones_like(alike)
-    if bool(alike.all()):
+    explained = np.ones_like(alike)
+    if alike.all():
         return explained, None
     # an expert more than once: no rounding makes that of the k largest
-    in_order = [chosen.sort(-1).values for chosen in rows]
-    twice = torch.stack([(x[:, 1:] == x[:, :-1]).any(-1) for x in in_order]).any(0)
-    if not bool(twice[alike].any()):  # else it is this model's way
+    in_order = [np.sort(chosen) for chosen in rows]
+    twice = np.zeros(len(alike), bool)
+    for chosen in in_order:
+        twice |= (chosen[:, 1:] == chosen[:, :-1]).any(axis=-1)
+    if not twice[alike].any():  # else it is this model's way
         explained &= ~twice
     if any(logit is None for logit in logits):
         return explained, None
-    sides = [logit.double() for logit in logits if logit is not None]
+    sides = [wide(logit) for logit in logits if logit is not None]
     leads = [lead_of(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
-    behind_at_most = torch.minimum(*(tie(logit) for logit in logits if logit is not None))
+    behind_at_most = np.minimum(*(tie(logit) for logit in logits if logit is not None))
     follow = [lead >= behind_at_most for lead in leads]
-    witnesses = [lead for lead, side in zip(leads, follow, strict=True) if bool(side.all())]
-    if all(bool(side[alike].all()) for side in follow):
+    witnesses = [lead for lead, side in zip(leads, follow, strict=True) if side.all()]
+    if all(side[alike].all() for side in follow):
         witnesses.append(leads[0][alike])
-    behind = -torch.minimum(*leads)
-    if witnesses and bool((~alike & explained & (behind > -behind_at_most)).any()):
+    behind = -np.minimum(*leads)
+    if witnesses and (~alike & explained & (behind > -behind_at_most)).any():
         witnesses += [lead for lead in usual() if lead is not None]
     for lead in witnesses:
-        closer = torch.searchsorted(lead.sort().values, behind)
+        closer = np.searchsorted(np.sort(lead), behind)
         explained &= alike | (behind <= -behind_at_most) | (closer < WITNESSES)
     # what is left: not the logits alone decide (a bias, groups), or there are too few to know
     untold = ~same_experts(rows) & explained & (behind > -behind_at_most)
-    if bool(untold.any()) and beyond_chance():
+    if untold.any() and beyond_chance():
         explained &= ~untold
     if not witnesses:
         return explained, None
-    gaps = [
-        _gap(rows[0][t], rows[1][t], sides[0][t]) for t in (~alike & explained).nonzero().flatten()
-    ]
+    gaps = [_gap(rows[0][t], rows[1][t], sides[0][t]) for t in np.flatnonzero(~alike & explained)]
     return explained, max(gaps, default=None)
 
 
-def lead_of(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def lead_of(chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
     """(T,): the least of the chosen experts' values (T, E) less the greatest of the others'; not
     negative where the chosen (T, k) are the k largest."""
-    import torch
+    mine = np.zeros(values.shape, bool)
+    np.put_along_axis(mine, chosen.astype(np.int64).clip(0, values.shape[-1] - 1), True, axis=1)
+    least = np.where(mine, values, np.inf).min(axis=-1)
+    most = np.where(mine, -np.inf, values).max(axis=-1)
+    difference: np.ndarray = least - most
+    return difference
 
-    mine = torch.zeros(values.shape, dtype=torch.bool)
-    mine.scatter_(1, chosen.long().clamp(0, values.shape[-1] - 1), True)
-    least = values.masked_fill(~mine, float("inf")).amin(-1)
-    most = values.masked_fill(mine, float("-inf")).amax(-1)
-    return least - most
 
-
-def follows(chosen: torch.Tensor, logits: torch.Tensor | None) -> bool:
+def follows(chosen: np.ndarray, logits: np.ndarray | None) -> bool:
     """Are every token's experts the largest of its logits?"""
     if logits is None or len(chosen) != len(logits):
         return False
-    return bool((lead_of(chosen, logits.double()) >= tie(logits)).all())
+    return bool((lead_of(chosen, wide(logits)) >= tie(logits)).all())
 
 
-def tie(logits: torch.Tensor) -> torch.Tensor:
+def tie(logits: np.ndarray) -> np.ndarray:
     """(T,): of logits (T, E), how far the chosen may lie behind and still be the largest; < 0."""
-    import torch
+    unit = max(ROUTER_TIE, 2.0 ** -format_of(logits.dtype).mantissa_bits)
+    behind: np.ndarray = -unit * np.abs(wide(logits)).max(axis=-1)
+    return behind
 
-    unit = max(ROUTER_TIE, torch.finfo(logits.dtype).eps)
-    return -unit * logits.double().abs().amax(-1)
+
+def _lower_median(values: np.ndarray) -> np.ndarray:
+    """Of each row; nan where it holds one."""
+    middle = (values.shape[-1] - 1) // 2
+    medians: np.ndarray = np.partition(values, middle, axis=-1)[..., middle]
+    return np.where(np.isnan(values).any(axis=-1), np.nan, medians)
 
 
-def _gap(experts_a: torch.Tensor, experts_b: torch.Tensor, values: torch.Tensor) -> float:
+def _gap(experts_a: np.ndarray, experts_b: np.ndarray, values: np.ndarray) -> float:
     """Between the experts that one side alone chose, in these values."""
     left, right = set(experts_a.tolist()), set(experts_b.tolist())
     if left <= right or right <= left:
@@ -227,10 +226,10 @@ class Routed:
     where none was or it is not known. ``experts``: (T, k) the reference's, None where the pair
     comes before the choice. ``unexplained``: the first choice that rounding does not explain."""
 
-    kept: torch.Tensor | None
+    kept: np.ndarray | None
     num_rerouted: int
     margin: float | None
-    experts: torch.Tensor | None
+    experts: np.ndarray | None
     unexplained: Unexplained | None = None
 
 
@@ -244,7 +243,7 @@ class Unexplained:
     router: str | None
     tokens: list[int]
     num_tokens: int
-    experts: tuple[torch.Tensor, torch.Tensor]
+    experts: tuple[np.ndarray, np.ndarray]
     follows: tuple[bool, bool]
 
 
@@ -261,8 +260,8 @@ class Routing:
         self._reference, self._candidate = reference, candidate
         self._blocks = routed_blocks(reference.manifest)
         self._choices: dict[int, dict[_Choice, list[Record]]] = {}
-        self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
-        self._usual: dict[tuple[int, str, str], torch.Tensor | None] = {}
+        self._read: dict[tuple[int, str, int, int, str], np.ndarray | None] = {}
+        self._usual: dict[tuple[int, str, str], np.ndarray | None] = {}
         self._flips: dict[tuple[str, str], bool] = {}
 
     def of(
@@ -275,9 +274,6 @@ class Routing:
         block = _block_of(module_of(pair.reference.record.site), self._blocks)
         if block is None and pair.pass_ != "free":
             return _ALL
-
-        import torch
-
         if BACKWARD in pair.reference.record.site:
             return self._of_backward(pair, num_rows, truth)
         if block is None:
@@ -306,7 +302,7 @@ class Routing:
             usual = partial(self._usual_leads, made)
             beyond_chance = partial(self._beyond_chance, made, rows[:2], logits)
             explained, gap = explained_choices(alike, rows[:2], logits, usual, beyond_chance)
-            tokens = (~explained & ~same_experts(rows[:2])).nonzero().flatten().tolist()
+            tokens = np.flatnonzero(~explained & ~same_experts(rows[:2])).tolist()
             if tokens and unexplained is None:
                 router = self._router_of(self._reference, choice[0])
                 unexplained = Unexplained(
@@ -325,17 +321,15 @@ class Routing:
             return (
                 _ALL
                 if num_rerouted == 0
-                else Routed(torch.zeros(num_rows, dtype=torch.bool), num_rerouted, margin, None)
+                else Routed(np.zeros(num_rows, bool), num_rerouted, margin, None)
             )
         return Routed(kept if num_rerouted else None, num_rerouted, margin, experts, unexplained)
 
     def _of_backward(self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None) -> Routed:
         """All rows or none: attention carries a rerouted token's gradient to all before it, and a
         parameter's gradient is a sum over the tokens of all prompts."""
-        import torch
-
         record = pair.reference.record
-        nothing = Routed(torch.zeros(num_rows, dtype=torch.bool), 0, None, None)
+        nothing = Routed(np.zeros(num_rows, bool), 0, None, None)
         if pair.pass_ == "free":
             return nothing
         sides = [(self._reference, record), (self._candidate, pair.candidate.record)]
@@ -352,7 +346,7 @@ class Routing:
                 return nothing
             for choice in zip(*choices, strict=True):
                 read = [self._tensor(run, rec) for (run, _), rec in zip(sides, choice, strict=True)]
-                rows = [ids.flatten(0, -2).sort().values for ids in read if ids is not None]
+                rows = [np.sort(_by_token(ids)) for ids in read if ids is not None]
                 if len(rows) < len(read) or any(row.shape != rows[0].shape for row in rows):
                     return nothing
                 count += int((~same_experts(rows)).sum())
@@ -376,14 +370,14 @@ class Routing:
         block = _block_of(module_of(record.site), routed_blocks(run.manifest))
         return known.get((*kind, record.pass_, record.sample, record.step, block), [])
 
-    def _rows(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
+    def _rows(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
         """(T, k): the experts of the piece's tokens, in ascending order."""
         tensor = self._tensor(run, choice)
         if tensor is None:
             return None
         return _of_piece(tensor, choice, run.manifest, piece)
 
-    def _logits(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
+    def _logits(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
         """(T, E) of the router beside the experts that were chosen."""
         record = self._router_of(run, choice)
         tensor = None if record is None else self._tensor(run, record)
@@ -408,8 +402,8 @@ class Routing:
         ]
 
     def _beyond_chance(
-        self, made: Sequence[tuple[Run, Record]], rows: Sequence[torch.Tensor],
-        logits: Sequence[torch.Tensor | None],
+        self, made: Sequence[tuple[Run, Record]], rows: Sequence[np.ndarray],
+        logits: Sequence[np.ndarray | None],
     ) -> bool:  # fmt: skip
         """Of what this router sent elsewhere in all forwards of the pass that both sides batched
         alike; where that is none, in the one of these ``rows``."""
@@ -434,32 +428,30 @@ class Routing:
             self._flips[key] = flips.beyond_chance(len(self._blocks))
         return self._flips[key]
 
-    def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[torch.Tensor | None]:
+    def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[np.ndarray | None]:
         """Of each run's choice the leads of all tokens that this router chose for in this pass, in
         whatever prompt and step; None where one did not follow its logits, or that is not known."""
-        import torch
-
         for run, choice in made:
             key = id(run), choice.pass_, choice.site
             if key in self._usual:
                 continue
-            leads: list[torch.Tensor | None] = []
+            leads: list[np.ndarray | None] = []
             for record in self._of_router(run, choice):
                 whole = Piece(record, record.sample)
                 chosen, logits = self._rows(run, record, whole), self._logits(run, record, whole)
                 leads.append(None)
                 if chosen is not None and logits is not None and follows(chosen, logits):
-                    leads[-1] = lead_of(chosen, logits.double())
+                    leads[-1] = lead_of(chosen, wide(logits))
             known = [lead for lead in leads if lead is not None]
-            self._usual[key] = torch.cat(known) if len(known) == len(leads) else None
+            self._usual[key] = np.concatenate(known) if len(known) == len(leads) else None
         return [self._usual[id(run), choice.pass_, choice.site] for run, choice in made]
 
-    def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
+    def _tensor(self, run: Run, record: Record) -> np.ndarray | None:
         key = (id(run), record.pass_, record.sample, record.step, record.site)
         if key not in self._read:
             if len(self._read) > _REMEMBERED:
                 self._read.clear()
-            self._read[key] = run.read(record) if run.has_bytes(record) else None
+            self._read[key] = run.array(record) if run.has_bytes(record) else None
         return self._read[key]
 
 
@@ -499,8 +491,8 @@ def choices_in(run: Run) -> dict[_Choice, list[Record]]:
 
 
 def _of_piece(
-    tensor: torch.Tensor, told: Record, manifest: Manifest, piece: Piece
-) -> torch.Tensor | None:
+    tensor: np.ndarray, told: Record, manifest: Manifest, piece: Piece
+) -> np.ndarray | None:
     """The rows that a piece has, (T, n), of what ``told`` records of its forward's tokens."""
     record = piece.record
     if tensor.ndim == 2:
@@ -518,6 +510,11 @@ def _of_piece(
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def _by_token(ids: np.ndarray) -> np.ndarray:
+    """(…, k) as (T, k)."""
+    return ids.reshape(-1, ids.shape[-1])
+
+
 RouteKey = tuple[Side | None, str, int, int, str]
 """(whose escalated pass, pass, sample, step, site)"""
 
@@ -529,7 +526,7 @@ class Routes:
     rounding decided; ``unexplained``: by the first result behind it, a choice that it did not.
     Whose: the side of an escalated pass, else None."""
 
-    found: dict[RouteKey, tuple[np.ndarray, torch.Tensor]] = field(default_factory=dict)
+    found: dict[RouteKey, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     margin: float | None = None
     unexplained: dict[tuple[int, int, str], tuple[SiteResult, Unexplained]] = field(
         default_factory=dict
@@ -572,7 +569,7 @@ def free_routes_differ(runs: Sequence[Run], sample: int, step: int) -> bool:
             ]
             if len(chosen) < len(runs) or not all(run.has_bytes(choice) for run, choice in chosen):
                 return True
-            rows = [run.read(choice).flatten(0, -2).sort().values for run, choice in chosen]
+            rows = [np.sort(_by_token(run.array(choice))) for run, choice in chosen]
             if any(row.shape != rows[0].shape for row in rows):
                 return True
             if not bool(same_experts(rows).all()):

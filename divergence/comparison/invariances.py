@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
 
 from divergence.comparison.align.pairs import Pair, Pieces, repeated, same_positions
@@ -35,21 +36,20 @@ from divergence.comparison.limits import EXPLAINS, FEW_ROWS, SEEN_BACK, WHOLE_SH
 from divergence.comparison.result import Report
 from divergence.comparison.results import Finding, SiteResult, order_of
 from divergence.facts import Fact, fact
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Overlay
 from divergence.run.site import module_of
 
 if TYPE_CHECKING:
-    import torch
-
     from divergence.comparison.analysis import Measured
     from divergence.run.reader import Run
     from divergence.run.record import Coordinates, Record
 
 _QUIET = ("identical", "within_floor")
 
-Changed = dict["Coordinates", tuple["Record", "torch.Tensor"]]
+Changed = dict["Coordinates", tuple["Record", "np.ndarray"]]
 """Records of the candidate, and what they hold without what the output does not depend on."""
 
 
@@ -181,7 +181,7 @@ def _constant_of_rows(measured: Measured, sites: set[str]) -> _Form | None:
             return None
         constants, sums = _row_constants(a, b)
         squared, explained = squared + sums[0], explained + sums[1]
-        largest = max(largest, float(constants.abs().max()))
+        largest = max(largest, float(np.abs(constants).max()))
     if not squared or explained < EXPLAINS * squared:
         return None
     changed: Changed = {}
@@ -189,11 +189,11 @@ def _constant_of_rows(measured: Measured, sites: set[str]) -> _Form | None:
         record = pair.candidate.record
         _, whole = changed.get(record.coordinates, (record, None))
         if whole is None:
-            whole = measured.candidate.read(record).double()
+            whole = wide(measured.candidate.array(record))
         constants, _ = _row_constants(*_tensors(pieces, pair))
         changed[record.coordinates] = record, _less(whole, pair, constants)
     for record, partner in _escalated(measured, own):
-        a, b = partner.double(), measured.candidate.read(record).double()
+        a, b = wide(partner), wide(measured.candidate.array(record))
         if a.shape == b.shape:
             changed[record.coordinates] = record, b - _row_constants(a, b)[0]
     site = measured.reference.manifest.plan.logits_site
@@ -225,8 +225,6 @@ def _logits(measured: Measured) -> set[str]:
 def _hands_on(run: Run, site: str, logits: str) -> bool:
     """Does a site hold the logits in every forward, whatever their dtype? Of a batch there is one
     for all its prompts."""
-    import torch
-
     forwards = [(r.sample, r.step) for r in run.records if (r.pass_, r.site) == ("free", logits)]
     for forward in forwards:
         first, second = run.find(("free", *forward, site)), run.find(("free", *forward, logits))
@@ -236,26 +234,25 @@ def _hands_on(run: Run, site: str, logits: str) -> bool:
             continue
         if not (run.has_bytes(first) and run.has_bytes(second)):
             return False
-        if not torch.equal(run.read(first).double(), run.read(second).double()):
+        if not np.array_equal(wide(run.array(first)), wide(run.array(second))):
             return False
     return bool(forwards)
 
 
-def _row_constants(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float]]:
+def _row_constants(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
     """(of each row the mean of b - a (…, 1), (Σ(b - a)², what the means explain of it)), over what
     is finite on both sides."""
-    import torch
+    finite = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(finite, b - a, 0.0)
+    count = finite.sum(axis=-1, keepdims=True)
+    constants = apart.sum(axis=-1, keepdims=True) / np.maximum(count, 1)
+    return constants, (float(np.square(apart).sum()), float((np.square(constants) * count).sum()))
 
-    finite = torch.isfinite(a) & torch.isfinite(b)
-    apart = torch.where(finite, b - a, 0.0)
-    count = finite.sum(-1, keepdim=True)
-    constants = apart.sum(-1, keepdim=True) / count.clamp(min=1)
-    return constants, (float(apart.square().sum()), float((constants.square() * count).sum()))
 
-
-def _less(whole: torch.Tensor, pair: Pair, constants: torch.Tensor) -> torch.Tensor:
+def _less(whole: np.ndarray, pair: Pair, constants: np.ndarray) -> np.ndarray:
     """``whole`` less the constants of the rows that the pair is of."""
-    piece, rest = pair.candidate, whole.clone()
+    piece, rest = pair.candidate, whole.copy()
     positions, others = piece.record.positions, pair.reference.record.positions
     if piece.row is None and positions is None and others is not None:
         rest[:, list(others)] -= constants
@@ -266,7 +263,7 @@ def _less(whole: torch.Tensor, pair: Pair, constants: torch.Tensor) -> torch.Ten
     return rest
 
 
-def _escalated(measured: Measured, sites: set[str]) -> Iterator[tuple[Record, torch.Tensor]]:
+def _escalated(measured: Measured, sites: set[str]) -> Iterator[tuple[Record, np.ndarray]]:
     """The candidate's escalated records at these sites, with what each is held against."""
     truth = None if measured.truth is None else measured.truth.run
     site_of = measured.rename
@@ -278,7 +275,7 @@ def _escalated(measured: Measured, sites: set[str]) -> Iterator[tuple[Record, to
         for run, pass_ in ((truth, "anchored"), (measured.reference, "escalated")):
             partner = None if run is None else run.find((pass_, *place))
             if run is not None and partner is not None and run.has_bytes(partner):
-                yield record, run.read(partner)
+                yield record, run.array(partner)
                 break
 
 
@@ -289,8 +286,6 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     """Where cosine and sine are those of the other side, turned by one angle for all tokens of a
     prompt, in all its forwards. The candidate gets the reference's then, also where a block is
     given them; so what the blocks do in the free pass is judged as of equal tables."""
-    import torch
-
     sides = {"reference": measured.reference, "candidate": measured.candidate}
     tokens = measured.reference.manifest.tokens
     tables = {
@@ -308,13 +303,13 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     if not pairs or rows_of_batches:
         return None
     unit = max(format_named(p.candidate.record.dtype).unit_roundoff for p in pairs.values())
-    by_content: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
+    by_content: dict[tuple[str | None, tuple[int, ...]], np.ndarray] = {}
     offsets: dict[int, float] = {}
     rounding = 0.0
     for module in tables:
         forwards = sorted({place[:3] for place in pairs if place[3].startswith(f"{module}:")})
         for pass_, sample in sorted({forward[:2] for forward in forwards}):
-            rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+            rows: list[tuple[np.ndarray, np.ndarray]] = []
             for forward in forwards:
                 if forward[:2] != (pass_, sample):
                     continue
@@ -325,14 +320,14 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
                 known = [pair for pair in both if pair is not None]
                 a, b = repeated(
                     *(
-                        torch.complex(*(run.read(getattr(p, name).record).double() for p in known))
+                        _complex(*(run.array(getattr(p, name).record) for p in known))
                         for name, run in sides.items()
                     )
                 )
                 record = known[0].reference.record
                 pads = tokens.pads(record.sample) if record.step == 0 else None
                 if pads is not None and a.ndim == 3 and pads.shape == a.shape[:2]:
-                    a = torch.where(pads[..., None], math.nan, a)
+                    a = np.where(pads[..., None], math.nan, a)
                 rows.append((a, b))
             members = measured.reference.manifest.tokens.group_of(sample) or [sample]
             for number, member in enumerate(members):
@@ -344,8 +339,7 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
                 rounding = max(rounding, rest)
     for pair in pairs.values():
         record = pair.candidate.record
-        tensor = measured.reference.read(pair.reference.record)
-        by_content[record.xxh3, record.shape] = tensor
+        by_content[record.xxh3, record.shape] = measured.reference.array(pair.reference.record)
     changed = {
         record.coordinates: (record, by_content[record.xxh3, record.shape])
         for record in measured.candidate.records
@@ -363,14 +357,18 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     return _Form(told, changed, rounding)
 
 
+def _complex(cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
+    table = np.empty(cosine.shape, np.complex128)
+    table.real, table.imag = wide(cosine), wide(sine)
+    return table
+
+
 def _turned(
-    number: int, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: float
+    number: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], unit: float
 ) -> tuple[float, float] | None:
     """(by how many positions the candidate's table of a prompt is turned on, 0.0 for not at all;
     what is left, relative to it). None where it is anything else than turned. ``number``: its row
     of the batch; ``unit``: the unit roundoff of the tables."""
-    import torch
-
     pieces = []
     for a, b in rows:
         if a.ndim != 3:
@@ -378,23 +376,25 @@ def _turned(
         row = number if a.shape[0] > 1 else 0
         if row >= a.shape[0]:
             return None
-        kept = ~a[row].isnan().any(-1)
+        kept = ~np.isnan(a[row]).any(axis=-1)
         pieces.append((a[row][kept], b[row][kept]))
-    a, b = (torch.cat(side) for side in zip(*pieces, strict=True))
-    if len(a) < 2 or not bool(torch.isfinite(torch.view_as_real(b)).all()):
+    a, b = (np.concatenate(side) for side in zip(*pieces, strict=True))
+    if len(a) < 2 or not np.isfinite(b).all():
         return None
-    turn = (a.conj() * b).sum(0) / a.abs().square().sum(0).clamp(min=1e-300)  # (D,)
-    turn = turn / turn.abs().clamp(min=1e-300)
-    step = (a[:-1].conj() * a[1:]).angle().median(0).values  # an angle a position
-    slow = step.abs().argsort()[: max(1, len(step) // 4)]
-    slow = slow[step[slow].abs() > 0]
-    offset = float((turn.angle()[slow] / step[slow]).median()) if len(slow) else 0.0
+    turn = (a.conj() * b).sum(axis=0) / np.maximum(np.square(np.abs(a)).sum(axis=0), 1e-300)  # (D,)
+    turn = turn / np.maximum(np.abs(turn), 1e-300)
+    angles = np.sort(np.angle(a[:-1].conj() * a[1:]), axis=0)
+    step = angles[(len(angles) - 1) // 2]  # an angle a position
+    slow = np.abs(step).argsort(kind="stable")[: max(1, len(step) // 4)]
+    slow = slow[np.abs(step[slow]) > 0]
+    shifts = np.sort(np.angle(turn)[slow] / step[slow])
+    offset = float(shifts[(len(shifts) - 1) // 2]) if len(slow) else 0.0
     # an angle is a product that float32 rounds: by position times u, on either side
     room = 4 * unit + 4 * format_named("float32").unit_roundoff * (len(a) + abs(offset))
-    rest = float(((b - a * turn).abs() / a.abs().clamp(min=1e-300)).max())
+    rest = float((np.abs(b - a * turn) / np.maximum(np.abs(a), 1e-300)).max())
     if not rest <= room:
         return None
-    return (offset if bool((turn - 1).abs().max() > room) else 0.0), rest
+    return (offset if bool(np.abs(turn - 1).max() > room) else 0.0), rest
 
 
 def _float_pairs(measured: Measured) -> Iterator[Pair]:
@@ -409,10 +409,10 @@ def _float_pairs(measured: Measured) -> Iterator[Pair]:
             yield pair
 
 
-def _tensors(pieces: Pieces, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(pieces: Pieces, pair: Pair) -> tuple[np.ndarray, np.ndarray]:
     """Both in float64, in the rows that both have."""
-    a = pieces.tensor(pieces.reference, pair.reference).double()
-    b = pieces.tensor(pieces.candidate, pair.candidate).double()
+    a = wide(pieces.array(pieces.reference, pair.reference))
+    b = wide(pieces.array(pieces.candidate, pair.candidate))
     return same_positions(a, pair.reference.record, b, pair.candidate.record)
 
 
@@ -423,14 +423,14 @@ def _tensors(pieces: Pieces, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
 class _Map:
     """The candidate's channels: ``factor * signs * a[:, order]``."""
 
-    order: torch.Tensor
-    signs: torch.Tensor
+    order: np.ndarray
+    signs: np.ndarray
     factor: float
 
-    def taken_off(self, b: torch.Tensor) -> torch.Tensor:
+    def taken_off(self, b: np.ndarray) -> np.ndarray:
         """The candidate's tensor as if it had the reference's channels."""
-        rows = b.double().reshape(*b.shape[:2], -1)
-        back = rows.new_empty(rows.shape)
+        rows = wide(b).reshape(*b.shape[:2], -1)
+        back = np.empty_like(rows)
         back[..., self.order] = rows * self.signs / self.factor
         return back.reshape(b.shape)
 
@@ -464,12 +464,12 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
         names = {site_of(site): site for site in sites}
         changed = {
             record.coordinates: (record, known[names[record.site]].taken_off(
-                measured.candidate.read(record)))
+                measured.candidate.array(record)))
             for record in measured.candidate.records
             if record.site in names and measured.candidate.has_bytes(record)
         }  # fmt: skip
         first = known[sites[0]]
-        moved = first.order != first.order.sort().values
+        moved = first.order != np.sort(first.order)
         yield _Form(
             fact(
                 "taken_back", sites=sites, module=by, moved=int(moved.sum()) or None,
@@ -493,10 +493,8 @@ def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bo
 
 def _map_of(measured: Measured, site: str) -> _Map | None:
     """How the candidate's channels at a site come from the reference's, in all anchored rows."""
-    import torch
-
     pieces = Pieces(measured.reference, measured.candidate)
-    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
     for pair in _float_pairs(measured):
         if pair.pass_ != "anchored" or pair.reference.record.site != site:
             continue
@@ -510,26 +508,26 @@ def _map_of(measured: Measured, site: str) -> _Map | None:
         rows.append((a, b))
     if not rows or len({a.shape[1] for a, _ in rows}) > 1:
         return None
-    a, b = (torch.cat(side) for side in zip(*rows, strict=True))
-    if len(a) < FEW_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+    a, b = (np.concatenate(side) for side in zip(*rows, strict=True))
+    if len(a) < FEW_ROWS or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None
-    sizes = a.norm(dim=0), b.norm(dim=0)
-    if not bool((sizes[0] > 0).all() and (sizes[1] > 0).all()):
+    sizes = np.linalg.norm(a, axis=0), np.linalg.norm(b, axis=0)
+    if not ((sizes[0] > 0).all() and (sizes[1] > 0).all()):
         return None
     alike = (a / sizes[0]).T @ (b / sizes[1])  # (C, C): A's channels against B's
     own = alike.diagonal()
-    order = torch.arange(len(own))
-    if not bool((own.abs() > EXPLAINS).all()):
-        order = alike.abs().argmax(0)
-        if len(order.unique()) < len(order):
+    order = np.arange(len(own))
+    if not (np.abs(own) > EXPLAINS).all():
+        order = np.abs(alike).argmax(axis=0)
+        if len(np.unique(order)) < len(order):
             return None
-        own = alike[order, torch.arange(len(order))]
-    signs = own.sign()
+        own = alike[order, np.arange(len(order))]
+    signs = np.sign(own)
     matched = a[:, order] * signs
-    factor = float((matched * b).sum() / matched.square().sum())
+    factor = float((matched * b).sum() / np.square(matched).sum())
     if abs(factor - 1) < 1 / 256:  # what rounding may make of none
         factor = 1.0
-    rest, apart = (b - factor * matched).square().sum(), (b - a).square().sum()
-    if not factor > 0 or not bool(rest <= (1 - EXPLAINS) * apart):
+    rest, apart = np.square(b - factor * matched).sum(), np.square(b - a).sum()
+    if not factor > 0 or not rest <= (1 - EXPLAINS) * apart:
         return None
     return _Map(order, signs, factor)

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from divergence.analyses.tokens.measure import comparable_places
@@ -34,7 +35,8 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Explanation, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
-from divergence.numerics.logits import top_choices
+from divergence.numerics.arrays import wide
+from divergence.numerics.logits import log_softmax, top_choices
 from divergence.recording.api import make_run
 from divergence.recording.passes import can_anchor
 from divergence.recording.plant import FORWARDS, Plant, parse_plant
@@ -168,7 +170,7 @@ def explain_token(
             )
         injected = repeat(out=Path(folder, "injected"), plants=[*planted, *added])
         here = (group.index(place[0]), place[1])
-        rows: dict[str, torch.Tensor | None] = {
+        rows: dict[str, np.ndarray | None] = {
             "reference": ours,
             "candidate": theirs,
             "baseline": logits_row(baseline, *here),
@@ -183,7 +185,7 @@ def explain_token(
         injected.close()
     moved = margins[guilty] - margins[healthy]
     note, new, old = None, rows["baseline"], rows[healthy]
-    if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
+    if new is None or old is None or new.shape != old.shape or not np.array_equal(new, old):
         by = margins["baseline"] - margins[healthy]  # the repeated run has not the bits of its own
         path = str(own.path)
         note = fact("experiments.not_repeated", run=path, by=by, moved=moved, side=healthy)
@@ -226,9 +228,9 @@ def _closest(a: Run, b: Run) -> PromptStep | None:
     margins: dict[PromptStep, float] = {}
     for place in comparable_places(a, b):
         row = logits_row(a, *place)
-        if row is not None and row.numel() > 1 and logits_row(b, *place) is not None:
-            top = row.double().topk(2).values
-            margins[place] = float(top[0] - top[1])
+        if row is not None and len(row) > 1 and logits_row(b, *place) is not None:
+            second, first = np.partition(wide(row), -2)[-2:]
+            margins[place] = float(first - second)
     return min(margins, key=lambda place: margins[place], default=None)
 
 
@@ -266,18 +268,19 @@ def _alone(run: Run, group: list[int]) -> Run:
     return Run(run.path, manifest, [])
 
 
-def _margin(row: torch.Tensor | None, tokens: list[int]) -> float:
+def _margin(row: np.ndarray | None, tokens: list[int]) -> float:
     """Logit of the first token minus that of the second; nan where there is no such logit."""
     if row is None or max(tokens) >= row.shape[0]:
         return float("nan")
-    return float(row[tokens[0]].double() - row[tokens[1]].double())
+    first, second = wide(row[tokens[:2]])
+    return float(first - second)
 
 
-def _choice(token: int, row: torch.Tensor | None, runs: tuple[Run, Run]) -> TokenChoice:
+def _choice(token: int, row: np.ndarray | None, runs: tuple[Run, Run]) -> TokenChoice:
     texts = (run.manifest.tokens.texts.get(str(token)) for run in runs)
     logprob = float("nan")
     if row is not None and token < row.shape[0]:
-        logprob = float(row.double().log_softmax(0)[token])
+        logprob = float(log_softmax(row)[token])
     return TokenChoice(
         id=token, text=next((text for text in texts if text is not None), None), logprob=logprob
     )

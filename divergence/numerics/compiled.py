@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from llvmlite import ir
 from llvmlite.ir import IRBuilder, Value
 from numba import njit
@@ -429,24 +428,19 @@ def _channels(
             of_r[j] += r * r
 
 
-def row_sums(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None
-) -> torch.Tensor:
+def row_sums(a: Grid, b: Grid, truth: Grid, base: Grid | None = None) -> np.ndarray:
     """Thirteen sums per row, (13, T), numbered as divergence.numerics.pairs does."""
-    x, y, r = (stored(Grid(tensor)) for tensor in (a, b, truth))
+    x, y, r = (stored(grid) for grid in (a, b, truth))
     out = np.full((13, len(r)), np.nan)
     _rows(x, y, r, out)
     if base is not None:
-        _updates(x, y, r, stored(Grid(base)), out)
-    return torch.from_numpy(out)
+        _updates(x, y, r, stored(base), out)
+    return out
 
 
-def add_channels(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
-) -> None:
+def add_channels(a: Grid, b: Grid, truth: Grid, rows: np.ndarray, out: np.ndarray) -> None:
     """Adds ``rows`` to the columns ``out`` (6, D), see AgainstTruth."""
-    x, y, r = (stored(Grid(tensor)) for tensor in (a, b, truth))
-    _channels(x, y, r, rows.numpy(), out.numpy())
+    _channels(stored(a), stored(b), stored(truth), rows, out)
 
 
 # A tensor's summary, device digest and sketch, each in one compiled pass; definitions:

@@ -40,12 +40,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from divergence.numerics.arrays import as_array, wide
 from divergence.numerics.pairs import SINK_FACTOR
 from divergence.numerics.summaries import Projections, SumDtype, resolution
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
 
 if TYPE_CHECKING:
-    import torch
+    from divergence.numerics.arrays import Tensor
 
 
 _TWO_SIDED_95 = 1.959964
@@ -59,7 +60,7 @@ def estimate_pair(
     *,
     num_features: int,
     sums: SumDtype = "float64",
-    row_mask: torch.Tensor | None = None,
+    row_mask: Tensor | None = None,
     base: Projections | None = None,
 ) -> tuple[PairMetrics, RowMetrics, Estimate]:
     """From sketches of equal rows and k; ``row_mask``: True = measure, by row. ``sums``: the
@@ -78,7 +79,7 @@ def estimate_pair(
     usable = np.isfinite(d2) & np.isfinite(ref.norm) & np.isfinite(cand.norm)
     real = np.ones(len(d2), bool)
     if row_mask is not None:
-        real = row_mask.detach().cpu().reshape(-1).numpy().astype(bool)
+        real = as_array(row_mask).reshape(-1).astype(bool)
     kept = usable & real
     apart, variance = _with_pooled(ref, cand, gaps, apart, kept, num_features, sums)
     d2 = gaps + apart
@@ -144,9 +145,9 @@ class _Side:
     """One sketch in float64: its projections, its rows' norms and its pooled sums."""
 
     def __init__(self, sketch: Projections) -> None:
-        values = sketch.rows.numpy().astype(np.float64)
+        values = wide(sketch.rows)
         self.sums, self.norm = values[:, :-2], values[:, -2] + values[:, -1]
-        self.pooled = sketch.pooled.numpy().astype(np.float64)
+        self.pooled = wide(sketch.pooled)
 
 
 def _apart(a: _Side, b: _Side) -> np.ndarray:

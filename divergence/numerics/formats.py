@@ -22,6 +22,7 @@ import msgspec
 from divergence.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 FormatKind = Literal["float", "int", "bool", "complex"]
@@ -127,10 +128,11 @@ def format_named(name: str) -> Format:
     return form
 
 
-def format_of(dtype: torch.dtype) -> Format:
-    """The format of a torch dtype. Raises UsageError for dtypes that hold no plain number
-    per element (quantised, packed sub-byte)."""
-    form = FORMATS.get(str(dtype).removeprefix("torch."))
+def format_of(dtype: torch.dtype | np.dtype) -> Format:
+    """The format of a torch dtype, or of an array's (numerics.arrays). Raises UsageError for dtypes
+    that hold no plain number per element (quantised, packed sub-byte)."""
+    records = getattr(dtype, "names", None)
+    form = FORMATS.get(records[0] if records else str(dtype).removeprefix("torch."))
     if form is None:
         raise UsageError(
             f"tensors of dtype {dtype} cannot be compared number by number",

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
-from divergence.numerics.sums import BLOCK, Grid, run_split
+from divergence.numerics.arrays import as_array, wide
+from divergence.numerics.sums import BLOCK, Grid, num_threads, run_split
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.numerics.arrays import Tensor
 
 # KL and total variation of two distributions of which only the likeliest entries are known.
 #
@@ -137,6 +142,8 @@ def row_costs(a: torch.Tensor, b: torch.Tensor, following: Sequence[int]) -> Row
     Plain sums in float64: a KL is exact to some 1e-14 nats, far below what quantisation costs.
     Rows with a nan, a +inf or no finite logit have nan. Raises ValueError where shapes differ.
     """
+    import torch
+
     if a.shape != b.shape or len(following) != len(a):
         raise ValueError(f"shapes differ: {tuple(a.shape)}, {tuple(b.shape)}, {len(following)}")
     parts = []
@@ -158,9 +165,7 @@ def row_costs(a: torch.Tensor, b: torch.Tensor, following: Sequence[int]) -> Row
     return RowCosts(kl=columns[0], same_top=columns[1], logprob_a=columns[2], logprob_b=columns[3])
 
 
-def measure_logits(
-    a: torch.Tensor, b: torch.Tensor, row_mask: torch.Tensor | None = None
-) -> LogitsMetrics:
+def measure_logits(a: Tensor, b: Tensor, row_mask: Tensor | None = None) -> LogitsMetrics:
     """Metrics of logits b against a: rows (leading dims) × V, one row at a time or a few.
 
     ``row_mask``: bool per row, True = measure. Formulas, units and care: LogitsMetrics and
@@ -175,7 +180,7 @@ def measure_logits(
         raise ValueError("logits are real numbers")
     rows = np.arange(grid_a.num_rows)
     if row_mask is not None:
-        mask = row_mask.detach().cpu().reshape(-1).to(torch.bool).numpy()
+        mask = as_array(row_mask).reshape(-1).astype(bool)
         if len(mask) != len(rows):
             raise ValueError(f"the row mask has {len(mask)} entries for {len(rows)} rows")
         rows = rows[mask]
@@ -194,9 +199,8 @@ def measure_logits(
                 blocks.append(_measure_rows(x[usable], y[usable]))
         return blocks
 
-    threads = min(8, torch.get_num_threads())
     starts = range(0, len(rows), count)
-    measured = [block for part in run_split(work, starts, threads=threads) for block in part]
+    measured = [block for part in run_split(work, starts, threads=num_threads()) for block in part]
     if not measured:
         measured.append(_measure_rows(np.zeros((0, 1)), np.zeros((0, 1))))
     kl, same, overlap, margin, logprob_diff = (
@@ -216,20 +220,29 @@ def measure_logits(
     )
 
 
-def top_choices(row: torch.Tensor, k: int) -> list[tuple[int, float]]:
+def top_choices(row: Tensor, k: int) -> list[tuple[int, float]]:
     """The ``k`` most probable ids of one row of logits with their log-probabilities.
 
     log p_i = a_i - max - log Σ exp(a_j - max), in nats, float64. Ties: lowest id first.
     nan logits come last, with log-probability nan for all (their sum is nan).
     """
-    values = row.detach().cpu().reshape(-1).to(torch.float64).numpy()
+    values = wide(row).reshape(-1)
     order = _top(values[None, :], min(k, len(values)))[0]
     with np.errstate(all="ignore"):
         logprobs = values[order] - _logsumexp(values[None, :])[0]
     return [(int(at), float(value)) for at, value in zip(order, logprobs, strict=True)]
 
 
-def kl_divergence(a: torch.Tensor, b: torch.Tensor) -> float | None:
+def log_softmax(row: Tensor) -> np.ndarray:
+    """The log-probabilities of one row of logits (V,), in nats, float64."""
+    values = wide(row)
+    with np.errstate(all="ignore"):
+        shifted: np.ndarray = values - values.max()
+        log_probs: np.ndarray = shifted - np.log(np.exp(shifted).sum())
+    return log_probs
+
+
+def kl_divergence(a: Tensor, b: Tensor) -> float | None:
     """KL(A‖B) of two rows of logits (V,), in nats, float64; formula in the module docstring.
 
     None where the rows are of other lengths, or one has a nan, a +inf or no finite logit.
@@ -241,7 +254,7 @@ def kl_divergence(a: torch.Tensor, b: torch.Tensor) -> float | None:
         return float(_kl(*_log_ratio(x, y))[0])
 
 
-def logit_error(a: torch.Tensor, b: torch.Tensor) -> float | None:
+def logit_error(a: Tensor, b: Tensor) -> float | None:
     """rms(d - mean(d)), d = a - b, over a row of logits (V,), in logits, float64.
 
     The mean is taken off: a constant on all logits changes no probability and no choice,
@@ -255,10 +268,9 @@ def logit_error(a: torch.Tensor, b: torch.Tensor) -> float | None:
     return float((x[both] - y[both]).std()) if both.any() else None
 
 
-def _row(row: torch.Tensor) -> np.ndarray:
+def _row(row: Tensor) -> np.ndarray:
     """(V,) as (1, V) in float64."""
-    grid = Grid(row.reshape(1, -1))  # in portions for which torch starts no threads
-    return grid.load(slice(0, 1), slice(None), np.empty(row.numel()))
+    return wide(row).reshape(1, -1)
 
 
 def _usable(x: np.ndarray) -> np.ndarray:

@@ -28,10 +28,11 @@ import numpy as np
 import torch
 
 from divergence.errors import UsageError
+from divergence.numerics.arrays import as_tensor
 from divergence.numerics.formats import Format
 from divergence.numerics.summaries import sum_dtype_name
 from divergence.numerics.summary import Summary, summary_of
-from divergence.numerics.sums import Grid, Rows, Sums
+from divergence.numerics.sums import Grid, Rows, Sums, add_row_sums, row_sinks, usual_rows
 from divergence.numerics.ulp import MOST_STEPS, Tail, byte_keys
 
 _CHUNK = 1 << 22
@@ -110,7 +111,7 @@ class OnDevice:
 
     def __init__(self, a: Grid, b: Grid, base: Grid | None, device: torch.device) -> None:
         self._a, self._b, self._base, self._device = a, b, base, device
-        total = sum(g.torch.numel() * g.torch.element_size() for g in (a, b))
+        total = sum(grid.array.nbytes for grid in (a, b))
         self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] | None = (
             {} if total <= _KEPT_BYTES else None
         )
@@ -137,9 +138,7 @@ class OnDevice:
             yield part, x, y
 
     def _send(self, grid: Grid, rows: np.ndarray) -> torch.Tensor:
-        gapless = int(rows[-1]) - int(rows[0]) == len(rows) - 1
-        wanted = slice(int(rows[0]), int(rows[-1]) + 1) if gapless else torch.from_numpy(rows)
-        return sent(grid.torch[wanted], self._device)
+        return _rows_there(grid, rows, self._device)
 
     def _add(self, sums: Sums, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> None:
         a, b = x.double(), y.double()
@@ -235,6 +234,39 @@ class _OnDeviceCounts:
         bits = values.view({2: torch.int16, 4: torch.int32}[form.itemsize]).long()
         magnitude = bits & (2 ** (8 * form.itemsize - 1) - 1)
         return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def _rows_there(grid: Grid, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Some rows of a grid as they are stored, on the device."""
+    gapless = int(rows[-1]) - int(rows[0]) == len(rows) - 1
+    part = grid.array[int(rows[0]) : int(rows[-1]) + 1] if gapless else grid.array[rows]
+    return sent(as_tensor(part), device)
+
+
+def against_on_device(
+    grids: Sequence[Grid], kept: np.ndarray, device: torch.device
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What divergence.numerics.pairs adds up of two sides, the truth, and the block's input where
+    there is one: the rows' sums (13, T), which rows are sinks (T,), the columns (6, D)."""
+    count, columns = grids[0].num_rows, grids[0].num_cols
+    rows = max(1, _CHUNK // max(1, columns))
+    sums, channels = np.full((13, count), np.nan), np.zeros((6, columns))
+    for start in range(0, count, rows):
+        numbers = np.arange(start, min(start + rows, count))
+        x, y, r, *rest = (_rows_there(grid, numbers, device).double() for grid in grids)
+        out = torch.full((13, len(r)), math.nan, dtype=torch.float64, device=device)
+        add_row_sums(x, y, r, rest[0] if rest else None, out, lambda a, b: (a * b).sum(1))
+        sums[:, numbers] = out.cpu().numpy()
+    sink = row_sinks(np.sqrt(sums[0]), kept)
+    usual = np.flatnonzero(usual_rows(sums, kept, sink))
+    for start in range(0, len(usual), rows):
+        numbers = usual[start : start + rows]
+        x, y, r = (_rows_there(grid, numbers, device).double() for grid in grids[:3])
+        squares = [part.square() for part in (x - r, y - r, x - y, r)]
+        channels[:4] += torch.stack([part.sum(0) for part in squares]).cpu().numpy()
+        largest = torch.stack([part.amax(0) for part in squares[:2]]).cpu().numpy()
+        np.maximum(channels[4:], largest, out=channels[4:])
+    return sums, sink, channels
 
 
 Statistics = tuple["torch.Tensor", "torch.Tensor"]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 
-from divergence.numerics.formats import Format, format_named, format_of, is_float
+from divergence.numerics.arrays import as_array, wide
+from divergence.numerics.formats import Format, format_named, is_float
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.sums import (
     BLOCK,
     HIGH,
     LOW,
+    OUTLIER,
+    SINK_FACTOR,
     TOP_HIGH,
     TOP_LOW,
     Grid,
@@ -23,18 +24,28 @@ from divergence.numerics.sums import (
     RowMetrics,
     Rows,
     Sums,
+    add_row_sums,
     channel_ratios,
+    column_dots,
     columns_of_many,
     compute_dtype,
     gather,
+    num_threads,
     ratio,
     root_ratio,
     root_ratios,
     row_dots,
+    row_sinks,
     run_split,
     tiles,
+    usual_rows,
 )
 from divergence.numerics.ulp import count_ulp, distance_array, key_array, smallest_key, stored
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.numerics.arrays import Tensor
 
 # Every metric of a pair of tensors, in two streaming passes.
 #
@@ -52,20 +63,16 @@ from divergence.numerics.ulp import count_ulp, distance_array, key_array, smalle
 #
 # No thresholds here but the definition of a sink token: judging is compare's.
 
-SINK_FACTOR = 10.0
-"""A sink token's norm exceeds this many times the median row norm (massive activations:
-Sun et al., arXiv 2402.17762; attention sinks: Xiao et al., arXiv 2309.17453)."""
-
 ANGLE_SAFE = 0.5
 """Below this share of ‖d‖² at right angles to a, S = E - P²/A has lost a bit: sum it itself."""
 
 
 def measure_pair(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    row_mask: torch.Tensor | None = None,
-    base: torch.Tensor | None = None,
+    row_mask: Tensor | None = None,
+    base: Tensor | None = None,
     ulp_format: str | Format | None = None,
     threads: int | None = None,
     block: int = BLOCK,
@@ -77,7 +84,7 @@ def measure_pair(
     ``row_mask``: bool, one per row (any shape of that many elements), True = measure.
     ``base``: same shape as a, the block's input. ``ulp_format``: name or Format; by default
     the narrower of the two storage formats, if both are floats. ``threads``: default is
-    torch's own setting, 1 for small tensors. ``block``: elements per block.
+    that of numerics.sums, 1 for small tensors. ``block``: elements per block.
     ``kernel``: see numerics.kernels; formats that compiled loops do not read go numpy's way.
     ``device``: add up there instead (numerics.on_device), where float64's range is not left.
     Formulas, units and care: PairMetrics. Raises ValueError where shapes do not match.
@@ -90,7 +97,7 @@ def measure_pair(
     return pair.measure(tuple(a.shape), form or narrower(pair.a.format, pair.b.format))
 
 
-def check_shapes(a: torch.Tensor, **others: torch.Tensor | None) -> None:
+def check_shapes(a: Tensor, **others: Tensor | None) -> None:
     """Raises ValueError where one of ``others`` has another shape than the reference ``a``."""
     for name, other in others.items():
         if other is not None and other.shape != a.shape:
@@ -111,10 +118,10 @@ class _Pair:
 
     def __init__(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        base: torch.Tensor | None,
-        row_mask: torch.Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        base: Tensor | None,
+        row_mask: Tensor | None,
         *,
         threads: int | None,
         block: int,
@@ -140,12 +147,12 @@ class _Pair:
         self.real: Rows = slice(0, self.a.num_rows)
         self.padded: Rows = slice(0, 0)
         if row_mask is not None:
-            mask = row_mask.detach().cpu().reshape(-1).to(torch.bool).numpy()
+            mask = as_array(row_mask).reshape(-1).astype(bool)
             if len(mask) != self.a.num_rows:
                 raise ValueError(f"the row mask has {len(mask)} entries for {self.a.num_rows} rows")
             if not mask.all():
                 self.real, self.padded = np.flatnonzero(mask), np.flatnonzero(~mask)
-        self.threads = threads or (1 if a.numel() < 8 * BLOCK else min(8, torch.get_num_threads()))
+        self.threads = threads or (1 if self.a.array.size < 8 * BLOCK else num_threads())
         self.block = block
         self.row_a, self.row_d, self.row_update = np.zeros((3, self.a.num_rows))
         self.row_finite = np.zeros(self.a.num_rows, bool)
@@ -401,25 +408,25 @@ _EVERY = slice(None)
 
 
 def measure_many(
-    a: torch.Tensor, b: torch.Tensor, *, base: torch.Tensor | None = None
+    a: Tensor, b: Tensor, *, base: Tensor | None = None
 ) -> list[tuple[PairMetrics, RowMetrics] | None]:
     """Metrics of each b[n] against a[n], (N, …): measure_pair(a[n], b[n], base=base[n]) of each.
 
     None for a pair that measure_pair must take. Raises ValueError where shapes differ.
     """
     check_shapes(a, candidate=b, base=base)
-    large = a[:1].numel() > MOST_NUMEL
-    if large or not a.numel() or a.is_complex() or b.is_complex():
-        return [None] * len(a)
+    x, y = as_array(a), as_array(b)
+    if x[:1].size > MOST_NUMEL or not x.size or "c" in (x.dtype.kind, y.dtype.kind):
+        return [None] * len(x)
     with np.errstate(all="ignore"):
-        return _Block(a, b, base).measure()
+        return _Block(x, y, None if base is None else as_array(base)).measure()
 
 
 class _Block:
     """One call of measure_many. Arrays are (N,), (N, T) or (N, D) unless said otherwise; ``good``:
     the pairs that are measured here."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, base: torch.Tensor | None) -> None:
+    def __init__(self, a: np.ndarray, b: np.ndarray, base: np.ndarray | None) -> None:
         self.shape = tuple(a.shape[1:])
         self.columns = a.shape[-1] if a.ndim > 1 else 1
         self.count, self.rows = len(a), math.prod(a.shape[1:-1])
@@ -695,8 +702,6 @@ def median(ordered: np.ndarray) -> np.ndarray:
 # 10 × the median, see numerics.pair) and rows whose error is over 8 × the median row's count in
 # the rows, not in the columns: one bad token is no bad channel.
 
-_OUTLIER = 8.0
-"""A row is left out of the columns when its relative error exceeds this many medians."""
 _CHUNK_NUMEL = 1 << 18
 """Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
 
@@ -763,20 +768,20 @@ def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
 
 
 def against_many(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None = None
+    a: Tensor, b: Tensor, truth: Tensor, base: Tensor | None = None
 ) -> list[AgainstTruth | None]:
     """``measure_against`` of each of N tensors of one shape, (N, …); None for one that holds a nan
     or inf, or whose squares leave float64. ``b`` may be ``a`` itself: equal sides take half the
     work."""
     columns = a.shape[-1] if a.ndim > 1 else 1
-    count = len(a)
-    if not a.numel():
+    count, numel = len(a), math.prod(a.shape)
+    if not numel:
         return [None] * count
-    sums = np.zeros((13, a.numel() // columns))
+    sums = np.zeros((13, numel // columns))
     with np.errstate(all="ignore"):
-        x, r, *rest = (_wide(t, columns) for t in (a, truth, base) if t is not None)
-        y = x if b is a else _wide(b, columns)
-        terms = _row_sums(x, y, r, rest[0] if rest else None, sums, row_dots)
+        x, r, *rest = (wide(t).reshape(-1, columns) for t in (a, truth, base) if t is not None)
+        y = x if b is a else wide(b).reshape(-1, columns)
+        terms = add_row_sums(x, y, r, rest[0] if rest else None, sums, row_dots)
         by_pair = sums.reshape(13, count, -1)
         sink, unusual = _apart(by_pair)
         channels = np.zeros((count, 6, columns))
@@ -810,12 +815,6 @@ def against_many(
     ]
 
 
-def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
-    """Rows in float64: a view where that is the tensor's own. Never write to it."""
-    grid = Grid(tensor.reshape(-1, columns))
-    return grid.load(slice(0, grid.num_rows), slice(None), np.empty(tensor.numel()))
-
-
 def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of N pairs' rows (13, N, T): the sinks, and what stays out of the columns, (N, T)."""
     norms = np.sqrt(sums[0])
@@ -825,7 +824,7 @@ def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     size = np.sqrt(sums[1:3].max(axis=0) / np.maximum(sums[0], 1e-300))
     ordered = np.sort(np.where(sink, math.nan, size), axis=1)
     middles = np.maximum((~sink).sum(axis=1) - 1, 0) // 2
-    limit = _OUTLIER * np.take_along_axis(ordered, middles[:, None], 1)
+    limit = OUTLIER * np.take_along_axis(ordered, middles[:, None], 1)
     return sink, sink | ((size > limit) & (limit > 0))
 
 
@@ -850,152 +849,88 @@ def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, Any]:
 
 
 def measure_against(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    truth: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    truth: Tensor,
     *,
-    row_mask: torch.Tensor | None = None,
-    base: torch.Tensor | None = None,
+    row_mask: Tensor | None = None,
+    base: Tensor | None = None,
     kernel: Kernel = "numpy",
     device: torch.device | None = None,
 ) -> AgainstTruth:
     """Both sides against ``truth``; all of one shape, any float dtype.
 
     ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x. ``kernel``: see
-    numerics.kernels; formats that compiled loops do not read go torch's way. ``device``: add up
+    numerics.kernels; formats that compiled loops do not read go numpy's way. ``device``: add up
     there instead.
     Raises ValueError where shapes differ.
     """
     check_shapes(a, candidate=b, truth=truth, base=base)
     columns = a.shape[-1] if a.ndim else 1
-    plain = device is None and row_mask is None and kernel == "numpy"
-    if plain and 0 < a.numel() <= _CHUNK_NUMEL:
-        small = against_many(a[None], b[None], truth[None], None if base is None else base[None])
+    x, y, r, *rest = (as_array(t) for t in (a, b, truth, base) if t is not None)
+    if device is None and row_mask is None and kernel == "numpy" and 0 < x.size <= _CHUNK_NUMEL:
+        small = against_many(x[None], y[None], r[None], rest[0][None] if rest else None)
         if small[0] is not None:
             return small[0]
-    x, y, r = (t.reshape(-1, columns) for t in (a, b, truth))
-    start = None if base is None else base.reshape(-1, columns)
-    count = x.shape[0]
-    kept = torch.ones(count, dtype=torch.bool)
+    x, y, r, *rest = (t.reshape(-1, columns) for t in (x, y, r, *rest))
+    kept = np.ones(len(x), bool)
     if row_mask is not None:
-        kept &= row_mask.reshape(-1).to(torch.bool)
-    forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
-    if device is None and chosen(kernel, *forms) == "compiled":
-        from divergence.numerics.compiled import add_channels, row_sums
-
-        sums = row_sums(x, y, r, start)
-        sink = _against_sinks(sums[0].sqrt(), kept)
-        usual = kept & sums[:4].isfinite().all(0) & ~sink
-        usual[_outliers(sums, usual)] = False
-        channels = torch.zeros(6, columns, dtype=torch.float64)
-        add_channels(x, y, r, usual.nonzero().flatten(), channels)
-    else:
-        sums, sink, channels = _in_chunks(x, y, r, start, kept, device)
-    good = kept & sums[:4].isfinite().all(0)
+        kept &= as_array(row_mask).reshape(-1).astype(bool)
+    grids = [Grid(t) for t in (x, y, r, *rest)]
     with np.errstate(all="ignore"):
-        derived = _derived(sums[:, good].numpy(), with_base=base is not None)
+        if device is not None:
+            from divergence.numerics.on_device import against_on_device
+
+            sums, sink, channels = against_on_device(grids, kept, device)
+        elif chosen(kernel, *(grid.format for grid in grids)) == "compiled":
+            from divergence.numerics.compiled import add_channels, row_sums
+
+            sums = row_sums(*grids)
+            sink, channels = row_sinks(np.sqrt(sums[0]), kept), np.zeros((6, columns))
+            usual = usual_rows(sums, kept, sink)
+            add_channels(grids[0], grids[1], grids[2], np.flatnonzero(usual), channels)
+        else:
+            sums, sink, channels = _in_chunks(grids, kept)
+        good = kept & np.isfinite(sums[:4]).all(axis=0)
+        derived = _derived(sums[:, good], with_base=base is not None)
     return AgainstTruth(
         **derived,
-        sink=sink[good].numpy(),
-        channels=channels.numpy(),
-        peaks=channels.numpy()[:3].max(axis=1, initial=0.0),
-        row_index=good.nonzero().flatten().numpy(),
+        sink=sink[good],
+        channels=channels,
+        peaks=channels[:3].max(axis=1, initial=0.0),
+        row_index=np.flatnonzero(good),
         alike=np.ones(int(good.sum()), bool),
     )
 
 
-def _in_chunks(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
-    kept: torch.Tensor, device: torch.device | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rows' sums (13, T), which rows are sinks (T,), the columns (6, D), in torch."""
-    count, columns = truth.shape
-    chunk = _CHUNK_NUMEL if device is None else 1 << 22
-    rows = max(1, chunk // max(1, columns))
+def _in_chunks(grids: list[Grid], kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rows' sums (13, T), which rows are sinks (T,), the columns (6, D). ``grids``: both sides,
+    the truth, and the block's input where there is one."""
+    count, columns = grids[0].num_rows, grids[0].num_cols
+    rows = max(1, _CHUNK_NUMEL // max(1, columns))
+    buffers: np.ndarray = np.empty((4, rows * columns))
+    sums, channels = np.full((13, count), np.nan), np.zeros((6, columns))
 
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        if device is None:
-            return tensor.double()
-        from divergence.numerics.on_device import sent
+    def chunk(numbers: Rows) -> list[np.ndarray]:
+        loads = zip(grids, buffers, strict=False)
+        return [grid.load(numbers, slice(0, columns), buffer) for grid, buffer in loads]
 
-        return sent(tensor, device).double()
-
-    norms = [wide(part).norm(dim=1).cpu() for part in torch.split(truth, rows)]
-    sink = _against_sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
-    sums = torch.full((13, count), float("nan"), dtype=torch.float64)
-    channels = torch.zeros(6, columns, dtype=torch.float64)
     for start in range(0, count, rows):
-        part = slice(start, start + rows)
-        x, y, r = (wide(t[part]) for t in (a, b, truth))
-        part_sums = torch.full((13, len(r)), float("nan"), dtype=torch.float64, device=r.device)
-        _row_sums(x, y, r, None if base is None else wide(base[part]), part_sums, _dots)
-        sums[:, part] = part_sums.cpu()
-        good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
-        good = good.to(r.device)
-        _add_columns(x[good], y[good], r[good], channels)
-    usual = kept & sums[:4].isfinite().all(0) & ~sink
-    bad = _outliers(sums, usual)
-    if len(bad):
-        usual[bad] = False
-        channels.zero_()
-        for numbers in torch.split(usual.nonzero().flatten(), rows):
-            _add_columns(wide(a[numbers]), wide(b[numbers]), wide(truth[numbers]), channels)
+        part = slice(start, min(start + rows, count))
+        x, y, r, *rest = chunk(part)
+        add_row_sums(x, y, r, rest[0] if rest else None, sums[:, part], row_dots)
+    sink = row_sinks(np.sqrt(sums[0]), kept)
+    usual = np.flatnonzero(usual_rows(sums, kept, sink))
+    for start in range(0, len(usual), rows):
+        numbers = usual[start : start + rows]
+        gapless = int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1
+        x, y, r, *_ = chunk(slice(int(numbers[0]), int(numbers[-1]) + 1) if gapless else numbers)
+        for number, term in enumerate((x - r, y - r, x - y, r)):
+            channels[number] += column_dots(term, term)
+            if number < 2:
+                largest = np.square(np.maximum(term.max(axis=0), -term.min(axis=0)))
+                np.maximum(channels[4 + number], largest, out=channels[4 + number])
     return sums, sink, channels
-
-
-def _against_sinks(norms: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    usual = norms[kept & norms.isfinite()]
-    limit = SINK_FACTOR * float(usual.median()) if len(usual) else 0.0
-    return norms > limit if limit > 0 else torch.zeros(len(norms), dtype=torch.bool)
-
-
-def _add_columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, out: torch.Tensor) -> None:
-    """What rows add to the columns ``out`` (6, D)."""
-    squares = [part.square() for part in (a - truth, b - truth, a - b, truth)]
-    out[:4] += torch.stack([part.sum(0) for part in squares]).cpu()
-    if len(a):
-        largest = torch.stack([part.amax(0) for part in squares[:2]]).cpu()
-        torch.maximum(out[4:], largest, out=out[4:])
-
-
-def _row_sums(a: Any, b: Any, r: Any, base: Any, out: Any, dots: Callable[..., Any]) -> Any:
-    """Thirteen sums per row, (T, D) → out (13, T), of arrays or of tensors. ``b`` may be ``a``
-    itself: equal sides take half the work. Returns what the first four rows of channels are the
-    squares of, by row."""
-    terms = {3: r}
-    update = None if base is None else r - base
-    for number, side in enumerate((a,) if b is a else (a, b), 1):
-        error = terms[number - 1] = side - r
-        out[number], out[3 + number] = dots(error, error), dots(error, r)
-        if update is not None:
-            out[6 + number] = dots(error, update)
-        square = error * error
-        out[10 + number] = dots(square, square)
-    square = r * r
-    out[0], out[9] = dots(r, r), dots(square, square)
-    if update is not None:
-        out[6] = dots(update, update)
-        update *= update
-        out[10] = dots(update, update)
-    if b is a:
-        out[[2, 5, 8, 12]], out[3] = out[[1, 4, 7, 11]], 0.0
-    else:
-        terms[2] = a - b
-        out[3] = dots(terms[2], terms[2])
-    return terms
-
-
-def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a * b).sum(1)
-
-
-def _outliers(sums: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
-    """Numbers of the usual rows in which one side's error is far above the median row's."""
-    size = (sums[1:3].amax(0) / sums[0].clamp_min(1e-300)).sqrt()
-    if not bool(usual.any()):
-        return usual.nonzero().flatten()
-    limit = _OUTLIER * size[usual].median()
-    return (usual & (size > limit) & (limit > 0)).nonzero().flatten()
 
 
 def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from divergence.numerics.arrays import as_array, as_tensor
 from divergence.numerics.formats import FORMATS, Format, format_of
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.sums import Grid
 
 if TYPE_CHECKING:
     import torch
+
+    from divergence.numerics.arrays import Tensor
 
 
 # A digest of a tensor's bytes by integer operations alone, on whatever device the tensor is.
@@ -46,23 +49,57 @@ _TOGETHER = 1 << 18
 
 def fold_tensor(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> str:
     """The digest, 32 hex digits. Waits for the device. ``kernel``: of a host's tensors."""
-    return folds_of([fold_sums(tensor, kernel=kernel)])[0]
+    if tensor.device.type == "cpu":
+        return fold_array(as_array(tensor), kernel=kernel)
+    return folds_of([fold_sums(tensor)])[0]
+
+
+def fold_array(array: np.ndarray, *, kernel: Kernel = "numpy") -> str:
+    """The digest of a tensor on the host."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    num_bytes = len(data)
+    if num_bytes % 4 or data.ctypes.data % 4:
+        data = np.concatenate([data, np.zeros(-num_bytes % 4, np.uint8)])
+    words = [data.view(np.int32)] * 2  # of each hash
+    if kernel == "compiled":
+        from divergence.numerics.compiled import chunk_sums
+
+        sums = list(np.ascontiguousarray(chunk_sums(words[0], _host_multipliers()).T))
+    else:
+        sums = _chunk_dots(words)
+    while len(sums[0]) > 1:  # of each sum the chunks' results in turn
+        sums = _chunk_dots([row.view(np.int32) for row in sums])
+    return _digest([int(row[0]) if len(row) else 0 for row in sums], num_bytes)
+
+
+def _chunk_dots(words: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of each hash's words the sum of each chunk, as int64. numpy's product of two vectors of
+    integers is three times as fast as torch's two steps."""
+    sums = []
+    for own, row in zip(words, _host_multipliers().view(np.uint64), strict=True):
+        parts = [own[at : at + CHUNK] for at in range(0, len(own), CHUNK)]
+        wide = [np.dot(part.astype(np.int64).view(np.uint64), row[: len(part)]) for part in parts]
+        sums.append(np.array(wide, np.uint64).view(np.int64))
+    return sums
+
+
+def _digest(sums: Sequence[int], num_bytes: int) -> str:
+    return "".join(
+        f"{mixed((value & MASK64) + SEEDS[1 - at] * num_bytes):016x}"
+        for at, value in enumerate(sums)
+    )
 
 
 def fold_many(buffers: Sequence[memoryview], *, kernel: Kernel = "numpy") -> list[str]:
     """``fold_tensor`` of the tensor behind each buffer (its bytes, row-major), faster where many
     are small."""
-    import torch
-
     folds = [""] * len(buffers)
     alike: dict[int, list[int]] = {}
     for index, buffer in enumerate(buffers):
         if 0 < buffer.nbytes <= 4 * _FEW_WORDS:
             alike.setdefault(buffer.nbytes, []).append(index)
         else:
-            array = np.frombuffer(buffer, np.uint8)
-            array = array if array.flags.writeable else array.copy()  # torch warns of others
-            folds[index] = fold_tensor(torch.from_numpy(array), kernel=kernel)
+            folds[index] = fold_array(np.frombuffer(buffer, np.uint8), kernel=kernel)
     for num_bytes, members in alike.items():
         step = max(1, _TOGETHER // -(-num_bytes // 4))
         for start in range(0, len(members), step):
@@ -71,7 +108,7 @@ def fold_many(buffers: Sequence[memoryview], *, kernel: Kernel = "numpy") -> lis
             pieces = [buffers[at] for at in part]
             joined = padding.join([*pieces, b""]) if padding else b"".join(pieces)
             words = np.frombuffer(joined, np.int32).reshape(len(part), -1)
-            multipliers = _multipliers("cpu").numpy().view(np.uint64)[:, : words.shape[1]]
+            multipliers = _host_multipliers().view(np.uint64)[:, : words.shape[1]]
             sums = np.dot(words.astype(np.int64).view(np.uint64), multipliers.T)
             lengths = np.array([seed * num_bytes & MASK64 for seed in reversed(SEEDS)], np.uint64)
             with np.errstate(over="ignore"):
@@ -91,10 +128,10 @@ def is_exact_on(device: str) -> bool:
     import torch
 
     words = stream(SEEDS[0], CHUNK + 77).view("int64")
-    return fold_tensor(torch.from_numpy(words).to(device)) == _KNOWN
+    return folds_of([fold_sums(torch.from_numpy(words).to(device))]) == [_KNOWN]
 
 
-def fold_sums(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> tuple[torch.Tensor, int]:
+def fold_sums(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(both sums as int64 on the tensor's device, number of bytes): nothing is waited for."""
     import torch
 
@@ -105,7 +142,7 @@ def fold_sums(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> tuple[torch.
     num_bytes = tensor.numel() * tensor.element_size()
     words = _words(tensor)
     while True:
-        words = _chunks(words, kernel)  # (chunks, 2 sums)
+        words = _chunks(words)  # (chunks, 2 sums)
         if len(words) <= 1:
             break
         # of each sum the chunks' results in turn: two inputs, one for each hash
@@ -121,13 +158,7 @@ def folds_of(sums: list[tuple[torch.Tensor, int]]) -> list[str]:
     if not sums:
         return []
     host = torch.stack([total for total, _ in sums]).cpu().tolist()
-    return [
-        "".join(
-            f"{mixed((value & MASK64) + SEEDS[1 - at] * num_bytes):016x}"
-            for at, value in enumerate(values)
-        )
-        for values, (_, num_bytes) in zip(host, sums, strict=True)
-    ]
+    return [_digest(values, num_bytes) for values, (_, num_bytes) in zip(host, sums, strict=True)]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +175,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int32)
 
 
-def _chunks(words: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+def _chunks(words: torch.Tensor) -> torch.Tensor:
     """Both sums of each chunk, (chunks, 2). ``words``: of the bytes, or (2, words) where each
     hash has an input of its own."""
     import torch
@@ -153,15 +184,10 @@ def _chunks(words: torch.Tensor, kernel: Kernel) -> torch.Tensor:
     words = words if each else words[None]
     count = words.shape[-1]
     multipliers = _multipliers(str(words.device))  # (2, CHUNK)
-    if kernel == "compiled" and not each and words.device.type == "cpu":
-        from divergence.numerics.compiled import chunk_sums
-
-        return torch.from_numpy(chunk_sums(words[0].numpy(), multipliers.numpy()))
     results = []
     whole = count // CHUNK
-    step = 1 if words.device.type == "cpu" else _AT_ONCE  # there, what stays in cache
-    for start in range(0, whole, step):
-        part = words[:, start * CHUNK : min(start + step, whole) * CHUNK]
+    for start in range(0, whole, _AT_ONCE):
+        part = words[:, start * CHUNK : min(start + _AT_ONCE, whole) * CHUNK]
         results.append(_sums(part.reshape(len(words), -1, CHUNK), multipliers, each=each))
     if whole * CHUNK < count:
         rest = words[:, None, whole * CHUNK :]
@@ -175,25 +201,22 @@ def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torc
     import torch
 
     wide = words.to(torch.int64)  # (1 or 2, chunks, words)
-    if wide.device.type == "cpu" and wide.shape[1] == 1:
-        # numpy's product of two integer vectors is three times as fast as torch's two steps
-        rows = [wide[at if each else 0, 0].numpy().view("uint64") for at in range(2)]
-        products = [
-            np.dot(row, multiplier.numpy().view("uint64"))
-            for row, multiplier in zip(rows, multipliers, strict=True)
-        ]
-        return torch.tensor([[int(product.view("int64")) for product in products]])
     return torch.stack(
         [(wide[at if each else 0] * multipliers[at]).sum(-1) for at in range(2)], dim=-1
     )
+
+
+@functools.cache
+def _host_multipliers() -> np.ndarray:
+    """int64 (2, CHUNK)."""
+    return np.stack([stream(seed, CHUNK) for seed in SEEDS]).view(np.int64)
 
 
 @functools.lru_cache(maxsize=8)
 def _multipliers(device: str) -> torch.Tensor:
     import torch
 
-    host = np.stack([stream(seed, CHUNK) for seed in SEEDS]).view(np.int64)
-    return torch.from_numpy(host).to(device)
+    return torch.from_numpy(_host_multipliers()).to(device)
 
 
 MASK64 = (1 << 64) - 1
@@ -270,26 +293,25 @@ _UNIT = 2.0**-24
 class Projections(NamedTuple):
     """A sketch, float32."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """(rows, k + 2): projections, and the norm as high and low part."""
-    pooled: torch.Tensor
+    pooled: Tensor
     """(blocks, K): sums of all rows of a block. K = 0: none."""
 
     def joined(self) -> torch.Tensor:
         """As it is stored: the rows, or all on one axis where there are pooled sums."""
         import torch
 
-        if not self.pooled.numel():
-            return self.rows
-        return torch.cat([self.rows.reshape(-1), self.pooled.reshape(-1)])
+        rows, pooled = as_tensor(self.rows), as_tensor(self.pooled)
+        return torch.cat([rows.reshape(-1), pooled.reshape(-1)]) if pooled.numel() else rows
 
     @classmethod
-    def of(cls, stored: torch.Tensor, shape: Sequence[int], k: int, num_pooled: int) -> Projections:
+    def of(cls, stored: Tensor, shape: Sequence[int], k: int, num_pooled: int) -> Projections:
         """``joined()`` taken apart, of a tensor of ``shape``."""
         num_blocks = grid_of(shape)[0]
         flat = stored.reshape(-1)
         end = len(flat) - num_blocks * num_pooled
-        return cls(flat[:end].view(-1, k + 2), flat[end:].view(num_blocks, num_pooled))
+        return cls(flat[:end].reshape(-1, k + 2), flat[end:].reshape(num_blocks, num_pooled))
 
 
 def grid_of(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -443,7 +465,7 @@ def sketch_many(
             stack = elements(dtype, joined).view(len(part), features)
             numbers = np.zeros(len(part), np.int64)
             sketched = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
-            for index, row in zip(part, torch.split(sketched.rows, 1), strict=True):
+            for index, row in zip(part, torch.split(as_tensor(sketched.rows), 1), strict=True):
                 results[index] = Projections(row, sketched.pooled)
     return [result for result in results if result is not None]
 

@@ -6,7 +6,7 @@ squares are taken in float32 only where the largest magnitude keeps them in rang
 (2^-40 .. 2^50), and are scaled by a power of two before squaring elsewhere, so that
 1e30 in bfloat16 and subnormals come out right to 1e-6 relative.
 
-torch is imported on the first call, not with this module: records name ``Summary``.
+numpy is imported on the first call, not with this module: records name ``Summary``.
 
 ``summarize_many``: a decode step leaves many small tensors of one shape. Summarised one by one,
 each costs more interpreter time than arithmetic; stacked, they share it. The arithmetic is that of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from divergence.numerics.arrays import Tensor
     from divergence.numerics.sums import Grid
 
     Buffer = bytes | bytearray | memoryview
@@ -77,7 +78,7 @@ def summary_of(
     return Summary(min=low, max=high, mean=mean, rms=rms, absmax=top, **counts)
 
 
-def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
+def summarize(tensor: Tensor, *, kernel: Kernel = "numpy") -> Summary:
     """Summary of ``tensor`` (any device, any dtype of divergence.numerics.formats).
 
     mean = Σx / n and rms = sqrt(Σx² / n) over the n finite elements, in the tensor's own
@@ -86,13 +87,14 @@ def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     numerics.kernels; what compiled loops do not read goes numpy's way.
     """
     import numpy as np
-    import torch
 
+    from divergence.numerics.arrays import as_array, wide
     from divergence.numerics.sums import BLOCK, Grid, compute_dtype
 
-    if tensor.is_complex():
-        tensor = tensor.detach().to(dtype=torch.complex128).abs()
-    grid = Grid(tensor.reshape(1, -1))
+    array = as_array(tensor)
+    if array.dtype.kind == "c":
+        array = np.abs(wide(array))
+    grid = Grid(array.reshape(1, -1))
     if chosen(kernel, grid.format) == "compiled":
         summary = summarize_rows(grid)[0]
         if summary is not None:
@@ -134,7 +136,6 @@ class _Tally:
 
     def add(self, block: np.ndarray) -> None:
         import numpy as np
-        import torch
 
         from divergence.numerics.sums import row_dots
 
@@ -164,10 +165,7 @@ class _Tally:
             self.squares = math.ldexp(self.squares, 2 * shift)
             self.exponent = exponent
         shift = exponent - self.exponent
-        flat = torch.from_numpy(block).reshape(-1)
-        pieces = torch.split(flat, 32767)  # on which torch starts no threads
-        total = sum((float(piece.sum(dtype=torch.float64)) for piece in pieces), 0.0)
-        self.total += math.ldexp(total, shift)
+        self.total += math.ldexp(float(block.sum(dtype=np.float64)), shift)
         squares = row_dots(block, block)[0]
         self.squares += math.ldexp(float(squares), 2 * shift)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 import numpy as np
 
+from divergence.numerics.arrays import as_array, bits_of, wide, widen
 from divergence.numerics.formats import Format, format_of
 
 if TYPE_CHECKING:
-    import torch
+    from divergence.numerics.arrays import Tensor
 
 
 # What is known of a pair of tensors after measuring it: one frozen record, no methods.
@@ -138,23 +140,20 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
 # float64 (integers beyond 2^53 are rounded there, and nowhere else).
 #
 # Arithmetic on blocks is numpy's: its loops release the interpreter lock and start no
-# threads of their own. torch is used where numpy lacks the dtype.
+# threads of their own. A dtype that numpy lacks is widened by its bits (numerics.arrays).
 #
 # ``run_split`` shares blocks out between threads: numpy's loops release the interpreter lock, so
-# threads scale. torch's own threads are left alone (a parallel region per 31k elements costs more
-# than the work).
+# threads scale.
 
 BLOCK = 128 * 1024
 """Elements in a block: large enough that calling numpy (about 40 us a block) costs little, small
 enough for a core's caches."""
 
-_TORCH_GRAIN = 32768
-"""Below this many elements torch starts no threads of its own (at::internal::GRAIN_SIZE): a
-parallel region costs more than it saves here, and stalls for milliseconds on a busy machine."""
-
 _SEGMENT = 2048
 """Longest run of products summed in the block's own precision; longer sums are carried on in
 float64. BLAS' dot keeps at least 16 running sums, so float32 stays near 2^-24 · sqrt(128)."""
+
+_MOST_THREADS = 8
 
 Rows = slice | np.ndarray
 """Which rows of a grid: a slice, or row numbers where a mask leaves gaps."""
@@ -168,32 +167,23 @@ class Grid:
     complex vector, real part.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        import torch
-
-        self.format: Format = format_of(tensor.dtype)
-        tensor = tensor.detach()
-        if tensor.device.type != "cpu":
-            tensor = tensor.cpu()
+    def __init__(self, tensor: Tensor) -> None:
+        array = as_array(tensor)
+        self.format: Format = format_of(array.dtype)
         self.scale = 1.0  # float64 only: a power of two that load() multiplies by
         self.width = 1
         if self.format.kind == "complex":
-            tensor = torch.view_as_real(tensor.resolve_conj()).flatten(-2)
+            array = np.ascontiguousarray(array).view(f"f{self.format.itemsize // 2}")
             self.width = 2
-        tensor = tensor.resolve_neg().contiguous()
-        self.num_cols = tensor.shape[-1] if tensor.ndim else 1
-        self.num_rows = math.prod(tensor.shape[:-1])
-        self.torch = tensor.view(self.num_rows, self.num_cols)
-        # numpy's views of the bit patterns and, where numpy should read the dtype, the values
-        self._values: np.ndarray | None = None
-        if self.format.name in ("bfloat16", "float16"):  # which numpy converts ten times slower
-            self.bits: np.ndarray = self.torch.view(torch.int16).numpy()
-        elif self.format.name.startswith("float8"):
-            self.bits = self.torch.view(torch.uint8).numpy()
-        else:
-            values = self._values = self.torch.numpy()
-            is_bool = self.format.name == "bool"
-            self.bits = values if is_bool else values.view(f"i{values.itemsize}")
+        self.num_cols = array.shape[-1] if array.ndim else 1
+        self.num_rows = math.prod(array.shape[:-1])
+        self.array: np.ndarray = np.ascontiguousarray(array).reshape(self.num_rows, self.num_cols)
+        self.bits: np.ndarray = (
+            self.array.view(f"i{self.array.itemsize}") if self.width == 2 else bits_of(self.array)
+        )
+        # the values, where numpy has the dtype and converts it as fast as its bits
+        widened = self.array.dtype.names is not None or self.format.name == "float16"
+        self._values: np.ndarray | None = None if widened else self.array
 
     def load(self, rows: Rows, cols: slice, out: np.ndarray) -> np.ndarray:
         """The block ``[rows, cols]`` in ``out``'s dtype: a view where that is the tensor's
@@ -201,28 +191,18 @@ class Grid:
         if self._values is not None and self._values.dtype == out.dtype:
             values = self._values[rows, cols]
             return values if self.scale == 1.0 else values * self.scale
-        source = self.bits if self._values is None else self._values
-        part = source[rows, cols]
+        part = (self.bits if self._values is None else self._values)[rows, cols]
         block = out[: part.size].reshape(part.shape)
         if self._values is not None:
             np.copyto(block, part, casting="unsafe")
-        elif self.format.name == "bfloat16" and out.dtype == np.float32:
-            # bfloat16 is the upper half of a float32.
-            np.left_shift(part, 16, out=block.view(np.int32), dtype=np.int32)
         else:
-            import torch
-
-            flat_part = part.reshape(-1) if part.flags.c_contiguous else part.ravel()
-            stored = torch.from_numpy(flat_part).view(self.torch.dtype)
-            flat = block.reshape(-1)
-            for start in range(0, len(flat), _TORCH_GRAIN):
-                piece = slice(start, start + _TORCH_GRAIN)
-                torch.from_numpy(flat[piece]).copy_(stored[piece])
+            widen(part, self.format, block)
         return block if self.scale == 1.0 else np.multiply(block, self.scale, out=block)
 
     def at(self, flat: int) -> float:
         """One element by its row-major number, unscaled."""
-        return float(self.torch[divmod(flat, self.num_cols)])
+        row, col = divmod(flat, self.num_cols)
+        return float(wide(self.array[row : row + 1, col : col + 1])[0, 0])
 
 
 def compute_dtype(*formats: Format) -> type[np.float32] | type[np.float64]:
@@ -300,6 +280,14 @@ class Divisible(Protocol):
 
 Items = TypeVar("Items", bound=Divisible)
 Result = TypeVar("Result")
+
+
+def num_threads() -> int:
+    """How many look at tensors side by side: OMP_NUM_THREADS, or one a processor of this process,
+    eight at most."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(_MOST_THREADS, int(text) if text.isdecimal() else own or 1))
 
 
 def run_split(work: Callable[[Items], Result], items: Items, *, threads: int) -> list[Result]:
@@ -638,3 +626,63 @@ def standard_error(values: np.ndarray) -> float:
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
+
+
+# The sums against a truth, and which rows count in the columns (numerics.pairs).
+
+SINK_FACTOR = 10.0
+"""A sink token's norm exceeds this many times the median row norm (massive activations:
+Sun et al., arXiv 2402.17762; attention sinks: Xiao et al., arXiv 2309.17453)."""
+
+OUTLIER = 8.0
+"""A row is left out of the columns when its relative error exceeds this many medians."""
+
+
+def add_row_sums(a: Any, b: Any, r: Any, base: Any, out: Any, dots: Callable[..., Any]) -> Any:
+    """Thirteen sums per row, (T, D) → out (13, T), of arrays or of tensors. ``b`` may be ``a``
+    itself: equal sides take half the work. Returns what the first four rows of channels are the
+    squares of, by row."""
+    terms = {3: r}
+    update = None if base is None else r - base
+    for number, side in enumerate((a,) if b is a else (a, b), 1):
+        error = terms[number - 1] = side - r
+        out[number], out[3 + number] = dots(error, error), dots(error, r)
+        if update is not None:
+            out[6 + number] = dots(error, update)
+        square = error * error
+        out[10 + number] = dots(square, square)
+    square = r * r
+    out[0], out[9] = dots(r, r), dots(square, square)
+    if update is not None:
+        out[6] = dots(update, update)
+        update *= update
+        out[10] = dots(update, update)
+    if b is a:
+        out[[2, 5, 8, 12]], out[3] = out[[1, 4, 7, 11]], 0.0
+    else:
+        terms[2] = a - b
+        out[3] = dots(terms[2], terms[2])
+    return terms
+
+
+def row_sinks(norms: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Which of the rows are sinks, by their norms in the truth."""
+    usual = norms[kept & np.isfinite(norms)]
+    limit = SINK_FACTOR * _lower_median(usual) if len(usual) else 0.0
+    return norms > limit if limit > 0 else np.zeros(len(norms), bool)
+
+
+def usual_rows(sums: np.ndarray, kept: np.ndarray, sink: np.ndarray) -> np.ndarray:
+    """The rows that count in the columns: finite, no sinks, and none in which one side's error is
+    far above the median row's."""
+    usual: np.ndarray = kept & np.isfinite(sums[:4]).all(axis=0) & ~sink
+    if usual.any():
+        size = np.sqrt(sums[1:3].max(axis=0) / np.maximum(sums[0], 1e-300))
+        limit = OUTLIER * _lower_median(size[usual])
+        usual &= ~((size > limit) & (limit > 0))
+    return usual
+
+
+def _lower_median(values: np.ndarray) -> float:
+    middle = (len(values) - 1) // 2
+    return float(np.partition(values, middle)[middle])

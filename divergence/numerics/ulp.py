@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
-from divergence.numerics.formats import Format, format_of
+from divergence.numerics.arrays import as_array, bits_of, rounded, wide
+from divergence.numerics.formats import Format
 from divergence.numerics.kernels import READABLE, Kernel
 from divergence.numerics.sums import BLOCK, Grid, Rows, run_split, tiles
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.numerics.arrays import Tensor
 
 # Distance in representable values of a named format.
 #
@@ -40,28 +45,24 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor, form: Format) -> torch.Tensor
     NAN_DISTANCE where one side only is nan. Distances beyond 2^63 - 1 (float64 of
     opposite signs) stop there. Source: module docstring.
     """
+    import torch
+
     if a.shape != b.shape:
         raise ValueError(f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
     distance = distance_array(
         key_array(stored_bits(a, form), form), key_array(stored_bits(b, form), form)
     )
     distance = np.minimum(distance.astype(np.uint64), np.uint64(NAN_DISTANCE)).astype(np.int64)
-    result = torch.from_numpy(distance).reshape(a.shape)
-    nan_a, nan_b = _isnan(a, form), _isnan(b, form)
-    result[nan_a ^ nan_b] = NAN_DISTANCE
-    result[nan_a & nan_b] = 0
-    return result
+    nan_a, nan_b = (np.isnan(wide(rounded(values, form))) for values in (a, b))
+    distance = np.where(nan_a ^ nan_b, NAN_DISTANCE, np.where(nan_a & nan_b, 0, distance))
+    return torch.from_numpy(np.asarray(distance)).reshape(a.shape)
 
 
-def stored_bits(values: torch.Tensor, form: Format) -> np.ndarray:
+def stored_bits(values: Tensor, form: Format) -> np.ndarray:
     """The bit patterns of ``values`` in ``form``, as signed integers (uint8 for one byte)."""
     if form.kind != "float":
         raise ValueError(f"ulp distances exist in float formats, not in {form.name}")
-    values = values.detach()
-    if format_of(values.dtype).name != form.name:
-        values = values.to(form.torch_dtype)
-    pattern = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[form.itemsize]
-    return values.contiguous().view(pattern).cpu().numpy()
+    return bits_of(rounded(as_array(values), form))
 
 
 def key_array(
@@ -113,12 +114,6 @@ def byte_keys(form: Format) -> np.ndarray:
     return keys
 
 
-def _isnan(values: torch.Tensor, form: Format) -> torch.Tensor:
-    if format_of(values.dtype).name != form.name:
-        values = values.to(form.torch_dtype)
-    return torch.isnan(values.detach().cpu().to(torch.float64))
-
-
 ROUNDING_RMS = 1 / math.sqrt(12)
 """Rms error of rounding to nearest, in spacings."""
 
@@ -131,6 +126,8 @@ def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
 
     Unit: that of x. The subnormals' distance at 0, nan where x is not finite; no upper end.
     """
+    import torch
+
     # the exponent bits alone are the power of two at or below |x|: 0 for 0, inf for inf and nan
     power = (x.contiguous().view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
     distance = (power * 2.0**-form.mantissa_bits).clamp_min(form.smallest_subnormal)
@@ -382,8 +379,7 @@ class InLoops:
         )
         low, high = smallest_key, 2 ** (8 * form.itemsize - 1) - 1
         if check:
-            top = torch.tensor([form.max], dtype=torch.float64).to(form.torch_dtype)
-            high = int(stored_bits(top, form)[0])
+            high = int(stored_bits(np.array([form.max]), form)[0])
         signed: type[np.signedinteger] = np.dtype(f"i{form.itemsize}").type
         self._keys = signed(low), signed(high), signed(0)
         self._unsigned: type[np.unsignedinteger] = np.dtype(f"u{form.itemsize}").type
@@ -454,7 +450,7 @@ def stored(grid: Grid, form: Format, rows: Rows, cols: slice) -> np.ndarray:
     """A block's bit patterns in ``form``, rounded to it where it is stored otherwise."""
     if grid.format.name == form.name:
         return grid.bits[rows, cols]
-    return stored_bits(grid.torch[rows, cols], form)
+    return stored_bits(grid.array[rows, cols], form)
 
 
 def _percentiles(distances: np.ndarray) -> tuple[int, int]:

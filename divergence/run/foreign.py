@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from divergence.errors import DumpError, RunFormatError
+from divergence.numerics.arrays import as_tensor
 from divergence.numerics.formats import FORMATS
 from divergence.outside import (
     MAX_VALUES,
@@ -381,7 +382,7 @@ def _safetensors(blob: Blob) -> dict[str, torch.Tensor]:
                     f"tensor {key} has {entry.num_bytes} bytes for a shape of {list(entry.shape)}",
                     where=blob.name,
                 )
-            tensors[key] = shard.view(key, dtype=form.torch_dtype, shape=entry.shape)
+            tensors[key] = as_tensor(shard.array(key, form=form, shape=entry.shape))
         return tensors
     except RunFormatError as error:
         raise DumpError(

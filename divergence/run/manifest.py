@@ -14,6 +14,7 @@ from divergence.run.record import Count
 from divergence.run.site import LOGPROBS
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -51,6 +52,14 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def digest_tensor(tensor: torch.Tensor) -> str:
     """xxh3-128 of a tensor's bytes as 32 hex digits. Moves it to the CPU where needed."""
     return xxhash.xxh3_128_hexdigest(tensor_bytes(plain_tensor(tensor)))
+
+
+def digest_array(array: np.ndarray) -> str:
+    """xxh3-128 of an array's bytes, row-major: as of the tensor that it stands for."""
+    import numpy as np
+
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return xxhash.xxh3_128_hexdigest(flat.view(np.uint8).data)
 
 
 def digest_text(text: str) -> str:
@@ -614,17 +623,17 @@ class Tokens(_Strict, kw_only=True):
         """The group whose first sample this is; empty where there is none."""
         return next((group for group in self.groups if group and group[0] == sample), [])
 
-    def pads(self, sample: int) -> torch.Tensor | None:
+    def pads(self, sample: int) -> np.ndarray | None:
         """(B, T), True where the prompts of the group whose first sample this is have pads; None
         where they have none."""
         members = [self.samples[number] for number in self.group_of(sample)]
         if not any(member.num_left_pad or member.num_right_pad for member in members):
             return None
-        import torch
+        import numpy as np
 
-        place = torch.arange(max(member.num_padded for member in members))
-        begins = torch.tensor([[member.num_left_pad] for member in members])
-        ends = torch.tensor([[member.num_left_pad + len(member.prompt_ids)] for member in members])
+        place = np.arange(max(member.num_padded for member in members))
+        begins = np.array([[member.num_left_pad] for member in members])
+        ends = np.array([[member.num_left_pad + len(member.prompt_ids)] for member in members])
         return (place < begins) | (place >= ends)
 
     @property

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
+import numpy as np
 
 from divergence.errors import RunFormatError
-from divergence.numerics.formats import format_named
+from divergence.numerics.arrays import joined, rounded, wide
+from divergence.numerics.formats import format_of
 from divergence.numerics.summary import Summary, summarize
 from divergence.run.contents import Digests
 from divergence.run.reader import Run, View
 from divergence.run.record import Coordinates, PassName, Record
 
 if TYPE_CHECKING:
-    import torch
-
     from divergence.numerics.summaries import Projections
     from divergence.run.blobs import Bytes
     from divergence.words import Progress
@@ -125,25 +125,24 @@ def shares_of(whole: Joined | Record, index: tuple[slice, ...]) -> Iterator[Shar
         yield from shares_of(part, inner)
 
 
-def combined(terms: Iterable[torch.Tensor], how: str) -> torch.Tensor:
+def combined(terms: Iterable[np.ndarray], how: str) -> np.ndarray:
     """Terms as one tensor: sums and means in float64 (float32 of what is narrower would round in
     some order of its own), rounded once to the terms' dtype."""
-    import torch
-
     terms = iter(terms)
     first = next(terms)
-    dtype = first.dtype
-    if how in ("max", "min"):
-        choose = torch.maximum if how == "max" else torch.minimum
-        return functools.reduce(choose, terms, first)
-    if format_named(str(dtype).removeprefix("torch.")).kind != "float":
+    form = format_of(first.dtype)
+    if form.kind != "float":
         if how == "mean":
             raise RunFormatError("whole numbers have no mean of their own dtype")
-        return functools.reduce(torch.add, terms, first)
-    total, count = first.double(), 1
+        choose = {"max": np.maximum, "min": np.minimum}.get(how, np.add)
+        return functools.reduce(choose, terms, first)
+    if how in ("max", "min"):
+        choose = np.maximum if how == "max" else np.minimum
+        return rounded(functools.reduce(choose, map(wide, terms), wide(first)), form)
+    total, count = wide(first), 1
     for term in terms:
-        total, count = total + term.double(), count + 1
-    return (total / count if how == "mean" else total).to(dtype)
+        total, count = total + wide(term), count + 1
+    return rounded(total / count if how == "mean" else total, form)
 
 
 def merged(summaries: Sequence[Summary], numels: Sequence[int]) -> Summary:
@@ -258,11 +257,11 @@ class UnshardedRun(View):
     def find(self, coordinates: Coordinates) -> Record | None:
         return self._records.get(coordinates)
 
-    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+    def array(self, record: Record, *, verify: bool = True) -> np.ndarray:
         """As of a run of one process; a tensor in parts is joined, which makes a copy."""
         whole = self._whole.get(record.coordinates)
         if not isinstance(whole, Joined) or not self._is_whole(record):
-            return self.run.read(record, verify=verify)
+            return self.run.array(record, verify=verify)
         return self._read(whole, verify)
 
     def shares(self, record: Record) -> list[Share]:
@@ -301,13 +300,11 @@ class UnshardedRun(View):
             return (record,)
         return leaves_of(self._whole[record.coordinates])
 
-    def _read(self, whole: Joined | Record, verify: bool) -> torch.Tensor:
-        import torch
-
+    def _read(self, whole: Joined | Record, verify: bool) -> np.ndarray:
         if isinstance(whole, Record):
-            return self.run.read(whole, verify=verify)
+            return self.run.array(whole, verify=verify)
         if whole.dim is not None:
-            return torch.cat([self._read(part, verify) for part in whole.parts], dim=whole.dim)
+            return joined([self._read(part, verify) for part in whole.parts], whole.dim)
         return combined((self._read(part, verify) for part in whole.parts), whole.how)
 
     def _join(self, members: Sequence[Record]) -> Joined | Record:

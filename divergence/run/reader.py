@@ -17,7 +17,8 @@ import xxhash
 from divergence.errors import RunFormatError, UsageError
 from divergence.html.parts import small_table
 from divergence.layout import size
-from divergence.numerics.formats import format_named
+from divergence.numerics.arrays import as_array, as_tensor, wide
+from divergence.numerics.formats import format_named, format_of
 from divergence.run.blobs import SPAN_BYTES, Bytes, Store
 from divergence.run.command import command_line
 from divergence.run.contents import (
@@ -38,7 +39,7 @@ from divergence.run.contents import (
     why_no_bytes,
 )
 from divergence.run.location import Location, Url, location_of
-from divergence.run.manifest import Manifest, digest_tensor
+from divergence.run.manifest import Manifest, digest_array
 from divergence.run.record import (
     MANIFEST,
     OWN_TRUTH,
@@ -54,6 +55,7 @@ from divergence.words import Progress, silent
 if TYPE_CHECKING:
     import torch
 
+    from divergence.numerics.arrays import Tensor
     from divergence.numerics.summaries import Projections
 
 
@@ -222,11 +224,15 @@ class Run:
         Raises RunFormatError naming file and record when the bytes do not have the
         recorded checksum, and UsageError where the run keeps no bytes of it.
         """
+        return as_tensor(self.array(record, verify=verify))
+
+    def array(self, record: Record, *, verify: bool = True) -> np.ndarray:
+        """``read``, as an array (numerics.arrays): it needs no torch."""
         if record.place is None:
             lent = self._lent(record)
             if lent is not None:
                 fallback, its_own = lent
-                return fallback.read(its_own, verify=verify)
+                return fallback.array(its_own, verify=verify)
             raise UsageError(
                 f"no bytes of this tensor are at hand: {why_no_bytes(self.manifest)}",
                 where=f"{self.path}, {name_of(record)}",
@@ -235,12 +241,13 @@ class Run:
             )
         return self._view(record, parts_of(record)[0], verify=verify)
 
-    def read_many(self, records: Sequence[Record]) -> torch.Tensor:
-        """The tensors of records of one dtype and shape, stacked, (N, …): a copy. Raises as
+    def arrays(self, records: Sequence[Record]) -> np.ndarray:
+        """The arrays of records of one dtype and shape, stacked, (N, …): a copy. Raises as
         ``read`` does."""
-        import torch
-
-        return torch.stack([self.read(record) for record in records])
+        arrays = [self.array(record) for record in records]
+        joined = bytearray().join([array.reshape(-1).view(np.uint8).data for array in arrays])
+        stacked = np.frombuffer(joined, np.uint8)
+        return stacked.view(arrays[0].dtype).reshape(len(arrays), *arrays[0].shape)
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         """The record's sketch. Errors: as ``read``."""
@@ -261,12 +268,11 @@ class Run:
         for part in parts_of(record)[:1]:
             self._hold(self._shard(record, part.place.shard), record, part)
 
-    def _view(self, record: Record, part: Part, *, verify: bool) -> torch.Tensor:
+    def _view(self, record: Record, part: Part, *, verify: bool) -> np.ndarray:
         shard = self._shard(record, part.place.shard)
         if verify:
             self._hold(shard, record, part)
-        form = format_named(part.dtype)
-        return shard.view(part.place.key, dtype=form.torch_dtype, shape=part.shape)
+        return shard.array(part.place.key, form=format_named(part.dtype), shape=part.shape)
 
     def _hold(self, shard: Shard, record: Record, part: Part) -> None:
         """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
@@ -391,7 +397,7 @@ class OwnFloor:
         if record is None or record.shape[1:] != (len(COLUMNS),) or not self.run.has_bytes(record):
             return None
         if self._read is None or self._read[0] != key:
-            self._read = key, self.run.read(record).double().numpy()
+            self._read = key, wide(self.run.array(record))
         steps = self._steps[key]
         start = sum(num for step, num in steps.items() if step < own.step)
         stop = start + steps.get(own.step, 0)
@@ -525,16 +531,16 @@ class Overlay(View):
     or with ``whole`` all; ``find`` and ``read`` know all."""
 
     def __init__(
-        self, run: Run, changed: Iterable[tuple[Record, torch.Tensor]], *, whole: bool = False
+        self, run: Run, changed: Iterable[tuple[Record, Tensor]], *, whole: bool = False
     ) -> None:
-        self._changed: dict[Coordinates, torch.Tensor] = {}
+        self._changed: dict[Coordinates, np.ndarray] = {}
         records: dict[Coordinates, Record] = {}
         for record, tensor in changed:
+            array = self._changed[record.coordinates] = as_array(tensor)
             records[record.coordinates] = msgspec.structs.replace(
-                record, xxh3=digest_tensor(tensor), shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                record, xxh3=digest_array(array), shape=array.shape,
+                dtype=format_of(array.dtype).name,
             )  # fmt: skip
-            self._changed[record.coordinates] = tensor
         together = list(records.values())
         if whole:
             together = [records.get(record.coordinates, record) for record in run.records]
@@ -548,10 +554,10 @@ class Overlay(View):
         """The record at (pass, sample, step, site): the changed one where there is one."""
         return super().find(coordinates) or self.run.find(coordinates)
 
-    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
-        """The record's tensor as it is here."""
-        tensor = self._changed.get(record.coordinates)
-        return self.run.read(record, verify=verify) if tensor is None else tensor
+    def array(self, record: Record, *, verify: bool = True) -> np.ndarray:
+        """The record's array as it is here."""
+        array = self._changed.get(record.coordinates)
+        return self.run.array(record, verify=verify) if array is None else array
 
 
 # What a notebook shows of a run.

@@ -18,9 +18,7 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from divergence._version import __version__
 from divergence.errors import DumpError
@@ -39,6 +37,9 @@ from divergence.run.manifest import (
 )
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 from divergence.run.writer import RunWriter, new_run_id
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_TOKEN = 2**31 - 1
 _FREE_CELLS, _MAX_SPARSITY = 1 << 22, 64
@@ -70,6 +71,8 @@ class Scores:
 
     def tensors(self, where: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tensors. Raises DumpError where a value is no log-probability or no token id."""
+        import torch
+
         ids = [*self.prompt_ids, *self.generated_ids]
         num, top = len(self.positions), self.top or [()] * len(self.positions)
         width = 1 + max(map(len, top), default=0)

@@ -44,8 +44,9 @@ from divergence.run.record import (
 from divergence.run.remote import Object, Remote
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
+    from divergence.numerics.formats import Format
     from divergence.run.captured import ShardEntry
 
 
@@ -296,18 +297,23 @@ class Shard:
         begin, end = entry.data_offsets
         return self._data_begin + begin, self._data_begin + end
 
-    def view(self, key: str, *, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    def array(self, key: str, *, form: Format, shape: tuple[int, ...]) -> np.ndarray:
         """The tensor at ``key`` as a view (never write to it). Raises RunFormatError."""
-        import torch
+        import numpy as np
 
-        wanted = math.prod(shape) * dtype.itemsize
+        from divergence.numerics.arrays import array_dtype
+
+        dtype = array_dtype(form)
+        wanted = math.prod(shape) * form.itemsize
         buffer = self.stretch(key, wanted)
         if wanted == 0:
-            return torch.empty(shape, dtype=dtype)
-        raw = torch.frombuffer(buffer, dtype=torch.uint8)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
-        return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
+            return np.empty(shape, dtype)
+        raw = np.frombuffer(buffer, np.uint8)
+        if raw.ctypes.data % form.itemsize:
+            raw = (
+                raw.copy()
+            )  # an unaligned writer or archive: numbers are read where they are aligned
+        return raw.view(dtype).reshape(shape)
 
     def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""

@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from divergence.analyses.blocks.units import is_table, layer_types_of
 from divergence.comparison.align.pairs import Pair, Pieces, same_positions
 from divergence.comparison.limits import BEGINS, CLEAR, EXPLAINS, FEW_ROWS, FEWEST
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
+from divergence.numerics.arrays import wide
+from divergence.numerics.formats import format_of, is_float
 from divergence.numerics.signs import signs
 from divergence.run.manifest import NUM_SUMS
 from divergence.run.site import module_of
@@ -307,7 +308,7 @@ def _by_position(x: OnsetRows) -> Floats | None:
 
 def _parameter_like(x: OnsetRows, vector: Floats) -> tuple[str | None, float | None]:
     """The parameter of which ``vector`` is a multiple, by its recorded sums, and the multiple."""
-    by_place = signs(len(vector), NUM_SUMS, torch.device("cpu")).double().numpy()
+    by_place = signs(len(vector), NUM_SUMS).astype(np.float64)
     own, size = vector @ by_place, math.sqrt(_square(vector))
     best: tuple[float, str | None, float | None] = (1 - EXPLAINS, None, None)
     for name, note in x.parameters.items():
@@ -352,13 +353,13 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
             if not (a.has_bytes(piece.record) and b.has_bytes(other.record)):
                 return None
             x, y = same_positions(
-                pieces.tensor(a, piece), piece.record, pieces.tensor(b, other), other.record
+                pieces.array(a, piece), piece.record, pieces.array(b, other), other.record
             )
             entering = pieces.base(pair) if first.role == "block" else None
-            if x.shape != y.shape or x.ndim < 3 or not x.is_floating_point():
+            if x.shape != y.shape or x.ndim < 3 or not is_float(format_of(x.dtype)):
                 return None
             if entering is None or entering.shape != x.shape:
-                entering = torch.full((1,), math.nan).expand(x.shape)
+                entering = np.broadcast_to(np.nan, x.shape)
             tensors.append((x, y, entering))
         shape = (*tensors[0][0].shape[:2], 1)
         if len(pairs) < len(sites) or any(x.shape[:2] != shape[:2] for x, *_ in tensors):
@@ -367,18 +368,18 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
         num_rows = min(math.prod(shape), max(1, (_MOST_NUMBERS - numbers) // num_columns))
         numbers += num_rows * num_columns
         columns = [
-            torch.cat([side.flatten(0, 1)[:num_rows].flatten(1).double() for side in sides], 1)
+            np.concatenate([wide(_first_rows(side, num_rows)) for side in sides], axis=1)
             for sides in zip(*tensors, strict=True)
         ]
-        kept = columns[0].isfinite().all(1) & columns[1].isfinite().all(1)
+        kept = np.isfinite(columns[0]).all(axis=1) & np.isfinite(columns[1]).all(axis=1)
         mask = pieces.row_mask(pairs[0].reference, shape)
         if mask is not None:
             kept &= mask[:num_rows]
         rows = [pieces.locate(pairs[0].reference, shape, row) for row in range(num_rows)]
         known = np.array([[-1 if n is None else n for n in row] for row in rows], float)
         beyond = [not some or usages.get((int(n), step), 0.0) > 1 for n in known[:, 0]]
-        together = (*(column.numpy() for column in columns), known, np.array(beyond))
-        parts.append(tuple(column[kept.numpy()] for column in together))
+        together = (*columns, known, np.array(beyond))
+        parts.append(tuple(column[kept] for column in together))
     if len({part[0].shape[1] for part in parts}) != 1:
         return None
     ours, theirs, base, where, off = (np.concatenate(each) for each in zip(*parts, strict=True))
@@ -407,6 +408,12 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
             name: note for name, note in manifest.model.parameters.items() if name.startswith(home)
         },
     )  # fmt: skip
+
+
+def _first_rows(side: np.ndarray, num_rows: int) -> np.ndarray:
+    """The first tokens' rows, with all their numbers in one."""
+    rows = side.reshape(-1, *side.shape[2:])[:num_rows]
+    return rows.reshape(num_rows, -1)
 
 
 _DIVIDED = {

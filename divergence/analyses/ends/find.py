@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from divergence.comparison.align.pairs import (
     Piece,
     PromptStep,
@@ -29,14 +31,13 @@ from divergence.comparison.decide import check, in_most
 from divergence.comparison.limits import CLEAR
 from divergence.comparison.results import Finding, Onset, Verdict, order_of
 from divergence.facts import Fact, fact
-from divergence.numerics.formats import format_named
+from divergence.numerics.arrays import wide
+from divergence.numerics.formats import format_named, format_of, is_float
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 from divergence.words import SIDES, Side, common_side, other_side
 
 if TYPE_CHECKING:
-    import torch
-
     from divergence.analyses.ends.integers import Integers
     from divergence.analyses.ends.seams import Seam
 
@@ -232,14 +233,15 @@ def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
     return len(digests) == 1 and None not in digests
 
 
-def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:
+def misfit_in(row: np.ndarray, chosen: int) -> tuple[int, float] | None:
     """(the largest, by how much) where ``chosen`` is not the largest of a row of logits (V,)."""
-    if not row.is_floating_point():
+    if not is_float(format_of(row.dtype)):
         return None
+    row = wide(row)
     largest = int(row.argmax())  # a nan counts as the largest
-    if bool(row[largest].isnan()):
+    if np.isnan(row[largest]):
         return None
     if chosen >= len(row):
         return largest, float("inf")
-    behind = float(row[largest].double() - row[chosen].double())
+    behind = float(row[largest] - row[chosen])
     return (largest, behind) if behind > 0 else None

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from divergence.comparison.align.pairs import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
 from divergence.comparison.experts import logits_decide
 from divergence.comparison.results import SiteResult
+from divergence.numerics.arrays import wide
 from divergence.numerics.formats import format_named
 from divergence.run.contents import is_mask
 from divergence.run.manifest import Manifest
@@ -29,9 +31,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_codes, module_of
 from divergence.words import Side
-
-if TYPE_CHECKING:
-    import torch
 
 _GIVEN = ("mask", "position", "input_ids", "token_type", "seq_len", "cache")
 """In a port's name: what tells a module what to look at, and is not chosen by rounding."""
@@ -105,22 +104,22 @@ def _given(
     pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces, truth: Run | None
 ) -> Integers | None:
     reference, candidate = pair.reference.record, pair.candidate.record
-    x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
+    x, y = pieces.array(a, pair.reference), pieces.array(b, pair.candidate)
     if x.shape != y.shape:
         if not is_repeated(pair.reference, pair.candidate):
             return None  # some positions of the other's
         x, y = repeated(x, y)
-    other = x.long() != y.long()
+    other = x.astype(np.int64) != y.astype(np.int64)
     real = _real_tokens(pair, a.manifest, x.shape, mask=is_mask(reference.site))
     if real is not None:
         other = other & real
-    if not bool(other.any()):
+    if not other.any():
         return None
-    first = tuple(int(index) for index in other.nonzero()[0])
+    first = tuple(int(index) for index in np.argwhere(other)[0])
     return Integers(
         result=result,
         num_different=int(other.sum()),
-        num_compared=x.numel() if real is None else int(real.expand_as(other).sum()),
+        num_compared=x.size if real is None else int(np.broadcast_to(real, other.shape).sum()),
         reference=str(x[first].item()),
         candidate=str(y[first].item()),
         choice=False,
@@ -146,7 +145,7 @@ def _side(reference: Record, candidate: Record, truth: Run | None) -> Side | Non
 
 def _real_tokens(
     pair: Pair, manifest: Manifest, shape: Sequence[int], *, mask: bool
-) -> torch.Tensor | None:
+) -> np.ndarray | None:
     """True where a real token's row is; None where nothing is padded, or rows cannot be told."""
     piece = pair.reference
     pads = None
@@ -161,22 +160,22 @@ def _real_tokens(
 
 
 def _choice(pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces) -> Integers | None:
-    x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
+    x, y = pieces.array(a, pair.reference), pieces.array(b, pair.candidate)
     if x.shape != y.shape or x.ndim < 1:
         return None
-    sets = [t.reshape(-1, t.shape[-1]).long().sort(-1).values for t in (x, y)]
-    other = (sets[0] != sets[1]).any(-1)
+    sets = [np.sort(t.reshape(-1, t.shape[-1]).astype(np.int64)) for t in (x, y)]
+    other = (sets[0] != sets[1]).any(axis=-1)
     real = pieces.row_mask(pair.reference, tuple(x.shape))
     if real is not None:
         other = other & real
-    if not bool(other.any()):
+    if not other.any():
         return None  # the same ones, in another order
     follows = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
     side: Side | None = None
     router = module_of(pair.reference.record.site)
     if set(follows) == {True, False} and logits_decide(a.manifest, router):
         side = "candidate" if follows[0] else "reference"
-    first = int(other.nonzero()[0])
+    first = int(other.argmax())
     return Integers(
         result=result,
         num_different=int(other.sum()),
@@ -189,32 +188,31 @@ def _choice(pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces) -> I
     )
 
 
-def _follows(run: Run, record: Record, chosen: torch.Tensor) -> bool | None:
+def _follows(run: Run, record: Record, chosen: np.ndarray) -> bool | None:
     """Are the chosen of every token the largest of the module's own scores? None where no float
     output of the same module has a row of more scores for each."""
-    import torch
-
     path, _, own = record.site.partition(":")
     if not own.startswith("out"):
         return None
     k = chosen.shape[-1]
-    rows = chosen.reshape(-1, k).long()
+    rows = chosen.reshape(-1, k).astype(np.int64)
     for port in _OUTPUTS:
         other = run.find((record.pass_, record.sample, record.step, f"{path}:{port}"))
         if other is None or format_named(other.dtype).kind != "float" or not run.has_bytes(other):
             continue
         if other.positions != record.positions or not other.shape or other.shape[-1] <= k:
             continue
-        scores = run.read(other).double().reshape(-1, other.shape[-1])
+        scores = wide(run.array(other)).reshape(-1, other.shape[-1])
         if len(scores) != len(rows) or int(rows.max()) >= scores.shape[-1] or int(rows.min()) < 0:
             continue
-        if not bool(torch.isfinite(scores).all()):
+        if not np.isfinite(scores).all():
             continue
-        behind = scores.topk(k, dim=-1).values[:, -1:] - scores.gather(-1, rows)
+        behind = -np.partition(-scores, k - 1)[:, k - 1 : k] - np.take_along_axis(scores, rows, -1)
         # what is compared are often probabilities, rounded once more: those that lie closer than
         # two roundings, also where a sigmoid is flat, are equal
-        slope = torch.sigmoid(-scores.abs().amax(-1, keepdim=True))
+        with np.errstate(over="ignore"):
+            slope = 1 / (1 + np.exp(np.abs(scores).max(axis=-1, keepdims=True)))
         unit = format_named(other.dtype).unit_roundoff
-        distinct = (rows.sort(-1).values.diff(dim=-1) != 0).all()
+        distinct = (np.diff(np.sort(rows)) != 0).all()
         return bool((behind * slope <= 2 * unit).all()) and bool(distinct)
     return None

@@ -25,12 +25,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
 
 from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import Measured
 from divergence.comparison.limits import CASTS
 from divergence.comparison.results import SiteResult
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds, floor_weights, spread
 from divergence.numerics.formats import Format, format_named
 from divergence.run.manifest import Manifest
@@ -38,10 +41,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import ROOT, is_operator_site, module_of
 from divergence.words import SIDES, Side, other_side
-
-if TYPE_CHECKING:
-    import torch
-
 
 Way = Literal["changed", "grown"]
 
@@ -212,8 +211,6 @@ class _Looked:
         self, run: Run, record: Record, before: Record, source: Pair, result: SiteResult
     ) -> Seam | None:
         """What ``run`` does to the tensor that the other side hands on."""
-        import torch
-
         by = SIDES[run is not self.a]
         name = source.reference.record.site
         if record.shape != before.shape and not _narrowed(record, before):
@@ -222,9 +219,10 @@ class _Looked:
             return self._grown([source], result)  # by how much is not known of one side alone
         else:
             x, y = _rows(run, record, before)
-            norm = y.norm(dim=-1)
-            rows = torch.where(norm > 0, (x - y).norm(dim=-1) / norm, (x - y).norm(dim=-1))
-            rows = rows[torch.isfinite(rows)]
+            with np.errstate(all="ignore"):
+                norm, apart = np.linalg.norm(y, axis=-1), np.linalg.norm(x - y, axis=-1)
+                rows = np.where(norm > 0, apart / norm, apart)
+            rows = rows[np.isfinite(rows)]
             size = float(rows.max()) if len(rows) else 0.0
         unit = max(form.unit_roundoff for form in self._formats(record, before))
         limit = CASTS * unit
@@ -313,19 +311,17 @@ def _narrowed(record: Record, other: Record) -> bool:
     )
 
 
-def _rows(run: Run, record: Record, before: Record) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(run: Run, record: Record, before: Record) -> tuple[np.ndarray, np.ndarray]:
     """Both in float64, the second narrowed to the rows of the first."""
-    x, y = run.read(record), run.read(before)
+    x, y = run.array(record), run.array(before)
     if record.shape != before.shape and record.positions is not None:
         y = y[:, list(record.positions)]
-    return x.double(), y.double()
+    return wide(x), wide(y)
 
 
 def _equal(run: Run, record: Record, other: Record) -> bool:
-    import torch
-
     if not (run.has_bytes(record) and run.has_bytes(other)):
         return False
     x, y = _rows(run, record, other)
     run.release(record.num_bytes + other.num_bytes)
-    return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
+    return np.array_equal(x, y, equal_nan=True)

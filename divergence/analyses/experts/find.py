@@ -28,6 +28,7 @@ from divergence.comparison.experts import (
 from divergence.comparison.limits import WITNESSES
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
+from divergence.numerics.arrays import rounded, wide
 from divergence.numerics.formats import Format, format_named
 from divergence.run.reader import Run
 from divergence.run.site import module_of
@@ -141,8 +142,8 @@ def _format_of_numbers(
     record = run.find(place) or run.find(("free", *place[1:]))  # whose inputs anchored it
     if recorded.mantissa_bits <= usual.mantissa_bits or record is None or not run.has_bytes(record):
         return recorded
-    values = run.read(record)
-    exact = bool((values == values.to(usual.torch_dtype).to(values.dtype)).all())
+    values = run.array(record)
+    exact = bool((wide(values) == wide(rounded(values, usual))).all())
     return usual if exact else recorded
 
 
@@ -161,12 +162,10 @@ def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side |
     record = truth.find((behind.pass_, behind.sample, behind.step, choice.site))
     if record is None or not truth.has_bytes(record):
         return None
-    rows = truth.read(record).flatten(0, -2)
+    rows = truth.array(record).reshape(-1, record.shape[-1])
     if len(rows) != choice.num_tokens:
         return None
-    shares = [
-        float(same_experts([rows[choice.tokens], own]).double().mean()) for own in choice.experts
-    ]
+    shares = [float(same_experts([rows[choice.tokens], own]).mean()) for own in choice.experts]
     if max(shares) <= 2 * min(shares):
         return None
     return "candidate" if shares[0] > shares[1] else "reference"

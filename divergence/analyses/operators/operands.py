@@ -516,7 +516,8 @@ class Pads:
     def __init__(self, manifest: Manifest, forward: Forward) -> None:
         first, step = forward
         self.apart = False
-        self._grid = None if step else manifest.tokens.pads(first)  # (B, T)
+        pads = None if step else manifest.tokens.pads(first)
+        self._grid = None if pads is None else torch.from_numpy(pads)  # (B, T)
 
     @property
     def rows(self) -> torch.Tensor | None:

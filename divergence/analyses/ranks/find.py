@@ -12,7 +12,6 @@ them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,14 +23,12 @@ from divergence.comparison.preflight.code import floor_of, without_pads
 from divergence.comparison.result import ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, order_of
 from divergence.facts import Fact, fact
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds
 from divergence.run.ranks import RankDisagreement, UnshardedRun
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.words import SIDES, Side, other_side
-
-if TYPE_CHECKING:
-    import torch
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -72,12 +69,12 @@ def _measured(
     size: float | None = None
     records = disagreement.records
     if all(run.has_bytes(record) for record in records):
-        versions = [run.run.read(record) for record in records]
+        versions = [run.run.array(record) for record in records]
         theirs = getattr(pair, other_side(side)).record if pair is not None else None
         comparable = theirs is not None and theirs.shape == records[0].shape
         if told_by == "nobody" and theirs is not None and comparable and other.has_bytes(theirs):
             # the other run agrees with the right one, as far as rounding lets two results agree
-            whole, limit = other.read(theirs), thresholds.typical * floor_of(run.manifest, theirs)
+            whole, limit = other.array(theirs), thresholds.typical * floor_of(run.manifest, theirs)
             off = [not _rel_l2(whole, version) <= limit for version in versions]
             if off == [False, True]:
                 told_by = "other run"
@@ -90,21 +87,22 @@ def _measured(
     )  # fmt: skip
 
 
-def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
+def _rel_l2(a: np.ndarray, b: np.ndarray) -> float:
     """‖a - b‖ / ‖a‖; nan and inf count as infinitely far, and 0 / 0 as none."""
     return math.sqrt(_error(a, b, 1.0)[0])
 
 
-def _error(a: torch.Tensor, b: torch.Tensor, floor: float) -> tuple[float, float]:
+def _error(a: np.ndarray, b: np.ndarray, floor: float) -> tuple[float, float]:
     """(‖a - b‖² / ‖a‖² in floors², of how many numbers the difference is made)."""
-    x, y = a.double(), b.double()
-    squares = (x - y).square()
-    apart, norm = float(squares.sum()), float(x.square().sum())
+    x, y = wide(a), wide(b)
+    with np.errstate(all="ignore"):
+        squares = np.square(x - y)
+        apart, norm = float(squares.sum()), float(np.square(x).sum())
     if apart == 0.0:
         return 0.0, 1.0
     if not (math.isfinite(apart) and norm):
         return math.inf, 1.0
-    return apart / norm / (floor**2 or 1.0), apart**2 / float(squares.square().sum() or math.inf)
+    return apart / norm / (floor**2 or 1.0), apart**2 / float(np.square(squares).sum() or math.inf)
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -234,8 +232,8 @@ def _share(onset: Onset, measured: Measured) -> Fact | None:
             parts = run.shares(own)
             if len({repr(part.index) for part in parts}) < max(2, len(parts)):
                 continue  # whole on each rank, or terms of a sum
-            x = without_pads(a.manifest, ours, a.read(ours))
-            y = without_pads(b.manifest, theirs, b.read(theirs))
+            x = without_pads(a.manifest, ours, wide(a.array(ours)))
+            y = without_pads(b.manifest, theirs, wide(b.array(theirs)))
             if x is None or y is None:
                 continue
             # the parts' errors among themselves: does one stand out?

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from divergence.comparison.align.pairs import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
 from divergence.comparison.limits import KL_TOKENS, TIE
-from divergence.comparison.measure.runs import num_threads
 from divergence.comparison.results import (
     Allowed,
     TokenChoice,
@@ -22,15 +21,13 @@ from divergence.comparison.results import (
     TokensResult,
     allowed_errors,
 )
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.numerics.logits import kl_divergence, logit_error, top_choices
+from divergence.numerics.logits import kl_divergence, log_softmax, logit_error, top_choices
+from divergence.numerics.sums import num_threads
 from divergence.run.reader import Run
 from divergence.words import SIDES, Side
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Flips: whether rounding may turn one greedy choice into another, and what it says if not.
 #
@@ -100,8 +97,9 @@ def difference_at(
         unjudged = replace(difference, z_of=None if difference.z is None else "difference")
         if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
             return unjudged
-        spread_of_row = logit_error(row_a, row_a.new_zeros(row_a.shape))
-        gap = max(float(row_a[ids[0]] - row_a[ids[1]]), float(row_b[ids[1]] - row_b[ids[0]]))
+        spread_of_row = logit_error(row_a, np.zeros(row_a.shape))
+        a, b = wide(row_a), wide(row_b)
+        gap = max(float(a[ids[0]] - a[ids[1]]), float(b[ids[1]] - b[ids[0]]))
         if not spread_of_row or not math.isfinite(gap):
             return unjudged
         # the coarsest side that is healthy makes TIE of the limit of a fault
@@ -112,7 +110,8 @@ def difference_at(
     flip = replace(difference, truth_choice=choice)
     if max(token_a, token_b) >= true_logits.shape[-1]:
         return flip
-    gap = float(true_logits[token_a]) - float(true_logits[token_b])
+    true_a, true_b = wide(true_logits[[token_a, token_b]])
+    gap = float(true_a - true_b)
     floor, farther = (row_b, row_a) if floor_side == "candidate" else (row_a, row_b)
     own, other = (_deviations(abs(gap), row, true_logits) for row in (floor, farther))
     if own is None:
@@ -124,16 +123,16 @@ def difference_at(
     )
 
 
-def _top(row: torch.Tensor | None, texts: dict[str, str]) -> list[TokenChoice]:
+def _top(row: np.ndarray | None, texts: dict[str, str]) -> list[TokenChoice]:
     return [
         TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
         for token, logprob in (() if row is None else top_choices(row, _TOP))
     ]
 
 
-def _choice(token: int, row: torch.Tensor | None, texts: dict[str, str]) -> TokenChoice:
+def _choice(token: int, row: np.ndarray | None, texts: dict[str, str]) -> TokenChoice:
     known = row is not None and token < row.shape[0]
-    logprob = float(row.double().log_softmax(0)[token]) if row is not None and known else math.nan
+    logprob = float(log_softmax(row)[token]) if row is not None and known else math.nan
     return TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
 
 
@@ -143,7 +142,7 @@ def _margin(top: list[TokenChoice]) -> float | None:
 
 
 def _deviations(
-    margin: float | None, row_a: torch.Tensor | None, row_b: torch.Tensor | None
+    margin: float | None, row_a: np.ndarray | None, row_b: np.ndarray | None
 ) -> float | None:
     """The margin over √2 · rms(a - b), the row's mean difference taken off."""
     if margin is None or row_a is None or row_b is None:

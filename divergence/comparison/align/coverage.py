@@ -361,7 +361,7 @@ def not_exercised(run: Run) -> list[Unexercised]:
                 if len(key) == 5:
                     num_experts[block] = record.shape[-1]
                 elif run.has_bytes(record):
-                    seen.setdefault(block, set()).update(run.read(record).flatten().tolist())
+                    seen.setdefault(block, set()).update(run.array(record).reshape(-1).tolist())
         for block, experts in seen.items():
             num, rest = num_experts.get(block, 0), num_experts.get(block, 0) - len(experts)
             if rest > 0:

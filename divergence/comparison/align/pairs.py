@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
+import numpy as np
 
 from divergence.comparison.results import Skipped
 from divergence.errors import ConfigError
@@ -21,10 +22,6 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import OWN_TRUTH, Coordinates, Record
 from divergence.run.site import ROOT, is_operator_site, module_of, unescape_path
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Pieces of records: what is paired and read, a whole record or the rows of one sample.
 
@@ -176,18 +173,18 @@ class Pieces:
         self._groups = {group[0]: group for group in reversed(groups) if group}
         """By its first sample."""
 
-    def tensor(self, run: Run, piece: Piece) -> torch.Tensor:
-        return self.rows_of(run.read(piece.record), piece)
+    def array(self, run: Run, piece: Piece) -> np.ndarray:
+        return self.rows_of(run.array(piece.record), piece)
 
-    def rows_of(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The piece's own part of a record's tensor, or of one of the same shape."""
+    def rows_of(self, array: np.ndarray, piece: Piece) -> np.ndarray:
+        """The piece's own part of a record's array, or of one of the same shape."""
         if piece.row is None:
-            return tensor
-        if tensor.ndim == 1:
-            return tensor[piece.row : piece.row + 1]
-        return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
+            return array
+        if array.ndim == 1:
+            return array[piece.row : piece.row + 1]
+        return array[piece.row : piece.row + 1, piece.left : piece.right]
 
-    def base(self, pair: Pair) -> torch.Tensor | None:
+    def base(self, pair: Pair) -> np.ndarray | None:
         """The pair's part of the block's input in the reference, if it has the output's shape.
 
         In an anchored pass that is the free input of the run which anchored it. Where that is
@@ -196,7 +193,7 @@ class Pieces:
         run, record, piece = self._base(pair)
         if record is None or not run.has_bytes(record):
             return None
-        return self.rows_of(run.read(record), piece)
+        return self.rows_of(run.array(record), piece)
 
     def base_source(self, pair: Pair) -> tuple[Run, Record] | None:
         """The run and record that ``base`` reads, if it reads any."""
@@ -223,7 +220,7 @@ class Pieces:
             return run, None, piece
         return run, record, piece
 
-    def row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
+    def row_mask(self, piece: Piece, shape: Sequence[int]) -> np.ndarray | None:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""
         if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
             return None
@@ -232,11 +229,11 @@ class Pieces:
             return None
         kept = piece.record.positions
         mask = ~pads if kept is None else ~pads[:, list(kept)]
-        flat = len(shape) == 2 and shape[0] == mask.numel()  # a router's tokens
+        flat = len(shape) == 2 and shape[0] == mask.size  # a router's tokens
         if not flat and (len(shape) < 3 or tuple(shape[:2]) != mask.shape):
             return None
         inner = 1 if flat else math.prod(shape[2:-1])
-        return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
+        return np.repeat(mask.reshape(-1), inner)
 
     def members(self, piece: Piece, shape: Sequence[int]) -> list[int]:
         """The prompts whose rows follow each other in equal parts; fewer than two where the forward
@@ -285,8 +282,8 @@ class Pieces:
 
 
 def same_positions(
-    a: torch.Tensor, record_a: Record, b: torch.Tensor, record_b: Record
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: np.ndarray, record_a: Record, b: np.ndarray, record_b: Record
+) -> tuple[np.ndarray, np.ndarray]:
     """Where one side holds all tokens and the other some, pick those out; where one holds once
     what the other repeats, repeat it."""
     if a.shape == b.shape:
@@ -299,14 +296,10 @@ def same_positions(
     return repeated(a, b)
 
 
-def repeated(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def repeated(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both in the shape of the larger: what one side holds once stands for each of the other's."""
-    import torch
-
-    if a.shape == b.shape:
-        return a, b
-    x, y = torch.broadcast_tensors(a, b)
-    return x.contiguous(), y.contiguous()
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    return np.broadcast_to(a, shape), np.broadcast_to(b, shape)
 
 
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -376,13 +369,13 @@ def logits_record(run: Run, sample: int, step: int) -> tuple[Record | None, int]
     return record, group.index(sample)
 
 
-def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
+def logits_row(run: Run, sample: int, step: int) -> np.ndarray | None:
     """The logits (V,) that decided this token, if they were recorded."""
     record, row = logits_record(run, sample, step)
     if record is None or not run.has_bytes(record):
         return None
-    tensor = run.read(record)
-    return tensor[row, -1] if tensor.ndim == 3 and row < tensor.shape[0] else None
+    array = run.array(record)
+    return array[row, -1] if array.ndim == 3 and row < array.shape[0] else None
 
 
 # Name maps: the same module under two names.

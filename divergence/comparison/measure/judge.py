@@ -518,7 +518,7 @@ class Judge:
             return judged
         judged.routed = self._routing.of(pair, len(rows.rel_l2))
         if judged.routed is not None and judged.routed.kept is not None:
-            rel_l2 = np.where(judged.routed.kept.numpy(), rows.rel_l2, math.nan)
+            rel_l2 = np.where(judged.routed.kept, rows.rel_l2, math.nan)
             judged.rows = msgspec.structs.replace(rows, rel_l2=rel_l2)  # the others are masked
         form_a, form_b = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
         if form_a.kind != "float" or form_b.kind != "float":
@@ -652,8 +652,8 @@ class Judge:
             # the statistics count rows of padding too, and do not tell the place
             mask = self._pieces.row_mask(pair.reference, record.shape)
             if mask is not None or nan or inf != summary.num_neginf:
-                tensor = self._reference.read(record)
-                metrics, rows = measure_pair(tensor, tensor, row_mask=mask)
+                array = self._reference.array(record)
+                metrics, rows = measure_pair(array, array, row_mask=mask)
                 nonfinite = nonfinite_of(metrics, rows, self._pieces, pair.reference, record.shape)
         zero, prompts = None, []
         if format_named(record.dtype).kind == "float":
@@ -742,8 +742,6 @@ class Judge:
         rounding makes, and not the other's by as much. Where that figure is far below e, the two
         are judged as without a truth (``AgainstTruth.alike``).
         """
-        import torch
-
         assert self._own_floor is not None
         thresholds = self._floor.thresholds
         piece = pair.reference if self._floor_side == "reference" else pair.candidate
@@ -751,14 +749,14 @@ class Judge:
         if held is None or pair.pass_ not in ("free", "anchored"):
             return None
         shape = piece.record.shape
-        whole = torch.from_numpy(held).reshape(*shape[:-1], held.shape[1])
-        floor = self._pieces.rows_of(whole, piece).reshape(-1, held.shape[1]).numpy()
+        whole = held.reshape(*shape[:-1], held.shape[1])
+        floor = self._pieces.rows_of(whole, piece).reshape(-1, held.shape[1])
         columns = dict(zip(COLUMNS, floor.T, strict=True))
         if judged is None:
             mask = self._pieces.row_mask(piece, shape)
             real = np.zeros(len(floor))
             if mask is not None and len(mask) == len(floor):
-                real[~mask.numpy()] = math.nan
+                real[~mask] = math.nan
             rows = RowMetrics(rel_l2=real, diff=np.zeros(len(floor)), norm=columns["size"],
                               update_norm=columns["update"])  # fmt: skip
             width, inherited, beside = shape[-1], None, 0.0

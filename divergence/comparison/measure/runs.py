@@ -45,9 +45,10 @@ from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
 from divergence.comparison.results import LogitsDiff, PreflightLine, SiteResult, Skipped
 from divergence.errors import IncomparableError, RunFormatError
 from divergence.facts import Fact, fact, sentence
+from divergence.numerics.arrays import as_tensor
 from divergence.numerics.estimate import estimate_pair
 from divergence.numerics.floor import THRESHOLDS, Thresholds, norm_floor
-from divergence.numerics.formats import Format, format_named
+from divergence.numerics.formats import Format, format_named, format_of, is_float
 from divergence.numerics.kernels import Kernel, kernel_for, set_device
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pairs import (
@@ -62,14 +63,14 @@ from divergence.numerics.pairs import (
 from divergence.numerics.summaries import (
     Projections,
     SumDtype,
-    fold_tensor,
+    fold_array,
     grid_of,
     rows_of,
     sketch_tensor,
 )
-from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics, num_threads
 from divergence.run.contents import Digests
-from divergence.run.manifest import digest_tensor
+from divergence.run.manifest import digest_array
 from divergence.run.reader import Run, floor_of, own_truth
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, OPTIMIZER, is_norm, is_operator_site, module_of
@@ -146,10 +147,7 @@ class SharedRounding:
 #
 # and how many elements are no finite numbers; of digests alone nothing but that they differ.
 
-Rows = TypeVar("Rows", np.ndarray, "torch.Tensor")
-
-
-_MAKERS: dict[str, Callable[[torch.Tensor], str]] = {"xxh3": digest_tensor, "fold": fold_tensor}
+_MAKERS: dict[str, Callable[[np.ndarray], str]] = {"xxh3": digest_array, "fold": fold_array}
 
 
 def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
@@ -175,8 +173,8 @@ def _teller(a: Run, record_a: Record, b: Run, record_b: Record) -> Callable[[], 
 
 
 def _has_digests(run: Run, record: Record, known: Digests, kind: str) -> bool:
-    tensor = run.read(record)
-    parts = [tensor[cut].contiguous() for cut in known.cuts]
+    array = run.array(record)
+    parts = [array[cut] for cut in known.cuts]
     return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
 
 
@@ -254,7 +252,7 @@ class _Sketched:
             blocks = _whole_blocks(self.rows, record) or slice(0)
             rows = whole.rows if len(self.rows) == len(whole.rows) else whole.rows[self.rows]
             return Projections(rows, whole.pooled[blocks])
-        tensor = _rows(self._run.read(record), self._piece, self._like)
+        tensor = as_tensor(_rows(self._run.array(record), self._piece, self._like))
         return sketch_tensor(tensor, self.k, num_pooled=self._num_pooled, row_numbers=self.rows)
 
 
@@ -303,8 +301,8 @@ def _row_numbers(piece: Piece, other: Piece) -> np.ndarray:
     return _rows(grid, piece, other).reshape(-1)
 
 
-def _rows(whole: Rows, piece: Piece, other: Piece) -> Rows:
-    """The rows that both sides have, of a record's tensor or of its rows' numbers."""
+def _rows(whole: np.ndarray, piece: Piece, other: Piece) -> np.ndarray:
+    """The rows that both sides have, of a record's array or of its rows' numbers."""
     of_tokens = len(piece.record.shape) >= 3
     if piece.row is not None:
         whole = whole[piece.row : piece.row + 1]
@@ -584,19 +582,19 @@ class Measurer:
         first = pairs[0][1]
         base, truth = None, None
         try:
-            a = self._reference.read_many([operands.reference for _, operands in pairs])
+            a = self._reference.arrays([operands.reference for _, operands in pairs])
             if first.equal:
                 b = a
                 for pair, _ in pairs:
                     self.reading.check(pair)
             else:
-                b = self._candidate.read_many([operands.candidate for _, operands in pairs])
+                b = self._candidate.arrays([operands.candidate for _, operands in pairs])
             if first.base is not None:
                 bases = [operands.base[1] for _, operands in pairs if operands.base is not None]
-                base = first.base[0].read_many(bases)
+                base = first.base[0].arrays(bases)
             if first.truth is not None and self._truth is not None:
                 records = [operands.truth for _, operands in pairs if operands.truth is not None]
-                truth = self._truth.run.read_many(records)
+                truth = self._truth.run.arrays(records)
         except RunFormatError:
             return [None] * len(pairs)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
@@ -662,13 +660,13 @@ class Measurer:
         to what it gets: of a dropout that hands its input on, nothing would be left."""
         assert self._truth is not None
         pieces, run = self._pieces, self._truth.run
-        a = pieces.tensor(self._reference, pair.reference)
-        b = pieces.tensor(self._candidate, pair.candidate)
+        a = pieces.array(self._reference, pair.reference)
+        b = pieces.array(self._candidate, pair.candidate)
         if is_repeated(pair.reference, pair.candidate):
             a, b = repeated(a, b)
-        if not (a.is_floating_point() and a.shape == b.shape and a.numel()):
+        if not (is_float(format_of(a.dtype)) and a.shape == b.shape and a.size):
             return None
-        truth = pieces.tensor(run, piece_like(true_record, pair))
+        truth = pieces.array(run, piece_like(true_record, pair))
         truth = truth if truth.shape == a.shape else repeated(truth, a)[0]
         base = pieces.base(pair) if is_block and true_record.site.endswith(":out") else None
         if base is not None and base.shape != a.shape:
@@ -697,8 +695,8 @@ class Measurer:
             self.reading.check(pair)  # the same contents may lie at several places
             return known
         a, b = (
-            self._pieces.tensor(self._reference, pair.reference),
-            self._pieces.tensor(self._candidate, pair.candidate),
+            self._pieces.array(self._reference, pair.reference),
+            self._pieces.array(self._candidate, pair.candidate),
         )
         if base is not None and ref.positions is None and cand.positions is not None:
             base = same_positions(base, ref, b, cand)[0]
@@ -710,7 +708,7 @@ class Measurer:
             a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel, device=self.device
         )
         distance = None
-        if logits and a.ndim >= 1 and a.numel():
+        if logits and a.ndim >= 1 and a.size:
             values = measure_logits(a, b, row_mask=mask)
             if values.num_rows:  # else no row was finite enough to measure
                 distance = LogitsDiff(
@@ -760,7 +758,6 @@ class _Operands:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
 """Pairs are started until so much is under way for each thread; one at least, however large."""
 _ALONE_BYTES = 1 << 20
@@ -797,9 +794,12 @@ def measure_all(
 @contextlib.contextmanager
 def measured_on(device: str) -> Iterator[None]:
     """Within it, ``measure_all`` adds up on ``device``; UsageError where that cannot be."""
-    from divergence.numerics.on_device import open_device
+    there = None
+    if device != "cpu":
+        from divergence.numerics.on_device import open_device
 
-    token = _DEVICE.set(None if device == "cpu" else open_device(device))
+        there = open_device(device)
+    token = _DEVICE.set(there)
     try:
         yield
     finally:
@@ -847,13 +847,6 @@ def results_of_pairs(
     if waiting:
         results += measurer.judge.results(*zip(*waiting, strict=True))
     return results
-
-
-def num_threads() -> int:
-    """That look at tensors side by side."""
-    import torch
-
-    return max(1, min(_MOST_THREADS, torch.get_num_threads()))
 
 
 def measure_pairs(

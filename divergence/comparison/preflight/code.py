@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from divergence.comparison.limits import SHARP
 from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
 from divergence.run.manifest import CodeNote, Manifest, ModuleNumbers
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_operator_site, natural_key, starred
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Whose truth is it? A truth belongs to the code and the weights of the reference.
 #
@@ -73,30 +72,30 @@ def _distance(a: Run, record: Record, b: Run, other: Record) -> float:
     if not (a.has_bytes(record) and b.has_bytes(other)):
         return 0.0
     x, y = (
-        without_pads(a.manifest, record, run.read(own).double())
+        without_pads(a.manifest, record, wide(run.array(own)))
         for run, own in ((a, record), (b, other))
     )
     if x is None or y is None:
         return 0.0
-    finite = x.isfinite()
-    if not bool((finite == y.isfinite()).all()):
+    finite = np.isfinite(x)
+    if not np.array_equal(finite, np.isfinite(y)):
         return math.inf
-    gap, norm = float((x - y)[finite].norm()), float(x[finite].norm())
+    gap, norm = (float(np.linalg.norm(part[finite])) for part in (x - y, x))
     if not gap or not norm or format_named(record.dtype).kind != "float":
         return math.inf if gap else 0.0
     return gap / norm
 
 
-def without_pads(manifest: Manifest, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor with the rows of pads set to 0: what stands there is no result (a row that sees
+def without_pads(manifest: Manifest, record: Record, array: np.ndarray) -> np.ndarray | None:
+    """The array with the rows of pads set to 0: what stands there is no result (a row that sees
     no key has one value in one kernel and another in the next). None where a batch has pads and
-    the tensor's axes are not (B, T, ...): which of its rows are pads is not known."""
+    its axes are not (B, T, ...): which of its rows are pads is not known."""
     pads = None if record.step else manifest.tokens.pads(record.sample)
     if pads is None:
-        return tensor
-    if tensor.shape[:2] != pads.shape:
+        return array
+    if array.shape[:2] != pads.shape:
         return None
-    return tensor.masked_fill(pads.reshape(*pads.shape, *[1] * (tensor.ndim - 2)), 0)
+    return np.where(pads.reshape(*pads.shape, *[1] * (array.ndim - 2)), 0.0, array)
 
 
 def floor_of(manifest: Manifest, record: Record, *, dtype: str | None = None) -> float:

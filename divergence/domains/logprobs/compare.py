@@ -245,10 +245,10 @@ def _choices(run: Run) -> _Choices:
         if not run.has_bytes(record):
             continue
         group = run.manifest.tokens.group_of(record.sample) or [record.sample]
-        tensor = run.read(record)
-        if tensor.ndim not in (2, 3) or tensor.shape[:-1].numel() % len(group):
+        ids = run.array(record)
+        if ids.ndim not in (2, 3) or math.prod(ids.shape[:-1]) % len(group):
             continue
-        rows = tensor.reshape(len(group), -1, tensor.shape[-1]).tolist()
+        rows = ids.reshape(len(group), -1, ids.shape[-1]).tolist()
         for sample, tokens in zip(group, rows, strict=True):
             num_prompt = len(run.manifest.tokens.samples[sample].prompt_ids)
             if record.step:

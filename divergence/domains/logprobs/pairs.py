@@ -15,6 +15,7 @@ from divergence.comparison.align.pairs import Pieces, pieces_in
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.errors import RunFormatError, UsageError
 from divergence.facts import Fact, fact, sentence
+from divergence.numerics.arrays import wide
 from divergence.run.command import command_line
 from divergence.run.contents import name_of
 from divergence.run.manifest import UNKNOWN, SampleTokens
@@ -121,8 +122,8 @@ def _recorded(run: Run, number: int) -> Sequence:
             f"{list(tokens.shape)}: float32 and int32 (1, T, K) are expected",
             where=f"{run.path}, {name_of(record)}",
         )
-    values = run.read(record)[0].double().numpy()
-    table = run.read(tokens)[0].numpy().astype(np.int64)
+    values = wide(run.array(record)[0])
+    table = run.array(tokens)[0].astype(np.int64)
 
     def distribution(row: int) -> Distribution:
         told = table[row] >= 0
@@ -145,7 +146,7 @@ def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) 
 
     def log_softmax(place: int) -> np.ndarray:
         piece, row = places[place]
-        logits = reader.tensor(run, piece)[0, row].double().numpy()
+        logits = wide(reader.array(run, piece)[0, row])
         top = logits.max()
         log_probs: np.ndarray = logits - (top + math.log(np.exp(logits - top).sum()))
         return log_probs

@@ -29,6 +29,7 @@ from divergence.domains.scores.rows import Evaluation, ScoreRow, Series, SeriesN
 from divergence.errors import PromptError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import BY_DTYPE, WIDEST
+from divergence.numerics.logits import log_softmax
 from divergence.recording.prompts import Prompt, tokenize
 from divergence.run.foreign import DumpFolder
 from divergence.run.reader import Run
@@ -578,7 +579,7 @@ def _judged(
         if row is None or max(answer.tokens) >= len(row):
             margins.append(None)
             continue
-        logprob, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
+        logprob, other = log_softmax(row)[list(answer.tokens)].tolist()
         margins.append(float(answer.weights[0] * logprob - answer.weights[1] * other))
     a, b = margins
     if a is None or b is None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
 
 from divergence.analyses.code.find import CODE_NOT_TOLD, doubt_of_code
@@ -50,6 +51,7 @@ from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, Level, Localization, OwnError, is_right_alone
 from divergence.facts import Fact, apart, fact, sentence, worded
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.reproducer import repro
@@ -376,13 +378,13 @@ def _is_small(truth: Run, other: Run, run: Run, output: str) -> bool:
         if theirs is None or own is None or {theirs.shape, own.shape} != {record.shape}:
             return False
         true, mine, its = (
-            without_pads(run.manifest, record, source.read(entry).double())
+            without_pads(run.manifest, record, wide(source.array(entry)))
             for source, entry in ((truth, record), (run, own), (other, theirs))
         )
         if true is None or mine is None or its is None:
             return False
-        errors = max(errors, float((mine - true).norm() / true.norm()))
-        differ = max(differ, float((its - true).norm() / true.norm()))
+        errors = max(errors, float(np.linalg.norm(mine - true) / np.linalg.norm(true)))
+        differ = max(differ, float(np.linalg.norm(its - true) / np.linalg.norm(true)))
     return 0 < differ * _MUCH <= errors
 
 

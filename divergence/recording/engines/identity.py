@@ -67,14 +67,14 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     # The norm, and the sums with signs, in one product a piece
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
-    columns = signs(rows.shape[1], 2 * NUM_SUMS, tensor.device).to(wide)
+    columns = torch.from_numpy(signs(rows.shape[1], 2 * NUM_SUMS)).to(tensor.device, wide)
     columns = torch.cat([columns, torch.ones_like(columns[:, :1])], 1)
     totals = torch.zeros(3 * NUM_SUMS, dtype=torch.float64)
     square = 0.0
     step = max(1, _MOST_AT_ONCE // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         part = rows[start : start + step].to(wide)
-        by_place = signs(len(part), 2 * NUM_SUMS, tensor.device, start).to(wide)
+        by_place = torch.from_numpy(signs(len(part), 2 * NUM_SUMS, start)).to(tensor.device, wide)
         square += float(torch.linalg.vector_norm(part)) ** 2
         by_column, by_both, total = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1], 1)
         by_row = total * by_place[:, :NUM_SUMS]

@@ -23,6 +23,7 @@ from divergence.comparison.measure.judge import work_format
 from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
 from divergence.domains.quantization.coding import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.facts import Fact, fact
+from divergence.numerics.arrays import as_tensor
 from divergence.numerics.floor import floor_weights
 from divergence.run.site import CODES, HEAD_CODES, is_codes, module_of, starred
 from divergence.words import SIDES, Side, common_side
@@ -189,8 +190,8 @@ def _place(site: str, *, entering: bool = True) -> Fact | str:
 
 
 def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: SiteResult) -> None:
-    x = pieces.tensor(measured.reference, pair.reference)
-    y = pieces.tensor(measured.candidate, pair.candidate)
+    x = as_tensor(pieces.array(measured.reference, pair.reference))
+    y = as_tensor(pieces.array(measured.candidate, pair.candidate))
     ends = _ENDS.get(str(x.dtype).removeprefix("torch."))
     if ends is None or x.shape != y.shape or x.dtype != y.dtype:
         return
@@ -199,7 +200,7 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
         record = measured.truth.record(pair)
         if record is None or not measured.truth.run.has_bytes(record):
             return
-        wanted = pieces.rows_of(measured.truth.run.read(record), pair.reference)
+        wanted = as_tensor(pieces.rows_of(measured.truth.run.array(record), pair.reference))
         if wanted.shape != x.shape:
             return
     work = work_format(measured.reference.manifest, measured.candidate.manifest)

@@ -258,7 +258,8 @@ def write_text(text: str, *, file: TextIO | None = None) -> None:
     file = sys.stdout if file is None else file
     encoding = getattr(file, "encoding", None) or "utf-8"
     try:
-        text.encode(encoding)
+        if not text.isascii():
+            text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
     try:

@@ -115,7 +115,7 @@ def printable_lines(text: str) -> str:
 def printable_json(text: str) -> str:
     """JSON with the same meaning that prints: what does not stands as ``\\uXXXX`` (in JSON such
     characters stand in strings alone; line breaks between values stay)."""
-    if text.isprintable():
+    if text.isascii() and "\x7f" not in text:  # JSON itself escapes what is below a space
         return text
 
     def written(match: re.Match[str]) -> str:

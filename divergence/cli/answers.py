@@ -45,6 +45,14 @@ def show(text: str) -> None:
     write_text(printable_lines(text.removesuffix("\n")) + "\n")
 
 
+def show_json(text: str) -> None:
+    """One answer as JSON, which is printable as it is, to stdout."""
+    from divergence.layout import write_text
+
+    write_text(text)
+    write_text("\n")
+
+
 def show_document(
     document: Document, output: Output, *, json: Callable[[], str], quiet: str | None = None
 ) -> None:
@@ -53,7 +61,7 @@ def show_document(
     from divergence.report.text import document_lines, headline_lines
 
     if output.json:
-        show(json())
+        show_json(json())
     elif output.quiet and quiet is not None:
         show(quiet)
     elif output.quiet:

@@ -7,7 +7,14 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from divergence.cli.answers import exit_with, progress_bars, show, show_document, write_text
+from divergence.cli.answers import (
+    exit_with,
+    progress_bars,
+    show,
+    show_document,
+    show_json,
+    write_text,
+)
 from divergence.cli.signature import Added, settings
 from divergence.domain import Files, domains, placed
 from divergence.errors import UsageError
@@ -272,7 +279,7 @@ def show_report(
     from divergence.report.summary import report_lines, verdict_lines
 
     if output.json:
-        show(report.to_json(indent=2))
+        show_json(report.to_json(indent=2))
     elif output.quiet:
         print_lines(verdict_lines(report), whole=True)
     elif every or output.verbose:

@@ -7,8 +7,10 @@ this. The JSON form is stable and versioned; numbers that JSON cannot hold
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -255,28 +257,78 @@ def _library(name: str) -> ModuleType:
 
 
 def strict_json(value: Any, *, indent: int | None = 2) -> str:
-    """Structs, dicts and lists as JSON text that any parser reads and any terminal may show."""
-    text = msgspec.json.encode(json_safe(msgspec.to_builtins(value)))
-    if indent:
-        text = msgspec.json.format(text, indent=indent)
+    """Structs, dicts and lists as JSON text that any parser reads and any terminal may show.
+    Indented, each of a report's sites is one line: they are nearly all of it."""
+    text = b"".join(_written(value, b" " * (indent or 0), b"\n" if indent else b""))
     return printable_json(text.decode())
 
 
-def json_safe(value: Any) -> Any:
-    """Replace non-finite floats, which JSON cannot hold, by their names, and what UTF-8 cannot
-    (undecodable bytes of a path) by escapes."""
+def _written(value: Any, step: bytes, line: bytes) -> Iterator[bytes]:
+    """The JSON of a value, ``line`` before each of its closing brackets, ``step`` deeper before
+    what is in them."""
+    if isinstance(value, msgspec.Struct) and not type(value).__struct_config__.omit_defaults:
+        values = (getattr(value, name) for name in value.__struct_fields__)
+        value = dict(zip(value.__struct_encode_fields__, values, strict=True))
+    elif isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value)
+    is_object = isinstance(value, dict)
+    if not value or not (is_object or isinstance(value, list | tuple | set | frozenset)):
+        yield _encoded(value)
+        return
+    inner, colon = line + step if line else b"", b": " if line else b":"
+    before = b"{" if is_object else b"["
+    if isinstance(value, list) and isinstance(value[0], SiteResult):
+        for start in range(0, len(value), _AT_ONCE):
+            part = value[start : start + _AT_ONCE]
+            yield before + inner
+            if _is_plain(part):  # all at once
+                yield _ENCODER.encode_lines(part)[:-1].replace(b"\n", b"," + inner)
+            else:
+                yield (b"," + inner).join(map(_encoded, part))
+            before = b","
+        yield line + b"]"
+        return
+    for key, item in flat(value).items() if is_object else enumerate(value):
+        yield before + inner + (_encoded(key) + colon if is_object else b"")
+        yield from _written(item, step, inner)
+        before = b","
+    yield line + (b"}" if is_object else b"]")
+
+
+_NONFINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
+"""How msgpack begins a nan or an infinity, which JSON writes as null."""
+
+
+_ENCODER = msgspec.json.Encoder()
+_AT_ONCE = 64
+"""Sites that are written in one go."""
+
+
+def _encoded(value: Any) -> bytes:
+    """A number, a text, or a site's result; a key."""
+    return _ENCODER.encode(value if _is_plain(value) else _json_safe(value))
+
+
+def _is_plain(value: Any) -> bool:
+    """Is JSON's own way of writing it right?"""
+    try:
+        return _NONFINITE.search(msgspec.msgpack.encode(value)) is None
+    except UnicodeEncodeError:  # undecodable bytes of a path
+        return False
+
+
+def _json_safe(value: Any) -> Any:
+    """Replace non-finite floats, which JSON cannot hold, by their names, and what UTF-8 cannot hold
+    by escapes."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, float):
-        if value != value:
-            return "nan"
-        if value in (float("inf"), float("-inf")):
-            return "inf" if value > 0 else "-inf"
-        return value
-    if isinstance(value, dict):
-        return {json_safe(key): json_safe(item) for key, item in flat(value).items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if value != value else "inf" if value > 0 else "-inf"
+    if isinstance(value, msgspec.Struct):
+        values = zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
+        return msgspec.structs.replace(value, **{name: _json_safe(item) for name, item in values})
     if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
+        return [_json_safe(item) for item in value]
     return value
 
 

@@ -33,6 +33,7 @@ from divergence.comparison.measure import runs as pipeline
 from divergence.comparison.measure.judge import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results import LogitsDiff
+from divergence.numerics.arrays import as_array
 from divergence.numerics.pairs import AgainstTruth
 from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
@@ -256,8 +257,8 @@ class ReplayedRun(Run):
     def _opened(self) -> Any:
         return self.tensors  # handed on to the truth that a run carries
 
-    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
-        return self.tensors.read(record)
+    def array(self, record: Record, *, verify: bool = True) -> np.ndarray:
+        return as_array(self.tensors.read(record))
 
     def check(self, record: Record) -> None:
         """Its bytes were checked when it was recorded."""

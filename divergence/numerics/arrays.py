@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from divergence.numerics.formats import FORMATS, Format, format_named, format_of
 if TYPE_CHECKING:
     import torch
 
-    Tensor = torch.Tensor | np.ndarray
-    """What is measured: of either kind."""
+Tensor: TypeAlias = "torch.Tensor | np.ndarray"
+"""What is measured: of either kind."""
 
 _PIECE = 1 << 15
 """Elements that are widened in two steps at a time: they stay in a core's caches."""

@@ -41,9 +41,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from divergence.numerics.arrays import as_array, wide
-from divergence.numerics.pairs import SINK_FACTOR
 from divergence.numerics.summaries import Projections, SumDtype, resolution
-from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import SINK_FACTOR, Estimate, PairMetrics, RowMetrics
 
 if TYPE_CHECKING:
     from divergence.numerics.arrays import Tensor

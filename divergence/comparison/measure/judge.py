@@ -24,9 +24,9 @@ from divergence.comparison.results import (
 )
 from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.pairs import SINK_FACTOR, AgainstTruth, measure_pair, with_rounding
+from divergence.numerics.pairs import AgainstTruth, measure_pair, with_rounding
 from divergence.numerics.summary import Summary
-from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import SINK_FACTOR, Estimate, PairMetrics, RowMetrics
 from divergence.run.contents import num_labels
 from divergence.run.manifest import Manifest
 from divergence.run.reader import COLUMNS, Run

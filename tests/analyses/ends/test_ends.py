@@ -19,6 +19,7 @@ from divergence.comparison.decide import decide
 from divergence.comparison.measure.runs import measure
 from divergence.comparison.preflight.lines import preflight
 from divergence.facts import sentence
+from divergence.numerics.arrays import wide
 from divergence.numerics.floor import THRESHOLDS
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
@@ -318,11 +319,11 @@ def test_equal_logits_may_be_chosen_either_way(run):
     """Ties are ties at exact equality."""
     good = Run.open(run().path)
     sample = good.manifest.tokens.samples[0]
-    row = logits_row(good, 0, 0).clone()
+    row = wide(logits_row(good, 0, 0)).copy()
     second = (sample.chosen_ids[0] + 1) % len(row)
     row[second] = row.max()
     assert misfit_in(row, second) is None
-    row[second] -= row[second].abs() * 2**-7
+    row[second] -= abs(row[second]) * 2**-7
     assert misfit_in(row, second) is not None
 
 

@@ -15,6 +15,7 @@ from divergence import BatchOptions, RecordOptions, Run, capture, compare
 from divergence import truth as make_truth
 from divergence.analyses.blocks.sections import prompt_usage
 from divergence.comparison.experts import Flips, explained_choices, free_routes_differ
+from divergence.numerics.arrays import as_array
 from divergence.run.site import module_of
 from tests.models import tiny, weights
 
@@ -352,6 +353,12 @@ def test_the_choice_is_recorded_with_blocks(recorded):
     }
 
 
+def choices(alike, rows, logits, usual=tuple):
+    """``explained_choices``, of tensors."""
+    rows, logits = ([as_array(side) for side in sides] for sides in (rows, logits))
+    return explained_choices(as_array(alike), rows, logits, usual)
+
+
 def explained(leads, gap, *, num_experts=4):
     """``explained_choices`` of tokens with these leads, all chosen for alike, and of one that the
     candidate sent to the experts 2 and 3 against its logits, by ``gap``."""
@@ -362,7 +369,7 @@ def explained(leads, gap, *, num_experts=4):
     two[-1] = torch.tensor([2, 3])
     alike = torch.ones(len(values), dtype=torch.bool)
     alike[-1] = False
-    return bool(explained_choices(alike, (one, two), (values, values))[0][-1])
+    return bool(choices(alike, (one, two), (values, values))[0][-1])
 
 
 def test_what_else_decides_is_not_taken_for_a_fault():
@@ -561,7 +568,7 @@ def test_tokens_near_a_tie_of_a_router_with_a_bias_are_left_out():
         chosen = [(values + bias).topk(2, -1).indices for values in (logits, other)]
         if not is_rounding:
             chosen[1][:6] = logits[:6].topk(2, -1, largest=False).indices
-        flips = Flips.of(chosen, (logits, other))
+        flips = Flips.of([side.numpy() for side in chosen], (logits.numpy(), other.numpy()))
         assert len(flips.places) >= 4
         assert flips.beyond_chance(100) != is_rounding
         repeated = Flips.together([flips] * 50)
@@ -580,7 +587,7 @@ def test_what_lies_within_two_roundings_of_the_recorded_logits_is_a_tie():
     usual = torch.linspace(0, 1, 4000, dtype=torch.float64)
     for dtype, is_explained in ((torch.bfloat16, True), (torch.float32, False)):
         rounded = logits.to(dtype)
-        told = explained_choices(alike, (mine, other), (rounded, rounded), lambda: [usual, None])
+        told = choices(alike, (mine, other), (rounded, rounded), lambda: [usual.numpy(), None])
         assert bool(told[0][-1]) == is_explained
 
 
@@ -590,9 +597,9 @@ def test_an_expert_chosen_twice_is_no_rounding():
     usual = torch.tensor([[0, 1], [0, 1]])
     twice = torch.tensor([[0, 1], [0, 0]])
     alike = torch.tensor([True, False])
-    assert not explained_choices(alike, (usual, twice), (values, values))[0][1]
+    assert not choices(alike, (usual, twice), (values, values))[0][1]
     habit = torch.tensor([[0, 0], [0, 1]])
-    assert explained_choices(alike, (habit, torch.tensor([[0, 0], [1, 1]])), (values, values))[0][1]
+    assert choices(alike, (habit, torch.tensor([[0, 0], [1, 1]])), (values, values))[0][1]
 
 
 def test_free_runs_whose_tokens_went_elsewhere_are_known(recorded, tmp_path):

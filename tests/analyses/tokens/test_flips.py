@@ -18,6 +18,7 @@ from divergence.comparison.limits import TIE
 from divergence.facts import worded
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy
+from divergence.numerics.arrays import as_array, wide
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.logits import kl_divergence, logit_error
 
@@ -45,8 +46,8 @@ class HandMade:
     def has_bytes(self, step):
         return True
 
-    def read(self, step):
-        return self.rows[step].reshape(1, 1, -1)
+    def array(self, step):
+        return as_array(self.rows[step].reshape(1, 1, -1))
 
 
 def drift_in(tokens):
@@ -317,7 +318,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
     def pushed(run, sample, step):
         row = read(run, sample, step)
         if run is other and (sample, step) == (0, 0):
-            row = row.clone()
+            row = wide(row).copy()
             row[wrong] = row.max() + 1
         return row
 

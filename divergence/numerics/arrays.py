@@ -89,15 +89,13 @@ def joined(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
 def wide(tensor: Tensor) -> np.ndarray:
     """The numbers in float64, or complex128: a view where that is the tensor's own."""
     array = as_array(tensor)
-    if array.dtype.kind == "c":
-        return array.astype(np.complex128, copy=False)
-    if array.dtype == np.float64:
-        return array
     form = format_of(array.dtype)
-    if not array.dtype.names and form.name != "float16":
-        return array.astype(np.float64)
-    out = np.empty(array.shape)
     with np.errstate(invalid="ignore"):  # a nan that signals
+        if form.kind == "complex":
+            return array.astype(np.complex128, copy=False)
+        if not array.dtype.names and form.name != "float16":
+            return array.astype(np.float64, copy=False)
+        out = np.empty(array.shape)
         widen(bits_of(array), form, out)
     return out
 

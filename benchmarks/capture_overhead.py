@@ -129,6 +129,10 @@ def work(args: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     peaks: dict[str, int] = {}
     bare(model, ids, min(args.new, 2), folder)
+    from divergence.cli.garbage import hold, release
+
+    hold()
+    release()  # as in the command, where capture has begun
     try:
         for number in range(args.rounds + 1):
             for name, one in (("bare", bare), ("way", way)):

@@ -20,6 +20,8 @@ own are in capture_overhead.py.
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import math
 import os
 import shutil
@@ -28,9 +30,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,62 +230,89 @@ def pairs(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
 
 
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "act_fn")
+GROWS = ("blocks", "tokens", "prompts", "sites")
 
 
-def sizes(folder: Path) -> Iterator[tuple[str, int, Path, list[object]]]:
-    """(what grows, its size, the model, the options of its capture)."""
-    for power in range(DOUBLINGS + 1):
-        times = 2**power
-        usual = ["--max-new-tokens", 8, "--sites", "modules"]
-        small, deep = (random_model(folder / f"m{n}", n, hidden=128) for n in (4, 4 * times))
-        yield "blocks", 4 * times, deep, [*prompts_file(folder, 1), *usual]
-        many = ["--max-new-tokens", 8 * times, "--sites", "modules"]
-        yield "tokens", 8 * times, small, [*prompts_file(folder, 1), *many]
-        yield "prompts", 2 * times, small, [*prompts_file(folder, 2 * times), *usual]
-        kinds = SITES[: min(times, 8)]
-        ports = ("in", "out") if times > 8 else ("out",)
-        sites = [f"*.{kind}:{port}" for kind in kinds for port in ports]
-        listed = [word for site in sites for word in ("--sites", site)]
-        yield "sites", len(sites), random_model(folder / "m16", 16, hidden=128), [
-            *prompts_file(folder, 4), "--max-new-tokens", 16, *listed,
-        ]  # fmt: skip
+def grown(what: str, power: int, folder: Path) -> tuple[int, Path, dict[str, Any]]:
+    """(the size, the model, the options of its capture)."""
+    times = 2**power
+    options: dict[str, Any] = {"max_new_tokens": 8, "sites": ["modules"]}
+    num_blocks, num_prompts, size = 4, 1, times
+    if what == "blocks":
+        num_blocks = size = 4 * times
+    elif what == "tokens":
+        size = options["max_new_tokens"] = 8 * times
+    elif what == "prompts":
+        num_prompts = size = 2 * times
+    else:
+        ports = ("in", "out") if times > len(SITES) else ("out",)
+        sites = [f"*.{kind}:{port}" for kind in SITES[:times] for port in ports]
+        options = {"max_new_tokens": 16, "sites": sites}
+        num_blocks, num_prompts = 16, 4
+    options["prompts"] = [[(7 * i + n) % 500 + 3 for i in range(6)] for n in range(num_prompts)]
+    return size, random_model(folder / f"m{num_blocks}", num_blocks, hidden=128), options
+
+
+def grow(what: str, rounds: int, folder: Path) -> None:
+    """One thing that grows, in this process: prints a JSON object, by command and size (processor
+    seconds, MiB above what was there before)."""
+    from capture_overhead import peak_again, peak_bytes
+
+    from divergence import capture, compare
+
+    costs: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    a, b, alike = folder / "a", folder / "b", {"force": True, "probe": False}
+    for number in range(rounds + 1):
+        for power in range(DOUBLINGS + 1):
+            size, model, options = grown(what, power, folder)
+            for name, command in {
+                "capture": partial(capture, str(model), out=a, truth="no", **alike, **options),
+                "capture --like": partial(
+                    capture, like=a, out=b, attn_implementation="sdpa", **alike
+                ),
+                "compare": partial(compare, a, b),
+            }.items():
+                gc.collect()
+                peak_again()
+                before, start = peak_bytes(), time.process_time()
+                command()
+                cost = time.process_time() - start, (peak_bytes() - before) / 2**20
+                if number or power:  # the first of all imports
+                    costs.setdefault(name, {}).setdefault(size, []).append(cost)
+    print(json.dumps(costs))
 
 
 def growth(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
     """Of this checkout alone."""
-    costs: dict[tuple[str, str], dict[int, list[Cost]]] = {}
-    for _ in range(rounds):
-        for what, size, model, options in sizes(folder):
-            a, b = folder / "a", folder / "b"
-            shutil.rmtree(a, ignore_errors=True)
-            shutil.rmtree(b, ignore_errors=True)
-            alone = ["--truth", "no", "--no-probe"]
-            for name, words in (
-                ("capture", tool("capture", model, "-o", a, *options, *alone)),
-                ("capture --like", tool("capture", "--like", a, "-o", b, "--attn-implementation",
-                                        "sdpa", "--no-probe")),
-                ("compare", tool("compare", a, b)),
-            ):  # fmt: skip
-                costs.setdefault((name, what), {}).setdefault(size, []).append(run(words))
-            print(what, size, file=sys.stderr)
-    print("\n| command | what grows | sizes | CPU s | steepest slope | MiB | slope |")
+    print("\n| command | what grows | sizes | CPU s | slope | MiB above | slope |")
     print("|---|---|---|---|---|---|---|")
-    for (name, what), by_size in costs.items():
-        each = {size: medians(found) for size, found in by_size.items()}
-        times, peaks = ([getattr(cost, field) for cost in each.values()]
-                        for field in ("cpu_s", "peak_mib"))  # fmt: skip
-        listed = [" ".join(f"{value:,.{digits}f}" for value in values)
-                  for values, digits in ((times, 1), (peaks, 0))]  # fmt: skip
-        print(
-            f"| {name} | {what} | {' '.join(map(str, each))} | {listed[0]} "
-            f"| {slope(list(each), times):.2f} | {listed[1]} | {slope(list(each), peaks):.2f} |"
-        )
+    for what in GROWS:
+        place = folder / what
+        place.mkdir()
+        words = [sys.executable, __file__, "--rounds", rounds, "--grow", what, place]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(list(map(str, words)), env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        for name, by_size in json.loads(done.stdout.splitlines()[-1]).items():
+            sizes = sorted(map(int, by_size))
+            times, peaks = (
+                [statistics.median(cost[place] for cost in by_size[str(size)]) for size in sizes]
+                for place in (0, 1)
+            )
+            print(
+                f"| {name} | {what} | {' '.join(map(str, sizes))} "
+                f"| {' '.join(f'{value:.2f}' for value in times)} | {slope(sizes, times):.2f} "
+                f"| {' '.join(f'{value:.0f}' for value in peaks)} | {slope(sizes, peaks):.2f} |",
+                flush=True,
+            )
 
 
 def slope(sizes: list[int], values: list[float]) -> float:
-    """The steepest of the last two doublings, of log against log."""
+    """The steeper of the last two doublings, of log against log."""
     steps = [
-        math.log(values[n] / values[n - 1]) / math.log(sizes[n] / sizes[n - 1])
+        math.log(max(values[n], 1e-3) / max(values[n - 1], 1e-3))
+        / math.log(sizes[n] / sizes[n - 1])
         for n in range(max(1, len(sizes) - 2), len(sizes))
     ]
     return max(steps)
@@ -292,7 +323,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--old", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--grow", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.grow:
+        grow(args.grow[0], args.rounds, Path(args.grow[1]))
+        return
     checkouts = {"now": ROOT} if args.old is None else {"before": args.old.resolve(), "now": ROOT}
     with tempfile.TemporaryDirectory() as name:
         for part in args.only:

@@ -205,7 +205,8 @@ class _Lines:
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._done, self._lock = threading.Event(), threading.Lock()
-        self._event = self._text = self._printed_event = ""
+        self._event = self._text = "begin"
+        self._printed_event = ""
 
     def note(self, event: str, done: int, total: int | None, detail: str) -> None:
         amount = "" if total is None and not done else _amount(done, total)
@@ -232,6 +233,6 @@ class _Lines:
 
     def _print(self, *, again: bool) -> None:
         with self._lock:
-            if self._event and (again or self._event != self._printed_event):
+            if again or self._event != self._printed_event:
                 self._printed_event = self._event
                 sys.stderr.write(f"{self._text} ({time.monotonic() - self._begun:.0f} s)\n")

@@ -132,8 +132,9 @@ def inspect(
     from divergence.run.contents import num_kept, why_no_bytes
     from divergence.run.reader import Run
 
-    opened = Run.open(run)
-    path, manifest, records = str(opened.path), opened.manifest, opened.records
+    with progress_bars(quiet=output.silent):  # ten million records take half a minute
+        opened = Run.open(run)
+        path, manifest, records = str(opened.path), opened.manifest, opened.records
     audit = problems = None
     if site is None:
         audit = audit_runs(opened)

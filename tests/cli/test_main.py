@@ -175,18 +175,17 @@ def test_long_work_tells_where_it_is(invoke, replace_api, monkeypatch, asked, va
 
     replace_api("comparison", compare=compare)
     _, _, err = invoke("compare", "a", "b", *asked)
-    said = err.removesuffix("error: enough\n").splitlines()
-    assert [line.rpartition(" (")[0] for line in said] == ["read", "measure: 1/4, model.norm"][
-        :lines
-    ]
+    said = [line.rpartition(" (")[0] for line in err.splitlines()[:-1]]
+    wanted = ["read", "measure: 1/4, model.norm"][:lines]
+    assert [line for line in said if line != "begin"] == wanted
 
 
 def test_garbage_is_collected_once_the_work_has_begun(tmp_path):
     """The start, which leaves nothing to collect, goes without; what comes later does not."""
     program = (
         "import atexit, gc, runpy, sys\n"
-        "usual, sys.argv = gc.get_threshold(), ['divergence', *sys.argv[1:]]\n"
-        "atexit.register(lambda: print(gc.get_threshold() == usual, gc.get_freeze_count() > 0))\n"
+        "sys.argv = ['divergence', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print(gc.get_threshold()[0] < 1e5, gc.get_freeze_count() > 0))\n"
         "runpy.run_module('divergence', run_name='__main__', alter_sys=True)\n"
     )
     made = python("-c", program, "selftest", "--quick", "-q", "-o", str(tmp_path / "x.json"))

@@ -52,10 +52,10 @@ def bundle(
     progress: Progress | None = None,
 ) -> Bundle:
     """Compare two runs and put into the zip ``out`` what a vendor or a colleague needs to see:
-    report.md, report.json, the report as a page, its picture, and what `localize` has left of this
-    pair beside the runs: its answer and the operator's reproducer. The runs are not in it; paths
-    and the names of this host and user are taken out of all text. ``truth``, ``floor``,
-    ``name_map``, ``device``: as in ``compare``. ``force``: replaces ``out``.
+    README.md, report.md, report.json, the report as a page, its picture, both manifests, and what
+    `localize` has left of this pair beside the runs: its answer and the operator's reproducer. The
+    runs are not in it; paths, keys and the names of this host and user are taken out of all text.
+    ``truth``, ``floor``, ``name_map``, ``device``: as in ``compare``. ``force``: replaces ``out``.
 
     Raises UsageError where ``out`` is no .zip file, RunExistsError where it exists and ``force`` is
     false, RunWriteError, and what ``compare`` raises.
@@ -80,8 +80,11 @@ def bundle(
     named |= {str(reference): "A", str(candidate): "B"}
     if truth is not None:
         named[str(truth)] = "TRUTH"
-    machines = {name: run.manifest.environment for name, run in runs.items()}
-    files = bundle_files(report, machines, Redaction(named), **_left_beside(*runs.values()))
+    manifests = {name: run.manifest for name, run in runs.items()}
+    machines = {name: manifest.environment for name, manifest in manifests.items()}
+    files = bundle_files(
+        report, machines, Redaction(named), manifests=manifests, **_left_beside(*runs.values())
+    )
     data = zipped(files)
     write_output(data, target, what="bundle", error=RunWriteError, make_folder=True)
     return Bundle(target, len(data), list(files), report)

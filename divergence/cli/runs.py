@@ -218,10 +218,10 @@ def bundle(
     force: bool = option("--force", "Replace an existing file.", default=False),
     output: Output,
 ) -> None:
-    """report.md (the first screen and both machines), report.json, the report as a page, its
-    picture, and what localize has left of this pair beside the runs: its answer and the operator's
-    reproducer. The runs are not in it; paths and the names of this host and user are taken out
-    of all text. Whatever the verdict, the exit code is 0.
+    """README.md, report.md (the first screen and both machines), report.json, the report as a page,
+    its picture, both manifests, and what localize has left of this pair beside the runs: its answer
+    and the operator's reproducer. The runs are not in it; paths, keys and the names of this host
+    and user are taken out of all text. Whatever the verdict, the exit code is 0.
 
     Examples:
     divergence bundle a b -o bug.zip

@@ -269,6 +269,29 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     )
 
 
+def farthest_values(
+    sides: Sequence[tuple[str, torch.Tensor | None]], *, shown: Callable[[str], str] = str
+) -> str:
+    """What each side gives at the element where the first two are farthest apart, as words; empty
+    where they are equal, or cannot be held against one another."""
+    named = [(name, tensor) for name, tensor in sides if tensor is not None]
+    if len({tensor.shape for _, tensor in named}) != 1 or len(named) < 2 or not named[0][1].numel():
+        return ""
+    wide = [tensor.reshape(-1).to(torch.float64) for _, tensor in named if not tensor.is_complex()]
+    if len(wide) < len(named):
+        return ""
+    gap = torch.where(wide[0] == wide[1], 0.0, (wide[0] - wide[1]).abs()).nan_to_num(math.inf)
+    at = int(gap.argmax())
+    if gap[at] == 0:
+        return ""
+    index = [int(n) for n in torch.unravel_index(torch.tensor(at), named[0][1].shape)]
+    values = [
+        f"{shown(name)} {float(values[at]):.6g}"
+        for (name, _), values in zip(named, wide, strict=True)
+    ]
+    return f"at {index} {', '.join(values)}"
+
+
 def what_differs(
     ours: RecordedCall, values: Sequence[torch.Tensor], other: Run, theirs: RecordedCall
 ) -> str | None:
@@ -645,8 +668,11 @@ class RunSide:
     manifest: Manifest
     from_truth: Mapping[str, Difference | None]
     from_first: Mapping[str, Difference | None]
+    results: Mapping[str, torch.Tensor]
 
 
+Values = Sequence[tuple[str, torch.Tensor | None]]
+"""(whose, its result) of each side, and of float64."""
 Rows = Sequence[tuple[str, Sequence[str | None]]]
 _NEAR = 1.5  # of the error of storing the truth once
 
@@ -658,16 +684,20 @@ def title_of(
     *,
     shown: Callable[[str], str] = str,
     called: str = "",
+    values: Values = (),
 ) -> str:
-    """One line: the operator, its dtypes and shapes, and what is said of it. ``stores``: by port,
-    the error of storing the truth alone; ``shown``: how words of a run are written; ``called``:
-    with which other arguments than on the other side."""
+    """One line: the operator, its dtypes and shapes, and what it shows, with both values.
+    ``stores``: by port, the error of storing the truth alone; ``shown``: how words of a run are
+    written; ``called``: with which other arguments than on the other side; ``values``: each side's
+    result, for the element where the first two are farthest apart."""
     shapes = [  # ``bfloat16 14x64, 64x64``
         f"{operand.dtype} {'x'.join(map(str, operand.shape)) or 'scalar'}"
         for operand in call.operands
     ]
     given = ", ".join(shapes[:3]) + (f" and {len(shapes) - 3} more" if len(shapes) > 3 else "")
     what = f"{shown(call.operator)} ({shown(given)})"
+    at = farthest_values(values, shown=shown)
+    at = f"; {at}" if at else ""
     if called:
         return f"{what}: called with {shown(called)}"
     if len(sides) < 2:
@@ -676,7 +706,7 @@ def title_of(
         if difference is not None and store is not None and difference.rel_l2 <= _NEAR * store:
             return f"{what}: result is as near to float64 as its dtype allows"
         return f"{what}: result and float64 truth" + (
-            "" if difference is None else f" differ by rel L2 {difference.rel_l2:.3g}"
+            "" if difference is None else f" differ by rel L2 {difference.rel_l2:.3g}{at}"
         )
     first, other = (shown(side.label) for side in sides[:2])
     apart = sides[1].from_first.get("out")
@@ -685,7 +715,7 @@ def title_of(
     if apart.num_different == 0:
         return f"{what}: {other} and {first} give the same bits"
     ulp = "" if apart.max_ulp is None else f", {apart.max_ulp:,} ulp"
-    return f"{what}: {other} differs from {first} by rel L2 {apart.rel_l2:.3g}{ulp}"
+    return f"{what}: {other} differs from {first} by rel L2 {apart.rel_l2:.3g}{ulp}{at}"
 
 
 def report_text(
@@ -697,10 +727,12 @@ def report_text(
     where: str,
     truth: str | None,
     called: str = "",
+    values: Values = (),
 ) -> str:
     """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
-    computed it, as markdown, or None where there is none. ``called``: as in ``title_of``."""
-    title = title_of(call, sides, stores, shown=code_span, called=called)
+    computed it, as markdown, or None where there is none. ``called``, ``values``: as in
+    ``title_of``."""
+    title = title_of(call, sides, stores, shown=code_span, called=called, values=values)
     offs = []
     for side in sides:
         difference = side.from_truth.get("out")
@@ -950,7 +982,9 @@ def repro(
             port: difference(true[port].to(expected[port].dtype), true[port]) for port in true
         }
         stores = {port: None if cost is None else cost.rel_l2 for port, cost in rounded.items()}
-        title = title_of(call.call, sides, stores, called=called)
+        values = [(side.label, side.results.get("out")) for side in sides]
+        values.append(("float64", true.get("out")))
+        title = title_of(call.call, sides, stores, called=called, values=values)
         device = (other or source).manifest.environment.device_type
         text = script_text(
             call.call, source.manifest, expected,
@@ -966,7 +1000,7 @@ def repro(
         call.call, sides, stores,
         site=call.first.site,
         where=f"{pass_} pass, sample {call.first.sample}, step {call.first.step}",
-        truth=made_by, called=called,
+        truth=made_by, called=called, values=values,
     )  # fmt: skip
     inputs = dict(zip(operand_names(call.call), operands, strict=True))
     files = _write(out, text, report, inputs, expected, true)
@@ -1096,6 +1130,7 @@ def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSi
             for port, tensor in results.items()
         },
         from_first={port: difference(tensor, first[port]) for port, tensor in results.items()},
+        results=results,
     )
 
 

@@ -29,7 +29,7 @@ from divergence.report.localization import descent_section, headline_of
 from divergence.report.screen import screen_lines
 from divergence.report.summary import machine_of, machine_tables, opening_of
 from divergence.report.text import document_lines
-from divergence.run.manifest import Environment
+from divergence.run.manifest import Environment, Manifest
 from divergence.words import markdown_code, printable
 
 # What tells of people and places, taken out of text that is to be sent.
@@ -37,13 +37,23 @@ from divergence.words import markdown_code, printable
 # Runs hold no host name, user or environment beyond a list (recording.machine.environment); what is
 # left are paths, as they were typed, and labels. Runs named by a path are called A, B and TRUTH; of
 # any other path below a root or a home only the last name is kept; this machine's host and user
-# names are taken out wherever they are words of their own.
+# names are taken out wherever they are words of their own. Keys and passwords are recorded nowhere;
+# one that somebody typed is taken out by its form, or by the name before it.
 
 _PATHS = re.compile(
     r"(?<![\w./:~-])(?:file://)?(?:~|[A-Za-z]:)?(?:[\\/][^\\/\s'\"`<>|:;,()\[\]{}]+){2,}[\\/]?"
     r"|(?<![\w./:-])~[\\/][^\\/\s'\"`<>|:;,()\[\]{}]+"
 )
 _HOMES = re.compile(r"([\\/](?:home|Users|Documents and Settings)[\\/])[^\\/\s'\"]+", re.IGNORECASE)
+_SECRETS = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[\w-]{12,}"
+    r"|(?<=://)[^/\s@'\"]+(?=@)"  # user and password of a URL
+    r"|(?<=[Bb]earer )[\w.~+/-]{8,}=*"
+)
+_NAMED_SECRET = re.compile(
+    r"(?i)((?<![A-Za-z0-9])\w*(?:api[_-]?key|access[_-]?key|secret|passw(?:or)?d|credential|"
+    r"(?:access|auth|hf|hub|github)_token|x-amz-\w+)\w*[\"']?\s*[=:]\s*[\"']?)([^\s\"'&;,]{4,})"
+)
 _COMMON = {"root", "localhost", "user", "admin", "ubuntu", "runner", "nobody", "docker", "linux"}
 _SHORTEST = 4
 """A host called ``gpu`` is not taken out: the word says nothing of anybody."""
@@ -78,7 +88,7 @@ class Redaction:
         """``text`` without what tells."""
         text = self._named.sub(lambda match: self._forms[match[0]], text)
         text = _PATHS.sub(lambda match: f"…/{_last(match[0])}", text)
-        text = _HOMES.sub(r"\1…", text)
+        text = _NAMED_SECRET.sub(r"\1…", _SECRETS.sub("…", _HOMES.sub(r"\1…", text)))
         return text if self._private is None else self._private.sub("…", text)
 
     def all(self, value: Any) -> Any:
@@ -113,11 +123,13 @@ def bundle_files(
     environments: Mapping[str, Environment],
     redaction: Redaction,
     *,
+    manifests: Mapping[str, Manifest] | None = None,
     reproducer: Mapping[str, bytes] | None = None,
     localization: object = None,
 ) -> dict[str, bytes]:
-    """The files of the zip by name. ``environments``: of the runs, by what they are called;
-    ``reproducer``, ``localization``: the files of one that `localize` wrote, and its answer."""
+    """The files of the zip by name. ``environments``, ``manifests``: of the runs, by what they are
+    called; ``reproducer``, ``localization``: the files of one that `localize` wrote, and its
+    answer."""
     report = redacted_report(report, redaction)
     machines = {
         name: msgspec.convert(redaction.all(msgspec.to_builtins(environment)), Environment)
@@ -135,6 +147,9 @@ def bundle_files(
     descent = redaction.all(localization)
     if descent is not None:
         files["localize.json"] = strict_json(descent)
+    for name, manifest in (manifests or {}).items():
+        told = redaction.all(msgspec.to_builtins(manifest))
+        files[f"manifest-{name}.json"] = strict_json(told, indent=1)
     encoded = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
     for name, data in (reproducer or {}).items():
         if _NAME.fullmatch(name) is None:
@@ -142,8 +157,55 @@ def bundle_files(
         if name.endswith((".md", ".py")):
             data = redaction.text(data.decode("utf-8", "replace")).encode()
         encoded[f"reproducer/{name}"] = data
-    text = _markdown(report, machines, descent, sorted(encoded))
-    return {"report.md": text.encode("utf-8", "backslashreplace"), **encoded}
+    texts = {
+        "README.md": _readme(report, machines, encoded),
+        "report.md": _markdown(report, machines, descent, sorted(encoded)),
+    }
+    return {n: text.encode("utf-8", "backslashreplace") for n, text in texts.items()} | encoded
+
+
+_CONTENTS = {
+    "report.md": "what differs, where and why; both machines; what localize found",
+    "report.html": "the same as a page, with every table",
+    "report.json": "the same for programs (`divergence view report.json` shows it)",
+    "error.svg": "the error from block to block",
+    "localize.json": "from the block to the operator, for programs",
+    "manifest-A.json": "of run A: model, settings, tokens, code by digests, environment",
+    "manifest-B.json": "of run B",
+    "reproducer/report.md": "the operator's own bug report",
+    "reproducer/repro.py": "runs the operator alone",
+}
+
+
+def _readme(report: Report, machines: Mapping[str, Environment], files: Mapping[str, bytes]) -> str:
+    """What somebody who has never seen this tool needs in order to use what is in the zip."""
+    top = opening_of(report).headline
+    devices = "; ".join(
+        f"{name} on {_code(f'{item.device_name} ({item.device_type})')}"
+        for name, item in machines.items()
+    )
+    lines = [
+        f"# {top.word}", "", _code(top.text), "",
+        "One model was run twice on the same tokens, and what its modules computed was compared "
+        f"({devices}). Begin with report.md.", "",
+    ]  # fmt: skip
+    if "reproducer/repro.py" in files:
+        told = files.get("reproducer/report.md", b"").decode("utf-8", "replace")
+        title = told.partition("\n")[0].removeprefix("# ").replace("`", "")
+        lines += [
+            "## Run it alone", "",
+            *([f"What it shows: {_code(title)}", ""] if title else []),
+            "```", "pip install torch safetensors", "python reproducer/repro.py", "```", "",
+            "It lays the recorded inputs out as they lay, sets the recorded switches, runs one "
+            "operator and prints how far its result is from the recorded one and from float64. "
+            "Neither the model nor divergence is needed.", "",
+        ]  # fmt: skip
+    lines += ["## Files", "", "| file | what it is |", "|---|---|"]
+    lines += [f"| {name} | {what} |" for name, what in _CONTENTS.items()
+              if name == "report.md" or name in files]  # fmt: skip
+    lines += ["", "The runs themselves are not in here, and no weights. Paths, the names of the "
+              "sender's host and user, and keys were taken out of all text."]  # fmt: skip
+    return "\n".join(lines) + "\n"
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:

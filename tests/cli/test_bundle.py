@@ -31,6 +31,7 @@ def runs(llama, tmp_path_factory):
     )  # fmt: skip
     (home / "one-two" / "localize.json").write_text(descent.to_json())
     (home / "one-two" / "repro" / "repro.py").write_text("print('alone')\n")
+    (home / "one-two" / "repro" / "report.md").write_text("# `aten.mm`: 1 against 2\n\nmore")
     (home / "one-two" / "repro" / "notes.txt").write_text("somebody else's")
     return home
 
@@ -39,13 +40,18 @@ def test_a_bundle_tells_nothing_of_its_maker(invoke, runs, tmp_path):
     """Both paths lie in a home, which no file of the bundle names."""
     code, out, err = invoke("bundle", runs / "one", runs / "two", "-o", "bug.zip")
     assert (code, err) == (0, "")
-    assert "bundled     bug.zip: report.md, report.json" in out
+    assert "bundled     bug.zip: README.md, report.md, report.json" in out
     with zipfile.ZipFile(tmp_path / "bug.zip") as folder:
         files = {name: folder.read(name) for name in folder.namelist()}
     assert "reproducer/repro.py" in files and "reproducer/notes.txt" not in files
     for name, data in files.items():
         assert b"somebody" not in data and str(tmp_path.parent).encode() not in data, name
     assert json.loads(files["report.json"])["candidate"]["path"] == "B"
+    manifests = [json.loads(files[f"manifest-{name}.json"]) for name in "AB"]
+    assert manifests[0]["plan"]["plants"] == [] and len(manifests[1]["plan"]["plants"]) == 1
+    readme = files["README.md"].decode()
+    assert "`python reproducer" not in readme and "python reproducer/repro.py" in readme
+    assert "What it shows: <code>aten.mm: 1 against 2</code>" in readme
     assert b"## The machines" in files["report.md"]
     answer = files["report.md"].decode().partition("## What localize found")[2]
     assert "LOCALIZED: at operator aten.mm#2:out, by B: no operator is beyond its limit" in answer
@@ -73,7 +79,8 @@ def test_a_link_is_not_followed(invoke, runs, tmp_path):
     (folder / "one-two" / "repro" / "repro.py").symlink_to(tmp_path / "secret")
     assert invoke("bundle", folder / "one", folder / "two", "-o", "bug.zip", "-q")[0] == 0
     with zipfile.ZipFile(tmp_path / "bug.zip") as made:
-        assert not [name for name in made.namelist() if name.startswith("reproducer")]
+        assert "reproducer/repro.py" not in made.namelist()
+        assert "Run it alone" not in made.read("README.md").decode()
 
 
 def test_what_is_there_stays(invoke, runs, tmp_path):

@@ -46,6 +46,14 @@ def machine(**changes):
         ("https://example.org/a/b", "https://example.org/a/b"),
         ("a label of myhost, by Alice; root mean square", "a label of …, by …; root mean square"),
         ("1 / 2 and x/y/z", "1 / 2 and x/y/z"),
+        ("HF_TOKEN=hf_abcdefghijklmnopqrst capture", "HF_TOKEN=… capture"),
+        ("key sk-proj-0123456789abcdef, then", "key …, then"),
+        ("https://user:word@example.org/a", "https://…@example.org/a"),
+        ("s3://b/k?X-Amz-Signature=00ff00ff&x=1", "s3://b/k?X-Amz-Signature=…&x=1"),
+        ("--api-key=verysecret, client_secret: 'hush-hush'", "--api-key=…, client_secret: '…'"),
+        ("Authorization: Bearer abcdef0123456789", "Authorization: Bearer …"),
+        ("eos_token: </s> of the model", "eos_token: </s> of the model"),
+        ("at prompt 6, token 3; tokenizer: the same", "at prompt 6, token 3; tokenizer: the same"),
     ],
 )
 def test_what_tells_is_taken_out(redaction, text, left):
@@ -68,7 +76,7 @@ def test_the_bundle_holds_both_machines_and_the_first_screen(redaction, reports)
         reproducer={"repro.py": b"# /home/al/x.py", "../evil": b"", "inputs.safetensors": b"1"},
     )  # fmt: skip
     assert set(files) == {
-        "report.md", "report.json", "report.html", "error.svg", "reproducer/repro.py",
+        "README.md", "report.md", "report.json", "report.html", "error.svg", "reproducer/repro.py",
         "reproducer/inputs.safetensors",
     }  # fmt: skip
     assert files["reproducer/repro.py"] == "# …/x.py".encode()
@@ -96,11 +104,12 @@ def test_hostile_names_stay_text_and_inside(redaction, reports):
     assert "<script" in shown and "&#" not in shown and "`" * 3 not in shown
     for obeyed in ("\x1b", "\u202e", "\n# head"):
         assert obeyed not in shown
-    text = before + after
+    text = before + after + files["README.md"].decode()
     for obeyed in ("<script", "](", "@you", " #1", "\x1b", "\u202e", "\n# head", "http://"):
         assert obeyed not in text
     with zipfile.ZipFile(io.BytesIO(zipped(files))) as folder:
-        assert set(folder.namelist()) == {"report.md", "report.json", "report.html", "error.svg"}
+        pages = {"report.md", "report.json", "report.html", "error.svg", "README.md"}
+        assert set(folder.namelist()) == pages
     svg = files["error.svg"].decode()
     assert "<script" not in svg and "\u202e" not in svg
     assert zipped(files) == zipped(dict(files))

@@ -124,6 +124,11 @@ def test_the_worst_call_beside_another_run(record, tmp_path):
     for text in ("machine B", "here", "`self`", "(1, 6)", "## Environment", "python repro.py"):
         assert text in report
     assert "0.5" in report
+    # both values, where they are farthest apart
+    assert re.search(r"; at \[\d, \d\] here \S+, machine B \S+, float64 \S+$", made.title)
+    here, there = re.findall(r"(?:here|machine B) (-?[\d.]+)", made.title.rpartition("; at ")[2])
+    assert float(there) == pytest.approx(1.5 * float(here), rel=1e-5)
+    assert "`here` " in report.splitlines()[0] and "`machine B` " in report.splitlines()[0]
 
 
 def test_the_title_says_what_the_call_is_given(record, tmp_path):

@@ -19,6 +19,7 @@ from divergence.report.inspection import (
     truth_text,
 )
 from divergence.run.command import command_line
+from divergence.run.contents import prompt_names
 from divergence.run.manifest import SUITE, UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOSS, join_site
@@ -59,14 +60,14 @@ def captured_document(
         facts.append(named("training", f"{training_text(manifest)}{_loss(records)}"))
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
     no_tokens = no_tokens or manifest.training.train
+    prompts = prompt_names(manifest.tokens.samples)
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
         # the prompt and what was generated, as far as texts were recorded
         texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
-        prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
         made = count(len(sample.generated_ids), "token")
         if texts and None not in texts:
             made = repr("".join(text or "" for text in texts))
-        facts.append(named(f"prompt {number}", f"{shortened(prompt, 60)} -> {made}"))
+        facts.append(named(f"prompt {number}", f"{shortened(prompts[number], 60)} -> {made}"))
     suite = suites().get(manifest.model.source.removeprefix(SUITE)) if no_tokens else None
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]

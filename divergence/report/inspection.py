@@ -39,6 +39,7 @@ from divergence.run.contents import (
     count_sites,
     labels_text,
     num_labels,
+    prompt_names,
     records_at,
     site_names,
 )
@@ -236,8 +237,9 @@ def _prompts(manifest: Manifest) -> Section:
     tokens = manifest.tokens
     forced = f"; decode tokens forced by {tokens.forced_by}" if tokens.forced_by else ""
     rows = []
+    names = prompt_names(tokens.samples)
     for number, sample in enumerate(tokens.samples):
-        text = repr(sample.text) if sample.text is not None else "(token ids only)"
+        text = names[number] if sample.text is not None else "(token ids only)"
         made = f"{len(sample.generated_ids):,} generated"
         if manifest.training.train:
             made = count(num_labels(sample), "label")

@@ -36,6 +36,7 @@ from divergence.run.record import (
 )
 from divergence.run.shards import Shard
 from divergence.run.site import is_operator_site, module_of
+from divergence.words import first_apart
 
 if TYPE_CHECKING:
     from divergence.run.shards import Entry, Shard
@@ -314,6 +315,32 @@ BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class _Version(msgspec.Struct):
     schema_version: int
     tool_version: str = "?"
+
+
+_SHARED = 12
+"""Characters that texts must share at an end for it to be left out of their names."""
+
+
+def prompt_names(samples: Sequence[SampleTokens]) -> list[str]:
+    """Each prompt by what sets its text apart from the others': without the template and the system
+    text that all of them begin with, and what all end with."""
+    texts = [sample.text for sample in samples if sample.text is not None]
+    start = end = 0
+    if len(set(texts)) > 1:
+        start = first_apart(min(texts), max(texts))
+        start = max(texts[0].rfind(space, 0, start) + 1 for space in " \n")
+        ends = [text[start:][::-1] for text in texts]
+        end = first_apart(min(ends), max(ends))
+    start, end = (num if num >= _SHARED else 0 for num in (start, end))
+    names = []
+    for sample in samples:
+        if sample.text is None:
+            names.append(f"{len(sample.prompt_ids)} ids")
+            continue
+        own = sample.text[start : len(sample.text) - end]
+        left_out = "…" * bool(start), "…" * bool(end)
+        names.append(f"{left_out[0]}{own!r}{left_out[1]}")
+    return names
 
 
 def name_of(record: Record) -> str:

@@ -49,3 +49,12 @@ def test_inspect_of_an_operator_tells_how_it_was_called(invoke, tiny_model, tmp_
     assert "operand self: model.layers.1.mlp/aten.mul:out, bfloat16 " in text
     assert "operand mat2: weight model.layers.1.mlp.down_proj.weight, bfloat16 " in text
     assert "by t()" in text
+
+
+def test_prompts_are_named_by_what_sets_them_apart(invoke, tiny_model, tmp_path):
+    """What all begin and end with, as a template's system text, says nothing of any."""
+    path, system = str(tmp_path / "a"), "<|system|> You are a helpful assistant. <|user|> "
+    prompts = [f"{system}{text} <|end|><|assistant|>" for text in ("A bridge.", "Snow fell")]
+    capture(str(tiny_model("llama")), out=path, prompts=prompts, max_new_tokens=1, probe=False)
+    out = invoke("inspect", path)[1]
+    assert "  …'A bridge.'…\n" in out and "  …'Snow fell'…\n" in out

@@ -172,7 +172,9 @@ SENTENCES: Mapping[str, str] = {
         "{sample}{step:0=|*=, step {step}}]], {value:.0f} "
         "standard deviations off the blocks of its kind (limit {limit:.0f})"
     ),
-    "no_anchored_pass": "no anchored pass (capture --like)",
+    "no_anchored_pass": (
+        "no anchored pass ({of_a_module:yes=record(module, like=A) in Python|*=capture --like})"
+    ),
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
     "in_tail": (
         "other tokens lead up to it by steps of 2 × and less, as where attention is sharp; a truth "

@@ -4,8 +4,13 @@
         recording.step(x)
 
 Each step is one forward, and one sample of the run: its inputs and outputs are recorded at the
-module's own sites. Two such runs are compared like any other; there are no tokens, and no anchored
-pass, so places are seen in free runs.
+module's own sites. Two such runs are compared like any other; there are no tokens.
+
+    with divergence.record(module, out="b", like="a") as recording:
+        recording.repeat()
+
+gives the module what A's was given, step by step, and runs each step once more with A's inputs in
+the place of each block's own: the anchored pass.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
 from divergence.options.commands import CaptureOptions
+from divergence.recording.dispatch import argument_names, input_leaves
 from divergence.recording.engines.derived import derived_state
 from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, provenance
+from divergence.recording.passes import RecordedInputs, can_anchor
 from divergence.recording.selection import SiteSelection
 from divergence.recording.structure import describe_modules
 from divergence.run.location import location_of
@@ -38,6 +45,7 @@ from divergence.run.manifest import (
     digest_tensor,
 )
 from divergence.run.reader import Run
+from divergence.run.site import ROOT, join_site
 from divergence.run.writer import RunWriter
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
@@ -48,21 +56,72 @@ _APPLY = ("sites", "label")
 class Recording:
     """What ``record`` hands out."""
 
-    def __init__(self, module: torch.nn.Module, recorder: Recorder, manifest: Manifest) -> None:
-        self._module, self._recorder, self._manifest = module, recorder, manifest
+    def __init__(
+        self, module: torch.nn.Module, recorders: Sequence[Recorder], manifest: Manifest,
+        like: Run | None,
+    ) -> None:  # fmt: skip
+        self._module, self._recorders, self._manifest = module, recorders, manifest
+        self._like = like
 
     @property
     def num_steps(self) -> int:
         return len(self._manifest.tokens.samples)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the module, without gradients; returns what the module does."""
+        """One forward of the module, without gradients; returns what the module does. With ``like``
+        it is run twice, and raises UsageError for inputs that are not that run's."""
         number, tokens = self.num_steps, self._manifest.tokens
-        tokens.samples.append(SampleTokens(prompt_ids=[]))
+        given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        tensors = all(isinstance(value, torch.Tensor) for value in given.values())
+        if self._like is not None:
+            self._check_inputs(number, args, kwargs)
+        sample = SampleTokens(prompt_ids=[], inputs=list(given) if tensors else [])
+        tokens.samples.append(sample)
         tokens.groups.append([number])
-        self._recorder.begin(sample=number, batch=1, num_tokens=0)
-        with self._recorder.installed(), torch.no_grad():
-            return self._module(*args, **kwargs)
+        results = []
+        for recorder in self._recorders:
+            recorder.begin(sample=number, batch=1, num_tokens=0)
+            with recorder.installed(), torch.no_grad():
+                results.append(self._module(*args, **kwargs))
+        return results[0]
+
+    def repeat(self) -> None:
+        """Makes every step of the run in ``like``, with its inputs. Raises UsageError where it does
+        not hold them all."""
+        like = self._like
+        if like is None:
+            raise UsageError("there is no run to repeat", hint="record(module, out=..., like=RUN)")
+        names = argument_names(self._module)
+        device = next((parameter.device for parameter in self._module.parameters()), None)
+        for number, sample in enumerate(like.manifest.tokens.samples):
+            values: dict[str, torch.Tensor] = {}
+            for index, name in enumerate(sample.inputs):
+                port = f"in.{names[int(name)] if name.isdecimal() else name}" if index else "in"
+                record = like.find(("free", number, 0, join_site(ROOT, port)))
+                if record is None or not like.has_bytes(record):
+                    break
+                values[name] = like.read(record).to(device=device, copy=True)
+            if not sample.inputs or len(values) < len(sample.inputs):
+                raise UsageError(
+                    f"{like.path} holds no inputs of step {number} that could be given again: they "
+                    "are not all tensors, or were not recorded in full",
+                    hint="recording.step(x), with the inputs of that step",
+                )
+            by_place = [value for name, value in values.items() if name.isdecimal()]
+            self.step(*by_place, **{n: v for n, v in values.items() if not n.isdecimal()})
+
+    def _check_inputs(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        like = self._like
+        assert like is not None
+        if number >= len(like.manifest.tokens.samples):
+            raise UsageError(f"{like.path} has {number} steps, and this is another one")
+        for port, tensor in input_leaves(args, kwargs, argument_names(self._module)):
+            record = like.find(("free", number, 0, join_site(ROOT, port)))
+            if record is not None and record.xxh3 not in (None, digest_tensor(tensor)):
+                raise UsageError(
+                    f"step {number}: {join_site(ROOT, port)} is not what {like.path} was given",
+                    hint="recording.repeat() makes each step with that run's inputs",
+                )
 
 
 @contextlib.contextmanager
@@ -70,6 +129,7 @@ def record(
     module: torch.nn.Module,
     *,
     out: str | Path,
+    like: str | Path | Run | None = None,
     sites: str | Sequence[str] = ("modules",),
     label: str | None = None,
     force: bool = False,
@@ -78,16 +138,28 @@ def record(
 
     ``sites``: as in ``capture``. ``label``: what to call this machine. The module runs as it is: in
     the mode (train or eval), dtype and device that it is in. A block that raises leaves an
-    incomplete run, which can be read.
+    incomplete run, which can be read. ``like``: a run of ``record`` on another machine, whose steps
+    are made again with the same inputs, each once more anchored to it.
 
     Raises UsageError for what is no module, for sites that it has not, and where no step was made;
-    RunExistsError where ``out`` holds something and ``force`` is false.
+    for ``like`` a run that cannot anchor this module; RunExistsError where ``out`` holds something
+    and ``force`` is false.
     """
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{type(module).__name__} is no torch.nn.Module", hint="record(module, …)")
     place = location_of(out)
     check_output(place, force=force, like=None)
     notes = describe_modules(module)
+    source = None if like is None else Run.open(like)
+    reason = None
+    if source is not None:
+        reason = can_anchor(source, notes)
+        if not any(note.role == "block" for note in notes.values()):
+            reason = "the module has no blocks"
+        if any(sample.prompt_ids for sample in source.manifest.tokens.samples):
+            reason = "it was made of prompts: divergence capture --like repeats it"
+    if source is not None and reason is not None:
+        raise UsageError(f"{source.path} cannot be repeated: {reason}")
     selection = SiteSelection([sites] if isinstance(sites, str) else list(sites), notes)
     # class and weights: equal weights have equal digests, as in a capture
     state = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -118,17 +190,23 @@ def record(
             max_new_tokens=1, batch=False,
         ),
         plan=Plan(
-            passes=["free"], sites=selection.sites,
+            passes=["free"] if source is None else ["free", "anchored"], sites=selection.sites,
+            anchored_to=None if source is None else source.manifest.id,
             modules={path: note for path, note in notes.items() if path in selection.hooked},
         ),
     )  # fmt: skip
     with RunWriter(place, manifest, force=force) as writer:
-        recorder = Recorder(
-            module, notes, wanted=selection.wanted, hooked=selection.hooked, sink=writer
-        )
-        recording = Recording(module, recorder, manifest)
+        how: dict[str, Any] = {"wanted": selection.wanted, "hooked": selection.hooked}
+        recorders = [Recorder(module, notes, sink=writer, **how)]
+        if source is not None:
+            tokens = source.manifest.tokens
+            anchor = RecordedInputs(source, tokens.samples, tokens.groups)
+            recorders.append(
+                Recorder(module, notes, sink=writer, pass_="anchored", anchor=anchor, **how)
+            )
+        recording = Recording(module, recorders, manifest, source)
         yield recording
-        if not recorder.num_emitted:
+        if not recorders[0].num_emitted:
             raise UsageError("no step was made, or no tensor passed the sites", where=str(out),
                              hint="with record(module, out=...) as r: r.step(x)")  # fmt: skip
     Run.open(place)

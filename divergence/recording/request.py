@@ -304,8 +304,9 @@ def _check_recorded(run: Run) -> None:
             f"{run.path} cannot be repeated: "
             + (f"prompt {empty[0]} has no tokens" if empty else "it has no prompts"),
             where=str(run.path / MANIFEST),
-            hint="it was made of tensors (inputs=) or by another program: capture it again from "
-            "prompts, or call capture() with the same inputs on both sides",
+            hint="divergence.record(module, out=..., like=RUN) repeats it in Python"
+            if manifest.is_of_a_module
+            else "it was made by another program: capture it again from prompts",
         )
     try:
         step_selected(manifest.plan.steps, 0)

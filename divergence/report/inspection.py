@@ -133,6 +133,12 @@ def _next(run: str, manifest: Manifest) -> list[str]:
         return [command_line("compare", "A", "B", truth=run, note="A: the run that it repeats")]
     if manifest.plan.replayed_pass is not None:
         return [command_line("compare", "A", run, note="A: the run whose operators it ran again")]
+    if manifest.is_of_a_module:
+        again = f"with divergence.record(module, out='OTHER', like={run!r}) as r: r.repeat()"
+        return [
+            f"{again}   # in Python, on the other machine",
+            command_line("compare", run, "OTHER"),
+        ]
     return [
         command_line("capture", like=run, o="OTHER", note="on the other machine"),
         command_line("compare", run, "OTHER"),

@@ -588,6 +588,9 @@ class SampleTokens(_Strict, kw_only=True):
     labels: list[Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]] | None = None
     """Of a training step: what each token of the prompt is to be predicted as, -100 where the loss
     leaves it out. None: as itself."""
+    inputs: list[str] = []
+    """Of a step of ``record``: names or places of the tensors that the module was called with;
+    empty where it was given anything else, too."""
 
     @property
     def used_labels(self) -> list[int]:
@@ -917,6 +920,13 @@ class Manifest(_Strict, kw_only=True):
     def model_dtype(self) -> str:
         """That of the model; of scores alone, whose numbers have one of their own, as told."""
         return self.settings.dtype or UNKNOWN if self.scores_alone else self.model.dtype
+
+    @property
+    def is_of_a_module(self) -> bool:
+        """Was it made by ``record``: any module, on tensors?"""
+        tokens = any(sample.prompt_ids for sample in self.tokens.samples)
+        own_class = self.model.model_class and not self.model.config_digest
+        return bool(own_class) and not tokens and self.model.task == "encoder"
 
     @property
     def escalated_to(self) -> str | None:

@@ -119,3 +119,87 @@ def test_what_a_module_cannot_follow_is_refused(tmp_path, model, options, said):
     with pytest.raises(UsageError, match=said):
         capture(model(), out=tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
+
+
+def _repeated(module, like, out):
+    with record(module, out=out, like=like) as recording:
+        recording.repeat()
+    return Run.open(out)
+
+
+class Two(nn.Module):
+    """Blocks behind two inputs, of which the second is given by name or by place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, scale=None, shift=None, flag=True):
+        x = x * scale + (0 if shift is None else shift)
+        for block in self.blocks:
+            x = block(x) if flag else x
+        return x
+
+
+def test_a_run_is_repeated_with_its_inputs_and_anchored(tmp_path, invoke):
+    """What is equal is told with confidence, and what is printed leads to such a repetition."""
+    a = _recorded(Tower(), tmp_path / "a", label="A")
+    same = compare(a, _repeated(Tower(), a, tmp_path / "same"))
+    assert (same.verdict.kind, same.verdict.confidence) == ("identical", "high")
+    assert Run.open(tmp_path / "same").manifest.plan.passes == ["free", "anchored"]
+    shown = invoke("inspect", tmp_path / "a")[1]
+    assert "with divergence.record(module, out='OTHER', like=" in shown
+    assert "capture --like" not in shown.rpartition("next")[2]
+    code, _, err = invoke("capture", "--like", tmp_path / "a", "-o", tmp_path / "no")
+    assert code == 2 and "divergence.record(module, out=..., like=RUN)" in err
+
+
+def test_a_wrong_block_is_named_by_a_repeated_run(tmp_path):
+    """Its inputs were A's, so its error was made there; a run by itself says what it lacks."""
+    a = _recorded(Tower(), tmp_path / "a")
+    broken = Tower()
+    broken.blocks[2][1].register_forward_hook(lambda module, args, output: output * 1.05)
+    verdict = compare(a, _repeated(broken, a, tmp_path / "b")).verdict
+    assert (verdict.kind, verdict.onset.block) == ("localized", "blocks.2")
+    assert verdict.confidence == "high"
+    free = compare(a, _recorded(broken, tmp_path / "free")).verdict
+    lacking = " ".join(item.detail for item in free.checks)
+    assert "no anchored pass (record(module, like=A) in Python)" in lacking
+    assert "capture --like" not in lacking and free.confidence == "low"
+
+
+def test_inputs_by_name_and_by_place_are_given_again(tmp_path):
+    x, scale, shift = torch.randn(2, 8), torch.tensor(2.0), torch.ones(8)
+    with record(Two(), out=tmp_path / "a") as recording:
+        recording.step(x, scale)
+        recording.step(x, shift=shift, scale=scale)
+    a = Run.open(tmp_path / "a")
+    assert [s.inputs for s in a.manifest.tokens.samples] == [["0", "1"], ["0", "shift", "scale"]]
+    assert compare(a, _repeated(Two(), a, tmp_path / "b")).verdict.kind == "identical"
+
+
+def test_other_inputs_and_what_cannot_be_repeated_are_refused(tmp_path, llama):
+    x, scale = torch.randn(2, 8), torch.tensor(2.0)
+    with record(Two(), out=tmp_path / "a") as recording:
+        recording.step(x, scale, flag=True)
+    with record(Two(), out=tmp_path / "b", like=tmp_path / "a") as recording:
+        with pytest.raises(UsageError, match="holds no inputs of step 0"):
+            recording.repeat()
+        with pytest.raises(UsageError, match="is not what"):
+            recording.step(x + 1, scale, flag=True)
+        recording.step(x, scale, flag=True)
+        with pytest.raises(UsageError, match="has 1 steps"):
+            recording.step(x, scale, flag=True)
+    assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"
+    with (
+        pytest.raises(UsageError, match="no run to repeat"),
+        record(Two(), out=tmp_path / "c") as recording,
+    ):
+        recording.repeat()
+    prompts = capture(llama, out=tmp_path / "p", prompts=["Snow"], max_new_tokens=1, probe=False)
+    with (
+        pytest.raises(UsageError, match="capture --like repeats it"),
+        record(Two(), out=tmp_path / "d", like=prompts),
+    ):
+        pass

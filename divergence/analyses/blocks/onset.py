@@ -128,7 +128,7 @@ def made_at(
         place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
-        rests_on=checks_of(first, units),
+        rests_on=checks_of(first, units, of_a_module=measured.reference.manifest.is_of_a_module),
         evidence=evidence,
         commands=next_commands(measured, first, escalation),
     )
@@ -427,7 +427,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     return fact(f"{blame.why}_off", **values, **more[blame.why])
 
 
-def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
+def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -> list[Check]:
     """Equal inputs, and an error clearly over its limit: twice as large, or one that the truth
     blames a side for, where the others of its kind differ in nothing."""
     kin = [u for u in units if u.kind == unit.kind and u.pass_ == unit.pass_ and u is not unit]
@@ -439,7 +439,7 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
     sided = unit.blame is not None and unit.blame.side != "both"
     clear = unit.margin > CLEAR or (only_here and sided)
     checks = [
-        check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
+        check("anchored", unit.pass_ != "free", fact("no_anchored_pass", of_a_module=of_a_module)),
         check("clear", clear, fact("not_clear", margin=unit.margin)),
     ]
     if unit.in_tail:

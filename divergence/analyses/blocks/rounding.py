@@ -256,7 +256,11 @@ def within_rounding(
     # is a trusted run itself beyond the limits that it widens?
     widened = any(used > 1 for used in (measured.shown or {}).values())
     checks = [
-        check("anchored", sure, fact("no_anchored_pass")),
+        check(
+            "anchored",
+            sure,
+            fact("no_anchored_pass", of_a_module=measured.reference.manifest.is_of_a_module),
+        ),
         check("measured", not unmeasured, fact("blocks.not_kept")),
         check("truth", truth_tells, no_truth, made=by_truth),
         check("no_standout", not standouts and step is None, outlier or fact("blocks.one_step")),

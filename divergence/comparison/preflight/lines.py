@@ -1040,7 +1040,11 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
     if ids[0] != ids[1]:
         detail = prompt_difference(a, b, unseen=unseen)
     status: PreflightStatus = "blocking"
-    if detail is None and unseen:
+    # a step without tokens that is anchored was given the other's inputs (recording.any_module)
+    anchors = [manifest.plan.anchored_to for manifest in (a, b)]
+    given = a.id in anchors or b.id in anchors or anchors[0] == anchors[1] is not None
+    inputs = all(sample.inputs for manifest in (a, b) for sample in manifest.tokens.samples)
+    if detail is None and unseen and not (given and inputs):
         status, detail = "unknown", fact("preflight.tokens_untold")
     elif detail is None:
         status = "same"

@@ -434,6 +434,8 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     at_least: float | None = None
     """A lower bound of ``rel_l2``, from the statistics of runs that keep neither bytes nor a
     sketch."""
+    statistics_agree: bool = False
+    """Statistics alone were kept, and they agree: nothing shows that the two differ, or not."""
     prompts: list[PromptRatio] = []
     """In a forward of several prompts: each prompt's ratio."""
     usage: float | None = None

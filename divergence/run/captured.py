@@ -224,8 +224,8 @@ class CapturedTensor:
     """``tensor``: a host tensor that nobody writes to any more, or the shape of one whose bytes
     are copied into ``slot``. ``num_bytes``, ``dtype`` and ``shape`` stay when the bytes go."""
 
-    __slots__ = ("_tensor", "digest", "dtype", "fold", "num_bytes", "place", "placement", "reduced",
-                 "shape", "sketch", "slot", "summary")  # fmt: skip
+    __slots__ = ("_tensor", "checksum", "digest", "dtype", "fold", "num_bytes", "place",
+                 "placement", "reduced", "shape", "sketch", "slot", "summary")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, slot: Slot | None = None) -> None:
         self.slot = slot
@@ -240,6 +240,7 @@ class CapturedTensor:
         self.fold: str | None = None
         self.summary: Summary | None = None
         self.sketch: Sketch | None = None
+        self.checksum: str | None = None  # another tool's
         self.place: Place | None = None
         self.reduced: Reduced | None = None
         self.placement: dict[str, str] | None = None  # of a DTensor, by axis of its mesh

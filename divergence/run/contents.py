@@ -273,6 +273,7 @@ class Digests:
     cuts: tuple[tuple[slice, ...], ...]
     xxh3: tuple[str, ...] | None
     fold: tuple[str, ...] | None
+    crc32: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, records: Sequence[Record], cuts: tuple[tuple[slice, ...], ...] = ((),)) -> Digests:
@@ -280,7 +281,11 @@ class Digests:
         add up to as much."""
         if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
             return cls(cuts, None, None)
-        return cls(cuts, _all(r.xxh3 for r in records), _all(r.fold for r in records))
+        checksums = [r.checksum or "" for r in records]
+        return cls(
+            cuts, _all(r.xxh3 for r in records), _all(r.fold for r in records),
+            _all(text[6:] if text.startswith("crc32:") else None for text in checksums),
+        )  # fmt: skip
 
 
 def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:

@@ -42,8 +42,8 @@ from divergence.run.shards import Shard
 # subclasses, counters, codecs) is refused with its name.
 
 _AGAIN = "dump again, and let the program end by itself"
-_MAX_STEPS = 2_000_000
-"""Opcodes of one pickle: a tensor takes some 40."""
+_MAX_STEPS = 2 * MAX_VALUES
+"""Opcodes of one pickle: a tensor takes some 40, a number of a rollout's list one."""
 _MAX_AXES = 64
 _ALIGNED = 16
 _MAX_KEY = 1 << 32

@@ -755,6 +755,9 @@ class Plan(_Strict, kw_only=True):
     positions: str | None = None
     """Selected token positions; None for all."""
     store: StoreMode = "full"
+    statistics_off: float | None = None
+    """Where another tool computed the statistics: what its digits leave open, relative; beside
+    what sums in a tensor's own dtype are off by. None: this tool did."""
     only_changed: str | None = None
     """Id of the run that holds the bytes of the records that have none here."""
     anchored_to: str | None = None

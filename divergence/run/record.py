@@ -221,6 +221,7 @@ _AT_END = r"(?!\n)"
 _ExactDigest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN + _AT_END)]
 RecordDigest = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": DIGEST_PATTERN})]
 DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)})]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,16}:[0-9a-f]{1,64}$")]
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
 PassName = Literal[
@@ -273,7 +274,7 @@ class Record(
 ):  # fmt: skip
     """One captured tensor.
 
-    At least one of ``xxh3`` and ``fold`` is set.
+    At least one of ``xxh3`` and ``fold`` is set, but where another tool kept statistics alone.
     """
 
     # The patterns of site and digests are checked many at a time (RecordCheck): one by one they
@@ -307,6 +308,9 @@ class Record(
     placement: tuple[Placement, ...] | None = None
     """In a run of several ranks: what of the tensor this record holds, for each axis of the
     manifest's mesh."""
+    checksum: Checksum | None = None
+    """What another tool made of the bytes: ``crc32:`` or its own name for it, then hexadecimal
+    digits."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -351,7 +355,7 @@ class RecordCheck:
         """Checks records, at least one. Raises UnsoundError where one is not sound."""
         # by columns: record by record it takes as long as decoding them
         (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, _, positions, _,
-         placements) = zip(*map(msgspec.structs.astuple, records), strict=True)  # fmt: skip
+         placements, _) = zip(*map(msgspec.structs.astuple, records), strict=True)  # fmt: skip
         new_sites = set(sites) - self._sites
         new_kinds = set(zip(dtypes, shapes, strict=True)) - self._kinds
         sound = (

@@ -648,6 +648,8 @@ class RunWriter:
         for index, entry in enumerate(batch):
             if entry[-1] is not None:
                 records[index] = msgspec.structs.replace(records[index], placement=entry[-1])
+            if (checksum := entry[0].checksum) is not None:
+                records[index] = msgspec.structs.replace(records[index], checksum=checksum)
         self._pending.add_records(records, seen_bytes=seen_bytes)
         del slots
 

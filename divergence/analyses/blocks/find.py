@@ -238,6 +238,13 @@ def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
         if flagged:
             return [made_at(measured, judged.units, flagged, escalation)]
         return [below_floor(measured, escalation)]
+    if any(site.at_least is not None or site.statistics_agree for site in compared) and not any(
+        site.ratio for site in compared
+    ):
+        from divergence.analyses.blocks.bounded import bounded
+
+        if (bound := bounded(measured, escalation)) is not None:
+            return [bound]
     # what differs by no more than rounding at every place, and is perhaps too much together
     from divergence.analyses.blocks.rounding import (
         find_drifts,
@@ -404,7 +411,12 @@ def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     unmeasured = [site for site in sites if site.is_unmeasured]
     if not unmeasured:
         return []
-    evidence = [fact("blocks.unmeasured", num_unmeasured=len(unmeasured), num=len(sites))]
+    num_agree, evidence = sum(site.statistics_agree for site in unmeasured), []
+    if num_agree < len(unmeasured):
+        num = len(unmeasured) - num_agree
+        evidence.append(fact("blocks.unmeasured", num_unmeasured=num, num=len(sites)))
+    if num_agree:
+        evidence.append(fact("blocks.statistics_agree", num_agree=num_agree, num=len(sites)))
     most = max(unmeasured, key=lambda site: site.at_least or 0.0)
     if most.at_least:
         evidence.append(

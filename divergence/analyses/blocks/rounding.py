@@ -176,7 +176,8 @@ def within_rounding(
     elsewhere = mostly_rerouted(measured.sites) if measured.experts else None
     reason: Fact | None = None
     if unmeasured and not any(site.ratio for site in measured.sites):
-        first = min(unmeasured, key=order_of)
+        known = [site for site in unmeasured if not site.statistics_agree]
+        first = min(known or unmeasured, key=order_of)
         reason = fact("differ_unmeasured", site=first.site, step=first.step)
     elif not units:
         reason = fact("nothing_rounds", within=False)

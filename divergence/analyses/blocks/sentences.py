@@ -23,9 +23,45 @@ SENTENCES: Mapping[str, str] = {
         "{num_unmeasured} of {num} compared tensors differ, but by how much is not known: neither "
         "bytes nor sketches of both sides are left"
     ),
+    "statistics_agree": (
+        "of {num_agree} of {num} compared tensors it is not known whether they differ: their "
+        "statistics agree"
+    ),
     "at_least_apart": (
         "by their statistics, at {site} ({pass_}, step {step}) the two are at least "
         "{at_least:.1e} apart (relative L2)"
+    ),
+    # what statistics show by themselves
+    "apart_at_least": (
+        "apart by more than rounding explains, first seen at {site}: by their statistics at least "
+        "{least:.1e} (relative L2), where rounding makes up to {limit:.1e}"
+    ),
+    "other_integers": (
+        "other integers at {site}, by their statistics: other inputs, or another choice; integers "
+        "do not round"
+    ),
+    "made_at_or_before": (
+        "the first place where statistics show it: it is made there, or before it where they do not"
+    ),
+    "most_apart": (
+        "beyond rounding at {num} of {total} places, most at {site}: at least {least:.1e}, limit "
+        "{limit:.1e}"
+    ),
+    "statistics_show_nothing": (
+        "nothing seen at {num} places, and statistics cannot show less[[ than {smallest:.1e} "
+        "(relative L2, at {at})]][[, {largest:.1e} at {end}]]"
+    ),
+    "one_sided": (
+        "norms, means and extremes that agree are no proof: what turns a tensor without making it "
+        "longer is not seen, whatever its size"
+    ),
+    "first_apart": (
+        "statistics differ at {num} of {total} places, first at {site} (step {step}), by no more "
+        "than rounding explains"
+    ),
+    "bounds_of_experts": (
+        "blocks choose experts, and a tie that goes the other way moves statistics, too: no place "
+        "is judged"
     ),
     # nan and inf
     "num_nonfinite": "{num} {what}",

@@ -425,6 +425,8 @@ class PairNumbers(msgspec.Struct, frozen=True, eq=False, gc=False):
     """How well the metrics are known, where they were estimated."""
     least: float | None = None
     """The least relative L2, where nothing else is known."""
+    statistics_agree: bool = False
+    """Does nothing show that the two differ at all?"""
 
 
 @dataclass(slots=True, eq=False)
@@ -697,6 +699,10 @@ class Judge:
                     for number, ratio, count, largest in ratios.members
                 ],
             }  # fmt: skip
+        if numbers.least is not None:
+            # what a module adds to what it gets is not known: as much as it hands on, say
+            form = self._row_floor(pair, _last(shape), np.ones(1), None)
+            more["floor"] = 0.0 if form is None else float(form[0])
         if routed is not None:
             more["num_rerouted"] = routed.num_rerouted
             real = self._pieces.row_mask(pair.reference, shape)
@@ -711,7 +717,8 @@ class Judge:
                 judged.metrics, numbers.rows, self._pieces, pair.reference, rows
             ),
             logits=numbers.logits,
-            estimated=numbers.estimate, at_least=numbers.least, **fields,
+            estimated=numbers.estimate, at_least=numbers.least,
+            statistics_agree=numbers.statistics_agree, **fields,
         )  # fmt: skip
         if ratios is not None and ratios.rows is not None:
             self.samples.add_ratios(result, ratios.rows)

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +40,7 @@ from divergence.comparison.align.pairs import (
 )
 from divergence.comparison.analysis import Measured, numbers_of, of_machine
 from divergence.comparison.experts import Routes, Routing, routing_notes, unknown_blocks
-from divergence.comparison.limits import SUMMARY_PRECISION
+from divergence.comparison.limits import CASTS, SUMMARY_PRECISION
 from divergence.comparison.measure.judge import Judge, ModelFloor, PairNumbers, work_format
 from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
 from divergence.comparison.results import LogitsDiff, PreflightLine, SiteResult, Skipped
@@ -143,11 +144,19 @@ class SharedRounding:
 # projected like the other, row by row of the same number. Where no sketch is left, the statistics
 # say how far apart the two are at least
 #
-#     ‖a - b‖ >= |‖a‖ - ‖b‖|    and    ‖a - b‖ >= √n |mean(a) - mean(b)|,
+#     ‖a - b‖ >= |‖a‖ - ‖b‖|,    √n |mean(a) - mean(b)|,    |max(a) - max(b)|    and of min alike,
 #
-# and how many elements are no finite numbers; of digests alone nothing but that they differ.
+# and how many elements are no finite numbers; of digests alone nothing but that they differ. Of
+# another tool's statistics without a digest not even that is known, where they agree.
 
-_MAKERS: dict[str, Callable[[np.ndarray], str]] = {"xxh3": digest_array, "fold": fold_array}
+
+def _crc32(array: np.ndarray) -> str:
+    return f"{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)):08x}"
+
+
+_MAKERS: dict[str, Callable[[np.ndarray], str]] = {
+    "xxh3": digest_array, "fold": fold_array, "crc32": _crc32,
+}  # fmt: skip
 
 
 def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
@@ -204,13 +213,14 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | Non
         return None if known else fact("align.other_digests")
     if _teller(a, record_a, b, record_b) is not None:
         return None
-    summary_a, summary_b = record_a.summary, record_b.summary
-    if summary_a is not None and summary_b is not None:  # do they show that the two are not equal?
-        exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
-        if any(getattr(summary_a, name) != getattr(summary_b, name) for name in exact):
+    if record_a.summary is not None and record_b.summary is not None:
+        # do they show that the two are not equal?
+        if not _agree(a, piece, b, other):
             return None
-        if (_least(piece, other) or 0.0) > 0.0:
-            return None
+        if any(run.manifest.plan.statistics_off is not None for run in (a, b)):
+            return None  # one-sided: they agree
+    if record_a.checksum is not None and record_b.checksum is not None:
+        return None
     if _digests(a, record_a).cuts != _digests(b, record_b).cuts:
         return fact("align.parts_cut_otherwise")
     return fact("align.two_kinds_of_digests")
@@ -379,17 +389,63 @@ def _norm(record: Record) -> float | None:
     return (summary.rms or 0.0) * math.sqrt(finite)
 
 
-def _least(ref: Piece, cand: Piece) -> float | None:
-    """The least relative L2 that the statistics allow, from norms and means."""
+def summary_precision(run: Run, record: Record) -> float:
+    """What norm and mean may be off by, relative to the rms. Other tools add up in the tensor's own
+    dtype, and round the sum to it."""
+    off = run.manifest.plan.statistics_off
+    if off is None:
+        return SUMMARY_PRECISION / 2
+    lanes = 8 if record.dtype in ("float32", "float64") else 1
+    in_sums = CASTS * norm_floor(record.numel, lanes=lanes)
+    return off + in_sums + format_named(record.dtype).unit_roundoff
+
+
+def _least(a: Run, ref: Piece, b: Run, cand: Piece) -> float | None:
+    """The least relative L2 that the statistics allow, from norms, means and extremes. Without a
+    norm the largest magnitude stands in for the rms, which is no larger."""
     first, second = ref.record.summary, cand.record.summary
-    if first is None or second is None or not first.rms or second.rms is None:
+    if first is None or second is None or first.absmax is None or second.absmax is None:
         return None
     if ref.record.shape != cand.record.shape or ref.row is not None or cand.row is not None:
         return None
     if any(s.num_nan + s.num_posinf + s.num_neginf for s in (first, second)):
         return None
-    apart = max(abs(first.rms - second.rms), abs((first.mean or 0.0) - (second.mean or 0.0)))
-    return max(0.0, apart / first.rms - SUMMARY_PRECISION)
+    size = first.absmax if first.rms is None else first.rms
+    if not size:
+        return math.inf if second.absmax else 0.0
+    digits = sum(run.manifest.plan.statistics_off or 0.0 for run in (a, b))
+    known = [
+        (mine, theirs) for mine, theirs in ((first.min, second.min), (first.max, second.max))
+        if mine is not None and theirs is not None
+    ]  # fmt: skip
+    extremes = [abs(mine - theirs) - digits * max(abs(mine), abs(theirs)) for mine, theirs in known]
+    apart = max(0.0, *extremes) / math.sqrt(ref.record.numel) / size if extremes else 0.0
+    sums = [(first.rms, second.rms), (first.mean, second.mean)]
+    means = [abs(mine - theirs) for mine, theirs in sums if mine is not None and theirs is not None]
+    precision = summary_precision(a, ref.record) + summary_precision(b, cand.record)
+    return max(apart, max(means, default=0.0) / size - precision)
+
+
+def _agree(a: Run, ref: Piece, b: Run, cand: Piece) -> bool:
+    """Does nothing that was kept of the two show that they differ?"""
+    record_a, record_b = ref.record, cand.record
+    if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
+        return False
+    checksums = [(record.checksum or "").partition(":") for record in (record_a, record_b)]
+    if checksums[0][0] == checksums[1][0] and checksums[0][2] != checksums[1][2]:
+        return False
+    if _teller(a, record_a, b, record_b) is not None:  # asked where that said no
+        return False
+    first, second = record_a.summary, record_b.summary
+    if first is None or second is None:
+        return True
+    foreign = any(run.manifest.plan.statistics_off is not None for run in (a, b))
+    exact = ("num_nan", "num_posinf", "num_neginf", *(() if foreign else ("num_zero",)))
+    if any(getattr(first, name) != getattr(second, name) for name in exact):
+        return False
+    if not foreign and (first.min, first.max) != (second.min, second.max):
+        return False
+    return (_least(a, ref, b, cand) or 0.0) <= 0.0
 
 
 # Measuring the pairs: reads both tensors ahead and checks them, calls numerics.
@@ -635,15 +691,18 @@ class Measurer:
             )  # fmt: skip
             metrics = _with_counts(metrics, Piece(ref.record, 0), Piece(cand.record, 0))
             rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
-            estimate, least = None, _least(ref, cand)
+            estimate, least = None, _least(self._reference, ref, self._candidate, cand)
+            unseen = _agree(self._reference, ref, self._candidate, cand)
         else:
             base = self._pieces.base_record(pair) if self._is_block(pair) else None
             metrics, rows, estimate = _estimated(
                 self._pieces, pair, [mine, theirs], (mine.read(), theirs.read()), base, shape
             )
-            least = None
+            least, unseen = None, False
         self.reading.check(pair)
-        return PairNumbers(metrics, None, rows, shape, estimate=estimate, least=least)
+        return PairNumbers(
+            metrics, None, rows, shape, estimate=estimate, least=least, statistics_agree=unseen
+        )
 
     def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
         """What a block's output needs beside the pair: its input."""

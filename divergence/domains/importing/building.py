@@ -19,6 +19,7 @@ from divergence.comparison.align.pairs import find_prefix
 from divergence.config import decode, load_toml
 from divergence.errors import ConfigError, DumpError, UsageError
 from divergence.numerics.formats import format_of
+from divergence.numerics.summary import Summary
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import site_names
 from divergence.run.manifest import (
@@ -170,6 +171,14 @@ class Dumped:
     tensor: torch.Tensor
     plus: torch.Tensor | None = None
     rank: int = 0
+    summary: Summary | None = None
+    """What the tool kept in its place: ``tensor`` then has a shape and no memory."""
+    checksum: str | None = None
+    """``crc32:`` or another name, and hexadecimal digits."""
+    off: float = 0.0
+    """What the digits of the summary leave open, relative."""
+    positions: tuple[int, ...] | None = None
+    """Of the tokens that it holds, where it does not hold all."""
 
     def value(self) -> torch.Tensor:
         """The sum of both parts, rounded once to their dtype, as the engine's own addition does."""
@@ -198,7 +207,8 @@ class Notes:
     said: list[str] = field(default_factory=list)
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        if sentence not in self.said:
+            self.said.append(sentence)
 
     def add(self, text: str, count: int = 1) -> None:
         self.counts[text] += count
@@ -290,6 +300,8 @@ class Survey:
     sites: dict[str, None] = field(default_factory=dict)
     dtypes: Counter[str] = field(default_factory=Counter)
     """Elements by floating dtype."""
+    statistics_off: float | None = None
+    """The most that the digits of statistics leave open; None where all tensors are there."""
     prefix: tuple[str, str] = ("", "")
     """What sites of the dump begin with, and what RUN has in its place."""
 
@@ -326,6 +338,8 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
         surveyed.places.append(None)
         for tensor in forward.tensors:
             surveyed.sites[tensor.site] = None
+            if tensor.summary is not None:
+                surveyed.statistics_off = max(surveyed.statistics_off or 0.0, tensor.off)
             try:
                 form = format_of(tensor.tensor.dtype)
             except UsageError as error:
@@ -350,7 +364,8 @@ def _reading_ids(forward: DumpedForward) -> list[list[int]] | None:
     """Rows of token ids that the forward was fed."""
     for dumped in forward.tensors:
         tensor = dumped.tensor
-        if _IDS.fullmatch(dumped.site) and tensor.dtype in (torch.int64, torch.int32):
+        is_whole = tensor.dtype in (torch.int64, torch.int32) and not tensor.is_meta
+        if _IDS.fullmatch(dumped.site) and is_whole:
             rows = tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
             if rows.ndim == 2 and 0 < rows.numel() <= _MAX_IDS and not bool((rows < 0).any()):
                 break
@@ -359,6 +374,7 @@ def _reading_ids(forward: DumpedForward) -> list[list[int]] | None:
     positions = (
         other.tensor.reshape(-1) for other in forward.tensors
         if other.site.endswith(":in.position_ids") and other.tensor.numel()
+        and not other.tensor.is_meta
     )  # fmt: skip
     last = next(positions, None)
     if rows.shape[1] > 1 and last is not None and int(last[-1]) >= rows.shape[1]:
@@ -519,6 +535,8 @@ def manifest_of(
     plan = Plan(
         passes=["free"], sites=["*"], modules=_modules(sites, like),
         logits_site=logits if logits in sites else None,
+        statistics_off=surveyed.statistics_off,
+        store="full" if surveyed.statistics_off is None else "stats",
     )  # fmt: skip
     return foreign_manifest(
         surveyed.tokens, plan, tool=f", importing a dump of {name}",
@@ -576,6 +594,7 @@ def write(
         num_again = len(forward.tensors) - sum(map(len, sites.values()))
         notes.add("were seen at a site again within a forward, and left out", num_again)
         for site, ranks in sites.items():
+            first = next(iter(ranks.values()))
             tensor = _of_all_ranks(list(ranks.values()))
             if tensor is None:
                 notes.add("are not the same on all ranks (parts, it seems), and were left out")
@@ -586,6 +605,10 @@ def write(
             if record is not None and record.shape == (1, *tensor.shape):
                 tensor = tensor.unsqueeze(0)
             kept[site] = CapturedTensor(tensor)
+            if first.summary is not None:
+                kept[site].tensor = None
+                kept[site].summary, kept[site].checksum = first.summary, first.checksum
+                continue
             members = groups[sample]
             if (
                 site == logits and tensor.ndim == 3 and tensor.shape[0] == len(members)
@@ -600,14 +623,24 @@ def write(
                 kept[site] = kept[other]
                 notes.add("that blocks return were taken from the next module's input, which has "
                           "the same bits in RUN")  # fmt: skip
+        positions = {
+            surveyed.renamed(site): next(iter(ranks.values())).positions
+            for site, ranks in sites.items()
+        }
         for order, (site, item) in enumerate(kept.items()):
-            writer.put(item, pass_="free", sample=sample, step=step, site=site, order=order)
+            writer.put(
+                item, pass_="free", sample=sample, step=step, site=site, order=order,
+                positions=positions.get(site),
+            )  # fmt: skip
         num_records += len(kept)
     if not num_records:
         raise DumpError("nothing in the dump is the same on all ranks: the run would be empty")
 
 
 def _of_all_ranks(ranks: list[Dumped]) -> torch.Tensor | None:
+    if ranks[0].summary is not None:
+        kept = [(item.summary, item.checksum, item.tensor.shape) for item in ranks]
+        return ranks[0].tensor if all(other == kept[0] for other in kept[1:]) else None
     first = ranks[0].value().contiguous()
     for other in ranks[1:]:
         tensor = other.value().contiguous()

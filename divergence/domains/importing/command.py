@@ -10,8 +10,9 @@ from divergence.options.commands import FORCE, OUT, OUTPUT, Output
 from divergence.options.option import option
 
 FORMATS = (
-    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "lm-eval", "rollouts",
-    "trainer", "llama-kld",
+    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "atb", "torchtitan",
+    "transformer-engine", "compared-a", "compared-b", "answers", "lm-eval", "llama-kld",
+    "llama-debug", "tensorrt-edge", "rollouts", "trainer", "files",
 )  # fmt: skip
 
 

@@ -6,12 +6,21 @@ from pathlib import Path
 
 from divergence.comparison.measure.runs import opened
 from divergence.domains.importing.building import Notes, load_rules, manifest_of, survey, write
+from divergence.domains.importing.layouts.answers import ANSWERS
 from divergence.domains.importing.layouts.files import FILES
 from divergence.domains.importing.layouts.llama_kld import LLAMA_KLD
 from divergence.domains.importing.layouts.lm_eval import LM_EVAL
+from divergence.domains.importing.layouts.logits import EDGE, LLAMA_DEBUG
 from divergence.domains.importing.layouts.msprobe import MSPROBE
 from divergence.domains.importing.layouts.rollouts import ROLLOUTS, TRAINER
 from divergence.domains.importing.layouts.sglang import DUMPER, HOOKS
+from divergence.domains.importing.layouts.statistics import (
+    ATB,
+    COMPARED_A,
+    COMPARED_B,
+    TORCHTITAN,
+    TRANSFORMER_ENGINE,
+)
 from divergence.domains.importing.layouts.transformers import DEBUGGER
 from divergence.domains.importing.scores import import_scores, load_fields
 from divergence.errors import DumpError, UsageError
@@ -26,8 +35,10 @@ from divergence.words import Progress
 
 LAYOUTS = {
     "sglang": HOOKS, "sglang-dumper": DUMPER, "msprobe": MSPROBE, "transformers": DEBUGGER,
-    "files": FILES, "lm-eval": LM_EVAL, "rollouts": ROLLOUTS, "trainer": TRAINER,
-    "llama-kld": LLAMA_KLD,
+    "atb": ATB, "torchtitan": TORCHTITAN, "transformer-engine": TRANSFORMER_ENGINE,
+    "compared-a": COMPARED_A, "compared-b": COMPARED_B, "answers": ANSWERS, "lm-eval": LM_EVAL,
+    "llama-kld": LLAMA_KLD, "llama-debug": LLAMA_DEBUG, "tensorrt-edge": EDGE,
+    "rollouts": ROLLOUTS, "trainer": TRAINER, "files": FILES,
 }  # fmt: skip
 """By the name that ``--format`` gives them; ``auto`` asks them in this order."""
 

@@ -13,7 +13,10 @@ from divergence.options.option import option
 from divergence.output import check_output
 
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"
-FORMATS = ("auto", "lm-eval", "evalscope", "opencompass", "inspect", "plain")
+FORMATS = (
+    "auto", "lm-eval", "evalscope", "opencompass", "inspect", "every-eval-ever", "lm-eval-results",
+    "evalscope-report", "opencompass-summary", "plain",
+)  # fmt: skip
 
 
 def scores(
@@ -80,7 +83,9 @@ def scores(
 ) -> None:
     """Reads results of lm-evaluation-harness (--log_samples), evalscope, opencompass and inspect,
     and tables of id and score. Says equal within a band only where two one-sided tests show it,
-    worse or better only beyond chance, and else how many documents would be needed.
+    worse or better only beyond chance, and else how many documents would be needed. Of scores
+    without documents (lm-eval without samples, evalscope's reports, opencompass's summary, whose
+    models are named FILE#MODEL) the interval is that of separate samples.
     Needs the extra scores.
 
     Examples:

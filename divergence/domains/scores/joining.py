@@ -204,6 +204,12 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     if num := sum(parts[0][x] > 1 or parts[1][y] > 1 for x, y in named):
         other = fact("evaluations.other_clusters", num_documents=num)
         lines.append(_line("clusters", ["", ""], other, same=False, blocks=True))
+    return [*lines, *setting_lines(a, b)]
+
+
+def setting_lines(a: Series, b: Series) -> list[PreflightLine]:
+    """What each setting is on both sides; any that differs makes it another question."""
+    lines = []
     for name in dict.fromkeys((*a.settings, *b.settings)):
         mine, theirs = a.settings.get(name), b.settings.get(name)
         told = mine is not None and theirs is not None

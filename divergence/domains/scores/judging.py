@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from msgspec.structs import asdict, replace
 
 from divergence.domains.scores.joining import Pairs
-from divergence.domains.scores.result import BandResult, Candidate, TaskScores
-from divergence.domains.scores.rows import Band, ScoresPolicy, Series, SeriesName
+from divergence.domains.scores.result import BandResult, Candidate, Pairing, TaskScores
+from divergence.domains.scores.rows import Band, ScoresPolicy, Series, SeriesName, Total
 from divergence.domains.scores.statistics import (
     LEVEL,
     Mean,
@@ -90,6 +91,89 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     )  # fmt: skip
 
 
+_USUAL_FLIPS = 0.05
+"""Share of answers that change: what pairing would give is said for it."""
+
+
+def total_of(series: Series) -> Total:
+    """The score as a whole, also of a side that has documents."""
+    if series.total is not None:
+        return series.total
+    by_document: dict[str, list[float]] = {}
+    for row in series.rows:
+        if row.score is not None:
+            by_document.setdefault(row.document, []).append(row.score)
+    means = np.array([np.mean(values) for values in by_document.values()])
+    num = len(means)
+    error = float(means.std(ddof=1) / np.sqrt(num)) if num > 1 else None
+    return Total(float(means.mean()) if num else 0.0, error, num or None)
+
+
+def unpaired(series: Series, other: Series, bands: Sequence[Band], *, documents: str) -> TaskScores:
+    """All numbers of one task where a side has no documents: two separate samples. The same
+    documents on both sides make that interval too wide, never too narrow. Of a score from 0 to 1
+    whose error nobody tells the largest is taken, that of right and wrong. ``documents``: what
+    would hold them."""
+    a, b = total_of(series), total_of(other)
+    difference = b.score - a.score
+    errors = [_error_of(total) for total in (a, b)]
+    num = min(total.num or 0 for total in (a, b)) or None
+    task = TaskScores(
+        task=series.name.task, filter=series.name.filter, metric=series.name.metric,
+        verdict="undecided", higher_is_better=series.higher_is_better,
+        pairing=Pairing(num_paired=0, num_clusters=0, num_reference=a.num or 0,
+                        num_candidate=b.num or 0),
+        reference=a.score, candidate=b.score, difference=difference, test="unpaired",
+    )  # fmt: skip
+    if errors[0] is None or errors[1] is None:
+        spread = sum(max(0.0, total.score * (1 - total.score)) for total in (a, b))
+        least = int(np.ceil(_DEVIATIONS**2 * spread / difference**2)) if difference else None
+        return replace(task, remarks=[
+            fact("evaluations.no_count", num_documents=least, documents=documents)
+        ])  # fmt: skip
+    error = float(np.hypot(errors[0], errors[1]))
+    z = abs(difference) / error if error else np.inf if difference else 0.0
+    made = []
+    for band in bands:
+        width = band.limit * (abs(a.score) if band.relative else 1.0)
+        p_value = _above((width - abs(difference)) / error) if error else 0.5
+        needed = None
+        if p_value > LEVEL and num is not None:
+            spread = error * num**0.5
+            needed = documents_needed(spread, 0.0, difference=difference, band=width, num=num)
+            step = 10 ** max(0, len(str(needed)) - 2)
+            needed = None if needed is None else -(-needed // step) * step
+        made.append(BandResult(
+            limit=band.limit, relative=band.relative, width=width, p_value=p_value,
+            equal=p_value <= LEVEL, needed=needed,
+        ))  # fmt: skip
+    one_sided = abs(difference) + _ONE_SIDED * error
+    paired = None if num is None else float(np.sqrt(_USUAL_FLIPS / num))
+    return replace(
+        task, standard_error=error, low=difference - _DEVIATIONS * error,
+        high=difference + _DEVIATIONS * error, bands=made, shown_band=one_sided,
+        p_value=2 * _above(z), smallest_difference=(_DEVIATIONS + _POWER) * error,
+        remarks=[
+            fact("evaluations.unpaired", error=error, paired=paired, documents=documents)
+        ],
+    )  # fmt: skip
+
+
+def _error_of(total: Total) -> float | None:
+    if total.error is not None or total.num is None or not 0 <= total.score <= 1:
+        return total.error
+    return float(np.sqrt(total.score * (1 - total.score) / max(1, total.num - 1)))
+
+
+def _above(z: float) -> float:
+    """The share of a normal distribution above z."""
+    return 1.0 - NormalDist().cdf(z)
+
+
+_DEVIATIONS, _ONE_SIDED = (NormalDist().inv_cdf(1 - share) for share in (LEVEL / 2, LEVEL))
+_POWER = NormalDist().inv_cdf(0.8)
+
+
 def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     num = float(sums.sizes.sum())
     score = float(sums.reference.sum() / num)
@@ -123,7 +207,10 @@ def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
     """With Holm's p values over all of them that were measured, and with verdicts."""
     places = [n for n, task in enumerate(tasks) if task.p_value is not None]
     p_values = holm([task.p_value for n in places if (task := tasks[n]).p_value is not None])
-    results = list(tasks)
+    results = [
+        replace(task, headline=_headline(task)) if task.test and task.p_value is None else task
+        for task in tasks
+    ]
     for place, p_adjusted in zip(places, p_values, strict=True):
         task, verdict = tasks[place], "undecided"
         assert task.difference is not None
@@ -146,8 +233,12 @@ def band_of(band: BandResult) -> Fact:
 
 def _headline(task: TaskScores) -> list[Fact]:
     """The verdict, then what it does not count."""
+    if not task.bands:  # of a score whose number of documents nobody tells
+        return [fact("evaluations.undecided_without_count")]
     band = task.bands[0]
     rest = []
+    if task.test == "unpaired":
+        rest.append(fact("evaluations.of_no_pairs"))
     if task.pairing is not None and (left := task.pairing.num_left_out):
         rest.append(fact("evaluations.in_no_pair", num_documents=left))
     causes = task.causes
@@ -169,6 +260,8 @@ def _verdict_fact(task: TaskScores, band: BandResult) -> Fact:
         )
     if band.few_clusters:
         return fact("evaluations.few_clusters_differ", band=width)
+    if band.needed is None and task.test == "unpaired":
+        return fact("evaluations.undecided_unpaired", band=width)
     if band.needed is None:
         return fact("evaluations.no_width", score=task.reference)
     return fact("evaluations.undecided", band=width, num_documents=band.needed)

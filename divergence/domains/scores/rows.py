@@ -49,6 +49,15 @@ class ScoreRow:
     """The line of the file, from 1, or the document's number in an archive."""
 
 
+class Total(NamedTuple):
+    """The score of a task as a whole. ``error``: its standard error, where it is told; ``num``: of
+    how many documents."""
+
+    score: float
+    error: float | None = None
+    num: int | None = None
+
+
 @dataclass(slots=True)
 class Series:
     """``settings``: what must be equal on both sides, by name. ``file``: where its rows stand."""
@@ -58,6 +67,8 @@ class Series:
     settings: dict[str, str] = field(default_factory=dict)
     higher_is_better: bool = True
     rows: list[ScoreRow] = field(default_factory=list)
+    total: Total | None = None
+    """Where no documents are there."""
 
 
 @dataclass(slots=True)
@@ -66,6 +77,8 @@ class Evaluation:
 
     path: str
     format: str
+    column: str | None = None
+    """Which of several models of one file, as it was named behind it."""
     model: str | None = None
     dtype: str | None = None
     tool: str | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
+from divergence.comparison.results import PreflightLine
 from divergence.domains.scores.formats import FORMATS, read
 from divergence.domains.scores.formats.reading import ReadRequest
 from divergence.domains.scores.joining import (
@@ -19,8 +20,9 @@ from divergence.domains.scores.joining import (
     joined,
     pair,
     preflight,
+    setting_lines,
 )
-from divergence.domains.scores.judging import adjusted, gated, measured
+from divergence.domains.scores.judging import adjusted, gated, measured, unpaired
 from divergence.domains.scores.result import (
     Candidate,
     EvaluationSummary,
@@ -176,22 +178,24 @@ def _compared(
             task_scores.append(_stopped(name, stopped))
             continue
         series, pairs = paired[name]
-        lines = preflight(series, theirs[name], pairs)
+        other = theirs[name]
+        if series.total is not None or other.total is not None:
+            lines = setting_lines(series, other)
+            held = a if series.total is not None else b
+            task = unpaired(series, other, bands, documents=FORMATS[held.format].documents)
+            apart = [line for line in lines if line.status == "blocking"]
+            if apart and not force:
+                task_scores.append(replace(_stopped(name, _other(apart)), preflight=lines))
+            else:
+                task_scores.append(replace(task, preflight=lines))
+            continue
+        lines = preflight(series, other, pairs)
         blocked = [line for line in lines if line.status == "blocking"]
         num_paired = pairs.pairing.num_paired
         if not num_paired or (blocked and not force):
             if not num_paired:
                 blocked += [line for line in lines if line.status == "differs" and line.details]
-            apart = [
-                fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
-                for line in blocked
-            ]
-            reasons = [
-                fact("evaluations.check", check=line.check, what=line.details or what)
-                for line, what in zip(blocked, apart, strict=True)
-            ]
-            stopped = fact("evaluations.not_the_same", reasons=reasons)
-            task = replace(_stopped(name, stopped), preflight=lines, pairing=pairs.pairing)
+            task = replace(_stopped(name, _other(blocked)), preflight=lines, pairing=pairs.pairing)
             task_scores.append(task)
             continue
         task = measured(series, pairs, bands)
@@ -199,6 +203,19 @@ def _compared(
         task = replace(task, preflight=lines, causes=causes, remarks=_remarks(pairs))
         task_scores.append(task)
     return task_scores
+
+
+def _other(blocked: Sequence[PreflightLine]) -> Fact:
+    """Why the two are not the same evaluation."""
+    apart = [
+        fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
+        for line in blocked
+    ]
+    reasons = [
+        fact("evaluations.check", check=line.check, what=line.details or what)
+        for line, what in zip(blocked, apart, strict=True)
+    ]
+    return fact("evaluations.not_the_same", reasons=reasons)
 
 
 def _stopped(name: SeriesName, why: Fact) -> TaskScores:

@@ -10,6 +10,18 @@ SENTENCES = {
     ),
     "no_width": "undecided: a score of {score:.3g} leaves a band of no width",
     "undecided": ("undecided within {band}: some {num_documents:,} documents would be needed"),
+    "undecided_unpaired": "undecided within {band}",
+    "undecided_without_count": ("undecided: nothing tells of how many documents the scores are"),
+    "of_no_pairs": ", of scores as a whole, without pairs",
+    "unpaired": (
+        "the two are taken for separate samples (standard error {error:.2g}), which is too wide "
+        "where both answered the same documents[[: in pairs, with one answer in 20 changed, it "
+        "would be {paired:.2g}]]; {documents} has them"
+    ),
+    "no_count": (
+        "[[the difference is beyond chance from {num_documents:,} documents on, taken as separate "
+        "samples; ]]{documents} has the documents, in pairs"
+    ),
     "band": "{relative:yes={percent:g}% of A's score (±{width:.3g})|no=±{width:g}}",
     "in_no_pair": "; {num_documents:count document} {num_documents:1=is|*=are} in no pair",
     "margins_moved": (

@@ -131,8 +131,12 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     yield (
         "score",
         f"{_score(task.reference)} -> {_score(task.candidate)}, difference "
-        f"{_signed(task.difference)} ± {_number(task.standard_error)} (standard error){better}",
-    )
+        f"{_signed(task.difference)} ± {_number(task.standard_error)} (standard error){better}"
+        if task.standard_error is not None else f"{_signed(task.difference)}{better}",
+    )  # fmt: skip
+    if task.test == "unpaired":
+        yield from _unpaired(task)
+        return
     paired = count(held.num_paired, "paired document")
     if held.num_clusters != held.num_paired:
         paired += f" in {held.num_clusters:,} clusters"
@@ -142,10 +146,7 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
     holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
     yield "chance", f"p = {_p(task.p_value)} ({words[task.test or 't']}{holm})"
-    for band in task.bands:
-        state = "equal" if band.equal else "not shown"
-        more = "" if band.needed is None else f"; some {band.needed:,} documents would settle it"
-        yield "band", f"{sentence(band_of(band))}: {state}, p = {_p(band.p_value)}{more}"
+    yield from _bands(task)
     least = "only beyond what such scores can have: they are too few"
     if task.smallest_difference is not None:
         least = f"of {_number(task.smallest_difference)} in four of five such evaluations"
@@ -171,6 +172,29 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
         if check.status == "blocking" or (verbose and check.status != "same"):
             told = check.detail or f"{check.reference} / {check.candidate}"
             yield "preflight", f"{check.check} {check.status}: {told}"
+
+
+def _unpaired(task: TaskScores) -> Iterator[tuple[str, str]]:
+    held = task.pairing
+    assert held is not None
+    if task.standard_error is not None:
+        counts = f"{held.num_reference:,} and {held.num_candidate:,} documents, no pairs"
+        yield "95% interval", f"{_signed(task.low)} to {_signed(task.high)}, of {counts}"
+        holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
+        yield "chance", f"p = {_p(task.p_value)} (two separate samples{holm})"
+        yield from _bands(task)
+    for note in task.notes:
+        yield "note", note
+    for check in task.preflight:
+        if check.status == "blocking":
+            yield "preflight", f"{check.check} blocking: {check.reference} / {check.candidate}"
+
+
+def _bands(task: TaskScores) -> Iterator[tuple[str, str]]:
+    for band in task.bands:
+        state = "equal" if band.equal else "not shown"
+        more = "" if band.needed is None else f"; some {band.needed:,} documents would settle it"
+        yield "band", f"{sentence(band_of(band))}: {state}, p = {_p(band.p_value)}{more}"
 
 
 def _why(task: TaskScores) -> str:

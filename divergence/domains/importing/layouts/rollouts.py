@@ -1,4 +1,6 @@
-"""Rollouts of reinforcement learning as JSON lines: what the engine that sampled them said of their
+"""Rollouts of reinforcement learning as JSON lines, or as ``torch.save`` wrote them (slime's
+``--save-debug-rollout-data`` and ``--save-debug-train-data``; a batch of tensors by name, as verl's
+fields), whose pickle is read without running it: what the engine that sampled them said of their
 tokens, or what the trainer said of the same tokens.
 
 One file often holds both, side by side; each is a run of its own (``--format rollouts`` and
@@ -8,9 +10,12 @@ them as a table, with what writes such a file. A nan or null is a token that was
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from divergence.domains.importing.building import Notes
 from divergence.domains.importing.layouts import Layout
@@ -43,6 +48,9 @@ DIALECTS = (
     _Dialect("slime", ("tokens", "response_length"), ("rollout_log_probs",), ("log_probs",), {
         "tokens": ("tokens",), "answer_length": ("response_length",), "mask": ("loss_mask",),
     }),
+    _Dialect("slime", ("tokens", "response_lengths"), ("rollout_log_probs",), ("log_probs",), {
+        "tokens": ("tokens",), "answer_length": ("response_lengths",), "mask": ("loss_masks",),
+    }),
     _Dialect("TRL", ("completion_ids",), ("sampling_per_token_logps", "logprobs"),
              ("old_per_token_logps",), {
         "prompt": ("prompt_ids",), "answer": ("completion_ids",), "mask": ("completion_mask",),
@@ -56,13 +64,53 @@ DIALECTS = (
 
 
 def recognise(folder: DumpFolder) -> bool:
-    return any(name.endswith(LINES) for name in folder.names)
+    if any(name.endswith(LINES) for name in folder.names):
+        return True
+    names = [name for name in folder.names if name.endswith(".pt")]
+    return bool(names) and _samples(folder.value(names[0])) is not None
+
+
+def _samples(value: Any) -> list[Any] | None:
+    """The samples of a file of torch.save; None where it holds none."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("samples"), list):
+        return list(value["samples"])
+    columns = {key: column for key, column in value.items() if _is_column(column)}
+    if not any(set(dialect.known_by) <= columns.keys() for dialect in DIALECTS):
+        return None
+    num = min(map(len, columns.values()))
+    return [{key: column[row] for key, column in columns.items()} for row in range(num)]
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+
+
+def _items(folder: DumpFolder) -> Iterator[tuple[Any, str]]:
+    yield from folder.objects(*LINES)
+    for name in folder.names:
+        if not name.endswith(".pt"):
+            continue
+        samples = _samples(folder.value(name))
+        if samples is None:
+            raise DumpError(
+                "the file holds no samples", where=folder.where(name),
+                hint="slime's {rollout_id, samples}, or a dict of a batch's tensors by name",
+            )  # fmt: skip
+        for number, sample in enumerate(samples):
+            if isinstance(sample, dict):
+                sample = {
+                    key: item.tolist() if isinstance(item, torch.Tensor) else item
+                    for key, item in sample.items()
+                }
+            yield sample, f"{folder.where(name)}, sample {number}"
 
 
 def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes, *, role: str) -> Scored:
     """``role``: whose log-probabilities are taken, ``rollout`` or ``trainer``."""
     framework, prompts = "unknown", []
-    for item, where in folder.objects(*LINES):
+    for item, where in _items(folder):
         if fields is None:
             framework, fields = _fields(item, role, where)
         prompts.append((scores_of(item, fields, where), where))
@@ -97,6 +145,13 @@ def _fields(item: Any, role: str, where: str) -> tuple[str, FieldMap]:
             )  # fmt: skip
         rest = {key: first(tried) for key, tried in dialect.rest.items()}
         return dialect.name, FieldMap(logprobs=logprobs, **rest)
+    if {"input", "output"} <= item.keys():
+        raise DumpError(
+            "verl's lines (rollout_data_dir) hold texts, no tokens and no log-probabilities",
+            where=where,
+            hint="tokenise and score them with the model: jq -c '{text: (.input + .output)}' FILE "
+            "> texts.jsonl; divergence capture MODEL --prompts texts.jsonl -o scored",
+        )  # fmt: skip
     raise DumpError(
         f"no framework's fields are known here: {', '.join(list(item)[:12])}", where=where,
         hint="--map FILE.toml names them; docs/rl.md has one to copy",

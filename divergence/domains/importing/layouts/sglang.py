@@ -8,8 +8,9 @@ returned (``model``, ``logits_processor``) lies in the next file, and is put bac
 first file has it already (versions that write at the end).
 
 The dumper (srt/debug_utils/dumper.py) writes one .pt file a tensor, ``{"value", "meta"}``, named by
-its tags: ``step=0___rank=0___dump_index=7___name=NAME___layer_id=3.pt``. Names that it gives by
-itself (``DUMPER_NON_INTRUSIVE_MODE``) are ``non_intrusive__PATH.output`` (or ``.output.1``) and
+its tags in any order: ``step=0___rank=0___dump_index=7___name=NAME___layer_id=3.pt``. Names that it
+gives by itself (``DUMPER_NON_INTRUSIVE_MODE``) are ``non_intrusive__PATH.output`` (or
+``.output.1``) and
 ``....inputs.0``, besides ``input_ids`` and ``positions``; those of a ``dump()`` call are its
 author's, and ``[[key]]`` rules of a map say which site each is, with the tags as groups: ``site =
 "model.layers.{layer_id}:in"``.
@@ -191,7 +192,10 @@ HOOKS = Layout(words="SGLang's forward hooks", recognise=holding(_PASS), read=_r
 
 # The dumper.
 
-_FILE = re.compile(r"(?:.*/)?(?P<tags>(?:step|forward_pass_id)=\d{1,9}___rank=\d{1,6}___.+)\.pt")
+_FILE = re.compile(
+    r"(?:.*/)?(?P<tags>(?=(?:[^/]*___)?(?:step|forward_pass_id)=\d{1,9}(?:___|\.))"
+    r"(?=(?:[^/]*___)?rank=\d{1,6}(?:___|\.))[^/=]+=[^/]+)\.pt"
+)
 _HOOKED = re.compile(
     r"non_intrusive__(?:(?P<path>.+)\.)?(?P<what>inputs|output)(?:\.(?P<port>[^.]+))?"
 )

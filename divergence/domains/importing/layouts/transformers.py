@@ -1,6 +1,9 @@
-"""transformers' model_addition_debugger_context (src/transformers/model_debugging_utils.py), with
-``use_repr=False``: one safetensors file a tensor, ``CLASS.PATH_inputs_args_0.safetensors``, and
-``CLASS_debug_tree_FULL_TENSORS.json``, whose nodes name them in order of execution.
+"""transformers' model_addition_debugger_context (src/transformers/model_debugging_utils.py).
+
+By default mean, std, min and max of each tensor are printed, in
+``CLASS_debug_tree_FULL_TENSORS.json`` and ``..._SUMMARY.json``, and are taken as statistics. With
+``use_repr=False`` there is one safetensors file a tensor, ``CLASS.PATH_inputs_args_0.safetensors``,
+and the nodes of the tree name them in order of execution.
 
 It keeps inputs of every module, outputs of those without children and of the model, and the last
 forward alone: each overwrites the one before. Blocks that its tree leaves out (``do_prune_layers``)
@@ -25,27 +28,38 @@ from divergence.domains.importing.building import (
     module_site,
 )
 from divergence.domains.importing.layouts import Layout, holding
+from divergence.domains.importing.layouts.statistics import kept_of
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
 from divergence.run.site import natural_key
 
 _TREE = "_debug_tree_FULL_TENSORS.json"
+_SUMMARY = "_debug_tree_SUMMARY.json"
 _SUFFIX = ".safetensors"
-_KNOWN = re.compile(rf"[^/]+(?:{_TREE}|_inputs_(?:args|kwargs)_[^/]+\.safetensors)")
+_KNOWN = re.compile(rf"[^/]+(?:{_TREE}|{_SUMMARY}|_inputs_(?:args|kwargs)_[^/]+\.safetensors)")
 _FILE = re.compile(r"[^/]+_(?:inputs|outputs)(?:_[^/]*)?\.safetensors")
 _NUMBER = re.compile(r"\.\d+(?=[._])")
 
 
 def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     trees = [name for name in folder.names if name.endswith(_TREE) and "/" not in name]
+    if not trees and not any(name.endswith(_SUFFIX) for name in folder.names):
+        trees = [name for name in folder.names if name.endswith(_SUMMARY) and "/" not in name]
     if len(trees) != 1:
         raise DumpError(
             f"{len(trees)} files are called *{_TREE}, not one: "
             + ("dumps of several models" if trees else "the forward did not end"),
             where=str(folder.path), hint="dump each model into a folder of its own",
         )  # fmt: skip
-    kind = trees[0].removesuffix(_TREE)
-    sites = _sites(folder.json(trees[0]), kind, folder.where(trees[0]))
+    kind = trees[0].removesuffix(_TREE).removesuffix(_SUMMARY)
+    sites, kept = _sites(folder.json(trees[0]), kind, folder.where(trees[0]))
+    if kept and not sites:
+        notes.say(
+            "the dump holds printed statistics, no tensors: they can show a fault, and no health "
+            "(tensors: model_addition_debugger_context(..., use_repr=False))"
+        )
+        yield DumpedForward(where=folder.where(trees[0]), tensors=kept, number=0)
+        return
     sites |= _pruned(sites, folder)
     for name in ("logits", "last_hidden_state"):  # the tree keeps outputs of the last modules alone
         if (file := f"{kind}_outputs_{name}{_SUFFIX}") in folder.names:
@@ -62,19 +76,26 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
     yield DumpedForward(where=folder.where(trees[0]), tensors=tensors, number=0)
 
 
-def _sites(tree: Any, kind: str, where: str) -> dict[str, str]:
+def _sites(tree: Any, kind: str, where: str) -> tuple[dict[str, str], list[Dumped]]:
+    """The site of each file; and what is known of tensors that were printed."""
     sites: dict[str, str] = {}
-    printed = 0
+    printed: dict[str, Dumped] = {}
 
     def is_leaf(value: Any) -> bool:
-        return isinstance(value, dict) and {"shape", "dtype", "value"} <= value.keys()
+        return isinstance(value, dict) and {"shape", "dtype"} <= value.keys()
 
     def add(path: str, port: str, value: Any) -> None:
-        nonlocal printed
         for name, leaf in leaves(value, port, is_leaf):
-            file = leaf["value"]
+            file = leaf.get("value")
             if not isinstance(file, str):
-                printed += 1
+                site = module_site(path, name)
+                ends = {"low": leaf.get("min"), "high": leaf.get("max")}
+                kept = kept_of(
+                    site, [int(size) for size in re.findall(r"\d+", str(leaf["shape"]))],
+                    str(leaf["dtype"]), mean=leaf.get("mean"), std=leaf.get("std"), **ends,
+                )  # fmt: skip
+                if kept is not None:
+                    printed.setdefault(site, kept)
                 continue
             if not re.fullmatch(r"\./[^/]+", file):
                 raise DumpError(f"the tree names a file outside the folder: {file[:80]!r}",
@@ -96,12 +117,7 @@ def _sites(tree: Any, kind: str, where: str) -> dict[str, str]:
         add(path, "out", node.get("outputs"))
 
     visit(tree)
-    if printed and not sites:
-        raise DumpError(
-            "the dump holds printed tensors, not the tensors", where=where,
-            hint="model_addition_debugger_context(..., use_repr=False)",
-        )  # fmt: skip
-    return sites
+    return sites, list(printed.values())
 
 
 def _pruned(sites: dict[str, str], folder: DumpFolder) -> dict[str, str]:

@@ -17,10 +17,8 @@ from pathlib import Path
 
 from divergence.domains.logprobs.endpoints.capabilities import Capabilities, find_server, probe
 from divergence.domains.logprobs.endpoints.client import Client
-from divergence.domains.logprobs.endpoints.protocols import ServerAnswer
 from divergence.domains.logprobs.endpoints.scoring import (
     Asked,
-    Vocabulary,
     ask,
     asked_of,
     check_options,
@@ -32,6 +30,7 @@ from divergence.facts import sentence
 from divergence.options.commands import CaptureOptions
 from divergence.options.option import group_of
 from divergence.recording.new_run import check_output
+from divergence.run.answers import ServerAnswer, Vocabulary
 from divergence.run.captured import CapturedTensor
 from divergence.run.location import Location, Url, archive_kind, location_of
 from divergence.run.manifest import Manifest, SampleTokens

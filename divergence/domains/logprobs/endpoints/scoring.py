@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from divergence.domains.logprobs.endpoints.capabilities import STEPS, Capabilities, tokens_of
 from divergence.domains.logprobs.endpoints.client import Client
-from divergence.domains.logprobs.endpoints.protocols import PROTOCOLS, Question, ServerAnswer, Token
+from divergence.domains.logprobs.endpoints.protocols import PROTOCOLS, Question
 from divergence.domains.logprobs.options import ServerOptions
 from divergence.errors import EndpointError, UsageError
 from divergence.options.commands import CaptureOptions
 from divergence.options.option import given_fields, group_of
 from divergence.recording.prompts import collect_prompts
+from divergence.run.answers import ServerAnswer, Token, Vocabulary, scores_from
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT, DRAWN, Scores
 from divergence.words import first_apart
@@ -199,44 +200,6 @@ def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
     )
 
 
-# A server's answer as the scores of a run: which token is where, by which number.
-
-_MOST_TEXTS = 1 << 18
-
-
-class Vocabulary:
-    """Texts of tokens by id; with ``by_text`` the ids are numbers that it hands out itself. Else a
-    token told by its text alone has the one id that is known to have this text, or none."""
-
-    def __init__(self, texts: dict[str, str], *, by_text: bool) -> None:
-        self._texts, self._by_text = texts, by_text
-        self._numbers: dict[str, int | None] = {}
-
-    def take(self, texts: Mapping[str, str]) -> None:
-        """Those of an earlier capture."""
-        for number, text in texts.items():
-            self._note(int(number), text)
-
-    def id_of(self, token: Token) -> int | None:
-        """None where the run goes by ids, and the server told none of this one."""
-        if token.id is not None and not self._by_text:
-            if token.text:
-                self._note(token.id, token.text)
-            return token.id
-        if token.text is None:
-            return None
-        if self._by_text and token.text not in self._numbers:
-            self._note(len(self._numbers), token.text)
-        return self._numbers.get(token.text)
-
-    def _note(self, number: int, text: str) -> None:
-        if len(self._texts) >= _MOST_TEXTS and not self._by_text:
-            return
-        self._texts.setdefault(str(number), text)
-        if self._numbers.setdefault(text, number) != number:
-            self._numbers[text] = None  # two ids share it
-
-
 def scores_of(
     answer: ServerAnswer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary
 ) -> Scores:
@@ -249,7 +212,7 @@ def scores_of(
         told = [token.id for token in scored if token.id is not None]
         _check_prompt(answer.prompt_ids or (told if len(told) == len(scored) else None), whole)
         named = [Token(id_, t.text, t.logprob, t.top) for id_, t in zip(whole, scored, strict=True)]
-        return _scores(
+        return scores_from(
             list(asked.ids or ()), list(asked.forced), list(enumerate(named)), vocabulary
         )
     if caps.logprobs and not answer.has_logprobs and answer.tokens:
@@ -264,7 +227,7 @@ def scores_of(
     _check_prompt(answer.prompt_ids, asked.ids)
     rows = list(enumerate(answer.prompt)) if prompt and len(answer.prompt) == len(prompt) else []
     rows += [(len(prompt) + n, token) for n, token in enumerate(tokens)]
-    return _scores(prompt, [id_ for id_ in ids if id_ is not None], rows, vocabulary)
+    return scores_from(prompt, [id_ for id_ in ids if id_ is not None], rows, vocabulary)
 
 
 def _check_prompt(told: Sequence[int] | None, given: Sequence[int] | None) -> None:
@@ -274,24 +237,3 @@ def _check_prompt(told: Sequence[int] | None, given: Sequence[int] | None) -> No
             f"the server read other tokens than were given: from token {at} on "
             f"{list(told[at : at + 4])} instead of {list(given[at : at + 4])}"
         )
-
-
-def _scores(
-    prompt: list[int], answer: list[int], rows: list[tuple[int, Token]], vocabulary: Vocabulary
-) -> Scores:
-    scored = [(place, token) for place, token in rows if token.logprob is not None]
-    for _, token in scored:
-        vocabulary.id_of(token)
-    top = [
-        [
-            (number, alternative.logprob)
-            for alternative in token.top
-            if alternative.logprob is not None
-            and (number := vocabulary.id_of(alternative)) is not None
-        ]
-        for _, token in scored
-    ]
-    return Scores(
-        prompt_ids=prompt, generated_ids=answer, positions=[place for place, _ in scored],
-        logprobs=[float(token.logprob or 0.0) for _, token in scored], top=top,
-    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 from divergence.domains.scores.formats.evalscope import EVALSCOPE
@@ -10,6 +11,12 @@ from divergence.domains.scores.formats.lm_eval import LM_EVAL
 from divergence.domains.scores.formats.opencompass import OPENCOMPASS
 from divergence.domains.scores.formats.plain import PLAIN
 from divergence.domains.scores.formats.reading import ReadRequest, text_of
+from divergence.domains.scores.formats.totals import (
+    EVALSCOPE_REPORT,
+    EVERY_EVAL,
+    LM_EVAL_RESULTS,
+    OPENCOMPASS_SUMMARY,
+)
 from divergence.domains.scores.rows import Evaluation, Series, SeriesName
 from divergence.errors import DumpError, UsageError
 from divergence.facts import fact, sentence
@@ -19,6 +26,8 @@ from divergence.run.foreign import DumpFolder
 
 FORMATS = {
     "inspect": INSPECT, "evalscope": EVALSCOPE, "opencompass": OPENCOMPASS, "lm-eval": LM_EVAL,
+    "every-eval-ever": EVERY_EVAL, "lm-eval-results": LM_EVAL_RESULTS,
+    "evalscope-report": EVALSCOPE_REPORT, "opencompass-summary": OPENCOMPASS_SUMMARY,
     "plain": PLAIN,
 }  # fmt: skip
 """In the order in which ``auto`` tries them; ``plain`` takes any table with its columns."""
@@ -26,8 +35,12 @@ FORMATS = {
 
 def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation:
     """The evaluation that lies there."""
-    folder = DumpFolder(path)
-    evaluation = Evaluation(path=str(folder.path), format=format)
+    file, _, column = path.rpartition("#")
+    named = bool(file) and os.path.exists(file) and not os.path.exists(path)
+    folder = DumpFolder(file if named else path)
+    evaluation = Evaluation(
+        path=path if named else str(folder.path), format=format, column=column if named else None
+    )
     for name in FORMATS if format == "auto" else (format,):
         form = FORMATS[name]
         # a field of another type than its tool writes may come anywhere, and is no fault of ours
@@ -42,14 +55,14 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
             "no results of an evaluation were recognised", where=evaluation.path,
             hint=(
                 *(["unpack the .gz files"] if any(n.endswith(".gz") for n in folder.names) else []),
-                "lm-eval writes them with --log_samples; docs/scores.md has all formats",
+                "docs/scores.md has all formats; lm-eval writes documents with --log_samples",
                 "or write a table: JSON lines or CSV with id and score",
             ),
         )  # fmt: skip
     evaluation.series = reading.series_of()
     evaluation.model = None if evaluation.model is None else text_of(evaluation.model)
     evaluation.remarks += [fact(code, num=n) for code, n in sorted(reading.left_out.items())]
-    if not any(series.rows for series in evaluation.series):
+    if not any(series.rows or series.total for series in evaluation.series):
         if reading.refused:
             there = ", ".join(map(str, list(reading.refused)[:12]))
             raise UsageError("nothing has the task, metric and filter asked for",

@@ -33,7 +33,7 @@ from divergence.recording.prompts import Prompt
 from divergence.run.foreign import DumpFolder, lm_eval_requests
 
 _SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
-_RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")
+RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")
 _SETTINGS = (
     "num_fewshot", "repeats", "generation_kwargs", "description", "fewshot_config", "doc_to_text",
     "output_type", "target_delimiter", "fewshot_delimiter",
@@ -103,7 +103,7 @@ def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
     return {
         match[1]: table_of(folder.json(name))
         for name in folder.names
-        if (match := _RESULTS.fullmatch(PurePosixPath(name).name))
+        if (match := RESULTS.fullmatch(PurePosixPath(name).name))
     }
 
 
@@ -138,7 +138,7 @@ def _task(
         cluster = reading.cluster_of(item.get("doc"))
         for metric in dict.fromkeys(map(text_of, item["metrics"])):
             if settings is None:
-                settings = _settings(task, report, item)
+                settings = settings_of(task, report, item)
             named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
             rows = reading.rows_in(
                 named, file, settings, higher=bool(better[metric]) if metric in better else None
@@ -161,7 +161,7 @@ def _task(
             ))  # fmt: skip
 
 
-def _settings(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:
+def settings_of(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:
     """Of a task, whose first line is ``item``."""
     config = table_of(table_of(report.get("configs")).get(task))
     settings = (

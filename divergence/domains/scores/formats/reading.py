@@ -51,6 +51,8 @@ class ResultFormat:
     evaluation. Raises DumpError."""
     prompts: Callable[[DumpFolder, str, Collection[int]], Iterable[tuple[int, Prompt]]]
     """What the model was given for the rows of a file at these places, as far as it says."""
+    documents: str = ""
+    """Of scores without documents: what would hold them."""
 
 
 @dataclass(frozen=True, slots=True)

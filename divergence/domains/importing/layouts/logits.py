@@ -1,0 +1,107 @@
+"""Logits and caches of engines that have no modules.
+
+``LLAMA_DEBUG``: llama.cpp's ``llama-debug --save-logits`` and examples/model-conversion:
+``llamacpp-MODEL.bin`` (or ``pytorch-MODEL.bin``) holds float32 logits of the last token, or of all;
+``...-tokens.bin`` beside it the prompt's ids as int32.
+
+``EDGE``: TensorRT-Edge-LLM's layer debugger, one safetensors file: ``round_R.logits`` (B, V) and
+``round_R.layer_I.kv`` (B, 2, heads, longest, width), of which ``round_R.context_lengths`` (B) are
+real. Round 0 is the prefill.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from divergence.domains.importing.building import Dumped, DumpedForward, Notes, Rules, module_site
+from divergence.domains.importing.layouts import Layout, holding
+from divergence.errors import DumpError
+from divergence.run.foreign import DumpFolder
+
+_BINARY = re.compile(r"(?:.*/)?(?P<stem>(?:llamacpp|pytorch)-.+?)(?<!-tokens)\.bin")
+_TOKENS = "-tokens.bin"
+_MOST_TOKENS = 1 << 20
+
+
+def _read_debug(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
+    names = [name for name in folder.names if _BINARY.fullmatch(name)]
+    if len(names) != 1:
+        raise DumpError(f"{len(names)} files of logits, not one", where=str(folder.path),
+                        hint="name one of them: llamacpp-MODEL.bin")  # fmt: skip
+    (name,) = names
+    beside = name.removesuffix(".bin") + _TOKENS
+    where, path = folder.where(name), folder.regular(name)
+    if path.stat().st_size % 4:
+        raise DumpError("the file is no row of float32", where=where, hint="it was cut off")
+    values = torch.from_numpy(np.fromfile(path, "<f4"))
+    tokens = path.with_name(path.name.removesuffix(".bin") + _TOKENS)
+    tensors = []
+    rows = values.reshape(1, 1, -1)
+    positions = None
+    if beside in folder.names or (len(folder.names) == 1 and tokens.is_file()):
+        ids = np.fromfile(folder.regular(beside), "<i4").astype(np.int64)
+        if not 0 < len(ids) <= _MOST_TOKENS or ids.min() < 0:
+            raise DumpError("these are no token ids", where=folder.where(beside))
+        tensors.append(Dumped(site="model.embed_tokens:in", tensor=torch.from_numpy(ids)[None]))
+        width, rest = divmod(values.numel(), len(ids))
+        if not rest and width > 2 * len(ids) and width > int(ids.max()) and len(ids) > 1:
+            rows = values.reshape(1, len(ids), width)  # of every token
+        else:
+            positions = (len(ids) - 1,)
+    tensors.append(Dumped(site="lm_head:out", tensor=rows, positions=positions))
+    yield DumpedForward(where=where, tensors=tensors, number=0)
+
+
+_KEY = re.compile(r"round_(?P<round>\d{1,9})\.(?P<what>logits|layer_(?P<layer>\d{1,6})\.kv)")
+
+
+def _is_edge(folder: DumpFolder) -> bool:
+    names = [name for name in folder.names if name.endswith(".safetensors")]
+    if len(names) != 1 or len(folder.names) != 1:
+        return False
+    held = folder.value(names[0])
+    return isinstance(held, dict) and any(_KEY.fullmatch(str(key)) for key in held)
+
+
+def _read_edge(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
+    name = next(name for name in folder.names if name.endswith(".safetensors"))
+    held, where = folder.value(name), folder.where(name)
+    rounds: dict[int, list[Dumped]] = {}
+    for key in held:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            continue
+        number, tensor = int(match["round"]), held[key]
+        tensors_there = rounds.setdefault(number, [])
+        if match["layer"] is None:
+            tensors_there.append(
+                Dumped(site="lm_head:out", tensor=tensor.reshape(len(tensor), 1, -1))
+            )
+            continue
+        lengths = held.get(f"round_{number}.context_lengths")
+        if not isinstance(lengths, torch.Tensor) or tensor.ndim != 5 or tensor.shape[1] != 2:
+            raise DumpError(f"{key} is no cache with its context_lengths", where=where)
+        if len(set(lengths.reshape(-1).tolist())) != 1:
+            raise DumpError(f"round {number} holds prompts of several lengths", where=where,
+                            hint="dump one request at a time")  # fmt: skip
+        length = int(lengths.reshape(-1)[0])
+        if not 0 < length <= tensor.shape[3]:
+            raise DumpError(f"{key} has room for {tensor.shape[3]} tokens, not for {length}",
+                            where=where)  # fmt: skip
+        # (B, heads, tokens, width) as (B, tokens, heads, width)
+        for part, what in enumerate(("key", "value")):
+            site = module_site(f"model.layers.{match['layer']}.self_attn.{what}_cache", "out")
+            values = tensor[:, part, :, :length].transpose(1, 2).contiguous()
+            tensors_there.append(Dumped(site=site, tensor=values))
+    for number in sorted(rounds):
+        # a layer's cache is written before the logits
+        tensors = sorted(rounds[number], key=lambda dumped: dumped.site == "lm_head:out")
+        yield DumpedForward(where=where, tensors=tensors, number=number)
+
+
+LLAMA_DEBUG = Layout(words="llama-debug's logits", recognise=holding(_BINARY), read=_read_debug)
+EDGE = Layout(words="TensorRT-Edge-LLM's layer debugger", recognise=_is_edge, read=_read_edge)

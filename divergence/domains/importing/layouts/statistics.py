@@ -1,0 +1,393 @@
+"""What other tools keep in a tensor's place: norm, mean and extremes, or a checksum.
+
+Such a tensor is recorded as a capture with ``--store stats`` records one, and judged as that: its
+statistics show that two are apart, and never that they are near. Sums are what the tool made them:
+most add up in the tensor's own dtype (Plan.statistics_off). A number that was printed is known to
+half a unit of its last digit.
+
+``ATB``: ``statistic.csv`` of Ascend's transformer boost (MindIE), a line a tensor. ``TORCHTITAN``:
+``rank_N_activations.log`` of its numerics debugging, and torch's DebugMode in that style: blocks of
+``[NAME/op_0_mm]``, ``Shape: ..., Dtype: ...``, ``L2 norm: ...``. ``TRANSFORMER_ENGINE``: the lines
+``LAYER_activation_std iteration=000100 value=1.00`` of nvidia-dlfw-inspect, which tell no shape and
+no dtype. ``COMPARED``: what msprobe (CSV) or SGLang (JSON lines) wrote of two dumps, of which each
+side's statistics are a run.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from divergence.domains.importing.building import (
+    Dumped,
+    DumpedForward,
+    Notes,
+    Rules,
+    leaves,
+    module_site,
+)
+from divergence.domains.importing.layouts import Layout
+from divergence.errors import DumpError
+from divergence.numerics.formats import FORMATS
+from divergence.numerics.summary import Summary
+from divergence.run.foreign import LINES, DumpFolder
+
+_SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "double": "float64", "long": "int64", "int": "int32", "boolean": "bool",
+}  # fmt: skip
+_NUMBER = re.compile(r"(?:tensor\()?\s*([^\s,()]+).*")
+_ONE_SIDED = "the dump holds statistics, no tensors: they can show a fault, and no health"
+
+
+def kept_of(
+    site: str, shape: Sequence[Any] | None, dtype: str, *, rank: int = 0, low: Any = None,
+    high: Any = None, mean: Any = None, norm: Any = None, std: Any = None, num_nan: int = 0,
+    checksum: str | None = None,
+) -> Dumped | None:  # fmt: skip
+    """A tensor of which only this is known; numbers may be text. None where its dtype or shape is
+    none. ``shape``: None where it is not known; then extremes say nothing of norms."""
+    name = dtype.removeprefix("torch.").lower()
+    name = _SHORT.get(name, name)
+    sizes = [size for size in shape or () if type(size) is int and 0 <= size < 1 << 40]
+    if name not in FORMATS or len(sizes) != len(shape or ()):
+        return None
+    tensor = torch.empty(tuple(sizes), dtype=FORMATS[name].torch_dtype, device="meta")
+    given = (low, high, mean, norm, std)
+    values = [number(value) for value in given]
+    summary = _summary(None if shape is None else tensor.numel(), *values, num_nan=num_nan)
+    size = summary.rms or summary.absmax or 0.0
+    parts = (1.0, 1.0, 1.0, math.sqrt(max(1, tensor.numel())), 1.0)
+    units = [unit / part for unit, part in zip(_half_units(given, values), parts, strict=True)]
+    off = max(units) / size if size else 0.0
+    return Dumped(site=site, tensor=tensor, rank=rank, checksum=checksum, summary=summary, off=off)
+
+
+def number(value: Any) -> float | None:
+    """A number, also of text (``tensor(1.0e-02)``, ``nan``, ``True``); None for what is none."""
+    if isinstance(value, int | float):
+        return float(value)
+    match = _NUMBER.fullmatch(str(value).strip()) if value is not None else None
+    if match is None:
+        return None
+    try:
+        return float({"True": "1", "False": "0"}.get(match[1], match[1]))
+    except ValueError:
+        return None
+
+
+def _half_units(given: Sequence[Any], values: Sequence[float | None]) -> list[float]:
+    """Half a unit of the last digit of each number that is written as text. Where all have as many
+    decimals that is the format; else they have as many digits as the longest (zeros at the end may
+    have been left out)."""
+    matches = [_NUMBER.fullmatch(value.strip()) for value in given if isinstance(value, str)]
+    texts = [match[1].lower() for match in matches if match is not None]
+    digits = [re.sub(r"e.*|[^0-9]", "", text).lstrip("0") for text in texts]
+    decimals = {len(text.partition(".")[2]) for text in texts if "e" not in text}
+    if not digits:
+        return [0.0] * len(values)
+    if len(decimals) == 1 and not any("e" in text for text in texts) and len(texts) > 1:
+        return [0.5 * 10.0 ** -decimals.pop()] * len(values)
+    relative = 0.5 * 10.0 ** (1 - max(1, *map(len, digits)))
+    return [
+        0.0 if value is None or not math.isfinite(value) else relative * abs(value)
+        for value in values
+    ]
+
+
+def _summary(
+    numel: int | None, low: float | None, high: float | None, mean: float | None,
+    norm: float | None, std: float | None, *, num_nan: int,
+) -> Summary:  # fmt: skip
+    given = (low, high, mean, norm, std)
+    count = max(1, numel or 1)
+    if norm is None and std is not None and mean is not None:
+        shrunk = std if numel is None else std * math.sqrt((count - 1) / count)
+        norm = math.sqrt(count) * math.hypot(shrunk, mean)
+    # of nan and inf one is known, however many there are
+    num_nan = max(num_nan, int(any(value is not None and math.isnan(value) for value in given)))
+    num_posinf, num_neginf = int(high == math.inf), int(low == -math.inf)
+    broken = bool(num_nan or num_posinf or num_neginf)
+    finite = [None if value is None or not math.isfinite(value) else value for value in given]
+    low, high, mean = finite[:3] if numel is not None else (None, None, finite[2])
+    rms = None if broken or norm is None or not math.isfinite(norm) else norm / math.sqrt(count)
+    ends = [abs(end) for end in (low, high) if end is not None]
+    return Summary(
+        min=low, max=high, mean=None if broken else mean, rms=rms,
+        absmax=max(ends) if len(ends) == 2 else rms,
+        num_nan=num_nan, num_posinf=num_posinf, num_neginf=num_neginf,
+    )  # fmt: skip
+
+
+def _forwards(
+    folder: DumpFolder, rows: Iterable[tuple[Any, str, Dumped | None]], notes: Notes
+) -> Iterator[DumpedForward]:
+    """Of rows (forward, where, tensor), in order of forwards whatever they are called."""
+    notes.say(_ONE_SIDED)
+    forwards: dict[Any, list[Dumped]] = {}
+    places: dict[Any, str] = {}
+    for key, where, kept in rows:
+        notes.add("without a number, dtype or shape were left out", int(kept is None))
+        if kept is not None:
+            forwards.setdefault(key, []).append(kept)
+            places.setdefault(key, where)
+    if not forwards:
+        raise DumpError("no line holds a tensor's statistics", where=str(folder.path),
+                        hint="docs/importing.md shows what is read")  # fmt: skip
+    for index, key in enumerate(sorted(forwards)):
+        yield DumpedForward(where=places[key], tensors=forwards[key], number=index)
+
+
+def _table(folder: DumpFolder, name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """(where, fields) of each line of a CSV file."""
+    texts = (line.decode("utf-8-sig", "replace") for line in folder.lines(name))
+    for row, fields in enumerate(csv.DictReader(texts), 2):
+        where = f"{folder.where(name)}, line {row}"
+        if None in fields or None in fields.values():
+            raise DumpError("the line has another number of fields than the head", where=where,
+                            hint="it may have been cut off: copy the file again")  # fmt: skip
+        yield where, {key.strip(): (value or "").strip() for key, value in fields.items()}
+
+
+def _header(folder: DumpFolder, name: str) -> list[str]:
+    try:
+        line = next(iter(folder.lines(name)), b"").decode("utf-8-sig", "replace")
+    except DumpError:
+        return []
+    return [field.strip() for field in next(csv.reader([line]), [])]
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in re.findall(r"\d+", text)]
+
+
+# ATB's statistic.csv.
+
+_ATB = ("Device and PID", "Execution Count", "Op Name", "Op Id", "Input/Output", "Index", "Dtype")
+
+
+def _is_atb(folder: DumpFolder) -> bool:
+    return any(
+        name.rpartition("/")[2] == "statistic.csv" and set(_ATB) <= set(_header(folder, name))
+        for name in folder.names
+    )
+
+
+def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
+    files = [name for name in folder.names if name.rpartition("/")[2] == "statistic.csv"]
+    if len(files) > 1:
+        raise DumpError("the folder holds several dumps", where=" and ".join(files[:2]),
+                        hint="name one of them")  # fmt: skip
+    devices: dict[str, int] = {}
+
+    def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
+        for where, row in _table(folder, files[0]):
+            rank = devices.setdefault(row["Device and PID"], len(devices))
+            path = ".".join([*row["Op Name"].split("/"), *row["Op Id"].split("_")])
+            side = "in" if row["Input/Output"].lower().startswith("in") else "out"
+            port = side if row["Index"] == "0" else f"{side}.{row['Index']}"
+            shape = _sizes(row.get("Shape", ""))
+            yield int(row["Execution Count"]), where, kept_of(
+                module_site(path, port), shape, row["Dtype"], rank=rank, low=row.get("Min"),
+                high=row.get("Max"), mean=row.get("Mean"), norm=row.get("Norm"),
+            )  # fmt: skip
+
+    yield from _forwards(folder, rows(), notes)
+
+
+# torchtitan's log, and DebugMode's.
+
+_OPERATOR = re.compile(r"\[(?P<name>[^\[\]]+)\]")
+_FIELD = re.compile(
+    r"(Shape|Dtype|L2 norm|Min|Max|Mean|Phase|Hash): ((?:torch\.Size\()?\[[^\]]*\]\)?|[^,]+)"
+)
+_LOG = re.compile(r"(?:.*/)?(?:rank_(?P<rank>\d{1,6})_)?[^/]*\.log")
+
+
+def _is_titan(folder: DumpFolder) -> bool:
+    return any(_first_block(folder, name) for name in folder.names if _LOG.fullmatch(name))
+
+
+def _first_block(folder: DumpFolder, name: str) -> bool:
+    head = [line.strip() for line, _ in zip(folder.lines(name), range(40), strict=False)]
+    return any(_OPERATOR.fullmatch(line.decode("utf-8", "replace")) for line in head) and any(
+        line.startswith(b"Shape:") for line in head
+    )
+
+
+def _read_titan(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
+    def blocks(name: str) -> Iterator[tuple[str, str, dict[str, str]]]:
+        title, fields, where = "", dict[str, str](), ""
+        for line in folder.lines(name):
+            text = line.decode("utf-8", "replace").strip()
+            if match := _OPERATOR.fullmatch(text):
+                if title:
+                    yield title, where, fields
+                title, fields, where = match["name"], {}, folder.place()
+            fields |= dict(_FIELD.findall(text))
+        if title:
+            yield title, where, fields
+
+    def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
+        for name in folder.names:
+            match = _LOG.fullmatch(name)
+            if match is None:
+                continue
+            for title, where, fields in blocks(name):
+                if fields.get("Phase", "forward") != "forward":
+                    notes.add("of backward passes were left out")
+                    continue
+                yield 0, where, kept_of(
+                    module_site(title.replace("/", "."), "out"), _sizes(fields.get("Shape", "")),
+                    fields.get("Dtype", ""), rank=int(match["rank"] or 0), low=fields.get("Min"),
+                    high=fields.get("Max"), mean=fields.get("Mean"), norm=fields.get("L2 norm"),
+                )  # fmt: skip
+
+    yield from _forwards(folder, rows(), notes)
+
+
+# Transformer Engine's statistics.
+
+_LINE = re.compile(
+    r"(?:.* - )?(?P<name>\S+)_(?P<what>activation|gradient|weight|output|wgrad|dgrad)_"
+    r"(?P<statistic>min|max|mean|std|l1_norm|l2_norm|\S+)\s+iteration=(?P<number>\d+)\s+"
+    r"value=(?P<value>\S+)\s*"
+)
+_PORTS = {"activation": "in", "output": "out"}
+_STATISTICS = {"min": "low", "max": "high", "mean": "mean", "std": "std", "l2_norm": "norm"}
+
+
+def _is_engine(folder: DumpFolder) -> bool:
+    names = [name for name in folder.names if name.endswith(".log")]
+    return any(
+        _LINE.fullmatch(line.decode("utf-8", "replace"))
+        for name in names for line, _ in zip(folder.lines(name), range(40), strict=False)
+    )  # fmt: skip
+
+
+def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
+    def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
+        numbers: dict[tuple[int, int, str, str], dict[str, str]] = {}
+        files = [name for name in folder.names if name.endswith(".log")]
+        for rank, name in enumerate(files):
+            for line in folder.lines(name):
+                match = _LINE.fullmatch(line.decode("utf-8", "replace"))
+                if match is None or match["what"] not in _PORTS:
+                    notes.add("of gradients and weights were left out", int(match is not None))
+                    continue
+                known = _STATISTICS.get(match["statistic"])
+                if known is not None:
+                    place = (int(match["number"]), rank, match["name"], _PORTS[match["what"]])
+                    numbers.setdefault(place, {})[known] = match["value"]
+        for (iteration, rank, path, port), values in numbers.items():
+            site = module_site(path, port)
+            yield iteration, folder.where(files[rank]), kept_of(
+                site, None, "bfloat16", rank=rank, **values  # type: ignore[arg-type]  # names of its own parameters
+            )  # fmt: skip
+
+    yield from _forwards(folder, rows(), notes)
+
+
+# What msprobe or SGLang wrote of two dumps.
+
+_ROW = re.compile(
+    r"(?:Module|Cell)\.(?P<path>.+)\.[^.]+\.forward\.(?P<call>\d{1,9})\."
+    r"(?P<side>input|output)(?:\.(?P<index>[^.]+))?"
+)
+_COLUMNS = {"NPU Name", "Bench Name", "Result"}
+_NAMES = {"a": ("Bench", "baseline"), "b": ("NPU", "target")}
+
+
+def _is_compared(folder: DumpFolder) -> bool:
+    for name in folder.names:
+        if name.endswith(".csv") and {"NPU Name", "Bench Name", "Result"} <= set(
+            _header(folder, name)
+        ):
+            return True
+        if name.endswith(LINES) and folder.first_fields(name).get("type") in (
+            "config", "comparison", "rank_info", "input_ids",
+        ):  # fmt: skip
+            return True
+    return False
+
+
+def _read_compared(
+    folder: DumpFolder, rules: Rules | None, notes: Notes, *, side: str
+) -> Iterator[DumpedForward]:
+    notes.say("its distances and cosines are not taken: what two sides' norms, means and extremes "
+              "show is judged anew; the dumps themselves tell more")  # fmt: skip
+
+    def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
+        for name in folder.names:
+            if name.endswith(".csv"):
+                yield from _compared_rows(folder, name, _NAMES[side][0], notes)
+        for item, where in folder.objects(*LINES):
+            if not isinstance(item, dict) or item.get("type") not in ("comparison", "skip"):
+                continue
+            told = item.get(_NAMES[side][1])
+            stats = told.get("stats") if isinstance(told, dict) else None
+            if not isinstance(told, dict) or not isinstance(stats, dict):
+                notes.add("that the comparison skipped were left out")
+                continue
+            location = item.get("location")
+            step = location.get("step") if isinstance(location, dict) else None
+            path = str(item.get("name", "")).removeprefix("non_intrusive__")
+            path, _, port = path.partition(".output") if ".output" in path else (path, "", "")
+            shape = told.get("shape")
+            yield step if isinstance(step, int) else 0, where, kept_of(
+                module_site(path or ".", f"out{port}"), shape if isinstance(shape, list) else None,
+                str(told.get("dtype")), low=stats.get("min"), high=stats.get("max"),
+                mean=stats.get("mean"), std=stats.get("std"),
+            )  # fmt: skip
+
+    yield from _forwards(folder, rows(), notes)
+
+
+def _compared_rows(
+    folder: DumpFolder, name: str, side: str, notes: Notes
+) -> Iterator[tuple[Any, str, Dumped | None]]:
+    seen: dict[str, dict[str, tuple[list[int], dict[str, str], str]]] = {}
+    for where, row in _table(folder, name):
+        match = _ROW.fullmatch(row[f"{side} Name"])
+        if match is None:
+            notes.add("of operators, parameters or backward passes were left out")
+            continue
+        call = int(match["call"]) + 1
+        path = match["path"] if call == 1 else f"{match['path']}#{call}"
+        port = "in" if match["side"] == "input" else "out"
+        shape = _sizes(row[f"{side} Tensor Shape"])
+        seen.setdefault(f"{path}:{port}", {})[match["index"] or "0"] = (shape, row, where)
+    for place, parts in seen.items():
+        path, _, port = place.rpartition(":")
+        path, _, call_ = path.partition("#")
+        for named, (shape, row, where) in leaves(dict(parts), port, lambda v: isinstance(v, tuple)):
+            code = row.get(f"{side} MD5", row.get(f"{side.upper()} MD5", ""))
+            yield 0, where, kept_of(
+                module_site(path, named, int(call_ or 1)), shape, row[f"{side} Dtype"],
+                low=row.get(f"{side} min"), high=row.get(f"{side} max"),
+                mean=row.get(f"{side} mean"), norm=row.get(f"{side} l2norm"),
+                checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
+            )  # fmt: skip
+
+
+def _layout(words: str, recognise: Callable[[DumpFolder], bool], read: Any) -> Layout:
+    return Layout(words=words, recognise=recognise, read=read)
+
+
+ATB = _layout("ATB's statistic.csv", _is_atb, _read_atb)
+TORCHTITAN = _layout("torchtitan's or DebugMode's log", _is_titan, _read_titan)
+TRANSFORMER_ENGINE = _layout("Transformer Engine's statistics", _is_engine, _read_engine)
+COMPARED_A = _layout(
+    "msprobe's or SGLang's comparison, its first side", _is_compared,
+    partial(_read_compared, side="a"),
+)  # fmt: skip
+COMPARED_B = _layout(
+    "msprobe's or SGLang's comparison, its second side", _is_compared,
+    partial(_read_compared, side="b"),
+)  # fmt: skip

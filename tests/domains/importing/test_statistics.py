@@ -1,0 +1,296 @@
+"""Statistics and checksums of other tools: a fault is shown, health never."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from divergence import Run, compare, import_dump
+from divergence.errors import DumpError
+from tests.domains.importing.writers import forwards
+
+HERE = Path(__file__).parent / "fixtures"
+FAULT = "model.layers.1.mlp"
+
+
+@pytest.fixture(scope="session")
+def msprobe(tmp_path_factory) -> Path:
+    """Dumps of the real tool: ``healthy``, ``faulty`` (a down_proj × 1.2), two of checksums."""
+    folder = tmp_path_factory.mktemp("msprobe")
+    with tarfile.open(HERE / "msprobe-statistics.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_the_default_task_of_msprobe_shows_a_fault(msprobe, tmp_path, told):
+    """By its statistics at the module that makes it, and at none before."""
+    a = import_dump(msprobe / "healthy", out=tmp_path / "a", progress=told)
+    b = import_dump(msprobe / "faulty", out=tmp_path / "b")
+    assert sum("no tensors" in note for note in told.notes) == 1
+    report = compare(a, b)
+    assert (report.verdict.kind, report.verdict.confidence) == ("drift", "medium")
+    assert report.verdict.onset.site == "model.layers.1.mlp.down_proj:out"
+    assert report.verdict.headline[0]["least"] == pytest.approx(0.2, rel=1e-3)
+    again = json.loads(report.to_json())
+    assert again["verdict"]["onset"]["site"] == "model.layers.1.mlp.down_proj:out"
+
+
+def test_statistics_never_show_health(msprobe, tmp_path):
+    """Equal to the last digit, and no pass: what would have been seen is said."""
+    runs = [import_dump(msprobe / "healthy", out=tmp_path / name) for name in "ab"]
+    report = compare(*runs)
+    assert (report.verdict.kind, report.verdict.confidence) == ("undetermined", "low")
+    (headline,) = report.verdict.headline
+    assert headline.code == "blocks.statistics_show_nothing"
+    assert 1e-7 < headline["smallest"] < headline["largest"] < 1e-3
+    assert not any(site.identical for site in report.sites)
+
+
+def test_a_direction_is_not_seen(captured, tmp_path):
+    """A fault that keeps norms, means and extremes: nothing is claimed of it."""
+    write_msprobe(captured, tmp_path / "a")
+    write_msprobe(captured, tmp_path / "b", change=lambda site, x: x.flip(-1))
+    runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
+    assert compare(*runs).verdict.headline[0].code == "blocks.statistics_show_nothing"
+
+
+def test_equal_checksums_are_equal_bits(msprobe, captured, tmp_path):
+    """md5 of msprobe is a crc32: equal is equal, also against a capture's bytes; xor proves
+    nothing where it agrees."""
+    runs = [import_dump(msprobe / "checksums", out=tmp_path / name) for name in "ab"]
+    assert compare(*runs).verdict.kind == "identical"
+    write_msprobe(captured, tmp_path / "crc", checksums=True)
+    assert compare(captured, import_dump(tmp_path / "crc", out=tmp_path / "c")).verdict.kind == (
+        "identical"
+    )
+    xor = [import_dump(msprobe / "xor", out=tmp_path / f"x{name}") for name in "ab"]
+    report = compare(*xor)
+    assert report.verdict.kind == "undetermined"
+    assert not any(site.identical for site in report.sites)
+
+
+def test_other_tokens_are_other_integers(captured, tmp_path):
+    """Integers do not round: the first that differ are named."""
+    change = {"model.embed_tokens:in": lambda x: x + 1}
+    write_msprobe(captured, tmp_path / "a")
+    write_msprobe(captured, tmp_path / "b", change=lambda site, x: change.get(site, lambda y: y)(x))
+    runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
+    verdict = compare(*runs).verdict
+    assert verdict.onset.site == "model.embed_tokens:in"
+    assert verdict.headline[0].code == "blocks.other_integers"
+
+
+def test_nan_check_names_the_first_module(captured, tmp_path):
+    """The task nan_check says of a module whether it makes nan or inf, and no more."""
+    write_msprobe(captured, tmp_path / "a", nan=())
+    write_msprobe(captured, tmp_path / "b", nan=(FAULT, "model.norm"))
+    runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
+    verdict = compare(*runs).verdict
+    assert (verdict.kind, verdict.onset.site) == ("nonfinite", f"{FAULT}:out")
+
+
+def test_captured_graphs_lie_under_their_process(captured, tmp_path):
+    """ACLGraph: step0/pid9527/dump_tensor_data, a file a tensor, and no dump.json."""
+    write_graph(captured, tmp_path / "dump")
+    run = import_dump(tmp_path / "dump", out=tmp_path / "b", like=captured)
+    assert compare(captured, run).verdict.kind == "identical"
+
+
+FORMS = {}
+
+
+def form(write):
+    FORMS[write.__name__.removeprefix("write_")] = write
+    return write
+
+
+@pytest.mark.parametrize("name", ["atb", "torchtitan", "engine", "sglang", "msprobe_csv"])
+def test_each_form_shows_a_fault_at_its_module(name, captured, faulty, tmp_path):
+    """A line of statistics a tensor, in each tool's own form."""
+    layouts = "auto", "auto"
+    if name in ("sglang", "msprobe_csv"):  # one file of both sides
+        FORMS[name](captured, faulty, tmp_path / "a")
+        paths, layouts = [tmp_path / "a"] * 2, ("auto", "compared-b")
+    else:
+        paths = [tmp_path / "a", tmp_path / "b"]
+        for run, path in zip((captured, faulty), paths, strict=True):
+            FORMS[name](run, path)
+    runs = [
+        import_dump(path, out=tmp_path / f"run-{n}", layout=layout)
+        for n, (path, layout) in enumerate(zip(paths, layouts, strict=True))
+    ]
+    verdict = compare(*runs).verdict
+    assert verdict.kind == "drift", verdict.summary
+    site = verdict.onset.site
+    assert site.startswith(FAULT) or site in ("model.layers.1:out", "model.layers.2:in"), site
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("statistic.csv", "Device and PID,Execution Count,Op Name,Op Id,Input/Output,Index,Dtype\na,0",
+     "another number of fields"),
+    ("rank_0_activations.log", "[a/op_0_mm]\nShape: torch.Size([2]), Dtype: torch.what\n",
+     "no line holds"),
+])  # fmt: skip
+def test_what_is_damaged_is_refused(name, text, words, tmp_path):
+    """With its place, and no run behind it."""
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / name).write_text(text)
+    with pytest.raises(DumpError, match=words):
+        import_dump(tmp_path / "dump", out=tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+# What the tools write, of a run of the same forward.
+
+
+def leaf_of(tensor: torch.Tensor, *, checksums: bool = False) -> dict:
+    """As msprobe has it: Mean and Norm in the tensor's own dtype, of floats alone."""
+    leaf = {"type": "torch.Tensor", "dtype": str(tensor.dtype), "shape": list(tensor.shape),
+            "Max": tensor.max().item(), "Min": tensor.min().item(), "Mean": None, "Norm": None,
+            "requires_grad": False}  # fmt: skip
+    if tensor.is_floating_point():
+        leaf |= {"Mean": tensor.mean().item(), "Norm": tensor.norm().item()}
+    if checksums:
+        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        leaf["md5"] = f"{zlib.crc32(data):08x}"
+    return leaf
+
+
+def modules_of(run: Run) -> list[tuple[int, str, dict[str, torch.Tensor]]]:
+    """(step, module path, tensors by port), in the order in which modules end."""
+    every = []
+    for step, held in enumerate(forwards(run)):
+        modules: dict[str, dict[str, torch.Tensor]] = {}
+        for site, tensor in held.items():
+            path, _, port = site.rpartition(":")
+            modules.setdefault(path, {})[port] = tensor
+        every += [(step, path, ports) for path, ports in modules.items()]
+    return every
+
+
+def write_msprobe(run, folder, *, change=lambda site, x: x, checksums=False, nan=None):
+    steps: dict[int, dict] = {}
+    for step, path, ports in modules_of(run):
+        tensors = {port: change(f"{path}:{port}", tensor) for port, tensor in ports.items()}
+        leaves = {port: leaf_of(tensor, checksums=checksums) for port, tensor in tensors.items()}
+        if nan is not None:
+            keys = ("type", "dtype", "shape")
+            leaves = {port: {k: leaf[k] for k in keys} for port, leaf in leaves.items()}
+        entry = {
+            "input_args": [leaf for port, leaf in leaves.items() if port == "in"],
+            "input_kwargs": {p[3:]: leaf for p, leaf in leaves.items() if p.startswith("in.")},
+            "output": [leaf for port, leaf in leaves.items() if port.startswith("out")],
+        }
+        if nan is not None:
+            entry["is_nan"] = int(path in nan)
+        name = "." if path == "." else path
+        steps.setdefault(step, {})[f"Module.{name}.Class.forward.0"] = entry
+    for step, data in steps.items():
+        place = folder / f"step{step}" / "proc7"
+        place.mkdir(parents=True)
+        task = "statistics" if nan is None else "nan_check"
+        (place / "dump.json").write_text(json.dumps({"task": task, "level": "L0", "data": data}))
+
+
+def write_graph(run, folder):
+    for step, path, ports in modules_of(run):
+        place = folder / f"step{step}" / "pid9527" / "dump_tensor_data"
+        place.mkdir(parents=True, exist_ok=True)
+        for port, tensor in ports.items():
+            side, _, rest = port.partition(".")
+            name = {"in": "input", "out": "output"}[side]
+            if path != ".":
+                torch.save(tensor, place / f"Module.{path}.Class.0.{name}.{rest or 0}.pt")
+
+
+def outputs_of(run) -> list[tuple[int, str, torch.Tensor]]:
+    return [
+        (step, path, ports["out"]) for step, path, ports in modules_of(run)
+        if "out" in ports and ports["out"].is_floating_point() and path not in (".", "model")
+    ]  # fmt: skip
+
+
+@form
+def write_atb(run, folder):
+    folder.mkdir()
+    with (folder / "statistic.csv").open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["Device and PID", "Execution Count", "Op Name", "Op Type", "Op Id",
+                      "Input/Output", "Index", "Dtype", "Format", "Shape", "Max", "Min", "Mean",
+                      "Norm", "Tensor Path"])  # fmt: skip
+        for step, path, x in outputs_of(run):
+            out.writerow(["0_39943", step, *path.rsplit(".", 1)[:1], "Linear",
+                          path.rsplit(".", 1)[-1], "Output", 0, "float", "nd",
+                          "x".join(map(str, x.shape)), f"{x.max():.6g}", f"{x.min():.6g}",
+                          f"{x.mean():.6g}", f"{x.norm():.6g}", "N/A"])  # fmt: skip
+
+
+@form
+def write_torchtitan(run, folder):
+    folder.mkdir()
+    lines = []
+    for step, path, x in outputs_of(run):
+        if step == 0:
+            lines += [f"[{path}/op_0_mm]", f"Shape: {x.shape}, Dtype: {x.dtype}",
+                      f"L1 norm: {x.abs().sum():.3g}", f"L2 norm: {x.norm():.3g}",
+                      f"Min: {x.min():.3g}", f"Max: {x.max():.3g}", "Location: a.py:5",
+                      "Phase: forward", ""]  # fmt: skip
+    (folder / "rank_0_activations.log").write_text("\n".join(lines))
+
+
+@form
+def write_engine(run, folder):
+    place = folder / "nvdlfw_inspect_statistics_logs"
+    place.mkdir(parents=True)
+    lines = []
+    for step, path, x in outputs_of(run):
+        for name, value in (("std", x.std()), ("mean", x.mean()), ("l2_norm", x.norm())):
+            lines.append(f"2026-01-01 00:00:00,000 - INFO - {path}_output_{name} \t\t\t\t "
+                         f"iteration={step:06d} \t\t\t\t value={value:.8f}")  # fmt: skip
+    (place / "nvdlfw_inspect_globalrank-0.log").write_text("\n".join(lines))
+
+
+@form
+def write_sglang(run, other, folder):
+    """The comparator's report."""
+    folder.mkdir()
+    lines = [{"type": "config", "config": {}}]
+    for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
+        sides = [
+            {"shape": list(t.shape), "dtype": str(t.dtype), "stats": {
+                "mean": t.mean().item(), "abs_mean": t.abs().mean().item(), "std": t.std().item(),
+                "min": t.min().item(), "max": t.max().item(), "percentiles": {}}}
+            for t in (x, y)
+        ]  # fmt: skip
+        lines.append({
+            "type": "comparison", "name": f"non_intrusive__{path}.output",
+            "location": {"step": step}, "baseline": sides[0], "target": sides[1],
+            "shape_mismatch": False, "diff": {"rel_diff": 0.0, "passed": True},
+        })  # fmt: skip
+    lines.append({"type": "summary", "total": len(lines), "passed": len(lines)})
+    (folder / "report.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+@form
+def write_msprobe_csv(run, other, folder):
+    """``msprobe compare`` of two statistics: the first run is the bench."""
+    folder.mkdir()
+    with (folder / "compare_result_20260101000000.csv").open("w", newline="") as file:
+        out = csv.writer(file)
+        stats = ["max", "min", "mean", "l2norm"]
+        out.writerow(["NPU Name", "Bench Name", "NPU Dtype", "Bench Dtype", "NPU Tensor Shape",
+                      "Bench Tensor Shape", *[f"NPU {s}" for s in stats],
+                      *[f"Bench {s}" for s in stats], "Result", "Err_message"])  # fmt: skip
+        for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
+            if step == 0:
+                name = f"Module.{path}.Class.forward.0.output.0"
+                out.writerow([name, name, y.dtype, x.dtype, list(y.shape), list(x.shape),
+                              *[value.item() for t in (y, x)
+                                for value in (t.max(), t.min(), t.mean(), t.norm())],
+                              "pass", ""])  # fmt: skip

@@ -28,7 +28,8 @@ alike
 all allow anchor answers architecture argument arguments arithmetic asked assumed asymmetric at attn
 attributes axes backend bandwidth base baseline batch batches before begins below beside better bits
 bless budget buffer build bytes cache capability captured causal cause causes changed channel chat
-check checks checksum choice chosen chunk class clause command common compared compiled complete compute
+checksum
+check checks choice chosen chunk class clause command common compared compiled complete compute
 computed concurrency config confirm conflicting consensus consumer correlation cosine cost cpu
 created cross csv db decoder default dequantized derived detail deterministic device devices diff
 differ different differing differs disturbed divergence driver dry dtype duplicates dynamic each

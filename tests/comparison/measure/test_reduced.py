@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from divergence import BatchOptions, RecordOptions, Run, capture, check, compare
 from divergence import truth as make_truth
-from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
 from divergence.numerics.summaries import fold_tensor
 from divergence.run.record import RECORDS
@@ -262,7 +260,7 @@ def test_only_changed_gives_the_same_report(recorded, tmp_path):
     for name, only in (("whole", False), ("part", True)):
         run = repeated(first, tmp_path / name, plants=plant, only_changed=only)
         report = compare(first, run)
-        text = json.dumps(json_safe(msgspec.to_builtins(report)))
+        text = report.to_json()
         for word in (str(run.path), run.manifest.id):
             text = text.replace(word, "RUN")
         reports.append(json.loads(text))

@@ -27,6 +27,7 @@ def weights(
     Examples:
     divergence weights ./hf-model ./converted
     divergence weights ./hf-model model.gguf               # names of GGUF are read as the model's
+    divergence weights ./adapter ./merged                  # a LoRA adapter: is it merged there?
     divergence weights ./base ./merged --exit-code || echo "other weights"
 
     Exit codes: 0 done, whatever was found; 1 with --exit-code where the weights are other ones;
@@ -61,7 +62,10 @@ def weights_document(report: WeightsReport) -> Document:
         named(letter, _side(side))
         for letter, side in (("A", report.reference), ("B", report.candidate))
     ]
-    known += [named("names", text) for text in report.matching]
+    known += [
+        named("adapter" if what.code == "weights.adapter" else "names", text)
+        for what, text in zip(report.facts, report.matching, strict=True)
+    ]
     rows = [
         ("same" if each.same else "other", each.num_parameters, list_names(each.names, 3))
         for each in report.relations

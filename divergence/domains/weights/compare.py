@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.preflight.lines import match_parameters, related
+from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
 from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
 from divergence.domains.weights.relations import Relation, relation, row_digests
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
@@ -26,7 +27,7 @@ from divergence.recording.engines.identity import parameter_note
 from divergence.run.manifest import ModelIdentity, ParameterNote, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.site import starred
-from divergence.words import Progress, silent
+from divergence.words import SIDES, Progress, silent
 
 _BLOCK = re.compile(r"^(.*\.\d+)\.")
 _TABLES = re.compile(r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias)$")
@@ -43,7 +44,8 @@ def compare_weights(
     """Compare what two checkpoints store, and say how parameters that differ are related.
 
     ``reference``, ``candidate``: directories or files of safetensors, GGUF or ``torch.save``, whole
-    or in shards; or runs, of which only digests are compared. One tensor of each side is in memory
+    or in shards; LoRA adapters, two by what they add, else merged into their base; or runs, of
+    which only digests are compared. One tensor of each side is in memory
     at a time, of fused ones their parts.
 
     Raises UsageError for what holds no weights or cannot be read, and DumpError for a file that
@@ -55,12 +57,32 @@ def compare_weights(
     runs = [Run.open(s) if run else None for s, run in zip(sources, is_run, strict=True)]
     if any(runs):
         return _with_runs(sources, runs, on_progress)
-    a, b = map(open_checkpoint, sources)
+    adapters = [open_adapter(source) for source in sources]
+    if all(adapter is not None for adapter in adapters):  # by what they add: no base is needed
+        a, b = (adapter.changes for adapter in adapters if adapter is not None)
+    else:
+        a, b = (
+            open_checkpoint(source) if adapter is None else adapter.merged()
+            for source, adapter in zip(sources, adapters, strict=True)
+        )
     pairs, facts = _matched(a, b)
+    facts += [
+        fact("weights.adapter", side=side, base=adapter.base, rank=adapter.rank,
+             alpha=adapter.alpha, num=len(adapter.products), merged=None in adapters)
+        for side, adapter in zip(SIDES, adapters, strict=True) if adapter is not None
+    ]  # fmt: skip
     relations: list[tuple[str, Relation]] = []
     for number, (name, other) in enumerate(pairs.items()):
         on_progress("weights", number, len(pairs), name)
-        relations.append((name, relation(a.tensors[name].read(), b.tensors[other].read())))
+        values = a.tensors[name].read(), b.tensors[other].read()
+        how = relation(*values)
+        if how.name != "equal" and None not in adapters:
+            how = product_relation(*values) or how
+        elif how.name != "equal":
+            for adapter, own, value in zip(adapters, (name, other), values[::-1], strict=True):
+                if adapter is not None and own in adapter.products:
+                    how = merged_relation(adapter, own, value) or how
+        relations.append((name, how))
     relations += _left_over(a, b, pairs)
     if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
         relations = [

@@ -18,7 +18,12 @@ SENTENCES: Mapping[str, str] = {
     "fused": "{names:list  + } of {other:letter} are {whole} of {side:letter}[[, {order}]]",
     "fused_mixed": "their rows mixed",
     "tied": "written out on {side:letter}, where it equals {key}; {other:letter} has that alone",
+    "merged": "the adapter is merged, up to rounding",
+    "product": "the same product of other factors",
     # other weights
+    "unmerged": "the adapter's base, to which nothing was added",
+    "product_times": "{factor:.4g} times A's product, as of another alpha",
+    "merged_times": "the adapter is merged {factor:.2g} times over",
     "reordered": (
         "the same {what} in another order[[: {to:halves=pairs of neighbours became halves|"
         "pairs=halves became pairs of neighbours} within heads of {head}]]"
@@ -27,6 +32,10 @@ SENTENCES: Mapping[str, str] = {
     "scaled": "B = {factor:.6g} × A",
     "shifted": "B = A + {constant:.6g}",
     "rounding": "{percent:.2g}% apart, as rounding in another order leaves them",
+    "adapter": (
+        "{side:letter} is a LoRA adapter of {base} (rank {rank}, alpha {alpha:g}, {num} matrices)"
+        "{merged:yes=, merged here into it|no=, by the products that it adds}"
+    ),
     "low_rank": "a difference of rank {rank}, {percent:.2g}% of A's, as a merged adapter makes it",
     "quantised": (
         "{percent:.2g}% apart, {side:letter}'s on a grid of {bits} bits "

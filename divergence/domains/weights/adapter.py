@@ -1,0 +1,188 @@
+"""LoRA adapters, in the form that PEFT writes: adapter_config.json and adapter_model.safetensors.
+
+Of a module with weight W an adapter stores A (rank, in) and B (out, rank); what runs is W + s·B·A,
+s = alpha / rank (by its root with ``use_rslora``). A and B say nothing by themselves, as any pair
+of one product does the same, so that two adapters are compared by their products, and one against a
+checkpoint by its base with the products added, in the base's dtype: merged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from divergence.domains.weights.checkpoint import Stored, StoredWeights, open_checkpoint
+from divergence.domains.weights.relations import Relation
+from divergence.errors import UsageError
+from divergence.facts import fact
+from divergence.numerics.formats import format_of
+
+CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.[\w-]+)?(?:\.weight)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """``products``: of each parameter what is added to it; ``whole``: parameters that it holds
+    itself (``modules_to_save``)."""
+
+    source: str
+    base: str
+    rank: int
+    alpha: float
+    products: Mapping[str, Stored]
+    whole: Mapping[str, Stored]
+
+    @property
+    def changes(self) -> StoredWeights:
+        """What it stores, by the parameters that it changes."""
+        form = f"LoRA adapter, rank {self.rank}, alpha {self.alpha:g}"
+        return StoredWeights(self.source, form, {**self.products, **self.whole})
+
+    def merged(self) -> StoredWeights:
+        """Its base with what it adds. Raises UsageError where the base is not here."""
+        base = open_checkpoint(str(self.base_folder()))
+        tensors = {**base.tensors, **self.whole}
+        unknown = sorted(self.products.keys() - base.tensors.keys())
+        if unknown:
+            raise UsageError(f"{self.source} changes {unknown[0]}, which {self.base} has not")
+        for name, product in self.products.items():
+            stored = base.tensors[name]
+            if stored.shape != product.shape:
+                raise UsageError(f"{self.source}: {name} is {list(product.shape)}, and in "
+                                 f"{self.base} {list(stored.shape)}")  # fmt: skip
+            tensors[name] = Stored(stored.shape, stored.dtype, partial(_sum, stored, product))
+        return StoredWeights(self.source, f"{base.form} with {self.changes.form}", tensors)
+
+    def base_folder(self) -> Path:
+        """Where the base lies: as the adapter names it, beside it, or as the hub's cache has it."""
+        for place in (Path(self.base).expanduser(), Path(self.source, self.base)):
+            if place.is_dir():
+                return place
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            cached = try_to_load_from_cache(self.base, "config.json")
+        except ValueError:  # a path that is not here is no id
+            cached = None
+        if isinstance(cached, str):
+            return Path(cached).parent
+        raise UsageError(
+            f"{self.source} is an adapter of {self.base}, which is not here",
+            hint="get that, or compare two adapters, which needs no base",
+        )
+
+
+def open_adapter(source: str) -> Adapter | None:
+    """The adapter in this directory; None where there is none. Raises UsageError for one of a kind
+    that is not known here, and what reading a checkpoint raises."""
+    folder = Path(source).expanduser()
+    if not (folder / CONFIG).is_file():
+        return None
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        base = str(config["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder / CONFIG} is no configuration of LoRA: {error}") from error
+    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
+        kind = "DoRA" if config.get("use_dora") else config["peft_type"]
+        raise UsageError(f"{source} is an adapter of kind {kind}, and LoRA is known here",
+                         hint="merge it with PEFT (merge_and_unload) and compare that")  # fmt: skip
+    factors: dict[str, dict[str, Stored]] = {}
+    whole: dict[str, Stored] = {}
+    for name, stored in open_checkpoint(source).tensors.items():
+        path = name.removeprefix(_PREFIX)
+        match = _FACTOR.search(path)
+        if match is None:
+            whole[path.replace(".modules_to_save.", ".").replace(".base_layer.", ".")] = stored
+        else:
+            factors.setdefault(path[: match.start()], {})[match[1]] = stored
+    products = {}
+    for module, pair in factors.items():
+        if pair.keys() != {"A", "B"}:
+            raise UsageError(f"{source} holds one factor of {module}: a file that was cut short?")
+        own_rank = int(_of_module(config.get("rank_pattern"), module, rank))
+        own_alpha = float(_of_module(config.get("alpha_pattern"), module, alpha))
+        scale = own_alpha / (math.sqrt(own_rank) if config.get("use_rslora") else own_rank)
+        a, b = pair["A"], pair["B"]
+        shape = (b.shape[0], a.shape[-1])
+        if config.get("fan_in_fan_out"):
+            shape = (shape[1], shape[0])
+        turned = bool(config.get("fan_in_fan_out"))
+        products[f"{module}.weight"] = Stored(
+            shape, "float32", partial(_product, a.read, b.read, scale, turned)
+        )
+    return Adapter(source, base, rank, alpha, products, whole)
+
+
+def _of_module(pattern: Mapping[str, Any] | None, module: str, usual: float) -> float:
+    """The value of a module: PEFT's patterns name it, or the end of its path."""
+    for key, value in (pattern or {}).items():
+        if re.fullmatch(rf"(.*\.)?({key})", module):
+            return float(value)
+    return usual
+
+
+def _product(
+    a: Callable[[], torch.Tensor], b: Callable[[], torch.Tensor], scale: float, turned: bool
+) -> torch.Tensor:
+    product = (b().double() @ a().double()) * scale
+    return (product.T if turned else product).float()
+
+
+def _sum(stored: Stored, product: Stored) -> torch.Tensor:
+    weight = stored.read()
+    return (weight.float() + product.read()).to(weight.dtype)
+
+
+# How a checkpoint is related to an adapter's base, and two adapters to one another.
+
+_SAME_PRODUCT = 1e-5
+"""Products in float32 of factors that are written otherwise, relative to their norm."""
+_LEAST_SIGNAL = 4.0
+"""Standard errors that the factor of what was added must have to be told."""
+
+
+def merged_relation(merged: Adapter, name: str, other: torch.Tensor) -> Relation | None:
+    """How often a checkpoint holds what the adapter adds to a parameter, by least squares; None
+    where it holds something else as well, or the rounding of its dtype hides it."""
+    product = merged.products[name].read().double()
+    base = open_checkpoint(str(merged.base_folder())).tensors[name].read()
+    apart = other.double() - base.double()
+    factor = float((apart * product).sum() / (product * product).sum())
+    rest = float((apart - factor * product).norm())
+    roundoff = format_of(other.dtype).unit_roundoff
+    rounding = roundoff * float(base.double().norm())
+    error = rounding / float(product.norm())
+    if not math.isfinite(factor) or error * _LEAST_SIGNAL > 1 or rest > 2 * rounding:
+        return None
+    if abs(factor) <= _LEAST_SIGNAL * error:
+        return Relation("unmerged", False, fact("weights.unmerged"))
+    if abs(factor - 1) <= _LEAST_SIGNAL * error:
+        return Relation("merged", True, fact("weights.merged"))
+    factor = float(f"{factor:.2g}")
+    return Relation("merged_times", False, fact("weights.merged_times", factor=factor))
+
+
+def product_relation(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
+    """The same product of other factors, or a multiple of it; else None."""
+    if x.shape != y.shape or not x.any():
+        return None
+    x, y = x.double(), y.double()
+    factor = float((x * y).sum() / (x * x).sum())
+    if not float((y - factor * x).norm()) <= _SAME_PRODUCT * float(y.norm()):
+        return None
+    if abs(factor - 1) <= _SAME_PRODUCT:
+        return Relation("product", True, fact("weights.product"))
+    factor = float(f"{factor:.4g}")
+    return Relation("product_times", False, fact("weights.product_times", factor=factor))

@@ -1,0 +1,115 @@
+"""LoRA adapters as PEFT writes them: by the products that they add, and merged into their base."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from divergence import compare_weights
+from divergence.errors import UsageError
+
+MODULES = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(2) for name in "qv"]
+RANK, ALPHA = 4, 8
+
+
+def draw(*shape, seed, size=1.0):
+    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+FACTORS = {
+    module: (draw(RANK, 48, seed=n, size=0.1), draw(64, RANK, seed=50 + n, size=0.1))
+    for n, module in enumerate(MODULES)
+}
+BASE = {f"{module}.weight": draw(64, 48, seed=90).bfloat16() for module in MODULES}
+BASE["model.norm.weight"] = torch.ones(48).bfloat16()
+
+
+def added(times=1.0):
+    """The base with the adapter, as PEFT merges it."""
+    merged = {
+        f"{module}.weight": (BASE[f"{module}.weight"] + times * ALPHA / RANK * b @ a).bfloat16()
+        for module, (a, b) in FACTORS.items()
+    }
+    return {**BASE, **merged}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """``stored(name, tensors)`` → a directory; with ``config`` an adapter of the base."""
+
+    def make(name, tensors, **config):
+        (tmp_path / name).mkdir(exist_ok=True)
+        if config:
+            tensors = {
+                f"base_model.model.{module}.lora_{letter}.weight": tensor.contiguous()
+                for module, pair in tensors.items()
+                for letter, tensor in zip("AB", pair, strict=True)
+            }
+            whole = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base"),
+                     "r": RANK, "lora_alpha": ALPHA}  # fmt: skip
+            (tmp_path / name / "adapter_config.json").write_text(json.dumps(whole | config))
+        file = "adapter_model.safetensors" if config else "model.safetensors"
+        save_file(tensors, tmp_path / name / file)
+        return tmp_path / name
+
+    make("base", BASE)
+    return make
+
+
+CASES = {
+    "merged": (added, "IDENTICAL"),
+    "not merged": (lambda: BASE, "the adapter's base, to which nothing was added"),
+    "twice": (lambda: added(2.0), "the adapter is merged 2 times over"),
+    "taken away": (lambda: added(-1.0), "the adapter is merged -1 times over"),
+    "other weights": (
+        lambda: {**added(), MODULES[0] + ".weight": draw(64, 48, seed=7)},
+        "unrelated",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_against_a_checkpoint(stored, invoke, case):
+    tensors, words = CASES[case]
+    adapter, other = stored("lora", FACTORS, r=RANK), stored("other", tensors())
+    code, out, _ = invoke("weights", adapter, other)
+    out = " ".join(out.split())
+    assert code == 0 and words in out
+    assert "A is a LoRA adapter of" in out and "(rank 4, alpha 8, 4 matrices), merged here" in out
+    assert ("SAME WEIGHTS" in out or "IDENTICAL" in out) == (case == "merged")
+    report = compare_weights(other, adapter)
+    assert report.equal == (case == "merged")
+
+
+def test_two_adapters_by_their_products(stored):
+    """Other factors of one product are the same adapter; another alpha is a multiple of it."""
+    turn = torch.linalg.qr(draw(RANK, RANK, seed=3))[0]
+    turned = {module: (turn @ a, b @ turn.T) for module, (a, b) in FACTORS.items()}
+    lora = stored("lora", FACTORS, r=RANK)
+    same = compare_weights(lora, stored("turned", turned, r=RANK))
+    assert same.same and same.relations[0].name == "product"
+    twice = compare_weights(lora, stored("twice", turned, lora_alpha=2 * ALPHA))
+    assert not twice.same and twice.relations[0].num_parameters == len(MODULES)
+    assert twice.relations[0].text == "2 times A's product, as of another alpha"
+    root = stored("root", FACTORS, use_rslora=True)
+    assert compare_weights(lora, root).relations[0].text.startswith("2 times A's product")
+    other = {**FACTORS, MODULES[1]: (draw(RANK, 48, seed=11), FACTORS[MODULES[1]][1])}
+    report = compare_weights(lora, stored("other", other, r=RANK))
+    assert [row.names for row in report.others] == [["model.layers.*.self_attn.v_proj.weight"]]
+    assert report.num_equal == len(MODULES) - 1
+
+
+def test_what_cannot_be_read_is_told(stored, invoke, tmp_path):
+    """Another kind of adapter, a base that is not here, and an adapter in the place of a model."""
+    base = stored("base", BASE)
+    with pytest.raises(UsageError, match="kind DoRA"):
+        compare_weights(stored("dora", FACTORS, use_dora=True), base)
+    far = stored("far", FACTORS, base_model_name_or_path="/nowhere/model")
+    with pytest.raises(UsageError, match="adapter of /nowhere/model, which is not here"):
+        compare_weights(far, base)
+    assert compare_weights(far, far).equal
+    code, _, err = invoke("capture", far, "-o", "a", "--prompt", "x")
+    assert code == 2 and "is an adapter of /nowhere/model, not merged" in " ".join(err.split())

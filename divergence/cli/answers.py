@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,11 +45,12 @@ def show(text: str) -> None:
     write_text(printable_lines(text.removesuffix("\n")) + "\n")
 
 
-def show_json(text: str) -> None:
-    """One answer as JSON, which is printable as it is, to stdout."""
+def show_json(parts: Iterable[str]) -> None:
+    """One answer as JSON, which is printable as it is, in pieces to stdout."""
     from divergence.layout import write_text
 
-    write_text(text)
+    for part in parts:
+        write_text(part)
     write_text("\n")
 
 
@@ -61,7 +62,7 @@ def show_document(
     from divergence.report.text import document_lines, headline_lines
 
     if output.json:
-        show_json(json())
+        show_json([json()])
     elif output.quiet and quiet is not None:
         show(quiet)
     elif output.quiet:

@@ -279,7 +279,9 @@ def show_report(
     from divergence.report.summary import report_lines, verdict_lines
 
     if output.json:
-        show_json(report.to_json(indent=2))
+        from divergence.comparison.result import json_parts
+
+        show_json(json_parts(report))
     elif output.quiet:
         print_lines(verdict_lines(report), whole=True)
     elif every or output.verbose:

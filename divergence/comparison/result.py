@@ -259,8 +259,18 @@ def _library(name: str) -> ModuleType:
 def strict_json(value: Any, *, indent: int | None = 2) -> str:
     """Structs, dicts and lists as JSON text that any parser reads and any terminal may show.
     Indented, each of a report's sites is one line: they are nearly all of it."""
-    text = b"".join(_written(value, b" " * (indent or 0), b"\n" if indent else b""))
-    return printable_json(text.decode())
+    return "".join(json_parts(value, indent=indent))
+
+
+def json_parts(value: Any, *, indent: int | None = 2) -> Iterator[str]:
+    """``strict_json`` in pieces, in order: 26 MB are not held at once."""
+    waiting = bytearray()
+    for part in _written(value, b" " * (indent or 0), b"\n" if indent else b""):
+        waiting += part
+        if len(waiting) > _PIECE_BYTES:
+            yield printable_json(waiting.decode())
+            waiting.clear()
+    yield printable_json(waiting.decode())
 
 
 def _written(value: Any, step: bytes, line: bytes) -> Iterator[bytes]:
@@ -300,6 +310,7 @@ _NONFINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
 
 
 _ENCODER = msgspec.json.Encoder()
+_PIECE_BYTES = 1 << 16
 _AT_ONCE = 64
 """Sites that are written in one go."""
 

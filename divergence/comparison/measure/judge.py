@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -371,6 +372,7 @@ def made_here(
 
 
 _SHARED = [name for name in PairMetrics.__struct_fields__ if name in SiteResult.__struct_fields__]
+_shared_of = operator.attrgetter(*_SHARED)
 """The fields that a SiteResult takes over as they are."""
 
 
@@ -708,7 +710,7 @@ class Judge:
             real = self._pieces.row_mask(pair.reference, shape)
             if kept is not None and real is not None and len(real) == len(kept):
                 more["num_rerouted"] = int((~kept & real).sum())  # pads go anywhere
-        fields = {name: getattr(judged.metrics, name) for name in _SHARED}
+        fields = dict(zip(_SHARED, _shared_of(judged.metrics), strict=True))
         fields |= self._place(pair)
         fields |= more
         result = SiteResult(

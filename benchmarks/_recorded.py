@@ -33,7 +33,7 @@ from divergence.comparison.measure import runs as pipeline
 from divergence.comparison.measure.judge import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results import LogitsDiff
-from divergence.numerics.arrays import as_array
+from divergence.numerics.arrays import as_array, joined
 from divergence.numerics.pairs import AgainstTruth
 from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
@@ -259,6 +259,9 @@ class ReplayedRun(Run):
 
     def array(self, record: Record, *, verify: bool = True) -> np.ndarray:
         return as_array(self.tensors.read(record))
+
+    def arrays(self, records: Sequence[Record]) -> np.ndarray:
+        return joined([self.array(record)[None] for record in records], 0)
 
     def check(self, record: Record) -> None:
         """Its bytes were checked when it was recorded."""

@@ -42,6 +42,19 @@ def _bits_dtype(form: Format) -> str:
     return "<u1" if form.itemsize == 1 else f"<i{form.itemsize}"
 
 
+def from_bytes(
+    data: bytes | bytearray | memoryview, form: Format, shape: Sequence[int]
+) -> np.ndarray:
+    """The array that bytes stand for, little-endian and row-major: a view, where they are aligned."""
+    dtype = array_dtype(form)
+    if not len(data):
+        return np.empty(shape, dtype)
+    plain = np.frombuffer(data, _bits_dtype(form) if dtype.names else dtype)
+    if not plain.flags.aligned:  # an unaligned writer or archive
+        plain = plain.copy()
+    return plain.view(dtype).reshape(shape)
+
+
 def as_array(tensor: Tensor) -> np.ndarray:
     """The array of a tensor of any device: a view where that is possible. Arrays are themselves."""
     if isinstance(tensor, np.ndarray):

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from divergence.errors import DumpError, RunFormatError
-from divergence.numerics.arrays import as_tensor
+from divergence.numerics.arrays import as_tensor, from_bytes
 from divergence.numerics.formats import FORMATS
 from divergence.outside import (
     MAX_VALUES,
@@ -382,7 +382,9 @@ def _safetensors(blob: Blob) -> dict[str, torch.Tensor]:
                     f"tensor {key} has {entry.num_bytes} bytes for a shape of {list(entry.shape)}",
                     where=blob.name,
                 )
-            tensors[key] = as_tensor(shard.array(key, form=form, shape=entry.shape))
+            tensors[key] = as_tensor(
+                from_bytes(shard.stretch(key, entry.num_bytes), form, entry.shape)
+            )
         return tensors
     except RunFormatError as error:
         raise DumpError(

@@ -17,7 +17,7 @@ import xxhash
 from divergence.errors import RunFormatError, UsageError
 from divergence.html.parts import small_table
 from divergence.layout import size
-from divergence.numerics.arrays import as_array, as_tensor, wide
+from divergence.numerics.arrays import as_array, as_tensor, from_bytes, joined, wide
 from divergence.numerics.formats import format_named, format_of
 from divergence.run.blobs import SPAN_BYTES, Bytes, Store
 from divergence.run.command import command_line
@@ -239,15 +239,21 @@ class Run:
                 hint="capture it in full: "
                 + command_line("capture", like=self.path, o="RUN", store="full", sites=record.site),
             )
-        return self._view(record, parts_of(record)[0], verify=verify)
+        data = self._stretch(record, parts_of(record)[0], verify=verify)
+        return from_bytes(data, format_named(record.dtype), record.shape)
 
     def arrays(self, records: Sequence[Record]) -> np.ndarray:
         """The arrays of records of one dtype and shape, stacked, (N, …): a copy. Raises as
         ``read`` does."""
-        arrays = [self.array(record) for record in records]
-        joined = bytearray().join([array.reshape(-1).view(np.uint8).data for array in arrays])
-        stacked = np.frombuffer(joined, np.uint8)
-        return stacked.view(arrays[0].dtype).reshape(len(arrays), *arrays[0].shape)
+        parts = [
+            self.array(record).reshape(-1).view(np.uint8).data
+            if record.place is None
+            else self._stretch(record, parts_of(record)[0], verify=True)
+            for record in records
+        ]
+        first = records[0]
+        shape = len(records), *first.shape
+        return from_bytes(bytearray().join(parts), format_named(first.dtype), shape)
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         """The record's sketch. Errors: as ``read``."""
@@ -255,7 +261,9 @@ class Run:
 
         sketch = record.sketch
         assert sketch is not None
-        stored = self._view(record, parts_of(record)[-1], verify=verify)
+        part = parts_of(record)[-1]
+        data = self._stretch(record, part, verify=verify)
+        stored = from_bytes(data, format_named(part.dtype), part.shape)
         return Projections.of(stored, record.shape, sketch.num_projections, sketch.num_pooled)
 
     def check(self, record: Record) -> None:
@@ -268,19 +276,21 @@ class Run:
         for part in parts_of(record)[:1]:
             self._hold(self._shard(record, part.place.shard), record, part)
 
-    def _view(self, record: Record, part: Part, *, verify: bool) -> np.ndarray:
+    def _stretch(self, record: Record, part: Part, *, verify: bool) -> Bytes:
+        """The part's bytes."""
         shard = self._shard(record, part.place.shard)
+        data = shard.stretch(part.place.key, part.num_bytes)
         if verify:
-            self._hold(shard, record, part)
-        return shard.array(part.place.key, form=format_named(part.dtype), shape=part.shape)
+            self._hold(shard, record, part, data)
+        return data
 
-    def _hold(self, shard: Shard, record: Record, part: Part) -> None:
+    def _hold(self, shard: Shard, record: Record, part: Part, data: Bytes | None = None) -> None:
         """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
-        once."""
+        once; they are ``data``, where that was read."""
         place = part.place
         digest = self._digests.get((place.shard, place.key))
         if digest is None:
-            data = shard.stretch(place.key, part.num_bytes)
+            data = shard.stretch(place.key, part.num_bytes) if data is None else data
             digest = self._digests[place.shard, place.key] = xxhash.xxh3_128_hexdigest(data)
         if digest == part.xxh3:
             return
@@ -500,6 +510,9 @@ class View(Run):
     def stored(self, record: Record) -> Iterable[Record]:
         """The records of ``run`` that make this one."""
         raise NotImplementedError
+
+    def arrays(self, records: Sequence[Record]) -> np.ndarray:
+        return joined([self.array(record)[None] for record in records], 0)
 
     @property
     def far(self) -> bool:

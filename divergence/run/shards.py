@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import operator
 import os
@@ -44,9 +43,6 @@ from divergence.run.record import (
 from divergence.run.remote import Object, Remote
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from divergence.numerics.formats import Format
     from divergence.run.captured import ShardEntry
 
 
@@ -296,24 +292,6 @@ class Shard:
             return None
         begin, end = entry.data_offsets
         return self._data_begin + begin, self._data_begin + end
-
-    def array(self, key: str, *, form: Format, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor at ``key`` as a view (never write to it). Raises RunFormatError."""
-        import numpy as np
-
-        from divergence.numerics.arrays import array_dtype
-
-        dtype = array_dtype(form)
-        wanted = math.prod(shape) * form.itemsize
-        buffer = self.stretch(key, wanted)
-        if wanted == 0:
-            return np.empty(shape, dtype)
-        raw = np.frombuffer(buffer, np.uint8)
-        if raw.ctypes.data % form.itemsize:
-            raw = (
-                raw.copy()
-            )  # an unaligned writer or archive: numbers are read where they are aligned
-        return raw.view(dtype).reshape(shape)
 
     def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""

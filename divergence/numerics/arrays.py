@@ -45,7 +45,7 @@ def _bits_dtype(form: Format) -> str:
 def from_bytes(
     data: bytes | bytearray | memoryview, form: Format, shape: Sequence[int]
 ) -> np.ndarray:
-    """The array that bytes stand for, little-endian and row-major: a view, where they are aligned."""
+    """The array that bytes stand for, little-endian and row-major: a view, if they are aligned."""
     dtype = array_dtype(form)
     if not len(data):
         return np.empty(shape, dtype)

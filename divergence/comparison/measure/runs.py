@@ -151,7 +151,7 @@ class SharedRounding:
 
 
 def _crc32(array: np.ndarray) -> str:
-    return f"{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)):08x}"
+    return f"{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data):08x}"
 
 
 _MAKERS: dict[str, Callable[[np.ndarray], str]] = {

@@ -16,7 +16,7 @@ from divergence.comparison.results import Background
 from divergence.report.page import attached, page
 
 FACTORY = Path(__file__).parents[1] / "tests" / "report" / "factory.py"
-SIZES = ((12, 4, 1), (32, 16, 4), (100, 64, 8))
+SIZES = ((12, 4, 1), (32, 16, 4), (60, 32, 4), (100, 64, 8))
 
 
 def main() -> None:

@@ -133,9 +133,9 @@ class Server:
             stdout=subprocess.PIPE,
         )
 
-    def ask(self, kind: str, text: str, printed: Path) -> int:
-        """The exit code; ``printed``.out and .err are what was written."""
-        self._process.stdin.write(json.dumps([kind, text, str(printed)]) + "\n")
+    def ask(self, kind: str, text: str, printed: Path, folder: Path = Path()) -> int:
+        """The exit code; ``printed``.out and .err are what was written. ``folder``: where."""
+        self._process.stdin.write(json.dumps([kind, text, str(printed), str(folder)]) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -170,9 +170,10 @@ def serve() -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(".".join(parts).removesuffix(".__init__"))
     for line in sys.stdin:
-        kind, text, printed = json.loads(line)
+        kind, text, printed, folder = json.loads(line)
         child = os.fork()
         if child == 0:
+            os.chdir(folder)
             os._exit(_answer(kind, text, printed))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         sys.stdout.write(f"{code}\n")

@@ -167,7 +167,8 @@ def sentence_behind(item: Fact, place: str) -> str:
     except KeyError:  # of a report that another version made
         return item.text
     head = re.match(r"\{(\w+)\}", template)
-    if head and str(item[head[1]]).startswith(place):
+    named = str(item[head[1]]) if head else ""
+    if head and (named.startswith(place) or named == place.partition(":")[0]):
         template = template.partition(": ")[2]
     return filled(template, item.values)
 

@@ -3,6 +3,7 @@ for this machine: env."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 from divergence.cli.answers import (
@@ -149,6 +150,8 @@ def inspect(
             problems = opened.verify(progress=progress)
         kept = num_kept(opened.records)
         parts |= {"problems": problems, "num_stored": kept}
+        if problems:  # nothing is to be done with such a run
+            document = dataclasses.replace(document, next=())
     show_document(document, output, json=lambda: answer_json(**parts))
     if problems is not None and not output.json:  # behind the answer: it is what was asked for
         told = verified_text(kept, len(opened.records), why_no_bytes(manifest))

@@ -247,7 +247,12 @@ class Advice:
         note = fact("measure_all_the_same")
         force = command("compare", self._a, self._b, force=True, note=note)
         again = self.alike(note=fact("with_references_model")) if other_model else self.alike()
-        return [again, command("compare", self._a, beside(self._b, "-like")), force]
+        of_a, of_b = ({(item.site, *item.shape) for item in run.records} for run in self._runs)
+        return [
+            again,
+            command("compare", self._a, beside(self._b, "-like")),
+            *[force] * bool(of_a & of_b),  # else nothing would be compared
+        ]
 
     def alike(self, *, note: Fact = _ON_CANDIDATE) -> Command:
         """The candidate once more, on the reference's tokens and by its settings: nothing of the
@@ -347,7 +352,7 @@ class LookingAdvice(Advice):
 
     def made_alike(self, other_model: bool) -> list[Command]:
         """Measuring them all the same."""
-        return super().made_alike(other_model)[-1:]
+        return [item for item in super().made_alike(other_model) if "force" in item.options]
 
 
 def advise(reference: Run, candidate: Run, truth: Run | None = None) -> Advice:

@@ -124,7 +124,7 @@ def compare(
             a, b, truth=truth and opened_truth(truth), floor=floor,
             layers=[opened(run) for run in one_or_more(layers)], progress=progress,
         )  # fmt: skip
-        return _of_one_run(report)
+        return _of_one_run(report, a)
     if layers:
         raise UsageError(
             "--layers stands in for log-probabilities alone, and both runs hold layers"
@@ -160,7 +160,7 @@ def compare(
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
         report = replaced(report, remarks=[*report.remarks, *notes])
-    return _of_one_run(_of_a_truth(report, a, b))
+    return _of_one_run(_of_a_truth(report, a, b), a)
 
 
 def measure_runs(
@@ -253,17 +253,19 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     )
 
 
-def _of_one_run(report: Report) -> Report:
+def _of_one_run(report: Report, a: Run) -> Report:
     """The report, where both runs are one: equal bits prove nothing then."""
     if report.reference.id != report.candidate.id:
         return report
     differ = any(replica.num_different for replica in report.replicas)
+    ranks = a.manifest.num_ranks if a.manifest.model.task == "operators" else 1
+    again = command("capture", like=a.path, o="NEW", ranks=ranks if ranks > 1 else None)
     verdict = of_one_run(
         report.verdict,
         report.reference.id,
         judged_by_truth=any(part.by_truth for part in report.parts.values() if part),
         num_held=0 if differ else sum(replica.num_tensors for replica in report.replicas[:1]),
-        again=command("capture", like=report.reference.path, o="NEW"),
+        commands=[again] if a.manifest.can_be_repeated else [],
     )
     return replaced(report, verdict=verdict)
 
@@ -282,13 +284,19 @@ def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
-    others = [line.check for line in blocking if line.check != "prompt ids"]
-    headline = [fact("preflight.other", checks=others)] if others else []
-    if len(others) < len(blocking):
+    unknown = any(
+        line.check == "weights" and line.details == [fact("preflight.no_digests")]
+        for line in blocking
+    )
+    names = ("prompt ids", *["weights"] * unknown)
+    others = [line.check for line in blocking if line.check not in names]
+    apart = [fact("preflight.undigested")] if unknown else []
+    apart += [fact("preflight.other", checks=others)] if others else []
+    if any(line.check == "prompt ids" for line in blocking):
         from divergence.comparison.preflight.lines import prompt_headline
 
-        prompts = prompt_headline(a.manifest, b.manifest)
-        headline.append(fact("preflight.and", what=prompts) if others else prompts)
+        apart.append(prompt_headline(a.manifest, b.manifest))
+    headline = [*apart[:1], *(fact("preflight.and", what=what) for what in apart[1:])]
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
@@ -303,6 +311,6 @@ def _incomparable(
             )
             for line in blocking
         ],
-        commands=advise(a, b).made_alike(other_model=bool(others)),
+        commands=advise(a, b).made_alike(other_model=bool(others) or unknown),
     )
     return report_of(a, b, finding, Coverage(num_compared=0), lines)

@@ -452,7 +452,7 @@ def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> 
 
 
 def of_one_run(
-    verdict: Verdict, run_id: str, *, judged_by_truth: bool, num_held: int, again: Command
+    verdict: Verdict, run_id: str, *, judged_by_truth: bool, num_held: int, commands: list[Command]
 ) -> Verdict:
     """The verdict on two runs of one id: equal bits are no finding then. What differs all the same
     (a damaged copy, ranks that disagree), and what a truth says of both, stays. ``num_held``:
@@ -469,6 +469,6 @@ def of_one_run(
             headline=[fact("with_itself", num_held=num_held or None, far=far)],
             side="both" if far else None,
             onset=None,
-            commands=[again],
+            commands=commands,
         )
     return replace(verdict, evidence=[fact("one_run", run=run_id), *verdict.evidence])

@@ -9,7 +9,7 @@ SENTENCES: Mapping[str, str] = {
     # rules that are not met
     "kind": "{word} ({kind})",
     "verdict_refused": (
-        "the verdict is {kind}; the policy allows {allowed:list}"
+        "{kind}; the policy allows {allowed:list}"
         "[[. Known differences do not excuse it: {why_not}]]"
     ),
     "whole_refused": "the new run's whole pass: {kind}: {what}",
@@ -69,7 +69,7 @@ SENTENCES: Mapping[str, str] = {
     "other_code": "WARNING: other code or constants at equal settings: {details}",
     "no_such_check": "preflight.{key}: no check here is called {pattern}[[; {hint}]]",
     # known differences
-    "place": "{site} ({pass_}, sample {sample}, step {step})",
+    "place": "{site} ({pass_}, prompt {sample}, step {step})",
     "flagged_not_known": "flagged and not known: {place}{num_more:0=|*= and {num_more} more}",
     "rests_on_no_record": (
         "what the verdict rests on is no flagged record, and only such can be known"

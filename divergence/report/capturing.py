@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.document import Column, Document, Headline, Section, Table, named
-from divergence.domain import added, placed, sources, suites
+from divergence.domain import added, placed
 from divergence.layout import count, shape_text, size
 from divergence.report.environment import changes, fallbacks, repeats, switch_sentences
 from divergence.report.inspection import (
+    following,
     model_facts,
     skipped,
     stored,
@@ -20,7 +21,7 @@ from divergence.report.inspection import (
 )
 from divergence.run.command import command_line
 from divergence.run.contents import prompt_names
-from divergence.run.manifest import SUITE, UNKNOWN, Manifest
+from divergence.run.manifest import UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOSS, join_site
 from divergence.words import shortened
@@ -68,32 +69,18 @@ def captured_document(
         if texts and None not in texts:
             made = repr("".join(text or "" for text in texts))
         facts.append(named(f"prompt {number}", f"{shortened(prompts[number], 60)} -> {made}"))
-    suite = suites().get(manifest.model.source.removeprefix(SUITE)) if no_tokens else None
-    if settings.compute_dtype is not None and like is not None:
-        following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
-    elif like is None and suite is not None and suite.answers is not None:
-        ranks: dict[str, Any] = {}
-        if manifest.mesh is not None:
-            ranks["ranks"] = manifest.num_ranks
-        following = [
-            command_line("compare", path, note=suite.answers),
-            command_line("capture", **ranks, like=path, o="OTHER", note="on the other machine"),
-        ]
-    elif like is None:
-        again: dict[str, Any] = {"note": "on the other machine"}
-        for source in sources() if manifest.scores_alone else ():
-            again = {source.option: "URL", "model": manifest.model.source, "note": source.note}
-        following = [command_line("capture", **again, like=path, o="OTHER")]
-    else:
-        following = [command_line("compare", os.fspath(like), path)]
-    if "whole" in manifest.plan.passes:
-        following.append(command_line("compare", path, note="its decode steps, against the whole"))
+    later = command_line("compare", path, "OTHER")  # when that is there
+    commands = [item for item in following(path, manifest) if item != later]
+    if like is not None and settings.compute_dtype is not None:
+        commands = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
+    elif like is not None:
+        commands = [command_line("compare", os.fspath(like), path), *commands[1:]]
     num_records = len(records) or manifest.sizes.num_records  # not at hand: on several disks
     text = f"{path}: {count(num_records, 'record')}, {stored(manifest)}"
     top = Headline("", f"{done} {text}", "green", facts)
     if not manifest.complete:
         top = Headline("", f"INCOMPLETE {text}", "bold yellow", facts)
-    return Document(headline=top, next=following)
+    return Document(headline=top, next=commands)
 
 
 def _loss(records: Sequence[Record]) -> str:

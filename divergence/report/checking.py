@@ -175,7 +175,10 @@ def _rules(result: CheckResult) -> Iterator[RuleOutcome]:
     policy, report = result.policy, result.report
     verdict = report.verdict
     excused = ", which its known differences excuse" if result.excused else ""
-    facts = (*(why.text for why in verdict.evidence), *(f"next: {tip}" for tip in verdict.next[:1]))
+    facts = (
+        verdict.summary, *(why.text for why in verdict.evidence),
+        *(f"next: {tip}" for tip in verdict.next[:1]),
+    )  # fmt: skip
     yield _case(result, "verdicts", f"the verdict is {verdict.kind}{excused}", facts)
     if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
         yield _case(result, "whole", "the new run's whole pass has a verdict that is allowed")

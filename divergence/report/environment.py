@@ -29,7 +29,7 @@ from divergence.run.manifest import (
     Settings,
     Switch,
 )
-from divergence.words import grouped, list_names, printable
+from divergence.words import grouped, list_names, printable, shortened
 
 # Reports for programs: strict, versioned JSON and CSV with full precision.
 #
@@ -208,7 +208,8 @@ _USUAL_ULP = 1.0
 
 
 def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = False) -> list[Section]:
-    """Nothing where nothing was probed."""
+    """Nothing where nothing was probed. A line a probe, with the first answer that is unusual;
+    ``verbose``: all of them."""
     if not facts:
         return []
     unverified = sum(not fact.verified for fact in facts)
@@ -217,13 +218,15 @@ def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = Fals
     groups = grouped(facts, lambda fact: fact.probe)
     for probe in [name for name in dict.fromkeys([*TITLES, *groups]) if name in groups]:
         group = groups[probe]
-        shown = [fact for fact in group if verbose or not _usual(fact)]
-        rest = len(group) - len(shown)
-        more = f"{rest} as usual" if rest else ""
-        body.append(Sentence(more, f"{TITLES.get(probe, probe)}:", indent=2, hang=38))
-        rows = [(fact.subject, _answer(fact, verbose=verbose)) for fact in shown]
-        body += [Table(columns=("", ""), rows=rows, indent=4)] if rows else []
-    detail = told + ("" if verbose else " (inspect -v lists all)")
+        rows = [(fact.subject, _answer(fact, verbose=verbose)) for fact in group
+                if verbose or not _usual(fact)]  # fmt: skip
+        parts = [f"{len(group) - len(rows)} as usual"] * (len(rows) < len(group))
+        if rows and not verbose:
+            parts += [": ".join(rows[0]), *[f"{len(rows) - 1} more"] * (len(rows) > 1)]
+        text = shortened("; ".join(parts), 60)
+        body.append(Sentence(text, f"{TITLES.get(probe, probe)}:", indent=2, hang=38))
+        body += [Table(columns=("", ""), rows=rows, indent=4)] if rows and verbose else []
+    detail = told + ("" if verbose else "; all of them: inspect -v")
     return [Section(title="arithmetic", detail=detail, body=body)]
 
 
@@ -250,16 +253,20 @@ def selftest_document(result: Selftest, *, verbose: bool = False) -> Document:
     told = told or "nothing was run"
     text = f"{told}{'' if result.complete else '; interrupted'}"
     steps: list[Block] = []
+    done: list[Block] = []
     for step in result.steps:
         name = f"{step.name}  ({step.seconds:.1f} s)"
-        steps.append(Sentence(name, step.status, style=_STYLES[step.status], indent=2, hang=11))
-        steps.append(Sentence(step.detail, indent=0, hang=11))
+        lines = done if step.status == "ok" else steps
+        lines.append(Sentence(name, step.status, style=_STYLES[step.status], indent=2, hang=11))
+        lines.append(Sentence(step.detail, indent=0, hang=11))
     if result.fallbacks:
         steps.append(Sentence(", ".join(result.fallbacks), "on the CPU", style="yellow", indent=2))
     machine = machine_section(result.environment)
     switches = switch_sentences(result.switches, verbose=verbose)
     return Document(
         headline=Headline(result.device, text, "red" if result.failed else "green"),
+        known=[named("machine", machine.detail)],
         sections=[Section(title="steps", body=steps),
-                  dataclasses.replace(machine, body=[*machine.body, *switches])],
+                  Section(title="steps that are ok", body=done, verbose=True),
+                  dataclasses.replace(machine, body=[*machine.body, *switches], verbose=True)],
     )  # fmt: skip

@@ -161,11 +161,17 @@ def sensitivity_document(result: Sensitivity) -> Document:
         lead="Faults of growing size were planted in what B recorded, until compare saw them.",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
     )  # fmt: skip
-    basis = Section(id="basis", heading="What it rests on", body=[*_setup(result), _units(result)])
+    basis = Section(
+        id="basis", heading="What it rests on", body=[*_setup(result), _units(result)], verbose=True
+    )
     notes = [named("note", note) for note in result.notes]
+    other = "a run made here" if result.made_here else result.candidate.path
+    tokens = count(result.num_prompt_tokens, "prompt token")
+    seen = f"{tokens}, {len(result.blocks)} of {count(result.num_blocks, 'block')}"
     return Document(
         headline=Headline(
             "", first, "green", [Sentence(text, indent=0, hang=0) for text in others]),
+        known=[named("pair", f"{result.reference.path} / {other}, {seen}")],
         sections=[sizes, basis, _reasons(result), *_confirmations(result),
                   Section(id="notes", heading="Notes", body=notes)],
         next=result.next,

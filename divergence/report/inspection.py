@@ -6,8 +6,10 @@ be looked at without torch.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.analysis import of_machine
@@ -22,6 +24,7 @@ from divergence.document import (
     Table,
     named,
 )
+from divergence.domain import sources, suites
 from divergence.errors import UsageError
 from divergence.layout import count, shape_text, size
 from divergence.numerics.summary import Summary
@@ -43,12 +46,12 @@ from divergence.run.contents import (
     records_at,
     site_names,
 )
-from divergence.run.manifest import Manifest, OwnTruth
+from divergence.run.manifest import SUITE, Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
 from divergence.words import grouped, list_names, shortened
 
-MAX_SITES = 60
+MAX_SITES, MAX_PROMPTS = 8, 4
 MAX_CODE = 12
 _NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)
 
@@ -108,7 +111,9 @@ def run_document(
     if manifest.mesh is not None:
         unlike = ", on unlike machines; this is the first's" if manifest.mesh.environments else ""
         sections.append(Section(body=[named("ranks", f"{manifest.mesh}{unlike}")]))
-    sections.append(machine_section(manifest.environment))
+    machine = machine_section(manifest.environment)
+    top.append(named("machine", machine.detail))
+    sections.append(dataclasses.replace(machine, verbose=True))
     sections += arithmetic_sections(manifest.arithmetic, verbose=verbose)
     if manifest.model.task != "operators":
         sections.append(_prompts(manifest))
@@ -118,7 +123,7 @@ def run_document(
     return Document(
         headline=Headline(state, f"{path}, {count(len(records), 'record')}, {stored(manifest)}",
                           style),
-        known=top, sections=sections, next=[*_next(path, manifest), *looks],
+        known=top, sections=sections, next=[*following(path, manifest), *looks],
     )  # fmt: skip
 
 
@@ -126,7 +131,8 @@ def _setting(name: str, text: str) -> Sentence:
     return named(name, text, indent=2, width=14)
 
 
-def _next(run: str, manifest: Manifest) -> list[str]:
+def following(run: str, manifest: Manifest) -> list[str]:
+    """What can be done with a run: the other one is made, and the two are compared."""
     if of_machine(manifest):
         return [command_line("compare", run, "OTHER", note="of another machine")]
     if manifest.settings.compute_dtype:
@@ -134,14 +140,26 @@ def _next(run: str, manifest: Manifest) -> list[str]:
     if manifest.plan.replayed_pass is not None:
         return [command_line("compare", "A", run, note="A: the run whose operators it ran again")]
     if manifest.is_of_a_module:
-        again = f"with divergence.record(module, out='OTHER', like={run!r}) as r: r.repeat()"
+        repeat = f"with divergence.record(module, out='OTHER', like={run!r}) as r: r.repeat()"
         return [
-            f"{again}   # in Python, on the other machine",
+            f"{repeat}   # in Python, on the other machine",
             command_line("compare", run, "OTHER"),
         ]
+    ranks: dict[str, Any] = {} if manifest.mesh is None else {"ranks": manifest.num_ranks}
+    suite = suites().get(manifest.model.source.removeprefix(SUITE))
+    if manifest.model.task == "operators" and suite is not None and suite.answers is not None:
+        return [
+            command_line("compare", run, note=suite.answers),
+            command_line("capture", **ranks, like=run, o="OTHER", note="on the other machine"),
+        ]
+    again: dict[str, Any] = {"note": "on the other machine"}
+    for source in sources() if manifest.scores_alone else ():
+        again = {source.option: "URL", "model": manifest.model.source, "note": source.note}
+    whole = command_line("compare", run, note="its decode steps, against the whole")
     return [
-        command_line("capture", like=run, o="OTHER", note="on the other machine"),
+        command_line("capture", **again, like=run, o="OTHER"),
         command_line("compare", run, "OTHER"),
+        *[whole] * ("whole" in manifest.plan.passes),
     ]
 
 
@@ -197,14 +215,12 @@ def stored(manifest: Manifest) -> str:
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
     model = manifest.model
-    facts = [
-        ("model", model.source + (f" at {model.revision}" if model.revision else "")),
-        ("  class", f"{model.model_class}, {model.task}"),
-        (
-            "  weights",
-            f"{model.num_parameters:,} parameters in {model.dtype}, digest {model.digest}",
-        ),
-    ]
+    facts = [("model", model.source + (f" at {model.revision}" if model.revision else ""))]
+    if model.model_class:
+        facts.append(("  class", f"{model.model_class}, {model.task}"))
+    if model.num_parameters:
+        weights = f"{model.num_parameters:,} parameters in {model.dtype}, digest {model.digest}"
+        facts.append(("  weights", weights))
     if model.missing:
         text = f"{count(len(model.missing), 'parameter')} not in the checkpoint, so random: "
         facts.append(("  MISSING", text + ", ".join(model.missing[:4])))
@@ -252,7 +268,7 @@ def _prompts(manifest: Manifest) -> Section:
         lengths = f"{count(len(sample.prompt_ids), 'prompt token')}, {made}"
         rows.append((number, lengths, shortened(text, 60)))
     detail = f"{count(len(tokens.samples), 'sample')}{forced}"
-    table = Table(columns=("", "", ""), rows=rows)
+    table = Table(columns=("", "", ""), rows=rows, most=MAX_PROMPTS, more="-v lists them")
     return Section(title="prompts", detail=detail, body=[table])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -16,24 +17,23 @@ from divergence.report.text import document_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
-_MOST_WHY = 4
 _PLACED = "with the other side's result in its place"
 
 
 def localization_document(result: Localization, *, every: bool = False) -> Document:
-    """The operator, or why there is none, the descent, its proof, and what to run next."""
-    sections = [descent_section(result)]
+    """The operator, or why there is none, the descent, its proof, and what to run next. ``every``:
+    with what was found on each level."""
+    truth = "A's own" if result.truth == result.reference else result.truth
+    runs = [("A", result.reference), ("B", result.candidate), ("truth", truth),
+            ("runs in", result.out)]  # fmt: skip
+    sections = [descent_section(result, brief=not every),
+                Section(body=[named(name, run) for name, run in runs if run])]  # fmt: skip
     if result.report is not None:
         told = [item for level in result.levels for item in level.because]
         shown = [item for item in result.report.verdict.evidence if item not in told]
-        why = [Sentence(item.text, "-", indent=2) for item in shown]
-        most = len(why) if every or len(why) < _MOST_WHY + 2 else _MOST_WHY
-        rest = Sentence(f"{len(why) - most} more: add -v", indent=4, style="dim")
-        sections.append(Section(title="why", body=[*why[:most], *[rest] * (most < len(why))]))
-        sections += operator_sections(result.report, every=every)
-    runs = [("A", result.reference), ("B", result.candidate), ("truth", result.truth),
-            ("runs in", result.out)]  # fmt: skip
-    sections.append(Section(body=[named(name, run) for name, run in runs if run is not None]))
+        why = Section(title="why", body=[Sentence(item.text, "-", indent=2) for item in shown])
+        inner = [why, *operator_sections(result.report, every=every)]
+        sections += [dataclasses.replace(section, verbose=True) for section in inner]
     there = any(replace(item, note=None) == result.continuation for item in result.elsewhere)
     again = [] if there or not result.commands else [f"{result.again}   # goes on from there"]
     return Document(
@@ -94,51 +94,53 @@ def headline_of(result: Localization) -> Headline:
     return Headline(word, text, style, facts)
 
 
-def descent_section(result: Localization) -> Section:
-    """Level by level, and the proof."""
+def descent_section(result: Localization, *, brief: bool = False) -> Section:
+    """Level by level, and the proof. ``brief``: the place of each level, and what was written."""
     sided = result.side is not None
-    rows = [(level.level, _level(level, named=sided)) for level in result.levels]
+    rows = [(level.level, _level(level, named=sided, brief=brief)) for level in result.levels]
+    proof = _proof(result, brief=brief)
     return Section(
         id="descent", title="descent", heading="The descent",
         lead="From the block to the operator, and its proof.",
-        body=[named(*row, indent=2) for row in (*rows, *_proof(result))],
+        body=[named(*row, indent=2) for row in (*rows, *proof)],
     )  # fmt: skip
 
 
-def _level(level: Level, *, named: bool) -> str:
+def _level(level: Level, *, named: bool, brief: bool) -> str:
     if level.site is None:
         return f"nothing stands out ({HEADLINES.get(level.verdict, level.verdict)})"
     by = ""
     if level.side in ("reference", "candidate"):
         by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
+    if brief:
+        return f"{level.site}{by}"
     # the site stands before it already
     module = level.site.partition(":")[0]
     why = "".join(sentence_behind(item, module) for item in level.because) or level.why
     return f"{level.site}{by}" + (f": {why}" if why else "")
 
 
-def _proof(result: Localization) -> list[tuple[str, str]]:
+def _proof(result: Localization, *, brief: bool) -> list[tuple[str, str]]:
     """What was captured again, the causal check, each side's operator by itself, the reproducer."""
     # which runs that were captured again have the bits of the run they stand for
     equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
-    rows = [("repeated", f"bit for bit: {', '.join(equal)}")] if equal else []
+    rows = [("repeated", f"bit for bit: {', '.join(equal)}")] if equal and not brief else []
     rows += [
         ("repeated", str(repetition) + (f" ({repetition.reason})" if repetition.reason else ""))
         for repetition in result.repetitions
         if repetition.how != "bits"
     ]
     causal = result.causal
-    if causal is not None and causal.num_after and math.isfinite(causal.largest_limit_usage):
+    measured = causal is not None and causal.num_after and not brief
+    if causal is not None and measured and math.isfinite(causal.largest_limit_usage):
         after = limit_share(causal.largest_limit_usage)
         before = limit_share(causal.before) if math.isfinite(causal.before) else "beyond any"
         rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
                      f"{after} (before {before})"))  # fmt: skip
     if result.alone:
-        parts = [
-            f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
-        ]
-        text = f"on its own inputs, against float64: {', '.join(parts)}"
-        if result.is_right_alone:
+        parts = [f"{letter(own.side)} has {times(own.times)}" for own in result.alone]
+        text = f"on its own inputs {' and '.join(parts)} the error of an ideal one, against float64"
+        if result.is_right_alone and not brief:
             given = _given(result)
             name = result.operator.operator if result.operator is not None else "the operator"
             text += f"; {name} is correct on both sides"

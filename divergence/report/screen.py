@@ -1,4 +1,5 @@
-"""The first screen of a comparison: what most readers need, in some 18 lines.
+"""The first screen of a comparison: what most readers need, in some 12 lines, or 18 where something
+is wrong.
 
 The answer, what it could not have seen, what was compared, the worst rows, and one command. What is
 left out stands in the whole report (``report_lines``), behind ``-v``.
@@ -7,14 +8,24 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
 from divergence.comparison.result import Report, RunSummary
 from divergence.document import Block, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
-from divergence.layout import Line, count, cut, decimal, fold, limit_share
-from divergence.report.summary import document, is_quiet, model_name, opening_of, run_facts, states
+from divergence.layout import MAX_WIDTH, Line, count, cut, decimal, fold, limit_share, times
+from divergence.report.summary import (
+    document,
+    is_alone,
+    is_quiet,
+    lacking,
+    model_name,
+    opening_of,
+    states,
+)
 from divergence.report.text import document_lines
+from divergence.run.manifest import UNKNOWN
 from divergence.words import shortened
 
 WIDTH, HEIGHT = 80, 18
@@ -22,39 +33,73 @@ _NUM_ROWS = 5
 _MOST_WHY = 3
 _MOST_OF_FACT = 240
 """Letters of a fact behind the verdict."""
+_OF_ALL = ("", "settings", "tokens", "notes", "coverage")
+"""Sections that say nothing of what was compared in a report without blocks."""
+_WRONG = ("onset", "odd", "flagged", "wrong")
+"""Marks of the rows that a first screen shows."""
 
 
 def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
-    """The first screen. ``more``: how to see the rest. Of a report without blocks (operators alone,
-    a suite, log-probabilities) the tables that say most are part of it."""
-    if not report.sites and report.verdict.kind != "incomparable":
-        return document_lines(_without_blocks(report, more))
-    for num_rows in range(_NUM_ROWS, 0, -1):
-        lines = document_lines(_screen(report, num_rows, more))
-        if sum(len(fold(item, WIDTH)) for item in lines) <= HEIGHT:
-            break  # fewer rows where the rest is long
+    """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is
+    long."""
+    without_blocks = not report.sites and report.verdict.kind != "incomparable"
+    make, width = (_without_blocks, MAX_WIDTH) if without_blocks else (_screen, WIDTH)
+    whole = document(report) if without_blocks else opening_of(report)
+    for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else 0, -1):
+        lines = document_lines(make(report, whole, num_rows, more))
+        if sum(len(fold(item, width)) for item in lines) <= HEIGHT:
+            break
     return lines
 
 
-def _without_blocks(report: Report, more: str) -> Document:
-    """Settings are a line, and what was compared is left out where it was everything."""
-    whole, coverage = document(report), report.coverage
-    rest = [*["every reason"] * (len(whole.why) > _MOST_WHY), "every table", "every setting"]
-    rest += [count(len(report.notes), "note")] if report.notes else []
-    hint = Sentence(f"{', '.join(rest)}: {more}", style="dim", indent=0, hang=0)
-    lacking = coverage.num_skipped + coverage.num_only_reference + coverage.num_only_candidate
-    left = ["settings", "notes", *["coverage"] * (not lacking)]
-    tables = [section for section in whole.sections if section.id not in left]
+def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -> Document:
+    """Of a report without blocks (operators alone, a suite, log-probabilities): the first reason,
+    and of the first table that has any the rows that are wrong; where there are none, or none has
+    room (``num_rows`` 0 and less), as many reasons as have."""
+    quiet = is_quiet(report)
+    wrong = None if quiet else _wrong_rows(whole.sections, num_rows)
+    num_why = 1 if quiet or wrong else _MOST_WHY + min(0, num_rows)
+    why = [named("" if number else "found" if quiet else "because", shortened(text, _MOST_OF_FACT))
+           for number, text in enumerate(whole.why[:num_why])]  # fmt: skip
+    inner = [item.detail for item in whole.sections if item.id not in _OF_ALL and item.detail]
+    num = report.coverage.num_compared
+    what = "; ".join([*(inner[:1] or [count(num, "tensor")]), *lacking(report.coverage)])
+    rest = [*["every reason"] * (len(whole.why) > num_why), "every table", "every setting"]
+    hint = _hint(report, rest, more)
+    if wrong:  # the table's title has the hint
+        table, legend = wrong
+        wrong, hint = (dataclasses.replace(table, detail=hint[0].text), legend), []
     return dataclasses.replace(
-        whole, known=[*run_facts(report), *whole.known], why=whole.why[:_MOST_WHY],
-        sections=[*tables, Section(body=[hint])],
+        whole, why=(), next=[command.alone for command in report.verdict.commands[:1]],
+        headline=dataclasses.replace(whole.headline, facts=[*whole.headline.facts, *why]),
+        known=[*_runs(report), *whole.known, named("compared", what), *hint],
+        sections=[Section(body=wrong or ())],
     )  # fmt: skip
 
 
-def _screen(report: Report, num_rows: int, more: str) -> Document:
-    whole, verdict = opening_of(report), report.verdict
+def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence | None] | None:
+    """Of the first table that has any, and what its columns hold."""
+    for section in sections:
+        for block, following in zip(section.body, [*section.body, None][1:], strict=True):
+            if not isinstance(block, Table) or most < 1:
+                continue
+            wrong = [number for number in range(len(block.rows)) if block.mark(number) in _WRONG]
+            if not wrong:
+                continue
+            cut_down = dataclasses.replace(
+                block, rows=[block.rows[number] for number in wrong], most=most, below={},
+                marks=[block.marks[number] for number in wrong], more="-v lists them",
+                title=f"worst of {block.title or section.title}",
+            )  # fmt: skip
+            is_legend = isinstance(following, Sentence) and following.style == "dim"
+            return cut_down, following if is_legend else None
+    return None
+
+
+def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Document:
+    verdict = report.verdict
     # the first fact behind a verdict that is more than that all is well
-    most = 5 if verdict.kind in ("incomparable", "undetermined") else 1
+    most = num_rows if verdict.kind in ("incomparable", "undetermined") else 1
     told = [item["what"] for finding in report.findings for item in finding.headline]
     facts = [] if is_quiet(report) else [
         item for item in verdict.evidence[:most] if item["what"] is None or item["what"] not in told
@@ -64,30 +109,22 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
     why = [named("" if number else "because", shortened(text, _MOST_OF_FACT))
            for number, text in enumerate(texts)]  # fmt: skip
-    # of the second run only what is not as in the first
-    a, b = report.reference, report.candidate
-    other = any(
-        line.check in ("weights", "quantization") and line.status in ("differs", "blocking")
-        for line in report.preflight
-    )
-    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device) and not other
-    text = f"{b.path}: {'the same model and dtype' if same else _model(b)}{_label(b)}"
-    if same and a.label == b.label:
-        text = f"{b.path}: the same model, dtype and machine"
-    known = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *_states(a),
-             named("B", text), *_states(b), *whole.known]  # fmt: skip
     worst = _worst(report, num_rows)
-    known += worst if isinstance(worst, list) else []
-    rest = [*["every block"] * bool(report.sites), "every setting"]
-    rest += [count(len(report.notes), "note")] if report.notes else []
-    hint = f"{', '.join(rest)}: {more}"
+    every = any(site.block for site in report.sites)
+    rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
+    hint = _hint(report, rest, more)
+    known = [*_runs(report), *whole.known]
     body: list[Block] = []
-    if more.startswith("divergence "):  # a command stands on a line of its own
-        body = [Sentence(hint, style="dim", indent=0, hang=0)]
-    elif isinstance(worst, list):
-        known.append(named("more", hint, "dim"))
     if isinstance(worst, Table):
-        body = [worst, *body] if body else [dataclasses.replace(worst, detail=hint)]
+        body = [worst]
+        if not more.startswith("divergence "):
+            body, hint = [dataclasses.replace(worst, detail=hint[0].text)], []
+    else:
+        known += worst
+    if more.startswith("divergence "):  # a command stands on a line of its own
+        body += [dataclasses.replace(item, label="", hang=0) for item in hint]
+    else:
+        known += hint
     answer, commands = [*whole.headline.facts, *why], verdict.commands[:1]
     if is_quiet(report):  # what raises the confidence stands below it
         place_of = [fact.label for fact in answer].index("confidence") + 1
@@ -101,6 +138,32 @@ def _screen(report: Report, num_rows: int, more: str) -> Document:
     )  # fmt: skip
 
 
+def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:
+    notes = [count(len(report.notes), "note")] if report.notes else []
+    return [named("more", f"{', '.join([*rest, *notes])}: {more}", "dim")]
+
+
+def _runs(report: Report) -> list[Sentence]:
+    """Of the second run only what is not as in the first."""
+    a, b = report.reference, report.candidate
+    known = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *_states(a)]
+    if is_alone(report):
+        return known
+    other = any(
+        line.check in ("weights", "quantization") and line.status in ("differs", "blocking")
+        for line in report.preflight
+    )
+    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device) and not other
+    same = same and a.model != UNKNOWN
+    text = f"{_model(b)}{_label(b)}"
+    if same:
+        alike = a.label == b.label and UNKNOWN not in a.device
+        names = ["model", *["dtype"] * (a.dtype != UNKNOWN), *["machine"] * alike]
+        text = f"the same {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}"
+        text += "" if alike else _label(b)
+    return [*known, named("B", f"{b.path}: {text}"), *_states(b)]
+
+
 def _states(run: RunSummary) -> list[Sentence]:
     """Each on one line: a run may have many planted faults."""
     return [dataclasses.replace(item, text=shortened(item.text, WIDTH - 12))
@@ -108,11 +171,17 @@ def _states(run: RunSummary) -> list[Sentence]:
 
 
 def _model(run: RunSummary) -> str:
-    return f"{cut(model_name(run), 40)}, {run.dtype.removeprefix('torch.')}"
+    dtype = run.dtype.removeprefix("torch.")
+    if run.model == run.dtype == UNKNOWN:
+        return "model and dtype unknown"
+    return f"{cut(model_name(run), 40)}, {'dtype unknown' if dtype == UNKNOWN else dtype}"
 
 
 def _label(run: RunSummary) -> str:
-    return f", on {run.label}" if run.label else ""
+    """The machine; of what no machine is known of, what it is: ``vLLM endpoint``."""
+    if not run.label:
+        return ""
+    return f" ({run.label})" if UNKNOWN in run.device else f", on {run.label}"
 
 
 def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
@@ -132,7 +201,8 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
         sides = max(len(row.errors) for row, _ in shown)
         titles = ("A's error", "B's error") if sides == 2 else ("error",)
         rows = [
-            (*map(decimal, row.errors), *["-"] * (sides - len(row.errors)),
+            (*(decimal(error) for error in row.errors if not num_bad(row.worst)),
+             *["-"] * (sides - len(row.errors) * (not num_bad(row.worst))),
              "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else "",
              cut(row.worst.site, 40) + "  !" * (row.flagged or num_bad(row.worst) > 0), place)
             for row, place in shown
@@ -148,6 +218,9 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
     sizes = [f"{name}{decimal(error)}" for name, error in
              zip(("A's error ", "B's ") if len(row.errors) == 2 else ("error ",), row.errors,
                  strict=False)]  # fmt: skip
+    if row.flagged and len(sizes) == 2 and max(row.errors) < 1.5 * min(row.errors):
+        # the typical token's are alike, and another one is off
+        sizes = [f"one token's error {times(row.worst.ratio_max)} what rounding makes"]
     used = limit_share(row.share)
     text = f"{', '.join(sizes)}: {used}{' of' * used.endswith('%')} its limit" * judged
     text = "not finite" if num_bad(row.worst) else text or ", ".join(sizes)

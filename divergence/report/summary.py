@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results import Background, PreflightLine
+from divergence.comparison.results import Background, Coverage, PreflightLine
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
 from divergence.layout import Line, count, share, size
 from divergence.report.environment import changes
@@ -92,9 +92,13 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
 
 def run_facts(report: Report) -> list[Sentence]:
     """The runs, each on a line."""
-    alone = any(part.num_runs == 1 for part in report.parts.values() if part)
-    runs = [("A", report.reference), ("B", report.candidate)][: 1 if alone else 2]
+    runs = [("A", report.reference), ("B", report.candidate)][: 1 if is_alone(report) else 2]
     return [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
+
+
+def is_alone(report: Report) -> bool:
+    """Was one run judged without another, or held against itself?"""
+    return any(part.num_runs == 1 for part in report.parts.values() if part)
 
 
 # The top: the verdict, and what it could not have seen.
@@ -135,7 +139,8 @@ def verdict_headline(report: Report) -> Headline:
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"
         of = "all prompts" if of_parameter(onset.site) else f"prompt {onset.sample}{token}"
-        facts.append(named("onset", f"{onset.site}{block}; {forward}, {of}", "bold"))
+        where = f"; {forward}, {of}" if report.sites or report.operators else ""  # of a model
+        facts.append(named("onset", f"{onset.site}{block}{where}", "bold"))
     if verdict.side is not None and not is_quiet(report):
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
         facts.append(named("side", f"{wrong or f'{letter(verdict.side)} is'} wrong"))
@@ -346,23 +351,29 @@ def _compared(report: Report) -> list[Sentence]:
     what = " × ".join(over[:2]) + (f", {over[2]}" if blocks else "")
     if not blocks and len(samples) == len(steps) == 1:  # of no model
         what = count(coverage.num_compared, "tensor")
-    gone = (
-        ("skipped", coverage.num_skipped),
-        ("only in A", coverage.num_only_reference),
-        ("only in B", coverage.num_only_candidate),
-    )
-    lacking = [f"{number:,} {name}" for name, number in gone if number]
     text = f"everything: {what}"
-    if lacking:
-        text = f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}"
+    if gone := lacking(coverage):
+        text = f"{coverage.num_compared:,} tensors of {what}; {gone[0]}"
     if report.tokens is not None and _all_agree(report):
         text += f"; the same next token in {count(report.tokens.num_tokens, 'choice')}"
     if (operators := report.operators) is None:
         return [named("compared", text)]
     num_beyond = sum(result.limit_usage > 1 for result in operators.results)
     inner = f"{operators.num_matched} compared, {num_beyond} beyond the limit"
-    inner += f"; first {operators.onset}" if operators.onset else ""
+    if operators.onset and report.verdict.onset is None:
+        inner += f"; first {operators.onset}"
     return [named("compared", text), named("operators", inner)]
+
+
+def lacking(coverage: Coverage) -> list[str]:
+    """What was not compared, in one text, where there is anything."""
+    gone = (
+        ("skipped", coverage.num_skipped),
+        ("only in A", coverage.num_only_reference),
+        ("only in B", coverage.num_only_candidate),
+    )
+    text = ", ".join(f"{number:,} {name}" for name, number in gone if number)
+    return [text] if text else []
 
 
 def _coverage(report: Report, *, full: bool) -> list[Section]:

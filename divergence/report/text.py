@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from divergence.document import Block, Document, Fold, Headline, Section, Sentence, Table
+from divergence.document import Block, Document, Fold, Headline, Section, Sentence, Table, named
 from divergence.layout import (
     BLANK,
     MAX_WIDTH,
@@ -17,12 +17,13 @@ from divergence.layout import (
     next_lines,
     prose,
 )
-from divergence.words import markdown_code, printable
+from divergence.words import list_names, markdown_code, printable
 
 _STYLES = {
     "onset": "bold red", "odd": "bold red", "wrong": "bold red", "flagged": "yellow",
     "below": "yellow", "differs": "yellow", "good": "green", "blocks": "red",
 }  # fmt: skip
+_MOST_NAMED = 3
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
 
@@ -34,8 +35,13 @@ def document_lines(whole: Document, *, verbose: bool = False, every: bool = Fals
         lines += [BLANK, *map(sentence_line, whole.known)]
     why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
     shown = [section for section in whole.sections if verbose or every or not section.verbose]
+    left = [section.title or section.heading[:1].lower() + section.heading[1:]
+            for section in whole.sections if section not in shown and section.body]  # fmt: skip
     if sections := sections_lines([*[why] * bool(whole.why), *shown], every):
         lines += [BLANK, *sections[:-1]]
+    if left:
+        hint = f"{list_names(left, _MOST_NAMED)}: add -v"
+        lines.append(sentence_line(named("more", hint, "dim")))
     return [*lines, BLANK, *next_lines(whole.next)] if whole.next else lines
 
 

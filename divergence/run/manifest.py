@@ -920,6 +920,13 @@ class Manifest(_Strict, kw_only=True):
         return self.plan.sites == [LOGPROBS]
 
     @property
+    def can_be_repeated(self) -> bool:
+        """Can `capture --like` make it again? A suite can, and a model that ran on tokens."""
+        samples = self.tokens.samples
+        known = bool(samples) and all(sample.prompt_ids for sample in samples)
+        return self.model.source.startswith(SUITE) or (known and not self.scores_alone)
+
+    @property
     def model_dtype(self) -> str:
         """That of the model; of scores alone, whose numbers have one of their own, as told."""
         return self.settings.dtype or UNKNOWN if self.scores_alone else self.model.dtype

@@ -241,7 +241,7 @@ def opened(monkeypatch):
 
 def test_inspect_tells_what_ran_and_what_was_recorded(invoke, opened):
     """State, model, machine, prompts and sites."""
-    code, out, _ = invoke("inspect", "a")
+    code, out, _ = invoke("inspect", "a", "-v")
     assert code == 0
     assert out.startswith("complete: a, 3 records")
     for text in ("tiny/[llama]", "OMP_NUM_THREADS=1", "'Hi [you]'", "model.layers.0:out", "1x2x4"):

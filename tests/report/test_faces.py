@@ -5,17 +5,26 @@ from __future__ import annotations
 import functools
 import html
 import json
+import random
 import re
 
 import msgspec
 import pytest
 
-from divergence import capture, compare
+from divergence import capture, check, compare, import_dump
 from divergence.comparison.results import Visible
+from divergence.gate.policy import Policy
+from divergence.layout import MAX_WIDTH, fold
 from divergence.options.commands import RecordOptions, TrainOptions
 from divergence.report.bundle import Redaction, bundle_files
+from divergence.report.checking import (
+    annotation_lines,
+    checked_page,
+    junit_xml,
+    summary_markdown,
+)
 from divergence.report.screen import screen_lines
-from divergence.report.summary import document, report_lines
+from divergence.report.summary import document, is_quiet, report_lines
 from divergence.report.text import document_markdown
 from divergence.run.command import command
 from divergence.words import HEADLINES
@@ -31,6 +40,11 @@ RUNS = {
     "another dtype": {"dtype": "bfloat16"},
     "operators": {"plants": ["model.layers.1.mlp.act_fn:out=scale:1.1"]},
     "training": {"plants": [f"{MLP}=scale:1.2"]},
+    "wrong reference": {},
+    "prefill alone": {"steps": "prefill"},
+    "the head": {"plants": ["lm_head:out=scale:1.5"]},
+    "one step": {"plants": [f"{MLP}=scale:1.3@step=1"]},
+    **{store: {"plants": [f"{MLP}=scale:1.3"]} for store in ("sketch", "stats", "hash")},
 }
 """What is done to the second run."""
 MADE = {
@@ -38,6 +52,8 @@ MADE = {
         "sites": ["blocks", "ops@model.layers.1"], "recording": RecordOptions(weights=True),
     },
     "training": {"training": TrainOptions(train=True), "max_new_tokens": None},
+    "wrong reference": {"plants": [f"{MLP}=scale:1.2"]},
+    **{store: {"store": store} for store in ("sketch", "stats", "hash")},
 }  # fmt: skip
 """How the first run is made, where it is not as usual."""
 
@@ -60,11 +76,47 @@ def first(tmp_path_factory, llama):
     return lambda case: make(case if case in MADE else "")
 
 
-@pytest.mark.parametrize("case", RUNS)
-def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
+def of_suites(folder):
+    """Two suites of operators, of which one is another implementation."""
+    a = capture("suite:quick", out=folder / "a", sites=["rms_norm.float32.odd*"])
+    return a, capture(like=a, out=folder / "b", impl=["rms_norm=mine:rms_norm"])
+
+
+def of_log_probabilities(folder, way=0.0):
+    """What a server and a trainer say of the same tokens; ``way``: how much lower the trainer's."""
+    draw = random.Random(7)
+    rows = []
+    for number in range(12):
+        said = [-abs(draw.gauss(0, 1)) - 0.01 for _ in range(12)]
+        trained = [min(-1e-4, value + way + 0.01 * draw.gauss(0, 1)) for value in said]
+        rows.append({
+            "prompt_ids": [3, 5, 7 + number], "response_ids": [draw.randrange(40) for _ in said],
+            "rollout_log_probs": said, "old_log_probs": trained, "response_mask": [1] * len(said),
+        })  # fmt: skip
+    (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    make = functools.partial(import_dump, folder / "rollouts.jsonl")
+    return make(out=folder / "a"), make(out=folder / "b", layout="trainer")
+
+
+OTHERS = {
+    "suite": of_suites,
+    "log-probabilities": of_log_probabilities,
+    "other log-probabilities": functools.partial(of_log_probabilities, way=-0.5),
+}
+"""Pairs of no model's layers."""
+
+
+@pytest.mark.parametrize("case", [*RUNS, *OTHERS])
+def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypatch, case):
     """Of runs that were captured: in the page, under -v, in JSON, Markdown and the bundle."""
-    reference = first(case)
-    candidate = capture(like=reference, out=tmp_path / "b", probe=False, **RUNS[case])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text("def rms_norm(x, weight, eps):\n    return x * weight\n")
+    if case in OTHERS:
+        reference, candidate = OTHERS[case](tmp_path)
+    else:
+        reference = first(case)
+        candidate = capture(like=reference, out=tmp_path / "b", probe=False, **RUNS[case])
     report = compare(reference, candidate)
     markdown = document_markdown(document(report), made_by="compare")
     shown = {face: words(text) for face, text in faces(report).items() if face != "notebook"}
@@ -75,7 +127,14 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
     for line in rest[: rest.index("next") if "next" in rest else None]:
         told.setdefault(line[:12].strip(), line[12:])
     assert {"answer", "confidence", "compared"} <= told.keys()
-    for name in ("answer", "onset", "side", "confidence", "not seen", "because"):
+    # elsewhere names of folders are not so long, and no fault is planted
+    usual = {"path": "run", "model": "tiny", "plants": [], "substitutes": []}
+    sides = {side: msgspec.structs.replace(getattr(report, side), **usual)
+             for side in ("reference", "candidate")}  # fmt: skip
+    here = msgspec.structs.replace(report, **sides)
+    lines = [piece for item in screen_lines(here) for piece in fold(item, MAX_WIDTH)]
+    assert len(lines) <= (12 if is_quiet(report) else 18)
+    for name in ("answer", "onset", "side", "confidence", "not seen", "because", "found"):
         for face, text in shown.items():
             assert words(told.get(name, "")).casefold() in text.casefold(), (name, face)
     for share in re.findall(r"(\S+)(?: of)? its limit", told.get("worst", "")):
@@ -93,11 +152,27 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, case):
     values = json.loads(report.to_json())
     assert values["verdict"]["summary"] == told["answer"]
     assert values["verdict"]["confidence"] == told["confidence"].partition(":")[0]
+    planted = case == "wrong reference"  # which is no golden
+    checked = {} if planted else check_result(reference, candidate, report)
+    for name, text in checked.items():  # what CI shows says the same in the same words
+        for word in ("answer", "confidence", "side")[: 1 if name == "annotations" else 3]:
+            assert words(told.get(word, "")) in words(text), (word, name)
     because = [fact["text"] for fact in values["verdict"]["evidence"]]
     assert "because" not in told or told["because"] in because[0]
     for line in values["preflight"]:
         if line["status"] == "differs":
             assert line["check"] in shown["-v"] and line["check"] in shown["page"]
+
+
+def check_result(reference, candidate, report) -> dict[str, str]:
+    """What a CI server is told where the policy allows no such verdict."""
+    others = sorted({"identical", "within_floor", "drift"} - {report.verdict.kind})
+    policy = Policy(verdicts=others, min_coverage=0.0)
+    page = checked_page(check(reference, candidate, policy=policy))
+    xml = html.unescape(junit_xml(page))
+    summary = html.unescape(re.sub(r"<[^>]*>", "", summary_markdown(page)))
+    notes = "\n".join(annotation_lines(page)).replace("%25", "%").replace("%0A", "\n")
+    return {"JUnit": xml, "summary": summary, "annotations": notes}
 
 
 def faces(report) -> dict[str, str]:

@@ -382,10 +382,12 @@ def _with_limits(
 
 
 def _is_beyond(unit: Unit, result: SiteResult) -> bool:
-    """Is this one of the results for which the unit is flagged?"""
-    if unit.why in ("forward", "token"):
-        at = None if unit.blame is None else unit.blame.at
-        return result is at or any(look.used > 1 for look in unit.looks if look.result is result)
+    """Is this one of the results for which the unit is flagged? A healthy prompt beside a faulty
+    one is not; where none is beyond by itself, all of them together are."""
+    beyond = [look for look in unit.looks if look.used > 1]
+    if unit.why in ("forward", "token") or beyond:
+        at = None if unit.blame is None or unit.why == "typical" else unit.blame.at
+        return result is at or any(look.result is result for look in beyond)
     return unit.blame is not None or (result.ratio or 0) > unit.limit
 
 

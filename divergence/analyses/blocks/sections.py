@@ -355,7 +355,7 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
         ]
         most, where = max(apart, key=lambda item: max(item[0], 1 / item[0] if item[0] else 0.0))
         told = f"B over A is {times(most)} at {where}, where they are most unlike"
-        flagged = [n for n, row in enumerate(outputs) if row.flagged]
+        flagged = [n for n, row in enumerate(outputs) if row.flagged and not num_bad(row.worst)]
         legend = [("dot reference", "A"), ("dot candidate", "B")]
         plots.append(Plot(
             id=f"truth-{phase}", title=f"Distance from the truth. {what}", legend=legend,
@@ -555,15 +555,17 @@ def rows_table(
     )  # fmt: skip
     values = []
     for row, place in zip(rows, worst_places(rows, exact=True), strict=True):
-        site, equal = row.main, row.worst.identical
+        site, equal, bad = row.main, row.worst.identical, num_bad(row.worst) > 0
         at = None if site is None else site.step or site.worst_position
         named = None if at is None or equal else f"{row.worst.sample}:" * several + str(at)
         length = (site.ratio if floor else site.rel_l2) if site is not None else None
-        against = site.truth if site is not None else None
-        values.append((
+        length = math.inf if bad else length
+        against = site.truth if site is not None and not bad else None
+        values.append((  # of nan and inf the figures of all other elements say nothing
             row.site if row.inner else row.name, "  " * row.inner + row.name,
-            "-" if equal else place, site and site.rel_l2, named, site and site.ratio,
-            site and site.ratio_max, row.share, against and against.r_median,
+            "-" if equal else place, math.nan if bad else site and site.rel_l2, named,
+            None if bad else site and site.ratio, None if bad else site and site.ratio_max,
+            row.share, against and against.r_median,
             against and against.w_median, escalated.get(row.site) if escalated else None,
             None if escalated else length or 0.0, row.free and row.free.rel_l2,
         ))  # fmt: skip
@@ -599,9 +601,13 @@ def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
     return list({column.title: column.meaning for column in columns if column.meaning}.items())
 
 
+_LEAST_SHARE = 0.005
+"""Of a limit: what is printed as 0% tells no prompt from another."""
+
+
 def _prompts(report: Report) -> Table | None:
     rows = prompt_usage(report)
-    if len(rows) < 2:
+    if len(rows) < 2 or rows[0][0] < _LEAST_SHARE:
         return None
     beyond = sum(usage > 1 for usage, *_ in rows)
     none = f"{count(len(rows), 'prompt')}, none beyond a limit"

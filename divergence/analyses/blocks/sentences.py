@@ -83,7 +83,7 @@ SENTENCES: Mapping[str, str] = {
         "B {candidate_nan} nan and {candidate_inf} inf"
         "{candidate_neginf:0=|*= ({candidate_neginf} of them -inf)} among "
         "{num_elements} elements; the sides "
-        "{num_apart:0=agree at each|*=do not agree at {num_apart}}"
+        "{num_apart:0=agree at each|*=do not agree at {num_apart} of them}"
     ),
     # a family: what "every ..." is about
     "kind_at": "{place} ({kind})",

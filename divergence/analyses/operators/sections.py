@@ -64,12 +64,14 @@ def sections(
     modules = {result.block or result.site.partition("/")[0] for result in results}
     inside = next(iter(modules)) if len(modules) == 1 else count(len(modules), "module")
     detail = f"inside {inside}, from equal inputs"
+    if alone:
+        detail = f"{count(len(results), 'operator')}, each alone, on equal inputs"
     frame = "each alone, on equal inputs" if alone else "from equal block inputs"
     lead = f"{count(len(results), 'operator')} compared, {frame}: "
     lead += f"{beyond} beyond a limit, {equal} with equal bits."
     return [Section(
         id="operators", title="operators", lead=lead, body=body,
-        detail="each operator alone, on equal inputs" if alone else detail,
+        detail=detail,
         parts=_parts(operators) if page else (),
     )]  # fmt: skip
 

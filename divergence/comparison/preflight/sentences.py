@@ -95,6 +95,9 @@ SENTENCES: Mapping[str, str] = {
     "digests_of_dtypes": "digests of different dtypes cannot be compared",
     "other_after_rounding": "other weights, also after rounding to one dtype",
     "offloaded": "{num} offloaded parameters were not digested",
+    "undigested": (
+        "whether both have the same weights is not known: a side's digests are not recorded"
+    ),
     "no_digests": "the parameters' digests are not recorded",
     "parameters_differ": "{num} of {total} parameters differ: {names:names}",
     "dequantized": (

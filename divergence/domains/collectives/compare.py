@@ -940,7 +940,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
     checks += [item for judged in sides for item in _checks(judged, True)[1:]]
     facts = [item for judged in sides for item in _facts(judged, side=judged.side)]
     kind: VerdictKind = "identical"
-    headline, commands = fact("collectives.all_same", num=result.num_common), []
+    headline = fact("collectives.all_same", num=result.num_common)
     if not result.num_common:
         nums = [judged.num_ranks if sides[0].num_ranks != sides[1].num_ranks else None
                 for judged in sides]  # fmt: skip
@@ -956,10 +956,8 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
             rel_l2=result.differing[0].rel_l2, same_orders=orders[0] == orders[1],
             reference=orders[0], candidate=orders[1],
         )  # fmt: skip
-        commands = [command("compare", a.path, b.path, all=True)]
     return Finding(
         claim="collectives", kind=kind, headline=[headline], rests_on=checks, evidence=facts,
-        commands=commands,
     )  # fmt: skip
 
 
@@ -1007,7 +1005,7 @@ def _of_faults(
         evidence=[
             item for judged in sides for item in _lines(judged, judged.side if named else None)
         ],
-        commands=[command("compare", *(run.path for run in runs), all=True)],
+        commands=[command("inspect", runs[0].path, site=first.site)],
     )
 
 

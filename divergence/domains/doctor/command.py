@@ -48,7 +48,7 @@ def doctor(
     options = {**settings("compare"), **options}
     with progress_bars(quiet=output.silent or markdown) as progress:
         checkup = examine(reference, candidate, progress=progress, **options)
-    document = checkup_document(checkup, brief=output.quiet, verbose=output.verbose)
+    document = checkup_document(checkup, brief=output.quiet, verbose=output.verbose or markdown)
     if markdown:
         made_by = f"`divergence doctor --markdown` {checkup.tool_version}"
         show(document_markdown(document, made_by=made_by))

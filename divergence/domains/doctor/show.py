@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from divergence.document import Column, Document, Headline, Section, Table, named
-from divergence.domains.doctor.result import Checkup
+from divergence.domains.doctor.result import Checkup, RungState
+from divergence.layout import count
 from divergence.report.summary import computed, model_name
 from divergence.run.command import command_line
-from divergence.words import HEADLINES, letter
+from divergence.words import HEADLINES, letter, shortened
 
 _WORDS = {"pass": "pass", "fail": "FAIL", "unknown": "?", "not_reached": "-"}
 _MARKS = {"fail": "wrong", "unknown": "below"}
+_LONGEST = 70
+"""Letters of what a first screen says of a point."""
 
 
 def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = False) -> Document:
@@ -22,26 +27,32 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
         named(name, f"{run.path}: {model_name(run)}, {computed(run)}")
         for name, run in (("A", checkup.reference), ("B", checkup.candidate))
     ]
-    state = Column("", _WORDS.__getitem__, own=True)
-    points, ladder = (
-        Table(
-            columns=(state, Column(what, own=True), "evidence"), rows=rows, bare=True,
-            marks=[_MARKS.get(row[0], "") for row in rows],
-        )
-        for what, rows in (
-            ("point", [(item.state, f"{item.number} {item.title}", item.evidence)
-                       for item in checkup.points]),
-            ("rung", [(item.state, item.name, item.evidence) for item in checkup.ladder]),
-        )
-    )  # fmt: skip
-    notes = [named("note", note) for note in checkup.notes]
-    sections = [Section(title="points", body=[points]),
-                Section(title="ladder", detail=_stop(checkup), body=[ladder, *notes])]  # fmt: skip
+    points = [(item.state, f"{item.number} {item.title}", item.evidence) for item in checkup.points]
+    ladder = [(item.state, item.name, item.evidence) for item in checkup.ladder]
+    num_passed = sum(state == "pass" for state, *_ in points)
+    passed = f"{num_passed} of {count(len(points), 'point')} pass"
+    notes = [named("note", note if verbose else shortened(note, 88)) for note in checkup.notes]
+    more = [] if verbose else [named("more", "every point and rung: add -v", "dim")]
+    sections = [
+        Section(title="points", detail=passed, body=[_table("point", points, every=verbose)]),
+        Section(title="ladder", detail=_stop(checkup),
+                body=[_table("rung", ladder, every=verbose), *notes, *more]),
+    ]  # fmt: skip
     evidence = [] if verdict is None or not verbose else verdict.evidence
     return Document(
         headline=Headline(word, _summary(checkup), "bold", failed if brief else ()),
         known=runs, why=[item.text for item in evidence],
         sections=sections, next=_commands(checkup),
+    )  # fmt: skip
+
+
+def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool) -> Table:
+    """What passes, and what another rung explains, is left out unless ``every`` row is wanted."""
+    shown = [(state, name, text if every else shortened(text, _LONGEST))
+             for state, name, text in rows if every or state in ("fail", "unknown")]  # fmt: skip
+    return Table(
+        columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), "evidence"),
+        rows=shown, bare=True, marks=[_MARKS.get(state, "") for state, *_ in shown],
     )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         watched = [(name, value, checks.get(name)) for name, value in values]
         body.append(Table(
             caption="What trainers watch",
-            columns=("trainer-rollout", Column("value", "{:.4g}".format), "of", "normal", ""),
+            columns=("trainer-rollout", Column("value", "{:.4g}".format), Column("of", left=True),
+                     Column("normal", left=True), Column("", left=True)),
             rows=[
                 (name, value, *(("",) * 3 if check is None else
                                 (check.framework, check.normal, check.state)))
@@ -102,8 +103,8 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     prompts = count(result.num_sequences, "prompt")
     return [
         Section(
-            id="logprobs", title="log-probabilities", detail=f"{prompts}, tokens equal {equal}",
-            lead=f"{prompts}; {equal} tokens of the answers are equal.", body=body,
+            id="logprobs", title="log-probabilities", detail=f"{prompts}, {equal} tokens equal",
+            body=body,
         ),
         *[Section(id="prompts", heading="Prompts", body=more, verbose=True)] * bool(more),
     ]  # fmt: skip

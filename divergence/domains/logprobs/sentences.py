@@ -79,8 +79,8 @@ SENTENCES = {
     "texts": (
         "no token has a log-probability on both sides{num_ties:0=|*= behind equal text}; "
         "{num_same} of {num_answers:count answer} are the same text{num_ties:0=|*=; {num_ties} of "
-        "them part at ties}[[; of such prompts at least {least_share:.0%} are (99%)]]. Drawn "
-        "answers (--answers 10, both sides) tell whether they part by chance"
+        "them part at ties}[[; so at least {least_share:.0%} of such prompts are, 99% surely]]. "
+        "Drawn answers (--answers 10, both sides) tell whether they part by chance"
     ),
     "layers_explain": "; {module} explains it ({share:.0%} of Δ log p)",
     "not_asked_the_same": "the two were not asked the same: {what}",
@@ -187,8 +187,8 @@ SENTENCES = {
     "power_of_test": "texts alone: a test sees no more than its power",
     # the numbers
     "delta": (
-        "Δ log p of {num_tokens:count equal token}: mean {mean:decimal}, |Δ| mean "
-        "{mean_abs:decimal}, p99 {p99_abs:decimal}, max {max_abs:decimal} nats"
+        "Δ log p of {num_tokens:count equal token}: mean {mean:decimal}, p99 of |Δ| "
+        "{p99_abs:decimal}, max {max_abs:decimal} nats"
     ),
     "kl": (
         "KL(A‖B) at least {kl_lower:decimal} nats, {kl_upper:none=no upper bound|*=at most "

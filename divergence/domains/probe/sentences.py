@@ -14,7 +14,7 @@ SENTENCES = {
         "them in precision"
     ),
     "other_rounding": (
-        "the two machines round otherwise: {num:count fact} differ, none of them in precision"
+        "the two machines round differently: {num:count fact} differ, none of them in precision"
     ),
     "same_arithmetic": (
         "the probed arithmetic is the same"

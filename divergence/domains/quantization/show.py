@@ -80,7 +80,7 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
 def _each_alone(result: Quantization) -> list[Section]:
     precise, rough = "{:.3g}".format, "{:.2g}".format
     alone = Table(
-        rows=list(map(_row, result.worst())), most=12,
+        rows=list(map(_row, result.worst())), most=5,
         more="-v lists them",
         columns=(
             Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),
@@ -100,7 +100,7 @@ def _each_alone(result: Quantization) -> list[Section]:
     return [
         Section(title="each alone", detail=f"costliest first; {together}", body=[alone]),
         Section(title="by kind", detail="matrices, sum of KL alone, the costliest of them",
-                body=[kinds]),
+                body=[kinds], verbose=True),
     ]  # fmt: skip
 
 
@@ -145,7 +145,16 @@ def _policy(policy: QuantizationPolicy) -> Section:
         )
     return Section(
         title=f"to hold a mean {what} of {policy.target:g} nats",
-        body=[Sentence(text, indent=2), *(Sentence(name, indent=2) for name in policy.keep)],
+        body=[
+            Sentence(text, indent=2),
+            Table(
+                columns=("kept in floating point",),
+                rows=[(name,) for name in policy.keep],
+                bare=True,
+                most=5,
+                more="-v lists them",
+            ),
+        ],
     )
 
 

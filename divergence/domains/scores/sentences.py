@@ -27,7 +27,7 @@ SENTENCES = {
     "margins_moved": (
         "; margins moved by {median_shift:.2g} nats (median), and {source} explains {limit:.2g}"
     ),
-    "no_task": "{side:reference=A|candidate=the candidate} has no {task}",
+    "no_task": "{side:letter} has no {task}",
     "not_the_same": "not the same evaluation: {reasons:list ; }",
     "scores": "of {num_scores} scores {counts:list}",
     "num_of": "{num_scores} {verdict}",

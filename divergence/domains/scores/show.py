@@ -55,6 +55,7 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
     documents = []
     for number, candidate in enumerate(report.candidates):
         top = headline(candidate)
+        said = {task.summary for task in candidate.tasks}
         if candidate.passed is not None:
             word, style = ("passed", "green") if candidate.passed else ("failed", "bold red")
             top = dataclasses.replace(top, facts=[named("policy", word, style)])
@@ -69,7 +70,7 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         table = Section(id=f"scores-{number}", heading=f"Scores of {candidate.side.path}",
                         body=[score_table(candidate)])  # fmt: skip
         details = [
-            Section(id=f"score-{number}-{place}", title=name_of(task), body=[
+            Section(id=f"score-{number}-{place}", title=name_of(task), verbose=several, body=[
                 named(*fact, indent=2, width=16) for fact in facts_of(task, verbose=verbose)
                 if fact[0] != "verdict" or several
             ])
@@ -80,9 +81,14 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         if report.captured is not None and candidate is report.candidates[-1]:
             prompts = count(report.captured.num_prompts, "prompt")
             told.append(named("captured", f"{prompts} recorded in {report.captured.path}"))
+        if not verbose and not several and candidate.tasks[0].test != "unpaired":
+            rest = "every band, what such scores can tell: add -v"
+            told.append(named("more", rest, "dim"))
         last = Section(id=f"notes-{number}", heading="Notes", body=told)
         documents.append(Document(
-            headline=top, why=candidate.reasons,
+            headline=top, why=[
+                why for why in candidate.reasons if not said & {why, why.partition(": ")[2]}
+            ],
             known=[_side("A", report.reference), _side("B", candidate.side)],
             sections=[*[table] * (several or verbose), *details, *[last] * bool(told)],
             next=report.next if candidate is report.candidates[-1] else (),
@@ -146,12 +152,14 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
     holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
     yield "chance", f"p = {_p(task.p_value)} ({words[task.test or 't']}{holm})"
-    yield from _bands(task)
+    if verbose:
+        yield from _bands(task)
     least = "only beyond what such scores can have: they are too few"
     if task.smallest_difference is not None:
         least = f"of {_number(task.smallest_difference)} in four of five such evaluations"
     narrowest = f"the narrowest band it shows is ±{_number(task.shown_band)}"
-    yield "can tell", f"a true difference {least}; {narrowest}"
+    if verbose:
+        yield "can tell", f"a true difference {least}; {narrowest}"
     changed = "" if task.num_changed is None else (
         f"; {task.num_changed:,} of {held.num_paired:,} answers changed"
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from divergence.comparison.advice import beside
 from divergence.comparison.analysis import report_of
 from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.decide import check
@@ -275,10 +276,11 @@ def find_in_suites(
             total=len(result.operators),
             wrong=names,
         )
-        true = None if truth is None else truth.path
+        path = str((a if wrong_side == "reference" else b).path)
         return finding(
             "nonfinite" if nonfinite else "systematic" if many else "localized", worse,
-            command("compare", a.path, b.path, truth=true, all=True),
+            command("repro", path, site=bad[0].site, o=beside(path, "-repro"),
+                    note=fact("shown_without_model")),
             side=wrong_side, rests_on=[],
             onset=Onset(site=bad[0].site, block=None, sample=0, step=0, position=None,
                         pass_=a.records[0].pass_),

@@ -535,9 +535,9 @@ def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | N
     what = sentence(fact("experiments.with_variables", command=words[1]))
     check_process(done.returncode, what)
     if done.returncode != 0:
+        error, *rest = done.stderr.strip().rpartition("error: ")[2].splitlines() or ["no message"]
+        tries = [line.strip().removeprefix("try:").strip() for line in rest if "where:" not in line]
         raise (FaultError if done.returncode == FaultError.exit_code else ModelError)(
-            f"{what} failed (exit {done.returncode})",
-            where=str(out),
-            hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
+            f"{what} failed (exit {done.returncode}): {error}", where=str(out), hint=tuple(tries)
         )
     return Run.open(out)

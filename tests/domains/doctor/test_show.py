@@ -34,14 +34,21 @@ def nasty(checkup, text):
 
 
 def markdown(checkup):
-    return document_markdown(checkup_document(checkup), made_by="`divergence doctor --markdown` 1")
+    whole = checkup_document(checkup, verbose=True)
+    return document_markdown(whole, made_by="`divergence doctor --markdown` 1")
 
 
 def test_the_answer_is_short(checkup):
-    """The verdict first, then eight points, seven rungs, and what to run."""
+    """The verdict first, what fails of the points and rungs, and what to run; with -v all eight
+    points and seven rungs."""
     lines = [one.text for one in document_lines(checkup_document(checkup))]
     assert lines[0].startswith("DIVERGED: the error is made at model.layers.1:out")
-    assert len(lines) <= 30
+    assert len(lines) <= 18
+    assert "points  7 of 8 points pass" in lines
+    assert [line.split()[:2] for line in lines if line.startswith("  FAIL")] == [
+        ["FAIL", "8"], ["FAIL", "prefill"],
+    ]  # fmt: skip
+    lines = [one.text for one in document_lines(checkup_document(checkup, verbose=True))]
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
     assert len(numbered) == 8
     assert all(len(line) <= 80 for line in numbered[:7])

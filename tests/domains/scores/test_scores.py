@@ -112,7 +112,7 @@ def test_as_many_documents_are_needed_wherever_it_is_said(num, table):
     a, b = flipped(num, 4, 3)
     task = scores(table("a", a), table("b", b)).candidates[0].tasks[0]
     needed = f"some {task.bands[0].needed:,} documents would"
-    first = next(text for name, text in facts_of(task) if name == "band")
+    first = next(text for name, text in facts_of(task, verbose=True) if name == "band")
     assert needed in task.summary and needed in first
 
 

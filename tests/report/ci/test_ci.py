@@ -173,7 +173,7 @@ def test_a_parser_of_ci_servers_reads_the_file(failing, hostile):
 def test_annotations_are_escaped_by_the_runners_rules(failing, hostile):
     """One line each, ten at most, %, line ends and the property's own signs escaped."""
     assert annotation_lines(failing)[0].startswith(
-        "::error title=divergence check%3A verdicts::the verdict is DIVERGED (localized); the "
+        "::error title=divergence check%3A verdicts::DIVERGED (localized); the "
         "policy allows IDENTICAL (identical), OK (within_floor). Known differences do not excuse it"
     )
     lines = annotation_lines(hostile)

@@ -91,8 +91,8 @@ def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence
                 marks=[block.marks[number] for number in wrong], more="-v lists them",
                 title=f"worst of {block.title or section.title}",
             )  # fmt: skip
-            is_legend = isinstance(following, Sentence) and following.style == "dim"
-            return cut_down, following if is_legend else None
+            legend = following if isinstance(following, Sentence) else None
+            return cut_down, legend if legend is not None and legend.style == "dim" else None
     return None
 
 

@@ -72,6 +72,27 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
     assert any("-deep" not in command for command in offered) == (faulty == "candidate")
 
 
+def test_nothing_is_offered_that_cannot_work(tmp_path, llama, invoke):
+    """No measuring of runs that have no tensor in common, no repeating of a run that no capture
+    makes, nothing of a damaged run."""
+    model = capture(llama, out=tmp_path / "model", prompts=["Snow fell on"], max_new_tokens=1,
+                    probe=False, dtype="float32", truth="no")  # fmt: skip
+    suite = capture("suite:quick", out=tmp_path / "suite", sites=["argmax.float32.odd*"])
+    apart = compare(model, suite).verdict
+    assert apart.kind == "incomparable" and not any("--force" in text for text in apart.next)
+    assert "digests are not recorded" in apart.summary and "other weights" not in apart.summary
+    code, _, err = invoke("probe", "-o", "probe", "--quick")
+    assert code == 0, err
+    assert compare("probe", "probe").verdict.next == []
+    assert compare(suite, suite).verdict.next[0].startswith("divergence capture --like ")
+    tensors = max((suite.path / "tensors").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    code, out, _ = invoke("inspect", str(suite.path), "--verify")
+    assert code == 2 and "DAMAGED" in out and "next" not in out.splitlines()
+
+
 CASES = {
     "healthy": {},
     "one block": {"plants": ["model.layers.1.mlp:out=scale:1.3"]},
@@ -139,12 +160,17 @@ JOURNEYS = {
         "sensitivity a --candidate b --faults scale --blocks 0",
     ),
     "selfcheck": ("selfcheck MODEL --only again,attention --max-new-tokens 2",),
+    "collectives": (
+        "capture suite:collectives --ranks 2 -o a --sites all_reduce.float32.odd* "
+        "--plant all_reduce=bfloat16@1",
+        "compare a",
+    ),
     "selfcheck that keeps its runs": (
         "selfcheck MODEL --only attention --max-new-tokens 2 --keep runs",
     ),
 }
 """Commands; of the last one, what it offers is run as well."""
-WHOLE = ("suite", "probe", "training", "alone")
+WHOLE = ("suite", "probe", "training", "alone", "collectives")
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,14 @@ _WRONG = ("onset", "odd", "flagged", "wrong")
 
 
 def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
-    """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is
-    long."""
+    """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
+    then fewer reasons."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make, width = (_without_blocks, MAX_WIDTH) if without_blocks else (_screen, WIDTH)
     whole = document(report) if without_blocks else opening_of(report)
-    for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else 0, -1):
+    for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
         lines = document_lines(make(report, whole, num_rows, more))
+        width = width if num_rows > 1 else MAX_WIDTH
         if sum(len(fold(item, width)) for item in lines) <= HEIGHT:
             break
     return lines
@@ -99,7 +100,7 @@ def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence
 def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Document:
     verdict = report.verdict
     # the first fact behind a verdict that is more than that all is well
-    most = num_rows if verdict.kind in ("incomparable", "undetermined") else 1
+    most = num_rows if verdict.kind in ("incomparable", "undetermined") else min(1, num_rows)
     told = [item["what"] for finding in report.findings for item in finding.headline]
     facts = [] if is_quiet(report) else [
         item for item in verdict.evidence[:most] if item["what"] is None or item["what"] not in told
@@ -109,7 +110,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
     why = [named("" if number else "because", shortened(text, _MOST_OF_FACT))
            for number, text in enumerate(texts)]  # fmt: skip
-    worst = _worst(report, num_rows)
+    worst = _worst(report, max(1, num_rows))
     every = any(site.block for site in report.sites)
     rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
     hint = _hint(report, rest, more)

@@ -601,13 +601,9 @@ def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
     return list({column.title: column.meaning for column in columns if column.meaning}.items())
 
 
-_LEAST_SHARE = 0.005
-"""Of a limit: what is printed as 0% tells no prompt from another."""
-
-
 def _prompts(report: Report) -> Table | None:
     rows = prompt_usage(report)
-    if len(rows) < 2 or rows[0][0] < _LEAST_SHARE:
+    if len(rows) < 2:
         return None
     beyond = sum(usage > 1 for usage, *_ in rows)
     none = f"{count(len(rows), 'prompt')}, none beyond a limit"

@@ -74,7 +74,8 @@ def captured_document(
     if like is not None and settings.compute_dtype is not None:
         commands = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
     elif like is not None:
-        commands = [command_line("compare", os.fspath(like), path), *commands[1:]]
+        whole = commands[-1:] if "whole" in plan.passes else []
+        commands = [command_line("compare", os.fspath(like), path), *whole]
     num_records = len(records) or manifest.sizes.num_records  # not at hand: on several disks
     text = f"{path}: {count(num_records, 'record')}, {stored(manifest)}"
     top = Headline("", f"{done} {text}", "green", facts)

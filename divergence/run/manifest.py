@@ -924,7 +924,8 @@ class Manifest(_Strict, kw_only=True):
         """Can `capture --like` make it again? A suite can, and a model that ran on tokens."""
         samples = self.tokens.samples
         known = bool(samples) and all(sample.prompt_ids for sample in samples)
-        return self.model.source.startswith(SUITE) or (known and not self.scores_alone)
+        made_here = not self.scores_alone and not self.is_of_a_module
+        return self.model.source.startswith(SUITE) or (known and made_here)
 
     @property
     def model_dtype(self) -> str:

@@ -52,7 +52,7 @@ def test_a_pair_made_of_tensors_is_not_captured_again(tmp_path, llama, invoke):
         assert invoke(*command.partition("   #")[0].split()[1:])[0] == 0
     with pytest.raises(RunFormatError, match="has no tokens") as caught:
         capture(like=a, out=tmp_path / "c")
-    assert "inputs=" in caught.value.hint
+    assert "divergence.record(" in caught.value.hint
 
 
 @pytest.mark.parametrize("faulty", ["reference", "candidate"])

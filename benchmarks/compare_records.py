@@ -8,8 +8,8 @@ The runs: 30 blocks' inputs and outputs in as many decode steps as are needed, b
 tensors alike: the reference and the candidate are a float64 run rounded twice (by two noises of
 half a unit), which is the truth. Each round compares in a process of its own, with and without the
 truth, and by another checkout of this project in turns. The clock starts when everything is
-imported; opening the runs and writing the report are in it. A second table has the seconds, and the
-peak of resident memory, of which some 220 MB are torch's. ``--runs``: that table of these runs, and
+imported; opening the runs and making the report are in it. A second table has the seconds, and the
+peak of resident memory. ``--runs``: that table of these runs, and
 the seconds of the whole command, start-up included, which is what a user waits for.
 """
 
@@ -43,7 +43,6 @@ TIMED = """
 import re, sys, time
 from divergence import compare
 from divergence.comparison import api
-import torch
 import divergence.analyses.blocks.find, divergence.analyses.ends.find
 start = time.perf_counter()
 report = compare(*sys.argv[1:3], truth=sys.argv[3] if len(sys.argv) > 3 else None)

@@ -27,8 +27,9 @@ HEAD = """\
 
 `compare --json`, `check --json` and `Report.load` share these types; in Python a key is an
 attribute of the same name (`pass` is `pass_`). A number that is no finite one is a string (`"nan"`,
-`"inf"`). `reference` is A on every screen, `candidate` is B. Keys without a description say what
-their name says; words are in the [glossary](glossary.md), facts in [facts](facts.md).
+`"inf"`). `reference` is A on every screen, `candidate` is B. Each entry of `sites` is a line. Keys
+without a description say what their name says; words are in the [glossary](glossary.md), facts in
+[facts](facts.md).
 """
 
 

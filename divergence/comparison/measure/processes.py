@@ -6,7 +6,7 @@ Rank 0 does what one process does alone, in the same order, and so gives the sam
 the looking at pairs is shared: reading, checking and measuring, which is nearly all of the work.
 Rank 0 gives every rank its pairs, by bytes, and takes what was found of them as it judges in the
 alignment's order. All metrics of a pair are made by one process, as they are alone: so they are
-equal bit for bit, whatever the number of ranks (given as many torch threads each).
+equal bit for bit, whatever the number of ranks (given as many threads each).
 
 A pair is never split. Its metrics are sums over rows, so it could be, but what the ranks finish
 together is bounded by the largest tensor alone, which in a capture is a small part of one rank's

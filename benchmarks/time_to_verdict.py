@@ -259,7 +259,10 @@ def grow(what: str, rounds: int, folder: Path) -> None:
     from capture_overhead import peak_again, peak_bytes
 
     from divergence import capture, compare
+    from divergence.cli.garbage import hold, release
 
+    hold()
+    release()  # as in the commands
     costs: dict[str, dict[int, list[tuple[float, float]]]] = {}
     a, b, alike = folder / "a", folder / "b", {"force": True, "probe": False}
     for number in range(rounds + 1):

@@ -29,7 +29,7 @@ INSIDE = {
         analyses.blocks.find analyses.blocks.onset analyses.blocks.rounding analyses.blocks.sides
         analyses.blocks.structure analyses.blocks.units analyses.code.find analyses.ends.find
         analyses.operators.find analyses.operators.measure analyses.operators.operands
-        analyses.precision.audit analyses.tokens.find analyses.tokens.measure comparison.advice
+        analyses.precision.audit analyses.tokens.find analyses.tokens.measure
         comparison.align.coverage comparison.background comparison.calls comparison.experts
         comparison.limits comparison.measure.judge comparison.measure.processes
         comparison.measure.truth comparison.preflight.code experiments.explain

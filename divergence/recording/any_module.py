@@ -26,7 +26,7 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
 from divergence.options.commands import CaptureOptions
 from divergence.recording.dispatch import argument_names, input_leaves
-from divergence.recording.engines.derived import derived_state
+from divergence.recording.engines.derived import derived_state, note_changes
 from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, provenance
@@ -83,6 +83,8 @@ class Recording:
             recorder.begin(sample=number, batch=1, num_tokens=0)
             with recorder.installed(), torch.no_grad():
                 results.append(self._module(*args, **kwargs))
+            if recorder is self._recorders[0]:
+                note_changes(self._module, self._manifest.model.derived, number)
         return results[0]
 
     def repeat(self) -> None:

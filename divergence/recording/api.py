@@ -50,6 +50,7 @@ from divergence.recording.cases import (
     suite_meant,
     truth_of_cases,
 )
+from divergence.recording.code import note_other_numbers
 from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import (
     DEFAULT,
@@ -671,7 +672,10 @@ class Capture:
 
     def _note_tokens(self, writer: RunWriter, group: list[int], result: GroupResult) -> None:
         """Writes down the tokens of a group, and what the model derived anew meanwhile."""
-        note_changes(self.loaded.module, writer.manifest.model.derived, group[-1])
+        identity = writer.manifest.model
+        note_changes(self.loaded.module, identity.derived, group[-1])
+        with contextlib.suppress(Exception):  # modules are anybody's code
+            note_other_numbers(self.loaded.module, identity.code, group[-1])
         tokens, like = writer.manifest.tokens, self.request.like
         for place, number in enumerate(group):
             sample = self.samples[number]

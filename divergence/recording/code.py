@@ -377,19 +377,38 @@ _PLACEHOLDERS = "transformers.distributed.pipeline_parallel"
 """What stands for the blocks of another stage computes nothing."""
 
 
-def code_notes(model: nn.Module) -> dict[str, CodeNote]:
-    """A note on each class of module in ``model``."""
+def _by_class(model: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+    """By what its class is called in notes: the class, and its modules by path."""
     groups: dict[type, dict[str, Any]] = {}
     for path, module in model.named_modules():
         if type(module).__module__.startswith(_PLACEHOLDERS):
             continue
         groups.setdefault(_own_class(type(module)), {})[path or ROOT] = module
     names = Counter(kind.__name__ for kind in groups)
+    return {
+        kind.__name__ if names[kind.__name__] == 1
+        else f"{module_text(kind.__module__)}.{kind.__name__}": (kind, modules)
+        for kind, modules in groups.items()
+    }  # fmt: skip
+
+
+def note_other_numbers(model: nn.Module, notes: Mapping[str, CodeNote], sample: int) -> None:
+    """Notes which numbers modules no longer hold as they did. ``sample``: the prompt that has just
+    run."""
+    for name, (_, modules) in _by_class(model).items():
+        note = notes.get(name)
+        if note is None or note.changed_after is None:
+            continue
+        now = attributes_of(modules)
+        for key in note.attributes.keys() & now.keys() - note.changed_after.keys():
+            if now[key] != note.attributes[key]:
+                note.changed_after[key] = sample
+
+
+def code_notes(model: nn.Module) -> dict[str, CodeNote]:
+    """A note on each class of module in ``model``."""
     notes: dict[str, CodeNote] = {}
-    for kind, modules in groups.items():
-        name = kind.__name__
-        if names[name] > 1:
-            name = f"{module_text(kind.__module__)}.{name}"
+    for name, (kind, modules) in _by_class(model).items():
         note = _note(kind, modules)
         if note is not None:
             notes[name] = note
@@ -449,6 +468,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
         places=sorted({starred(path) for path in modules}),
         attributes=attributes_of(modules),
+        changed_after={},
         odd={path: digest for path, digest in digests.items() if not own or digest != usual},
     )
 

@@ -160,6 +160,9 @@ class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     attributes: dict[str, str | ModuleNumbers] = {}
     """Plain numbers and switches that the modules hold, by name: one value where all have the
     same. (Text with ``;`` of earlier versions: most modules' value, then others'.)"""
+    changed_after: dict[str, Count] | None = None
+    """Of these those that changed while the run was made → the prompt behind which they first had.
+    None where nobody looked."""
 
 
 class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

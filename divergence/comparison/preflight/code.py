@@ -19,6 +19,7 @@ from divergence.run.manifest import CodeNote, Manifest, ModuleNumbers
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_operator_site, natural_key, starred
+from divergence.words import SIDES
 
 # Whose truth is it? A truth belongs to the code and the weights of the reference.
 #
@@ -210,6 +211,13 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
             add("attribute", name=name, key=key, reference=reference, candidate=candidate,
                 paths=paths, where=paths[0] if len(paths) == 1 else None,
                 num=len(paths) if len(paths) > 1 else None)  # fmt: skip
+    ours, theirs = a.changed_after, b.changed_after
+    if ours is not None and theirs is not None:  # what changes on both sides counts something
+        for key in sorted(
+            (ours.keys() ^ theirs.keys()) & a.attributes.keys() & b.attributes.keys()
+        ):
+            sample = ours.get(key, theirs.get(key))
+            add("attribute_changed", name=name, key=key, side=SIDES[key in theirs], sample=sample)
     if a.compiled != b.compiled:
         add("compiled", name=name, reference=a.compiled or None, candidate=b.compiled or None)
     if differences:

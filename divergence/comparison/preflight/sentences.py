@@ -41,6 +41,9 @@ SENTENCES: Mapping[str, str] = {
     "replaced_of_torch": "{what:list ; } on {side:letter}",
     "wrapped": "{name}: {what}, on {side:letter}",
     "attribute": "{name}.{key} {reference} / {candidate}[[ in {where}]][[ in {num} modules]]",
+    "attribute_changed": (
+        "{name}.{key} changed while running, on {side:letter}, while prompt {sample} ran"
+    ),
     "compiled": (
         "{name}: {reference:none=not compiled|*={reference}} on A, "
         "{candidate:none=not compiled|*={candidate}} on B"
@@ -68,7 +71,7 @@ SENTENCES: Mapping[str, str] = {
     "derived": "{names:names}: {how}",
     "derived_changed": (
         "changed while running, {side:none=on both sides, at different prompts|*=on {side:letter}, "
-        "after prompt {sample}}"
+        "while prompt {sample} ran}"
     ),
     "derived_dtypes": "{reference} / {candidate}, equal values but for rounding",
     "derived_behind": "other values behind the first {num}",

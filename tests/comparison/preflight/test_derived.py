@@ -91,5 +91,30 @@ def test_what_is_lost_while_the_model_runs_is_told_with_the_prompt(reference, tm
 
     report, line = line_of(reference, tmp_path / "b", sleepy)
     assert line.status == "differs"
-    assert "changed while running, on B, after prompt 1" in sentence(line.details[0])
+    assert "changed while running, on B, while prompt 1 ran" in sentence(line.details[0])
     assert report.verdict.kind not in ("identical", "within_floor")
+
+
+def test_a_number_that_changes_while_the_model_runs_is_told_with_the_prompt(reference, tmp_path):
+    """As code that sets a scale by the first long prompt, and leaves it so."""
+
+    def prepare(model):
+        calls = []
+
+        def rescale(module, args):
+            calls.append(1)
+            if len(calls) > 1:
+                for block in model.model.layers:
+                    block.self_attn.scaling = 0.3
+
+        model.register_forward_pre_hook(rescale)
+        return model
+
+    candidate = capture(like=reference, out=tmp_path / "b", prepare=prepare, probe=False)
+    notes = candidate.manifest.model.code["LlamaAttention"]
+    assert notes.changed_after == {"scaling": 1}
+    assert reference.manifest.model.code["LlamaAttention"].changed_after == {}
+    report = compare(reference, candidate)
+    (line,) = [line for line in report.preflight if line.check == "code"]
+    texts = " ".join(sentence(item) for item in line.details)
+    assert "LlamaAttention.scaling changed while running, on B, while prompt 1 ran" in texts

@@ -75,8 +75,14 @@ def import_dump(
     with read_as("a dump's writer", where=folder.place):
         form = next((form for form in tried if form.recognise(folder)), None)
     if form is None and layout == "auto":
+        damage = ""
+        if len(folder.names) == 1 and folder.names[0].endswith(".json"):
+            try:
+                folder.json(folder.names[0])
+            except DumpError as error:
+                damage = f": {error.message}"
         raise DumpError(
-            "the folder is no dump that is known", where=str(folder.path),
+            f"the folder is no dump that is known{damage}", where=str(folder.path),
             hint=f"--format {', '.join(LAYOUTS)}, or files of .npy, .pt or .safetensors with --map",
         )  # fmt: skip
     if form is None:

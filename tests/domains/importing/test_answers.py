@@ -102,6 +102,13 @@ def test_what_is_no_answer_is_refused(text, words, tmp_path):
         import_dump(file, out=tmp_path / "a")
 
 
+def test_a_file_that_was_cut_off(tmp_path):
+    """What is wrong is said, though nobody knows what it was."""
+    (tmp_path / "a.json").write_text(json.dumps(chat())[:300])
+    with pytest.raises(DumpError, match="no JSON, or was cut off"):
+        import_dump(tmp_path / "a.json", out=tmp_path / "a")
+
+
 def slime(folder, *, shift=0.0):
     """What --save-debug-rollout-data and --save-debug-train-data leave."""
     folder.mkdir()

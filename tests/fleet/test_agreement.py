@@ -98,7 +98,8 @@ def test_the_sentence_says_what_is_known():
 
 def record(site, digest, *, pass_="free", kind="xxh3", **changes):
     values = {"pass_": pass_, "sample": 0, "step": 0, "site": site, "rank": 0, "dtype": "float32",
-              "shape": (2,), "positions": None, "xxh3": None, "fold": None}  # fmt: skip
+              "shape": (2,), "positions": None, "xxh3": None, "fold": None,
+              "checksum": None}  # fmt: skip
     return SimpleNamespace(**values | {kind: digest} | changes)
 
 

@@ -82,7 +82,7 @@ def test_markdown_ends_with_who_made_it(checkup):
     """So that a reader can make it again."""
     text = markdown(checkup)
     assert "`divergence doctor --markdown`" in text
-    assert "| FAIL | prefill | <code>the error is made at model.layers.1:out</code> |" in text
+    assert "| FAIL | prefill | <code>the error is made at model.layers.1:out" in text
     assert "<code>A" not in text.splitlines()[0]
 
 

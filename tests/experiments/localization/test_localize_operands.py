@@ -67,7 +67,8 @@ def test_another_scalar_is_named_with_both_values_and_two_reproducers(recorded, 
     a = recorded(dtype)
     b = capture(like=a, out=tmp_path / "b", prepare=another_scale)
     result = localize(a, b, out=tmp_path / "work", prepare_candidate=another_scale)
-    text = "\n".join(line.text for line in document_lines(localization_document(result)))
+    whole = localization_document(result, every=True)
+    text = "\n".join(line.text for line in document_lines(whole))
     first = text.splitlines()[0]
     assert first.startswith(f"LOCALIZED: {BLOCK}.self_attn/aten.mul")
     assert "is called with other=0.2625 (A 0.25)" in first
@@ -102,7 +103,7 @@ def test_a_wrong_region_is_the_onset(recorded, tmp_path):
     assert "in place of one product" in result.operator.region.text
     assert result.causal.holds
     assert (result.repro, result.alone[0].side) == (None, "reference")
-    lines = [line.text for line in document_lines(localization_document(result))]
+    lines = [line.text for line in document_lines(localization_document(result, every=True))]
     assert "9 products, 8 additions and one multiplication in place of" in " ".join(lines)
 
 

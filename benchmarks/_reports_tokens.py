@@ -161,7 +161,7 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="one-token-too-many", report="ml-explore/mlx-lm#1855", letter="M", side=None,
         cause="documents shorter than the longest count one pad's log-probability",
-        runs=_one_token_too_many, kinds=("incomparable", "within_floor"),
+        runs=_one_token_too_many, kinds=("systematic",),
         words=(("that one token more is counted", r"pad|one (more )?token|21.*22"),),
     )  # fmt: skip
     template = {

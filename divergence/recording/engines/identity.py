@@ -69,8 +69,6 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     columns = torch.from_numpy(signs(rows.shape[1], 2 * NUM_SUMS)).to(tensor.device, wide)
     columns = torch.cat([columns, torch.ones_like(columns[:, :1])], 1)
-    unused = 16 - columns.shape[1]  # a product with 16 columns takes a third of one with 9
-    columns = torch.nn.functional.pad(columns, (0, unused))
     totals = torch.zeros(3 * NUM_SUMS, dtype=torch.float64)
     square = 0.0
     step = max(1, _MOST_AT_ONCE // max(1, rows.shape[1]))
@@ -78,7 +76,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
         part = rows[start : start + step].to(wide)
         by_place = torch.from_numpy(signs(len(part), 2 * NUM_SUMS, start)).to(tensor.device, wide)
         square += float(torch.linalg.vector_norm(part)) ** 2
-        by_column, by_both, total, _ = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1, unused], 1)
+        by_column, by_both, total = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1], 1)
         by_row = total * by_place[:, :NUM_SUMS]
         by_both = by_both * by_place[:, NUM_SUMS:]
         totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).cpu().double()

@@ -31,6 +31,8 @@ from divergence.words import shortened
 WIDTH, HEIGHT = 80, 18
 _NUM_ROWS = 5
 _MOST_WHY = 3
+_BY_REASONS = ("incomparable", "undetermined")
+"""Verdicts whose reasons tell more than sizes do."""
 _MOST_OF_FACT = 240
 """Letters of a fact behind the verdict."""
 _OF_ALL = ("", "settings", "tokens", "notes", "coverage")
@@ -43,7 +45,8 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
     then fewer reasons."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
-    make, width = (_without_blocks, MAX_WIDTH) if without_blocks else (_screen, WIDTH)
+    make = _without_blocks if without_blocks else _screen
+    width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
     whole = document(report) if without_blocks else opening_of(report)
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
         lines = document_lines(make(report, whole, num_rows, more))
@@ -100,7 +103,7 @@ def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence
 def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Document:
     verdict = report.verdict
     # the first fact behind a verdict that is more than that all is well
-    most = num_rows if verdict.kind in ("incomparable", "undetermined") else min(1, num_rows)
+    most = num_rows if verdict.kind in _BY_REASONS else min(1, num_rows)
     told = [item["what"] for finding in report.findings for item in finding.headline]
     facts = [] if is_quiet(report) else [
         item for item in verdict.evidence[:most] if item["what"] is None or item["what"] not in told

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from divergence import Report, Run
+from divergence.recording.any_module import Recording
 
 PACKAGE = Path(__file__).parents[1] / "divergence"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -52,3 +57,36 @@ def test_no_two_public_classes_share_a_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(file.relative_to(PACKAGE).as_posix())
     assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+NAMED = re.compile(r"(?<![\w./:'\"-])(?:divergence\.)?([a-z]\w*)\.([a-z_]\w*)((?:\.\w+)*)")
+FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+SUFFIXES = {"html", "json", "md", "tar"}
+VALUES = {"run": Run, "report": Report, "recording": Recording}
+"""Values that are called as a package is: an attribute of theirs is no name of a module."""
+
+
+def prose(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of the comments and docstrings of a file."""
+    text = file.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
+        yield number, line.partition("#")[2]
+    for node in ast.walk(ast.parse(text)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield node.lineno, value.value
+
+
+def test_names_in_comments_and_docstrings_exist():
+    """``package.module.name`` is found where it says, also after what it names was moved."""
+    stale = []
+    for file in FILES:
+        for line, text in prose(file):
+            for folder, name, rest in NAMED.findall(text):
+                if folder not in FOLDERS or name in SUFFIXES or hasattr(VALUES.get(folder), name):
+                    continue
+                try:
+                    pkgutil.resolve_name(f"divergence.{folder}.{name}{rest}")
+                except (ImportError, AttributeError):
+                    stale.append(f"{file.relative_to(PACKAGE)}:{line}: {folder}.{name}{rest}")
+    assert not stale, "name what is there now: " + ", ".join(stale)

@@ -1,6 +1,6 @@
 """The decision: findings in, one verdict out. Nothing else makes a verdict.
 
-1. Of the findings that convict, the first of ``PRECEDENCE`` is the verdict; of those of one rank,
+1. Of the findings that convict, the first of ``CLAIMS`` is the verdict; of those of one rank,
    what happens first. The others stand beside it.
 2. A rank that disagrees with its replicas is named where it comes first, or nothing else is wrong.
 3. An operator makes the place more precise, or convicts where the blocks are quiet. Where it blames

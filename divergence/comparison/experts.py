@@ -215,7 +215,7 @@ def _gap(experts_a: np.ndarray, experts_b: np.ndarray, values: np.ndarray) -> fl
 # farther off than rounding is judged at the router, like any other result. Nor does rounding choose
 # an expert twice.
 #
-# Known only where every side recorded the choice (recording.model.structure), else None.
+# Known only where every side recorded the choice (recording.structure), else None.
 # The free pass tells nothing: one rerouted token changes all later ones.
 
 

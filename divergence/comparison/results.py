@@ -58,7 +58,7 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phase(self) -> str:
-        """One of run.schema.site.PHASES."""
+        """One of run.site.PHASES."""
         return phase_of(self.site, self.step)
 
 
@@ -331,7 +331,7 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     block: str | None = None
     """Module path of the repeated block that the site is or lies in; None outside all blocks."""
     role: str | None = None
-    """Part in the model: ``block``, ``trunk`` or ``inner`` (run.schema.manifest.ModuleNote)."""
+    """Part in the model: ``block``, ``trunk`` or ``inner`` (run.manifest.ModuleNote)."""
     kind: str | None = None
     """Class of the module."""
     shape: tuple[int, ...]
@@ -443,7 +443,7 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phase(self) -> str:
-        """One of run.schema.site.PHASES."""
+        """One of run.site.PHASES."""
         return phase_of(self.site, self.step)
 
     @property

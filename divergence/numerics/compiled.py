@@ -49,7 +49,7 @@ _I32, _I64 = (ir.IntType(bits) for bits in (32, 64))
 
 
 def jit(function: Function) -> Function:
-    """numba's compiler with this room's options; machine code is kept on disk where it can be."""
+    """numba's compiler with ``_OPTIONS``; machine code is kept on disk where it can be."""
     compiled: Function
     try:
         compiled = njit(cache=True, **_OPTIONS)(function)

@@ -1,7 +1,7 @@
 """The sums of a pair on an accelerator: torch operators over chunks that are sent there.
 
-The definitions are those of numerics.pairs.sums and ulp_counts, and so are the types that
-are filled: what is made of the sums cannot tell where they were added up. Everything is float64; a
+The definitions are those of numerics.sums and numerics.ulp, and so are the types that are
+filled: what is made of the sums cannot tell where they were added up. Everything is float64; a
 device without it is refused, since a float32 sum over a million elements is not the metric
 (float32 inside small blocks is what numpy's loops do, and takes a host's order of passes).
 Every dtype that torch can widen there is read, complex ones as their components.
@@ -11,7 +11,7 @@ streams and events: only from there do copies run beside arithmetic. Tensors tha
 budget stay on the device between the pass for the sums and the one for the distances.
 
 ``summarize_on_device`` gives a tensor's statistics on the device that it lies on: nothing is
-copied, nothing waited for. The definition is that of numerics.summaries.summary. Sums run in
+copied, nothing waited for. The definition is that of numerics.summary. Sums run in
 float64 where the device has it, and agree with the host's to 1e-12 of the rms; else in float32 over
 values scaled by the largest magnitude, to about 1e-6 of the rms, and integers beyond 2^24 are
 rounded first. ``summaries_of`` brings the numbers of many tensors to the host together.

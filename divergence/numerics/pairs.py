@@ -699,7 +699,7 @@ def median(ordered: np.ndarray) -> np.ndarray:
 # small, and their own rounding looks like a gain (PairMetrics.gain sees only a against b).
 #
 # Rows that are masked, or hold a nan or inf on any side, are left out. Sink rows (norm over
-# 10 × the median, see numerics.pair) and rows whose error is over 8 × the median row's count in
+# 10 × the median, see numerics.sums) and rows whose error is over 8 × the median row's count in
 # the rows, not in the columns: one bad token is no bad channel.
 
 _CHUNK_NUMEL = 1 << 18

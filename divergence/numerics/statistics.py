@@ -17,8 +17,7 @@ import numpy as np
 # generator: the same numbers give the same answer everywhere.
 #
 #     interval       quantiles of the mean of n prompts drawn with replacement (Efron and
-# Tibshirani,
-#                    An Introduction to the Bootstrap, 1993, ch. 13)
+#                    Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13)
 #     p value        share of the 2^n changes of sign that give as large a mean: if neither side is
 #                    above the other, each sign is a coin (Fisher, The Design of Experiments, 1935)
 #     least share    Clopper and Pearson's exact lower bound

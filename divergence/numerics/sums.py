@@ -62,12 +62,12 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics over the elements finite on both sides, in the unmasked rows. 0/0 = 0, x/0 = inf.
 
     rel_l2 = ‖d‖/‖a‖. cosine = a·b/(‖a‖‖b‖), 1 where both are zero, 0 where one is;
-    one_minus_cosine: see numerics.pairs.pair. sqnr_db = -20 log10 rel_l2 in dB (inf at 0).
+    one_minus_cosine: see numerics.pairs. sqnr_db = -20 log10 rel_l2 in dB (inf at 0).
     max_abs = max|d| in the tensors' unit; its index (None where d = 0; row-major first) and
     both values there. gain = b·a/‖a‖² - 1 = -P/A; gain_se = sqrt((Q - P²/n) n/(n-1)) / A,
     the standard error of a sum of n independent products a·d: it stays honest where the
     error is proportional to |a| (rounding) or one channel dominates; inf for n < 2.
-    ulp_*: numerics.pairs.ulp_counts, in ulp of ulp_format; None where neither is a float.
+    ulp_*: numerics.ulp.UlpCounts, in ulp of ulp_format; None where neither is a float.
     token_rel_l2_*: median, 99th percentile (inverted cdf), max over rows of ‖d_t‖/‖a_t‖ and
     the first row with the max (in the leading dims, flattened; None without rows).
     channel_rel_l2_max = max over c of ‖d_c‖ / max(‖a_c‖, u·‖a‖/sqrt(C)), u the unit roundoff of
@@ -79,10 +79,10 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reference_nan ... candidate_inf: counts in the unmasked rows. Of the infinities ``*_neginf``
     are those below; nonfinite_differ: places where the sides do not agree in kind or sign,
     ``*_alone`` those of them where the other side is finite, mask_alike those where -inf stands
-    against a finite value that means the same in a mask (numerics.pairs.sums). identical: same
+    against a finite value that means the same in a mask (``NEVER``). identical: same
     dtype, shape and bytes, masked or not.
     numel: elements of the unmasked rows; num_finite: those of them that were measured.
-    What is estimated from sketches (numerics.summaries.estimate) leaves None what needs elements.
+    What is estimated from sketches (numerics.estimate) leaves None what needs elements.
     Complex tensors are measured as their components; max_abs is a component's, the values
     there too, and a channel is a complex one.
     """
@@ -133,7 +133,7 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 # A tensor as a grid of rows, read in blocks that stay in cache and hold exact floats.
 #
-# Everything in this room streams: a tensor may be a memory map larger than memory, so
+# Everything in numerics streams: a tensor may be a memory map larger than memory, so
 # it is never copied whole and never written to. A block is either a view of the
 # tensor (float32, float64) or its widening into a caller's buffer. bfloat16, float16,
 # float8, bool and 8/16-bit integers are exact in float32; everything else goes to

@@ -23,14 +23,14 @@ import msgspec
 #
 # That is the whole declaration. Derived from it: the parameter of the command line (cli.signature),
 # the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
-# of the Python API gave (recording.wishes), the place in the manifest where it is written
+# of the Python API gave (recording.prompts), the place in the manifest where it is written
 # and from where ``--like`` takes it (recording.request), whether a suite of cases may be
 # given it (recording.cases), and the words of a command that is run elsewhere (experiments).
 #
 # The field's type is that of the plain value. ``capture`` takes most of its options in groups, that
 # is in classes of them. Other functions of the Python API repeat names and defaults, since type
 # checkers and ``help()`` read nothing but a written signature; a test holds
-# them equal to the struct. A key of the manifest is written down in run.schema.manifest as well:
+# them equal to the struct. A key of the manifest is written down in run.manifest as well:
 # that is the format of files, which must not change because an option was renamed.
 
 

@@ -19,7 +19,7 @@ device memory; beyond that the hook waits for the oldest copy. Tests run this on
 accelerator whose kernels and copies are late (tests/device); it has not run on a real one yet.
 
 Digests, statistics and projections are computed on the tensor's device and stream, without a copy
-or a wait in the hook. The writer's thread fetches them in batches (run.writing.reduction).
+or a wait in the hook. The writer's thread fetches them in batches (run.writer.Reducer).
 """
 
 from __future__ import annotations

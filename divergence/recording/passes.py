@@ -410,7 +410,7 @@ class RepeatSink:
 
 
 class FloorSink:
-    """Sums a run's own error while its float64 pass runs (run.floor).
+    """Sums a run's own error while its float64 pass runs (run.reader.OwnFloor).
 
     A's recorded tensor is read as its inputs are; the float64 one goes on to ``sink``, if it is to
     be kept. The sums are written when the pass is over, into shards of their own: a golden takes

@@ -34,7 +34,7 @@ from divergence.words import markdown_code, printable
 
 # What tells of people and places, taken out of text that is to be sent.
 #
-# Runs hold no host name, user or environment beyond a list (recording.machine.environment); what is
+# Runs hold no host name, user or environment beyond a list (recording.machine); what is
 # left are paths, as they were typed, and labels. Runs named by a path are called A, B and TRUTH; of
 # any other path below a root or a home only the last name is kept; this machine's host and user
 # names are taken out wherever they are words of their own. Keys and passwords are recorded nowhere;

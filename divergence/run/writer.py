@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 # to the writer. In the mode
 #
 # ``full``    nothing is taken over but what ``held`` holds;
-# ``sketch``  floats are sketched (numerics.sketch says which), other tensors stay whole;
+# ``sketch``  floats are sketched (numerics.summaries says which), other tensors stay whole;
 # ``stats``   summary and digest; ``hash``: the digest alone.
 #
 # An item that a device has reduced already (``CapturedTensor.reduced``, recording.keeper) has

@@ -40,7 +40,7 @@ from divergence.words import SIDES, SideOrBoth, grouped, other_side
 # Nan and inf: the first place where a result is no number, and which side it is on.
 #
 # Two sides agree at an element where both are finite, both nan, or both the same infinity
-# (numerics.pairs.sums): nan at other places, or +inf against -inf, is a difference although the
+# (numerics.sums): nan at other places, or +inf against -inf, is a difference although the
 # counts are equal. Where both agree, a result is still no result: nan, +inf, or -inf in a block's
 # output or input, is a verdict on both sides, however equal the bits are.
 #

@@ -513,7 +513,7 @@ class JudgedFamily:
 
 @dataclass(slots=True)
 class Unit:
-    """All results of one site in one pass and phase (run.schema.site.PHASES), judged together."""
+    """All results of one site in one pass and phase (run.site.PHASES), judged together."""
 
     site: str
     pass_: str

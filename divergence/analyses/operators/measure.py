@@ -91,9 +91,9 @@ class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
     order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
     feed it, also through calls without a partner. ``own``: what each side's region adds by itself
-    (operators.products). ``padded``: a forward has pads. ``untold``: pads may be among what
-    differs, and the axes do not tell which they are. ``columns``: what is usual in each column of
-    the result, in a decode step as in the prefill (numerics.operator)."""
+    (analyses.operators.operands). ``padded``: a forward has pads. ``untold``: pads may be among
+    what differs, and the axes do not tell which they are. ``columns``: what is usual in each column
+    of the result, in a decode step as in the prefill (numerics.operator)."""
 
     match: Match
     phase: str
@@ -449,8 +449,8 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # and it is the onset if nothing before it is wrong. Other dims, flags or dtypes are told, and flag
 # nothing by themselves: the same job can be asked for in several ways.
 #
-# A region of products and additions is held against an ideal product (operators.products): beyond
-# ``Thresholds.operator_roundings`` the side that rounds so often is named.
+# A region of products and additions is held against an ideal product (analyses.operators.operands):
+# beyond ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""

@@ -44,7 +44,7 @@ from divergence.run.record import Call, Operand, Record, other_scalars, scalar_w
 # A scalar or keyword argument (an attention scale, an epsilon, a flag) is an operand too, and a
 # difference in it is a fact, not a measurement: two calls with other numbers do other jobs. So are
 # constants: small tensors, masks and integers made outside the recorded modules, and small buffers.
-# Numbers are compared as they stand in the record (run.schema.scalars); small floating-point
+# Numbers are compared as they stand in the record (run.record.other_scalars); small floating-point
 # constants may differ by 4 u of their dtype, two roundings of two values each within one ulp;
 # integers and masks must be equal. Large tables (rotary angles) count as tensors, since correct
 # code makes them differ by more.

@@ -535,7 +535,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     only_candidate: list[Skipped] = []
     skipped: list[Skipped] = []
     used: set[Coordinates] = set()
-    # tensors that a run's ranks hold in parts which make none (run.unshard): with the reason
+    # tensors that a run's ranks hold in parts which make none (run.ranks): with the reason
     unmade, parts_b = _reasons(reference), _reasons(candidate)
     named = [
         (coordinates, (theirs_in, *coordinates[1:3], rename(coordinates[3])))
@@ -634,7 +634,7 @@ def _reasons(run: Run) -> dict[Coordinates, Fact]:
 
 def compared_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> list[tuple[str, str, str]]:
     """(name of the comparison, reference's pass, candidate's pass) of all that are compared tensor
-    by tensor; the escalated pass is measured apart (measure.escalated)."""
+    by tensor; the escalated pass is measured apart (comparison.measure.runs)."""
     anchored = anchored_passes(a, b, notes)
     passes = [] if anchored is None else [("anchored", *anchored)]
     return [*passes, ("free", "free", "free")]

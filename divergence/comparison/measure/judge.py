@@ -736,9 +736,9 @@ class Judge:
         """Both sides against the float64 of one of them, where no more is known than the sums of
         its error. ``judged``: None where the two are equal.
 
-        Of the side that carries the floor (run.floor) the error e is known, and the difference d of
-        the two sides. The other side's error f is not. Where one side's error has a part that the
-        other's has not, the smaller one and that part are as good as orthogonal:
+        Of the side that carries the floor (``OwnFloor``) the error e is known, and the difference d
+        of the two sides. The other side's error f is not. Where one side's error has a part that
+        the other's has not, the smaller one and that part are as good as orthogonal:
 
             d = f + e, so f² = d² - e²        the other side is the farther off, or as far by itself
             e = f + d, so f² = e² - d²        it shares a part of e, and has not the rest

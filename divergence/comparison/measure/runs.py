@@ -140,7 +140,7 @@ class SharedRounding:
 #
 # Equal digests are equal tensors. A digest that only one side has is computed from the other's
 # bytes, where it has them; of a tensor that ranks hold in parts, part by part. Where the digests
-# differ, floats are estimated from sketches (numerics.summaries.estimate); a side in full is
+# differ, floats are estimated from sketches (numerics.estimate); a side in full is
 # projected like the other, row by row of the same number. Where no sketch is left, the statistics
 # say how far apart the two are at least
 #
@@ -471,7 +471,7 @@ class Reading:
         self._truth, self._base_of = truth, base_of
 
     def read_ahead(self, pair: Pair) -> None:
-        """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
+        """Bring a pair's bytes into memory and check them; ``check`` says what is wrong."""
         with contextlib.suppress(RunFormatError):
             self.check(pair)
 

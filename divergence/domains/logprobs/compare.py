@@ -77,7 +77,7 @@ from divergence.words import SIDES, Progress, Side, common_side, grouped, other_
 # Answers that both sides drew at temperature 1: are they of one distribution?
 #
 # Drawn texts part at once, so that no token is compared; the two sets of answers are, prompt by
-# prompt (numerics.two_sample). That nothing is seen is no more than the power that stands beside.
+# prompt (``two_sample``). That nothing is seen is no more than the power that stands beside.
 
 
 def finding_of(

@@ -216,7 +216,7 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
     sequences: list[LogprobSequence] = []
     """The ones that differ most first."""
     rollout: dict[str, float] = {}
-    """What trainers call this gap, by their names (numerics.pairs.rollouts)."""
+    """What trainers call this gap, by their names (numerics.logits.rollout_metrics)."""
     rollout_side: Side | None = None
     """The side that sampled the tokens; where neither says so, the reference."""
     checks: list[RolloutCheck] = []

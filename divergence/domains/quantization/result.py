@@ -1,4 +1,4 @@
-"""What quantize() found, as typed data. Rendering lives in divergence.report.experiments."""
+"""What quantize() found, as typed data. Rendering lives in domains.quantization.show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cost(msgspec.Struct, kw_only=True, frozen=True):
     The names and definitions are those of llama.cpp's ``llama-perplexity --kl-divergence``: p is
     the floating-point model's, q the quantised one's; Δp = q - p of the token that follows. Errors
     (``_error``) are standard errors of means, tokens taken as independent; quantiles are values
-    that were seen (numerics.pairs.following).
+    that were seen (numerics.logits.row_costs).
     """
 
     num_tokens: int

@@ -322,9 +322,8 @@ def _operator(item: SuiteOperator) -> Fact:
 # Two runs of an operator suite: which operators does which side compute worse?
 #
 # Cases are paired by name, whatever the pass; only those with the same input bytes are compared.
-# Each output is held to the truth by itself (see suite.measure), so a side that is wrong
-# is named without trusting the other. Without a truth it is said how far apart the sides are, and
-# no more.
+# Each output is held to the truth by itself, so a side that is wrong is named without trusting the
+# other. Without a truth it is said how far apart the sides are, and no more.
 
 _TRUTH_PORTS = (".floor", ".gain", ".scores")
 _RANK: dict[SuiteStatus, int] = {

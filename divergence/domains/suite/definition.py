@@ -393,8 +393,8 @@ def widened(arguments: Arguments) -> Arguments:
 def truth_of(
     operator: Operator, arguments: Arguments, *, equal: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """(port, tensor) of everything a truth records of a case; see ops.suite.recording. ``equal``:
-    the inputs are all one value, see RoundingNoise."""
+    """(port, tensor) of everything a truth records of a case (domains.suite.capturing).
+    ``equal``: the inputs are all one value, see RoundingNoise."""
     wide = widened(arguments)
     forms = [
         format_of(value.dtype)

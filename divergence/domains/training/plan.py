@@ -251,8 +251,8 @@ SHARED = (*_COLUMNS, *GATHERED)
 
 def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -> None:
     """Make the weights of ``module`` (on the meta device) the first rank's part. ``styles``: module
-    path → style, as ``engines.placement.tensor_plan`` gives it. Raises ModelError where the model
-    has no plan, or one with a style that is not known here."""
+    path → style, as ``tensor_plan`` gives it. Raises ModelError where the model has no plan, or one
+    with a style that is not known here."""
     if not styles:
         raise ModelError(
             f"{type(module).__name__} has no plan for tensor parallelism",

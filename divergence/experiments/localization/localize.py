@@ -257,7 +257,7 @@ def _result(operand: Operand) -> str | None:
 #
 # Where float64 tells the two sides' code apart, it names neither: by each side's code the other is
 # wrong. What the runs recorded of their code then decides as it does for ``compare``
-# (analyses.code.doubt_of_code). Levels that blame different sides contradict each other: no side.
+# (``doubt_of_code``). Levels that blame different sides contradict each other: no side.
 
 _SIDES = ("reference", "candidate")
 _MUCH = 10.0  # times what the two codes differ by: then a tenth of the error at most is the code's

@@ -31,7 +31,7 @@ from divergence.run.manifest import (
     digest_text,
 )
 
-# What is recorded of a parameter beside its digest (run.schema.provenance), from one reading.
+# What is recorded of a parameter beside its digest (run.manifest.ParameterNote), from one reading.
 
 _MOST_AT_ONCE = 1 << 20
 _FIRST = 32

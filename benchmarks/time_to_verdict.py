@@ -61,6 +61,12 @@ except Exception:
 with torch.no_grad():
     model.generate(ids, do_sample=False, max_new_tokens=16, min_new_tokens=16, pad_token_id=0)
 """
+WRITE = """
+import sys
+from pathlib import Path
+from benchmarks.compare_records import write_runs
+write_runs(Path(sys.argv[1]), int(sys.argv[2]), 576)
+"""
 
 
 @dataclass(frozen=True)
@@ -198,9 +204,8 @@ def commands(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
 
 
 def pairs(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
-    from benchmarks.compare_records import write_runs
-
-    write_runs(folder / "pairs", NUM_PAIRS, 576)
+    first = next(iter(checkouts.values()))  # what an older one writes the newer one reads
+    run([sys.executable, "-c", WRITE, folder / "pairs", NUM_PAIRS], checkout=first)
     a, b, truth = (folder / "pairs" / name for name in ("a", "b", "truth"))
     ways: dict[str, list[object]] = {
         "text": [], "--json": ["--json"], "--truth": ["--truth", truth],

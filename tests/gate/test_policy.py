@@ -443,6 +443,7 @@ class FakeRun(SimpleNamespace):
         return cls(
             path=path,
             manifest=SimpleNamespace(
+                created="2026-01-01T00:00:00+00:00",
                 complete=tables.get("complete", True),
                 stopped_by=tables.get("stopped_by"),
                 settings=SimpleNamespace(compute_dtype=tables.get("compute_dtype")),

@@ -176,10 +176,7 @@ SENTENCES: Mapping[str, str] = {
         "no anchored pass ({of_a_module:yes=record(module, like=A) in Python|*=capture --like})"
     ),
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
-    "in_tail": (
-        "other tokens lead up to it by steps of 2 × and less, as where attention is sharp; a truth "
-        "would tell"
-    ),
+    "in_tail": ("other tokens lead up to it by steps of 2 × and less, as where attention is sharp"),
     "not_clear": "{margin:.1f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (

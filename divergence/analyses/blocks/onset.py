@@ -30,7 +30,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.limits import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
 from divergence.comparison.preflight.code import code_differences
-from divergence.comparison.results import Check, Finding, onset_at, order_of
+from divergence.comparison.results import Check, Finding, VerdictKind, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
 from divergence.words import SideOrBoth, common_side, grouped, other_side
@@ -43,8 +43,8 @@ def made_at(
     family = find_family(units, flagged, measured)
     alike = flagged
     if family is not None:  # those of its kind and side, also those that are off in other forwards
-        kind, sides = family.members[0].kind, (None, family.members[0].side)
-        alike = [unit for unit in flagged if unit.kind == kind and unit.side in sides]
+        sides = None, family.members[0].side
+        alike = [u for u in flagged if u.kind == family.members[0].kind and u.side in sides]
     first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
@@ -69,10 +69,12 @@ def made_at(
         evidence.append(fact("prefill_passes"))
     evidence += escalation.beside(first)
     everywhere = is_everywhere(first, escalation)
+    kind: VerdictKind = "localized"
+    commands = next_commands(measured, first, escalation)
     if family is None:
         side = first.side or common_side(unit.side for unit in flagged)
         by = side if side in ("reference", "candidate") else None
-        seems = not measured.anchored or first.pass_ == "free" or first.in_tail
+        seems = not measured.anchored or first.pass_ == "free"
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
@@ -80,7 +82,12 @@ def made_at(
             *([] if table is not None else _elsewhere(flagged, first)),
         ]
         evidence += _others(flagged, first)
+        if all(unit.in_tail for unit in flagged):  # rounding or a fault: both look like that
+            kind = "undetermined"
+            headline = [fact("blocks.end_of_tail", site=first.first.site, ratio=first.worst)]
+            commands = [*(measured.advice.judged() or measured.advice.truth()), *commands]
     else:
+        kind = "systematic"
         side = common_side(unit.side for unit in family.members)
         evidence = [_family_evidence(family, unexplained=measured.unexplained), *evidence]
         # who is off: every member, or some; of parameters those of other families, too
@@ -122,7 +129,7 @@ def made_at(
     headline += [fact("numbers_there", numbers=numbers)] if numbers else []
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",
-        kind="localized" if family is None else "systematic",
+        kind=kind,
         headline=headline,
         onset=onset_at(first.first),
         place=order_of(first.first),
@@ -130,7 +137,7 @@ def made_at(
         side=side,
         rests_on=checks_of(first, units, of_a_module=measured.reference.manifest.is_of_a_module),
         evidence=evidence,
-        commands=next_commands(measured, first, escalation),
+        commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
 
 
@@ -233,7 +240,9 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
         token, known = item["token"], [at for at in positions if at is not None]
         if item.code == "blocks.one_token" and set(positions) == {token}:
             return {"token": token}
-        if item.code == "blocks.beginning" and len(known) == len(units) and min(known) >= token:
+        # whatever attention does wrong spares the first token, which has itself alone
+        begins = item.code == "blocks.beginning" and token > 1
+        if begins and len(known) == len(units) and min(known) >= token:
             return {"onward": token}
     # of several prompts, the token of the same number
     looks = [

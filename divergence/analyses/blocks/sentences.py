@@ -63,6 +63,12 @@ SENTENCES: Mapping[str, str] = {
         "blocks choose experts, and a tie that goes the other way moves statistics, too: no place "
         "is judged"
     ),
+    # a token that may be off, or not
+    "end_of_tail": (
+        "one token's error at {site} is {ratio:.0f} × what rounding makes, and other tokens lead "
+        "up to it: rounding does that where attention is sharp, and so does a small fault; a truth "
+        "tells them apart"
+    ),
     # nan and inf
     "num_nonfinite": "{num} {what}",
     "nonfinite_shared": "{what:list  and } on both sides, first at {site}: equal, but no result",

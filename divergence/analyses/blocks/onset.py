@@ -29,10 +29,11 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.limits import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
-from divergence.comparison.preflight.code import code_differences
+from divergence.comparison.preflight.code import other_numbers
 from divergence.comparison.results import Check, Finding, VerdictKind, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
+from divergence.run.site import module_of
 from divergence.words import SideOrBoth, common_side, grouped, other_side
 
 
@@ -43,8 +44,8 @@ def made_at(
     family = find_family(units, flagged, measured)
     alike = flagged
     if family is not None:  # those of its kind and side, also those that are off in other forwards
-        sides = None, family.members[0].side
-        alike = [u for u in flagged if u.kind == family.members[0].kind and u.side in sides]
+        member = family.members[0]
+        alike = [u for u in flagged if u.kind == member.kind and u.side in (None, member.side)]
     first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
@@ -121,11 +122,8 @@ def made_at(
             "every_differs", off=off, site=first.first.site,
             scope=scope, cause=cause,
         )]  # fmt: skip
-    numbers = [
-        item.text
-        for item in code_differences(measured.reference.manifest, measured.candidate.manifest)
-        if item.text.code == "preflight.attribute" and item.concerns(first.results[0].block or "")
-    ]
+    sides = measured.reference.manifest, measured.candidate.manifest
+    numbers = other_numbers(*sides, first.results[0].block or module_of(first.site))
     headline += [fact("numbers_there", numbers=numbers)] if numbers else []
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",

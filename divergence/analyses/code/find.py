@@ -13,6 +13,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.preflight.code import (
     code_differences,
     difference_texts,
+    numbers_in_doubt,
     other_code,
     replaced_in,
     truth_tells,
@@ -87,5 +88,8 @@ def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> Fact | None:
     """Why a truth of A's code does not blame B where ``block`` is off; None where it does."""
     if truth_tells(a, b, block):
         return None
+    numbers = numbers_in_doubt(a, b, block)
+    if numbers:
+        return fact("code.numbers_in_doubt", numbers=numbers)
     classes, replaced = other_code(a, b, block)[:4], replaced_in(a, block)[:3]
     return fact("code.side_in_doubt", classes=classes, replaced=replaced)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
-    "truth_of_a": "the sides run different code, the truth A's",
+    "truth_of_a": "no side named: the two run different code, the truth A's",
     "other": "other code: {what}",
     "other_in_block": "the onset's block runs other code: {what}",
     "layout": (
@@ -16,6 +16,10 @@ SENTENCES: Mapping[str, str] = {
         "the truth is far from A and near B: so a faulty A looks, and so does a truth that B's "
         "code made. The runs do not tell their code, so no side is named: make the truth again on "
         "A's machine"
+    ),
+    "numbers_in_doubt": (
+        "the models hold other numbers there ({numbers:names 2 ; }), and the truth has A's: by it "
+        "B is off, but which value is meant it cannot tell"
     ),
     "side_in_doubt": (
         "the sides run different code ({classes:list}), and the truth has A's: by it B is off, but "

@@ -357,9 +357,32 @@ def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
 
 def truth_tells(a: Manifest, b: Manifest, block: str | None) -> bool:
     """May a truth, which has A's code, tell the side? Not where the code differs, unless some was
-    replaced on B alone."""
+    replaced on B alone; nor where modules hold other numbers, unless B's are not its own
+    configuration's."""
     on_a, on_b = set(replaced_in(a, block)), set(replaced_in(b, block))
-    return on_a < on_b or not other_code(a, b, block)
+    return on_a < on_b or not (other_code(a, b, block) or numbers_in_doubt(a, b, block))
+
+
+def other_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
+    """The numbers that modules of ``block`` hold otherwise in the two runs."""
+    return [
+        difference.text
+        for difference in code_differences(a, b)
+        if difference.text.code == "preflight.attribute"
+        and (block is None or difference.concerns(block))
+    ]
+
+
+def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
+    """Those of which it is not known whose are meant: where both have one configuration, it tells
+    that B's are not, if A's value stands there and B's does not."""
+    numbers = other_numbers(a, b, block)
+    if a.model.config_digest != b.model.config_digest:
+        return numbers
+    meant = {str(value) for value in a.model.config.values()}
+    return [
+        item for item in numbers if item["reference"] not in meant or item["candidate"] in meant
+    ]
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:

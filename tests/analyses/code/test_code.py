@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
+import transformers
 
 from divergence import Run, capture, compare
 from divergence.analyses.code.find import code_evidence
@@ -301,3 +303,39 @@ def test_first_difference_of_two_texts():
     assert sentence(first_difference("x" * 100, "x" * 50 + "y" * 50)).startswith(
         "from character 50 on: '…x"
     )
+
+
+def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
+    """A's truth has A's numbers. B's configuration tells that its own are not meant, where both
+    have one."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "right")
+    model.config.rms_norm_eps = 1e-2
+    model.save_pretrained(tmp_path / "wrong")
+    how = {"prompts": [list(range(3, 30))], "max_new_tokens": 2, "dtype": "float32"}
+
+    def changed(model):
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1e-2
+
+    sides = {}
+    for name, first, second in (("other config", "wrong", "right"), ("same config", "right", None)):
+        a = capture(
+            str(tmp_path / first), out=tmp_path / f"{name} a", probe=False, truth="full", **how
+        )
+        b = capture(
+            None if second is None else str(tmp_path / second), like=a, out=tmp_path / f"{name} b",
+            probe=False, prepare=None if second else changed,
+        )  # fmt: skip
+        verdict = compare(a, b).verdict
+        assert verdict.kind == "systematic"
+        sides[name] = verdict.side
+        if second:
+            assert any(item.code == "code.numbers_in_doubt" for item in verdict.evidence)
+    assert sides == {"other config": None, "same config": "candidate"}

@@ -72,6 +72,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Of a truth: the dtype that its operators were computed in."""
     generates: bool = False
     """The model chooses tokens."""
+    anchored_to: str | None = None
+    """The id of the run whose inputs its blocks got in the anchored pass."""
 
 
 class JsonAnswer:
@@ -397,4 +399,5 @@ def summary_of(run: Run) -> RunSummary:
         and manifest.plan.replayed_pass is None,
         plants=manifest.plan.plants,
         substitutes=manifest.plan.substitutes,
+        anchored_to=manifest.plan.anchored_to,
     )

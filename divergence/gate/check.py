@@ -122,6 +122,7 @@ def evaluate(
     failures = [
         *_verdicts(report.verdict, whole, policy, knowledge),
         *_coverage(report.coverage, policy.min_coverage),
+        *_inputs(report),
         *_preflight(report, policy),
         *_tokens(report, policy),
         *_tolerances(report, policy),
@@ -176,6 +177,19 @@ def coverage_share(coverage: Coverage) -> float:
         return min(row.share for row in coverage.passes)
     total = coverage.num_compared + coverage.num_only_reference + coverage.num_skipped
     return coverage.num_compared / total if total else 0.0
+
+
+def _inputs(report: Report) -> Iterator[Failure]:
+    """A run that was made like another golden shows nothing of what its blocks do in equal inputs,
+    and free passes alone hide what the next golden is for."""
+    golden, other = report.reference, report.candidate.anchored_to
+    compared = any(row.pass_ == "anchored" and row.num_compared for row in report.coverage.passes)
+    if other is not None and other != golden.id and not compared:
+        again = command_line("capture", like=golden.path, o=report.candidate.path, force=True)
+        yield Failure(
+            rule="anchored", allowed=golden.id, found=other,
+            fact=fact("gate.other_inputs", again=again),
+        )  # fmt: skip
 
 
 def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:

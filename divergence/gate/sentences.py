@@ -13,6 +13,10 @@ SENTENCES: Mapping[str, str] = {
         "[[. Known differences do not excuse it: {why_not}]]"
     ),
     "whole_refused": "the new run's whole pass: {kind}: {what}",
+    "other_inputs": (
+        "the new run was captured like another run than this golden, so its blocks were not "
+        "compared in equal inputs: {again}"
+    ),
     "nothing_compared": "nothing was compared, so nothing was checked",
     "blocking": ("{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]"),
     "share_too_low": "{what}: a share of {share:.4g}, and the policy wants {least:g}",

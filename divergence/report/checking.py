@@ -182,6 +182,8 @@ def _rules(result: CheckResult) -> Iterator[RuleOutcome]:
     yield _case(result, "verdicts", f"the verdict is {verdict.kind}{excused}", facts)
     if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
         yield _case(result, "whole", "the new run's whole pass has a verdict that is allowed")
+    if report.candidate.anchored_to not in (None, report.reference.id):
+        yield _case(result, "anchored", "the new run's blocks got the same inputs as the golden's")
     least = share(policy.min_coverage)
     yield _case(result, "min_coverage", f"at least {least} of the golden's records were compared")
     yield _case(result, "preflight", "no setting differs that must not")

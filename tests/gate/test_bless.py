@@ -98,3 +98,16 @@ def test_a_terminal_is_asked_before_a_golden_is_replaced(
     asked = shown.getvalue()
     assert ("REPLACE?" in asked and "of a run captured" in asked) == (not options)
     assert ("nothing was replaced" in asked) == (code == 2)
+
+
+def test_a_run_that_was_made_like_another_golden_does_not_pass(runs, llama, tmp_path):
+    """What it was captured for, its blocks in equal inputs, is not compared then."""
+    other = capture(
+        llama, out=tmp_path / "other", prompts=["Snow fell"], max_new_tokens=2, probe=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+    result = check(other, runs / "anchored")
+    assert [failure.rule for failure in result.failures] == ["anchored"]
+    assert f"divergence capture --like {other.path}" in result.failures[0].text
+    assert check(runs / "full", runs / "anchored").passed
+    assert check(other, runs / "full").passed

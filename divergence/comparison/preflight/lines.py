@@ -956,9 +956,15 @@ def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
 
 def _engines(a: Manifest, b: Manifest) -> PreflightLine:
     """What ran the model: engine, version, and those of its options and switches that differ."""
-    if a.engine is None or b.engine is None:  # before version 6 transformers alone
-        shown = [m.engine.name if m.engine else "transformers" for m in (a, b)]
-        return _same("engine", shown[0], shown[1])
+    if a.engine is None or b.engine is None:
+        shown = [
+            side.engine.name if side.engine is not None
+            else _UNKNOWN if side.environment.device_type == UNKNOWN  # somebody else's dump
+            else "transformers"  # before version 6 that alone
+            for side in (a, b)
+        ]  # fmt: skip
+        status = "unknown" if _UNKNOWN in shown else None
+        return _same("engine", shown[0], shown[1], status=status)
     names = [
         "transformers" if note.name == "transformers" else f"{note.name} ({note.version})"
         for note in (a.engine, b.engine)

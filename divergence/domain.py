@@ -172,6 +172,8 @@ class Domain:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Fields that it adds to the report, by the key of the JSON: the class, a ``ReportPart`` of
     divergence.comparison.results."""
+    other_weights: str | None = None
+    """A function of two runs that gives the commands which tell how their weights are related."""
     arithmetic: str | None = None
     """Where the function is that tells each capture what a device's arithmetic does, in a second:
     ``ArithmeticFact``s of the manifest. It raises nothing."""

@@ -41,11 +41,12 @@ from divergence.comparison.measure.runs import (
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
+from divergence.domain import domains, placed
 from divergence.errors import UsageError
 from divergence.facts import fact, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.numerics.formats import format_named
-from divergence.run.command import command
+from divergence.run.command import Command, command
 from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
@@ -281,6 +282,11 @@ def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
     return replaced(report, verdict=replaced(report.verdict, commands=[judged]))
 
 
+def _relating(a: Run, b: Run) -> list[Command]:
+    places = [domain.other_weights for domain in domains() if domain.other_weights is not None]
+    return [item for place in places for item in placed(place)(a, b)]
+
+
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
@@ -311,6 +317,9 @@ def _incomparable(
             )
             for line in blocking
         ],
-        commands=advise(a, b).made_alike(other_model=bool(others) or unknown),
+        commands=[
+            *(_relating(a, b) if "weights" in others else []),
+            *advise(a, b).made_alike(other_model=bool(others) or unknown),
+        ],
     )
     return report_of(a, b, finding, Coverage(num_compared=0), lines)

@@ -708,7 +708,7 @@ def _weights_differ(
             total=len(matching.pairs),
             names=different,
         )
-        return "blocking", [differ, *details, *matching.describe()]
+        return "blocking", [*details, differ, *matching.describe()]
     if not matching.is_one_to_one:
         return say("blocking", "other_parameters", matching=matching.describe())
     if matching.prefixes or matching.mapped:
@@ -963,7 +963,7 @@ def _engines(a: Manifest, b: Manifest) -> PreflightLine:
             else "transformers"  # before version 6 that alone
             for side in (a, b)
         ]  # fmt: skip
-        status = "unknown" if _UNKNOWN in shown else None
+        status: PreflightStatus | None = "unknown" if _UNKNOWN in shown else None
         return _same("engine", shown[0], shown[1], status=status)
     names = [
         "transformers" if note.name == "transformers" else f"{note.name} ({note.version})"

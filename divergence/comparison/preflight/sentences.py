@@ -102,14 +102,14 @@ SENTENCES: Mapping[str, str] = {
         "whether both have the same weights is not known: a side's digests are not recorded"
     ),
     "no_digests": "the parameters' digests are not recorded",
-    "parameters_differ": "{num} of {total} parameters differ: {names:names}",
+    "parameters_differ": "{num} of {total} parameters differ: {names:names 3}",
     "dequantized": (
         "the codes and scales are equal, and {num} of {total} modules are dequantised to other "
         "weights: {names:names}"
     ),
     # how weights that are not equal belong together
     "relations": "{relations:names 4 ; }",
-    "relation": "{names:names}: {apart:none=|*=about {apart:list  to } apart}[[{how}]]",
+    "relation": "{names:names 2}: {apart:none=|*=about {apart:list  to } apart}[[{how}]]",
     "initialised": "freshly initialised on {side:letter}, whose checkpoint lacks it",
     "tied_alone": "the same values as {key} on {side:letter} alone, as of tied weights",
     "shapes": "{reference:lengths} / {candidate:lengths}",

@@ -16,4 +16,5 @@ DOMAIN = Domain(
         "compare_weights": "divergence.domains.weights.compare",
     },
     sentences={"weights": "divergence.domains.weights.sentences"},
+    other_weights="divergence.domains.weights.offer:commands_for",
 )  # fmt: skip

@@ -237,3 +237,19 @@ def test_what_a_checkpoint_lacks_or_has_twice_is_said(edit, relation, checkpoint
     line = weights_line(compare(*runs))
     assert line.status == "blocking"
     assert relation in line.detail
+
+
+def test_checkpoints_that_are_at_hand_are_offered_to_be_compared(tiny_model, tmp_path):
+    """What relates them stands first, and the next command compares the files."""
+    model = str(tiny_model("llama"))
+    shutil.copytree(model, tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.layers.1.{UP}.weight"] *= 2
+    save_file(tensors, file, metadata={"format": "pt"})
+    how = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False}
+    a = capture(model, out=tmp_path / "a", **how)
+    b = capture(str(tmp_path / "other"), out=tmp_path / "b", **how)
+    verdict = compare(a, b).verdict
+    assert verdict.evidence[0].text.startswith(f"weights: {EVERYWHERE}B = 2 x A")
+    assert verdict.next[0] == f"divergence weights {model} {tmp_path / 'other'}"

@@ -446,7 +446,6 @@ class FakeRun(SimpleNamespace):
                 created="2026-01-01T00:00:00+00:00",
                 complete=tables.get("complete", True),
                 stopped_by=tables.get("stopped_by"),
-                created="2026-01-01T00:00:00Z",
                 settings=SimpleNamespace(compute_dtype=tables.get("compute_dtype")),
                 plan=SimpleNamespace(
                     plants=tables.get("plants", []),

@@ -235,9 +235,11 @@ def within_rounding(
         outlier = fact("blocks.farther_everywhere", side=coarser.side)
         where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
                       times=coarser.times)]  # fmt: skip
-    alone = len(differing) == 1 and None not in differing and num_equal > FEWEST
-    if alone or (named and named >= differing.keys()):
+    alone = []
+    if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
+    elif len(differing) == 1 and None not in differing and num_equal > FEWEST:
+        alone = [fact("blocks.only_in", places=list(differing))]
     step = _only_step(measured) if farthest.worst > farthest.worst_limit / CLEAR else None
     if step is not None:
         where.append(fact("blocks.only_step", step=step))
@@ -285,10 +287,10 @@ def within_rounding(
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        headline=[fact("only_rounding", sure=sure, numbers=None), *where],
+        headline=[fact("only_rounding", sure=sure, numbers=None), *where, *alone],
         rests_on=checks,
         only_rounds=only_rounds,
-        side="neither" if truth_tells and not standouts and step is None else None,
+        side="neither" if truth_tells and not where else None,
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )

@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from divergence.cli.answers import progress_bars, show_copy
+from divergence.domains.importing.formats import FORMATS
 from divergence.errors import UsageError
 from divergence.options.commands import FORCE, OUT, OUTPUT, Output
 from divergence.options.option import option
-
-FORMATS = (
-    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "atb", "torchtitan",
-    "transformer-engine", "compared-a", "compared-b", "answers", "lm-eval", "llama-kld",
-    "llama-debug", "tensorrt-edge", "rollouts", "trainer", "files",
-)  # fmt: skip
 
 
 def import_(
@@ -21,7 +16,7 @@ def import_(
     path: str = option("PATH", "The folder that was dumped, or one file.", default=...),
     out: str | None = OUT,
     layout: str = option(
-        "--format NAME", "What wrote it; auto looks.", choices=FORMATS, default="auto"
+        "--format NAME", "What wrote it; auto looks.", choices=("auto", *FORMATS), default="auto"
     ),
     map: Path | None = option("--map FILE", "A TOML file: which file, name or field is what."),
     like: str | None = option(

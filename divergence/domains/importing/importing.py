@@ -6,22 +6,7 @@ from pathlib import Path
 
 from divergence.comparison.measure.runs import opened
 from divergence.domains.importing.building import Notes, load_rules, manifest_of, survey, write
-from divergence.domains.importing.layouts.answers import ANSWERS
-from divergence.domains.importing.layouts.files import FILES
-from divergence.domains.importing.layouts.llama_kld import LLAMA_KLD
-from divergence.domains.importing.layouts.lm_eval import LM_EVAL
-from divergence.domains.importing.layouts.logits import EDGE, LLAMA_DEBUG
-from divergence.domains.importing.layouts.msprobe import MSPROBE
-from divergence.domains.importing.layouts.rollouts import ROLLOUTS, TRAINER
-from divergence.domains.importing.layouts.sglang import DUMPER, HOOKS
-from divergence.domains.importing.layouts.statistics import (
-    ATB,
-    COMPARED_A,
-    COMPARED_B,
-    TORCHTITAN,
-    TRANSFORMER_ENGINE,
-)
-from divergence.domains.importing.layouts.transformers import DEBUGGER
+from divergence.domains.importing.formats import FORMATS, layout_of
 from divergence.domains.importing.scores import import_scores, load_fields
 from divergence.errors import DumpError, UsageError
 from divergence.outside import read_as
@@ -32,15 +17,6 @@ from divergence.run.reader import Run
 from divergence.run.site import near_names
 from divergence.run.writer import RunWriter
 from divergence.words import Progress
-
-LAYOUTS = {
-    "sglang": HOOKS, "sglang-dumper": DUMPER, "msprobe": MSPROBE, "transformers": DEBUGGER,
-    "atb": ATB, "torchtitan": TORCHTITAN, "transformer-engine": TRANSFORMER_ENGINE,
-    "compared-a": COMPARED_A, "compared-b": COMPARED_B, "answers": ANSWERS, "lm-eval": LM_EVAL,
-    "llama-kld": LLAMA_KLD, "llama-debug": LLAMA_DEBUG, "tensorrt-edge": EDGE,
-    "rollouts": ROLLOUTS, "trainer": TRAINER, "files": FILES,
-}  # fmt: skip
-"""By the name that ``--format`` gives them; ``auto`` asks them in this order."""
 
 
 def import_dump(
@@ -59,7 +35,7 @@ def import_dump(
     transformers' debugger, or a folder of files by a map; or of log-probabilities: rollouts, and
     what a trainer said of them.
 
-    ``layout``: ``auto``, or a name of LAYOUTS. ``map``: a TOML file, which docs/importing.md and,
+    ``layout``: ``auto``, or a name of FORMATS. ``map``: a TOML file, which docs/importing.md and,
     of log-probabilities, docs/rl.md show. ``like``: the run whose model and prompts the dump is of;
     names, shapes and prompts are held against it. ``progress`` is told what was left out (event
     ``note``).
@@ -68,10 +44,10 @@ def import_dump(
     read or is not whole, ConfigError for the map, UsageError where nothing matches.
     """
     folder = DumpFolder(path)
-    if layout not in ("auto", *LAYOUTS):
-        near = near_names(layout, LAYOUTS) or list(LAYOUTS)
+    if layout not in ("auto", *FORMATS):
+        near = near_names(layout, FORMATS) or list(FORMATS)
         raise UsageError(f"there is no layout {layout!r}", hint=f"one of {', '.join(near)}")
-    tried = LAYOUTS.values() if layout == "auto" else [LAYOUTS[layout]]
+    tried = [layout_of(name) for name in (FORMATS if layout == "auto" else [layout])]
     with read_as("a dump's writer", where=folder.place):
         form = next((form for form in tried if form.recognise(folder)), None)
     if form is None and layout == "auto":
@@ -83,10 +59,10 @@ def import_dump(
                 damage = f": {error.message}"
         raise DumpError(
             f"the folder is no dump that is known{damage}", where=str(folder.path),
-            hint=f"--format {', '.join(LAYOUTS)}, or files of .npy, .pt or .safetensors with --map",
+            hint=f"--format {', '.join(FORMATS)}, or files of .npy, .pt or .safetensors with --map",
         )  # fmt: skip
     if form is None:
-        raise DumpError(f"the folder is no dump of {LAYOUTS[layout].words}",
+        raise DumpError(f"the folder is no dump of {tried[0].words}",
                         where=str(folder.path), hint="--format auto looks what it is")  # fmt: skip
     if map is not None and not form.takes_map:
         raise UsageError(

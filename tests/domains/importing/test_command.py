@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from divergence.cli.main import app
-from divergence.domains.importing.command import FORMATS
-from divergence.domains.importing.importing import LAYOUTS
+from divergence.domains.importing.formats import FORMATS, layout_of
 from tests.domains.importing.writers import write_npy, write_sglang
 
 
@@ -26,9 +26,14 @@ def call(capsys, monkeypatch, tmp_path):
     return run
 
 
-def test_formats_are_the_layouts():
-    """The command names them without importing torch."""
-    assert ("auto", *LAYOUTS) == FORMATS
+def test_each_format_has_a_layout_and_a_row_of_the_page():
+    """It has ``read`` or ``scores``, and docs/importing.md says what is read."""
+    page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text(encoding="utf-8")
+    rows = [row for row in page.splitlines() if row.startswith("| `")]
+    for name in FORMATS:
+        layout = layout_of(name)
+        assert (layout.read is None) != (layout.scores is None)
+        assert any(f"`{name}`" in row for row in rows), name
 
 
 def test_import_and_compare(captured, tmp_path, call):

@@ -1,4 +1,4 @@
-"""What a format is: a module of this folder has one, or several, and importing.py names them."""
+"""What a format is: a module of this folder has one, or several, and formats.py names them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import sys
 from pathlib import Path
@@ -93,17 +94,22 @@ def test_its_command_is_one_of_the_others(example, runs, capsys):
     """Listed where it wants to stand, and run."""
     from divergence.cli.main import app
 
-    def output(*words: object) -> str:
+    def output(*words: object, code: int = 0) -> str:
         with pytest.raises(SystemExit) as ended:
             app([str(word) for word in words], prog_name="divergence")
-        assert ended.value.code == 0
+        assert ended.value.code == code
         return capsys.readouterr().out
 
     a, b, same = runs
     listed = output("--help")
     assert listed.index("inspect ") < listed.index("token-norms ") < listed.index("pack ")
-    assert output("token-norms", a.path, b.path).startswith(SAID)
-    assert output("token-norms", a.path, same.path) == "no type of token stands out\n"
+    assert output("token-norms", a.path, b.path).startswith(f"DIVERGED: {SAID}")
+    healthy = output("token-norms", a.path, same.path, "--exit-code")
+    assert healthy == "HEALTHY: no type of token stands out\n"
+    (said,) = json.loads(output("token-norms", a.path, b.path, "--json", "--exit-code", code=1))[
+        "stands_out"
+    ]
+    assert said.startswith(SAID)
 
 
 def test_prompts_that_one_side_batched_are_no_news(example, llama, tmp_path):

@@ -64,6 +64,11 @@ def typer_command(
         elif own.name != "command":
             (structs[own.name],) = hint.__metadata__
             parameters += _spread(structs[own.name])
+    if "verbose" not in [parameter.name for _, parameter in parameters]:
+        raise TypeError(
+            f"{function.__module__}.{function.__qualname__} has no -v: "
+            "it needs `output: Output` or `verbose: bool = VERBOSE` of divergence.options.commands"
+        )
     wants_line = "command" in hints
 
     def command(ctx: typer.Context, **values: Any) -> None:

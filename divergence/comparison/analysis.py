@@ -24,6 +24,7 @@ from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import (
     Finding,
     PreflightLine,
+    ReportPart,
     Role,
     Verdict,
     Visible,
@@ -159,7 +160,8 @@ class Measured:
 
 
 class Parts(TypedDict, total=False):
-    """Fields of the Report, by name: an analysis fills its own."""
+    """Fields of the Report, by name: an analysis fills its own. Those of domains are
+    ``ReportPart``s."""
 
     sites: list[SiteResult]
     visible: Visible | None
@@ -174,7 +176,7 @@ class AnalysisResult:
     """What an analysis found in two runs."""
 
     findings: Sequence[Finding] = ()
-    parts: Parts = field(default_factory=Parts)
+    parts: Parts | Mapping[str, ReportPart] = field(default_factory=Parts)
     notes: Sequence[Fact] = ()
     """Lines below the report: no findings, and worth knowing."""
 

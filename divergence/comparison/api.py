@@ -23,7 +23,6 @@ from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import (
     AnalysisResult,
     Measured,
-    Parts,
     applying,
     report_of,
     without_partner,
@@ -202,7 +201,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     }
     findings = [finding for answer in answers.values() for finding in answer.findings]
     decision = decide(findings, measured.preflight, alike=measured.unexplained)
-    parts = Parts()
+    parts: dict[str, Any] = {}
     for answer in answers.values():
         parts.update(answer.parts)
     sites = []
@@ -226,7 +225,6 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         rest = fact("not_exercised", modules=modules)
         verdict = replaced(verdict, headline=[*verdict.headline, rest])
     tokens, alignment = parts.get("tokens"), measured.alignment
-    beside: dict[str, Any] = {**parts}
     return Report(
         tool_version=__version__,
         reference=summary_of(measured.reference),
@@ -247,7 +245,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         visible=parts.get("visible"),
         remarks=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[claim for claim in (*findings, *explanations) if claim.says_something],
-        parts={name: beside.get(name) for name in no_parts()},
+        parts={name: parts.get(name) for name in no_parts()},
         operators=parts.get("operators"),
         audit=parts.get("audit"),
         replicas=parts.get("replicas", []),

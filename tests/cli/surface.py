@@ -173,6 +173,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     for path, commands_there in frozen().items():
         text = json.dumps(commands_there, indent=1, sort_keys=True) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     DOCS.write_text(docs_text(), encoding="utf-8")

@@ -18,6 +18,7 @@ UPDATE = "if this change is meant: python tests/cli/surface.py, and a line in CH
 def test_surface_is_frozen():
     """Commands, options, defaults and panels are those of surface.json, here and of each domain."""
     for path, commands in surface.frozen().items():
+        assert path.exists(), f"there is no {path}: {UPDATE}"
         assert commands == json.loads(path.read_text()), UPDATE
 
 

@@ -101,6 +101,16 @@ def test_a_new_option_is_a_parameter_of_the_command(given):
     assert given() == {}
 
 
+def test_a_command_without_verbose_is_refused_with_what_it_needs():
+    """Errors of each command print their traceback with -v."""
+
+    def command(*, name: str = option("NAME", "A name.")) -> None:
+        """A command."""
+
+    with pytest.raises(TypeError, match=r"command has no -v: it needs `output: Output` or"):
+        typer_command(command)
+
+
 def test_a_new_option_is_a_setting(tmp_path):
     """In the file and as a variable, under its long name and in its type."""
     (tmp_path / "divergence.toml").write_text('[capture]\ncolour = "red"\ntidy = false\n')

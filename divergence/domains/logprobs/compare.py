@@ -759,8 +759,14 @@ def _of_pattern(
         headline.append(fact("logprobs.ended", **ended))
     if doubts and result.num_flips == result.num_ties and not result.num_ended:
         headline.append(fact("logprobs.but", doubt=doubts[0].lacking))
+    # no rounding is a function of log p, however small it is
+    in_size = any(
+        item.code == "logprobs.goes_with_size"
+        for doubt in doubts if doubt.lacking is not None
+        for item in doubt.lacking["doubts"] or ()
+    )  # fmt: skip
     return finding_of(
-        "within_floor",
+        "undetermined" if in_size else "within_floor",
         headline,
         *([] if known.state == "met" and "scale" in {doubt.name for doubt in doubts} else [known]),
         *doubts,

@@ -204,3 +204,15 @@ def test_a_token_that_is_counted_once_too_often_is_named(sides, length, all_but)
     num = "9 of 12 answers, all but the longest" if all_but else "11 of 12 answers:"
     assert f"B counts one token more in {num}" in report.verdict.summary
     assert "id 0 each, a pad or the token that ends" in report.verdict.summary
+
+
+def test_a_small_difference_that_goes_with_log_p_is_no_rounding(sides):
+    """Of chosen tokens alone: a temperature near 1 makes no more than rounding may, but rounding
+    does not go with log p."""
+    logits, tokens = model(num_prompts=40)
+    before = chosen(logits.log_softmax(-1), tokens)
+    after = chosen((logits / 0.97).log_softmax(-1), tokens)
+    verdict = sides(tokens, noisy(before, 1e-3), after).verdict
+    assert verdict.kind == "undetermined"
+    assert "as another temperature makes it" in verdict.summary
+    assert sides(tokens, noisy(before, 1e-3), before).verdict.kind == "within_floor"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
 from divergence.facts import fact, sentence
 from divergence.output import output_folder, write_output
-from divergence.run.command import command_line, command_words, quoted, quoted_words
+from divergence.run.command import (
+    command_line,
+    command_words,
+    quoted,
+    quoted_words,
+    split_words,
+)
 from divergence.run.site import near_names
 from divergence.words import HEADLINES, Progress, letter, silent
 
@@ -481,6 +486,6 @@ def _without_place(line: str) -> list[str]:
     """The words of a command, apart from where its run goes."""
     from divergence.recording.engines.identity import without_home
 
-    words = shlex.split(without_home(line))
+    words = split_words(without_home(line))
     place = words.index("-o") if "-o" in words else len(words)
     return words[:place] + words[place + 2 :]

@@ -98,6 +98,11 @@ def command_words(name: str, *operands: object, **options: Value) -> list[str]:
     return words
 
 
+def split_words(line: str) -> list[str]:
+    """The words of a command as a shell reads it."""
+    return shlex.split(line)
+
+
 def quoted_words(words: Iterable[object]) -> str:
     """Words that are a command already, as one line."""
     return " ".join(quoted(word) for word in words)

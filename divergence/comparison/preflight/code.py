@@ -374,15 +374,23 @@ def other_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Those of which it is not known whose are meant: where both have one configuration, it tells
-    that B's are not, if A's value stands there and B's does not."""
+    """Those of which it is not known whose are meant. Where both have one configuration, B's are
+    not if A's value stands there, or is 1/√ of what does (the scale of attention), and B's does
+    not; nor if B's modules hold A's but for some of them, and A's hold it all."""
     numbers = other_numbers(a, b, block)
-    if a.model.config_digest != b.model.config_digest:
+    if not numbers or a.model.config_digest != b.model.config_digest:
         return numbers
-    meant = {str(value) for value in a.model.config.values()}
-    return [
-        item for item in numbers if item["reference"] not in meant or item["candidate"] in meant
-    ]
+    values = a.model.config.values()
+    meant = {str(value) for value in values}
+    meant |= {str(value**-0.5) for value in values if isinstance(value, int) and value > 0}
+
+    def is_odd_on_b(item: Fact) -> bool:
+        if item["reference"] in meant and item["candidate"] not in meant:
+            return True
+        own = a.model.code[item["name"]].attributes[item["key"]]
+        return bool(item["paths"]) and (isinstance(own, str) or not own.others)
+
+    return [item for item in numbers if not is_odd_on_b(item)]
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:

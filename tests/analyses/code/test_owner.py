@@ -33,6 +33,7 @@ def manifest(like=None, **code):
             attributes={},
             compiled=None,
             origin=None,
+            changed_after={},
         )
         for name, (digest, *replaced) in code.items()
     }

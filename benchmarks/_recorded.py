@@ -64,6 +64,12 @@ _TYPES = {
 }
 SPREADS = ("spread_reference", "spread_candidate")
 """Fields of AgainstTruth that older recordings have not; the columns beside them do."""
+_LATER: dict[type, tuple[str, ...]] = {
+    AgainstTruth: SPREADS,
+    PairNumbers: ("statistics_agree",),
+    Record: ("checksum",),
+}
+"""Fields that older recordings have not."""
 _DIGEST = re.compile("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 _PLACE = Place(shard="tensors/0.safetensors", key="0")
 """Of every record that has bytes: where they lay is no part of a recording."""
@@ -208,8 +214,9 @@ class Objects:
             return tuple(self._value(part, f"{path}.{n}") for n, part in enumerate(parts))
         made = _TYPES[kind]
         names = made.__struct_fields__
-        if made is AgainstTruth and len(parts) == len(names) - len(SPREADS):  # an older recording
-            names = tuple(name for name in names if name not in SPREADS)
+        later = _LATER.get(made, ())
+        if len(parts) == len(names) - len(later):  # an older recording
+            names = tuple(name for name in names if name not in later)
         values = {
             name: self._value(part, f"{path}.{name}")
             for name, part in zip(names, parts, strict=True)

@@ -75,7 +75,7 @@ def made_at(
     if family is None:
         side = first.side or common_side(unit.side for unit in flagged)
         by = side if side in ("reference", "candidate") else None
-        seems = not measured.anchored or first.pass_ == "free"
+        seems = not measured.anchored or first.pass_ == "free" or first.in_tail
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
@@ -83,7 +83,7 @@ def made_at(
             *([] if table is not None else _elsewhere(flagged, first)),
         ]
         evidence += _others(flagged, first)
-        if all(unit.in_tail for unit in flagged):  # rounding or a fault: both look like that
+        if all(unit.in_tail and unit.margin <= CLEAR for unit in flagged):  # rounding, or a fault
             kind = "undetermined"
             headline = [fact("blocks.end_of_tail", site=first.first.site, ratio=first.worst)]
             commands = [*(measured.advice.judged() or measured.advice.truth()), *commands]

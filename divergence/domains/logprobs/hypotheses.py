@@ -163,7 +163,12 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
                 "num_tokens": len(at),
                 "side": side,
             }
-            what = fact("logprobs.temperature", rule=None, value=None, **values)
+            # a temperature alone is told of B, whichever side's lists tell it
+            of_b = values | {
+                "side": "candidate",
+                "temperature": exponent if wide else 1 / exponent,
+            }
+            what = fact("logprobs.temperature", rule=None, value=None, **of_b)
             alone = Hypothesis(what, target - source, target - before)
             if exponent != 1:
                 yield alone

@@ -311,7 +311,12 @@ _NONFINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
 """How msgpack begins a nan or an infinity, which JSON writes as null."""
 
 
-_ENCODER = msgspec.json.Encoder()
+def _number(value: Any) -> Any:
+    """A numpy scalar as Python's own number. Raises AttributeError for what is none."""
+    return value.item()
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_number)
 _PIECE_BYTES = 1 << 16
 _AT_ONCE = 64
 """Sites that are written in one go."""
@@ -325,7 +330,7 @@ def _encoded(value: Any) -> bytes:
 def _is_plain(value: Any) -> bool:
     """Is JSON's own way of writing it right?"""
     try:
-        return _NONFINITE.search(msgspec.msgpack.encode(value)) is None
+        return _NONFINITE.search(msgspec.msgpack.encode(value, enc_hook=_number)) is None
     except UnicodeEncodeError:  # undecodable bytes of a path
         return False
 

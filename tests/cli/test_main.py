@@ -180,6 +180,7 @@ def test_long_work_tells_where_it_is(invoke, replace_api, monkeypatch, asked, va
     assert [line for line in said if line != "begin"] == wanted
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_once_the_work_has_begun(tmp_path):
     """The start, which leaves nothing to collect, goes without; what comes later does not."""
     program = (

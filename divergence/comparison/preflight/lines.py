@@ -528,7 +528,8 @@ def _derived_difference(a: DerivedNote, b: DerivedNote) -> Fact | None:
     first = int(np.argmin(same))
     for name, values in (("candidate", y), ("reference", x)):
         if len(values) > first + 1 and (values[first:] == values[first]).all():
-            return fact("preflight.derived_constant", side=name, value=values[first], first=first)
+            return fact("preflight.derived_constant", side=name, value=float(values[first]),
+                        first=first)  # fmt: skip
     with np.errstate(all="ignore"):
         factors = y / x
     if first == 0 and np.ptp(factors) <= rounding * abs(factors[0]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -101,14 +102,18 @@ def _is_report(folder: DumpFolder) -> bool:
     return any(_report(folder, name) for name in folder.names[:50])
 
 
-def _report(folder: DumpFolder, name: str) -> dict[str, Any]:
+def _table_with(keys: set[str], folder: DumpFolder, name: str) -> dict[str, Any]:
+    """The object of a JSON file that has all of these keys; empty of any other file."""
     if not name.endswith(".json"):
         return {}
     try:
         value = table_of(folder.json(name))
     except DumpError:
         return {}
-    return value if {"dataset_name", "model_name", "metrics"} <= value.keys() else {}
+    return value if keys <= value.keys() else {}
+
+
+_report = partial(_table_with, {"dataset_name", "model_name", "metrics"})
 
 
 def _read_report(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:
@@ -192,14 +197,7 @@ def _is_record(folder: DumpFolder) -> bool:
     return any(_record(folder, name) for name in folder.names[:50]) or _is_instances(folder)
 
 
-def _record(folder: DumpFolder, name: str) -> dict[str, Any]:
-    if not name.endswith(".json"):
-        return {}
-    try:
-        value = table_of(folder.json(name))
-    except DumpError:
-        return {}
-    return value if {"evaluation_results", "model_info"} <= value.keys() else {}
+_record = partial(_table_with, {"evaluation_results", "model_info"})
 
 
 def _is_instances(folder: DumpFolder) -> bool:

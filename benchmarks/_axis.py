@@ -36,8 +36,12 @@ def axis(root: Path, dtypes: list[str], names: list[str]) -> None:
     """Prints the table of smallest sizes by axis (``prompts``, ``steps``), count, fault and
     dtype."""
     columns = [f"{dtype} {fault}" for dtype in dtypes for fault in ("scale", "noise")]
-    print("| one of | " + " | ".join(columns) + " | healthy alarms |\n|---|"
-          + "---|" * (len(columns) + 1))  # fmt: skip
+    print(
+        "| one of | "
+        + " | ".join(columns)
+        + " | healthy alarms |\n|---|"
+        + "---|" * (len(columns) + 1)
+    )
     gross: list[str] = []
     before: dict[tuple[str, str, str], float | None] = {}
     for name in names:
@@ -64,8 +68,9 @@ def axis(root: Path, dtypes: list[str], names: list[str]) -> None:
                     cells.append(f"{100 * smallest:.3g}%" if smallest else "-")
                     if not found(GROSS):
                         gross.append(f"{dtype} {fault} in {place} of {count} {name}")
-            print(f"| {count} {name} | " + " | ".join(cells) + f" | {alarms} of {pairs} |",
-                  flush=True)  # fmt: skip
+            print(
+                f"| {count} {name} | " + " | ".join(cells) + f" | {alarms} of {pairs} |", flush=True
+            )
     print(f"\n20% at one of many, not found: {', '.join(gross) or 'none'}")
 
 
@@ -79,14 +84,16 @@ def _reference(model: Path, out: Path, name: str, count: int) -> tuple[Any, str]
     else:
         prompts, tokens = [TEXTS[0].format(0)], count + 1
         place = f"step={count // 2 + 1}"
-    a = capture(str(model), out=out, prompts=prompts, max_new_tokens=tokens, device="cpu",
-                probe=False)  # fmt: skip
+    a = capture(
+        str(model), out=out, prompts=prompts, max_new_tokens=tokens, device="cpu", probe=False
+    )
     return a, place
 
 
 def _other(a: Any, out: Path, **values: Any) -> Any:
-    return capture(like=a, out=out, force=True, device="cpu", probe=False,
-                   attn_implementation="sdpa", **values)  # fmt: skip
+    return capture(
+        like=a, out=out, force=True, device="cpu", probe=False, attn_implementation="sdpa", **values
+    )
 
 
 def _found(report: Any) -> bool:

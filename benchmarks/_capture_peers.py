@@ -178,10 +178,14 @@ def msprobe() -> Way:
         if not made:
             config = folder.parent / "msprobe.json"
             settings = {
-                "task": "tensor", "dump_path": str(folder.parent / "msprobe"), "rank": [],
-                "step": [], "level": "L0", "async_dump": False,
+                "task": "tensor",
+                "dump_path": str(folder.parent / "msprobe"),
+                "rank": [],
+                "step": [],
+                "level": "L0",
+                "async_dump": False,
                 "tensor": {"scope": [], "list": [], "data_mode": ["all"]},
-            }  # fmt: skip
+            }
             config.write_text(json.dumps(settings))
             made.append(PrecisionDebugger(config_path=str(config)))
 

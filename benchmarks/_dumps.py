@@ -57,9 +57,13 @@ def write_runs(
     for number, versions in enumerate(drawn(count, shape, dtype, num_runs=num_runs)):
         for writer, tensor in zip(writers, versions, strict=True):
             writer.put(
-                CapturedTensor(tensor), pass_="free", sample=0, step=0,
-                site=f"model.layers.{number}:out", order=number,
-            )  # fmt: skip
+                CapturedTensor(tensor),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=f"model.layers.{number}:out",
+                order=number,
+            )
     for writer in writers:
         writer.close(complete=True)
     return paths
@@ -80,19 +84,36 @@ def write_msprobe(
             file = path / "proc1" / "dump_tensor_data" / f"{name}.output.0.pt"
             torch.save(tensor.clone(), file)
             wide = tensor.float()
-            known[name] = {"input_args": [], "input_kwargs": {}, "output": [{
-                "type": "torch.Tensor", "dtype": str(dtype), "shape": list(shape),
-                "Max": wide.max().item(), "Min": wide.min().item(), "Mean": wide.mean().item(),
-                "Norm": wide.norm().item(), "requires_grad": False, "data_name": file.name,
-            }]}  # fmt: skip
+            known[name] = {
+                "input_args": [],
+                "input_kwargs": {},
+                "output": [
+                    {
+                        "type": "torch.Tensor",
+                        "dtype": str(dtype),
+                        "shape": list(shape),
+                        "Max": wide.max().item(),
+                        "Min": wide.min().item(),
+                        "Mean": wide.mean().item(),
+                        "Norm": wide.norm().item(),
+                        "requires_grad": False,
+                        "data_name": file.name,
+                    }
+                ],
+            }
     for path, known in zip(paths, entries, strict=True):
         proc = path / "proc1"
         texts = {
-            "dump": {"task": "tensor", "level": "L0", "framework": "pytorch",
-                     "dump_data_dir": str(proc / "dump_tensor_data"), "data": known},
+            "dump": {
+                "task": "tensor",
+                "level": "L0",
+                "framework": "pytorch",
+                "dump_data_dir": str(proc / "dump_tensor_data"),
+                "data": known,
+            },
             "stack": {"0": [list(known), ["File model.py, line 1, in forward, \n x = block(x)"]]},
             "construct": dict.fromkeys(known),
-        }  # fmt: skip
+        }
         for name, value in texts.items():
             (proc / f"{name}.json").write_text(json.dumps(value))
     return paths

@@ -130,8 +130,16 @@ def _attend(
             kernel = real(self, *names)
 
             def attend(module, query, key, value, attention_mask=None, *, scaling=None, **rest):
-                call = _Call(kernel=kernel, module=module, query=query, key=key, value=value,
-                             mask=attention_mask, scaling=scaling, rest=rest)  # fmt: skip
+                call = _Call(
+                    kernel=kernel,
+                    module=module,
+                    query=query,
+                    key=key,
+                    value=value,
+                    mask=attention_mask,
+                    scaling=scaling,
+                    rest=rest,
+                )
                 heads, weights = faulty(call)
                 if strength != 1:
                     heads = _mix(call.run()[0], heads, strength)

@@ -62,8 +62,11 @@ def build_forms(
 def _tensors() -> dict[str, Any]:
     import torch
 
-    return {"0": torch.arange(6.0).view(1, 3, 2), "1": torch.ones(3, 2, dtype=torch.bfloat16),
-            "model": torch.arange(3)[None]}  # fmt: skip
+    return {
+        "0": torch.arange(6.0).view(1, 3, 2),
+        "1": torch.ones(3, 2, dtype=torch.bfloat16),
+        "model": torch.arange(3)[None],
+    }
 
 
 def _files(folder: Path) -> None:
@@ -74,8 +77,10 @@ def _files(folder: Path) -> None:
     tensors = _tensors()
     for name in ("0", "model"):
         numpy.save(folder / f"{name}.npy", tensors[name].numpy())
-    torch.save({"2": tensors["0"], "more": {"3": tensors["1"].t(), "text": "x", "n": [1, None]}},
-               folder / "a.pt")  # fmt: skip
+    torch.save(
+        {"2": tensors["0"], "more": {"3": tensors["1"].t(), "text": "x", "n": [1, None]}},
+        folder / "a.pt",
+    )
     save_file({"4": tensors["0"], "5": tensors["1"]}, folder / "b.safetensors")
 
 
@@ -107,24 +112,35 @@ def _sglang(folder: Path) -> None:
     place.mkdir()
     tensors = _tensors()
     for number in (0, 1):
-        torch.save({
-            "model.layers.0.input_layernorm": [tensors["1"], tensors["1"]],
-            "model.layers.1.mlp": tensors["0"][0], "model.norm": [tensors["1"], tensors["1"]],
-            "model": tensors["1"], "logits_processor": tensors["0"][0][-1:],
-            "model.forward_batch_info.input_ids": tensors["model"][0, : 3 - 2 * number],
-            "model.forward_batch_info.seq_lens": torch.tensor([3 + number]),
-        }, place / f"Pass{number:05d}.pt")  # fmt: skip
+        torch.save(
+            {
+                "model.layers.0.input_layernorm": [tensors["1"], tensors["1"]],
+                "model.layers.1.mlp": tensors["0"][0],
+                "model.norm": [tensors["1"], tensors["1"]],
+                "model": tensors["1"],
+                "logits_processor": tensors["0"][0][-1:],
+                "model.forward_batch_info.input_ids": tensors["model"][0, : 3 - 2 * number],
+                "model.forward_batch_info.seq_lens": torch.tensor([3 + number]),
+            },
+            place / f"Pass{number:05d}.pt",
+        )
 
 
 def _dumper(folder: Path) -> None:
     import torch
 
     tensors = _tensors()
-    names = {"input_ids": tensors["model"][0], "non_intrusive__model.layers.0.output": tensors["1"],
-             "non_intrusive__model.layers.1.inputs.0": tensors["0"], "rids": ["x"]}  # fmt: skip
+    names = {
+        "input_ids": tensors["model"][0],
+        "non_intrusive__model.layers.0.output": tensors["1"],
+        "non_intrusive__model.layers.1.inputs.0": tensors["0"],
+        "rids": ["x"],
+    }
     for index, (name, value) in enumerate(names.items()):
-        torch.save({"value": value, "meta": {"world_size": 1, "step": 0, "name": name}},
-                   folder / f"step=0___rank=0___dump_index={index}___name={name}.pt")  # fmt: skip
+        torch.save(
+            {"value": value, "meta": {"world_size": 1, "step": 0, "name": name}},
+            folder / f"step=0___rank=0___dump_index={index}___name={name}.pt",
+        )
 
 
 def _debugger(folder: Path) -> None:
@@ -136,39 +152,60 @@ def _debugger(folder: Path) -> None:
         return {"shape": "x", "dtype": "x", "value": f"./{file}"}
 
     tree = {
-        "module_path": "M (top-level)", "inputs": {"args": [leaf("inputs_args_0")], "kwargs": {}},
-        "outputs": leaf("outputs_logits"), "children": [
-            {"module_path": f"M.layers.{n}", "inputs": {"args": [], "kwargs": {
-                "x": leaf(f"layers.{n}_inputs_kwargs_x")}},
-             "outputs": [leaf(f"layers.{n}_outputs_0")], "children": []} for n in (0, 2)],
-    }  # fmt: skip
+        "module_path": "M (top-level)",
+        "inputs": {"args": [leaf("inputs_args_0")], "kwargs": {}},
+        "outputs": leaf("outputs_logits"),
+        "children": [
+            {
+                "module_path": f"M.layers.{n}",
+                "inputs": {"args": [], "kwargs": {"x": leaf(f"layers.{n}_inputs_kwargs_x")}},
+                "outputs": [leaf(f"layers.{n}_outputs_0")],
+                "children": [],
+            }
+            for n in (0, 2)
+        ],
+    }
     leaf("layers.1_inputs_kwargs_x")  # of a block that the tree leaves out
     (folder / "M_debug_tree_FULL_TENSORS.json").write_text(json.dumps(tree))
 
 
 def _rollouts(folder: Path) -> None:
     lines = [
-        {"tokens": [5, 6, 7, 11, 12], "response_length": 2, "loss_mask": [1, 1],
-         "rollout_log_probs": [-0.5, -1.0 - number], "log_probs": [-0.25, None]}
+        {
+            "tokens": [5, 6, 7, 11, 12],
+            "response_length": 2,
+            "loss_mask": [1, 1],
+            "rollout_log_probs": [-0.5, -1.0 - number],
+            "log_probs": [-0.25, None],
+        }
         for number in range(4)
-    ]  # fmt: skip
+    ]
     _lines(folder / "r.jsonl", lines)
 
 
 def _top(folder: Path) -> None:
     lines = [
-        {"prompt_ids": [5], "completion_ids": [11, 12], "logprobs": [-0.5, -1.0],
-         "completion_mask": [1, 1], "top_logprobs": [{"11": -0.5, "3": -1.0}, [[12, -1.0]]]}
+        {
+            "prompt_ids": [5],
+            "completion_ids": [11, 12],
+            "logprobs": [-0.5, -1.0],
+            "completion_mask": [1, 1],
+            "top_logprobs": [{"11": -0.5, "3": -1.0}, [[12, -1.0]]],
+        }
         for _ in range(3)
-    ]  # fmt: skip
+    ]
     _lines(folder / "r.jsonl", lines)
 
 
 def _lm_eval(folder: Path) -> None:
     lines = [
-        {"doc_id": number, "arguments": {"gen_args_0": {"arg_0": "2 + 2 =", "arg_1": " 4"}},
-         "resps": [[["-0.5", "True"]]]} for number in range(4)
-    ]  # fmt: skip
+        {
+            "doc_id": number,
+            "arguments": {"gen_args_0": {"arg_0": "2 + 2 =", "arg_1": " 4"}},
+            "resps": [[["-0.5", "True"]]],
+        }
+        for number in range(4)
+    ]
     _lines(folder / "s.jsonl", lines)
 
 
@@ -191,8 +228,11 @@ def _losses(folder: Path) -> None:
 
 
 def _prompts(folder: Path) -> None:
-    rows = [{"text": "one two"}, {"input_ids": [1, 2, 3]},
-            {"messages": [{"role": "user", "content": "hello"}]}]  # fmt: skip
+    rows = [
+        {"text": "one two"},
+        {"input_ids": [1, 2, 3]},
+        {"messages": [{"role": "user", "content": "hello"}]},
+    ]
     _lines(folder / "p.jsonl", rows[:2])
     (folder / "p.json").write_text(json.dumps(rows[:2]))
     (folder / "p.txt").write_text("one two\n\nthree\n")
@@ -207,11 +247,19 @@ def _lines(path: Path, values: list[Any]) -> None:
 
 
 _WRITERS: dict[str, Callable[[Path], None]] = {
-    "import files": _files, "import msprobe": _msprobe, "import sglang": _sglang,
-    "import dumper": _dumper, "import debugger": _debugger, "import rollouts": _rollouts,
-    "import top": _top, "import lm-eval": _lm_eval, "import kld": _kld, "losses": _losses,
-    "prompts": _prompts, "labels": _labels,
-}  # fmt: skip
+    "import files": _files,
+    "import msprobe": _msprobe,
+    "import sglang": _sglang,
+    "import dumper": _dumper,
+    "import debugger": _debugger,
+    "import rollouts": _rollouts,
+    "import top": _top,
+    "import lm-eval": _lm_eval,
+    "import kld": _kld,
+    "losses": _losses,
+    "prompts": _prompts,
+    "labels": _labels,
+}
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -236,11 +284,15 @@ def _bytes(path: Path, random_: random.Random) -> None:
 def _name(path: Path, random_: random.Random) -> None:
     """Another name: another number in it, another text, or none."""
     number = str(random_.choice([0, 1, 7, 10**8, 10**60]))
-    name = random_.choice([
-        re.sub(r"\d+", number, path.name, count=random_.choice([0, 1])), path.name.upper(),
-        path.stem + random_.choice(["\x1b[2J", " ", ".", "=", "___rank=x"]) + path.suffix,
-        f"x{path.suffix}", "",
-    ])  # fmt: skip
+    name = random_.choice(
+        [
+            re.sub(r"\d+", number, path.name, count=random_.choice([0, 1])),
+            path.name.upper(),
+            path.stem + random_.choice(["\x1b[2J", " ", ".", "=", "___rank=x"]) + path.suffix,
+            f"x{path.suffix}",
+            "",
+        ]
+    )
     path.rename(path.with_name(name)) if name else path.unlink()
 
 
@@ -255,10 +307,15 @@ def _text(path: Path, random_: random.Random) -> None:
     """A word, number or line of CSV, TOML or YAML becomes another."""
     text = path.read_text("utf-8", "replace")
     words = list(re.finditer(r"[\w.+-]+|[^\w\s]", text))
-    for word in sorted(random_.sample(words, min(len(words), random_.choice([1, 1, 3]))),
-                       key=lambda match: -match.start()):  # fmt: skip
-        fresh = str(random_.choice([*NUMBERS[:-1], *TEXTS, *OTHERS, "&a [*a]", "!!python/name:x",
-                                    '"', "," * 99, "\n"]))  # fmt: skip
+    for word in sorted(
+        random_.sample(words, min(len(words), random_.choice([1, 1, 3]))),
+        key=lambda match: -match.start(),
+    ):
+        fresh = str(
+            random_.choice(
+                [*NUMBERS[:-1], *TEXTS, *OTHERS, "&a [*a]", "!!python/name:x", '"', "," * 99, "\n"]
+            )
+        )
         text = text[: word.start()] + fresh + text[word.end() :]
     path.write_text(text, "utf-8", "replace")
 
@@ -268,8 +325,24 @@ def _npy(path: Path, random_: random.Random) -> None:
     end = data.index(b"\n")
     header = data[10:end].decode("latin1")
     word = random_.choice(list(re.finditer(r"\w+|[^\w\s]", header)))
-    fresh = random_.choice(["", "-1", "0", str(2**62), "9" * 5000, "(", "[" * 2000, "-" * 2000,
-                            "<U4", "O", "True", "4,", "f8", ">"])  # fmt: skip
+    fresh = random_.choice(
+        [
+            "",
+            "-1",
+            "0",
+            str(2**62),
+            "9" * 5000,
+            "(",
+            "[" * 2000,
+            "-" * 2000,
+            "<U4",
+            "O",
+            "True",
+            "4,",
+            "f8",
+            ">",
+        ]
+    )
     text = (header[: word.start()] + fresh + header[word.end() :] + "\n").encode("latin1")
     path.write_bytes(data[:8] + struct.pack("<H", len(text) & 0xFFFF) + text + data[end + 1 :])
 
@@ -321,17 +394,41 @@ def _pickle(path: Path, random_: random.Random) -> None:
         data = data[: match.start()] + fresh + data[match.end() :]
     else:
         place = random_.randrange(len(data))
-        fresh = random_.choice([b"h\0", b"h\1", b"]", b"}", b"(", b"t", b"R", b"0", b"2", b"N",
-                                b"a", b"s", b"cos\nsystem\n", b"ctorch\nSize\n", b")R",
-                                b"\x85", b"(h\0h\0h\0t" * 999])  # fmt: skip
+        fresh = random_.choice(
+            [
+                b"h\0",
+                b"h\1",
+                b"]",
+                b"}",
+                b"(",
+                b"t",
+                b"R",
+                b"0",
+                b"2",
+                b"N",
+                b"a",
+                b"s",
+                b"cos\nsystem\n",
+                b"ctorch\nSize\n",
+                b")R",
+                b"\x85",
+                b"(h\0h\0h\0t" * 999,
+            ]
+        )
         data = data[:place] + fresh + data[place + random_.choice([0, 1]) :]
     path.write_bytes(data)
 
 
 _KINDS: dict[str, list[Callable[[Path, random.Random], None]]] = {
-    ".json": [_json], ".jsonl": [damage_records], ".npy": [_npy], ".pt": [_zip], ".eval": [_zip],
-    ".safetensors": [damage_header], ".kld": [_bytes], ".pkl": [_pickle],
-}  # fmt: skip
+    ".json": [_json],
+    ".jsonl": [damage_records],
+    ".npy": [_npy],
+    ".pt": [_zip],
+    ".eval": [_zip],
+    ".safetensors": [damage_header],
+    ".kld": [_bytes],
+    ".pkl": [_pickle],
+}
 
 
 # -- hostile ones --------------------------------------------------------------------------------
@@ -359,26 +456,30 @@ _HOSTILE: dict[str, list[Callable[[Path], None]]] = {
         lambda p: (p / "l.jsonl").write_text("[" * (8 << 20)) and None,
         lambda p: (p / "trainer_state.json").write_text("[" + "[]," * (20 << 20)) and None,
         lambda p: (p / "l.csv").write_bytes(b"step,loss\n1,\0\n") and None,
-        lambda p: _pipe(p / "l.csv"), lambda p: _holes(p / "l.jsonl"),
+        lambda p: _pipe(p / "l.csv"),
+        lambda p: _holes(p / "l.jsonl"),
     ],
     "prompts": [
         lambda p: (p / "p.json").write_text("[" * (8 << 20)) and None,
         lambda p: (p / "p.jsonl").write_text("[" + "[]," * (20 << 20)) and None,
         lambda p: (p / "p.txt").write_text("x " * 20_000) and None,
-        lambda p: _pipe(p / "p.txt"), lambda p: _holes(p / "p.json"),
+        lambda p: _pipe(p / "p.txt"),
+        lambda p: _holes(p / "p.json"),
     ],
     "labels": [
         lambda p: (p / "l.jsonl").write_text("[" * (8 << 20)) and None,
-        lambda p: _pipe(p / "l.jsonl"), lambda p: _holes(p / "l.jsonl"),
+        lambda p: _pipe(p / "l.jsonl"),
+        lambda p: _holes(p / "l.jsonl"),
     ],
     "scores inspect": [_bomb, _holes, lambda p: _pipe(p)],
     "scores evalscope": [_yaml],
     "scores lm_eval": [
         lambda p: next(p.rglob("samples*")).write_text("[" * (8 << 20)) and None,
         lambda p: next(p.rglob("samples*")).write_text("[" + "[]," * (20 << 20)) and None,
-        lambda p: _pipe(next(p.rglob("results*"))), lambda p: _holes(next(p.rglob("samples*"))),
+        lambda p: _pipe(next(p.rglob("results*"))),
+        lambda p: _holes(next(p.rglob("samples*"))),
     ],
-}  # fmt: skip
+}
 
 
 def _pipe(path: Path) -> None:

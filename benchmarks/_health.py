@@ -31,8 +31,9 @@ PROMPTS = (
     "machines, whatever the order of the additions may be.",
     "In 1687 it was said that every body attracts every other body; 2 + 2 = 4, and 7 x 8 = 56.",
 )
-_EIGHT = tuple(" ".join(f"{word} {n}" for word in PROMPTS[n % 2].split()[: 4 + n])
-               for n in range(8))  # fmt: skip
+_EIGHT = tuple(
+    " ".join(f"{word} {n}" for word in PROMPTS[n % 2].split()[: 4 + n]) for n in range(8)
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "usual": {"prompts": PROMPTS, "max_new_tokens": 4},
     "prompts": {"prompts": _EIGHT, "max_new_tokens": 2},
@@ -85,11 +86,16 @@ def health(
                         file.write(json.dumps(rows[-1]) + "\n")
     for machine in machines.values():
         machine.close()
-    mine = [r for r in rows if r["dtype"] in dtypes and r["shape"] in shapes
-            and r["architecture"] in architectures]  # fmt: skip
+    mine = [
+        r
+        for r in rows
+        if r["dtype"] in dtypes and r["shape"] in shapes and r["architecture"] in architectures
+    ]
     _print(mine, dtypes, shapes)
-    print(f"\n{len(mine)} pairs of {planned} planned: {', '.join(architectures)} on the machines "
-          f"{', '.join(names)}")  # fmt: skip
+    print(
+        f"\n{len(mine)} pairs of {planned} planned: {', '.join(architectures)} on the machines "
+        f"{', '.join(names)}"
+    )
 
 
 def _label(shape: str, architecture: str, dtype: str, first: str, name: str, kind: str) -> str:
@@ -172,13 +178,18 @@ def _print(rows: list[dict], dtypes: list[str], shapes: list[str]) -> None:
         return f"{bad} (rate < {100 * upper(bad, len(mine)):.1f}%)" if mine else "-"
 
     for shape in shapes:
-        table_row(f"pairs of runs, {shape}",
-                  lambda mine, s=shape: str(sum(row["shape"] == s for row in mine)))  # fmt: skip
-    table_row("pairs of blocks (prefill and decode)",
-              lambda mine: str(sum(row["blocks"] for row in mine)))  # fmt: skip
+        table_row(
+            f"pairs of runs, {shape}",
+            lambda mine, s=shape: str(sum(row["shape"] == s for row in mine)),
+        )
+    table_row(
+        "pairs of blocks (prefill and decode)", lambda mine: str(sum(row["blocks"] for row in mine))
+    )
     for key in ("alarm", *RULES):
         name = "divergence" if key == "alarm" else key
         table_row(f"false alarms: {name}", lambda mine, k=key: alarms(mine, k))
     table_row("a stand-out was noted", lambda mine: str(sum(row["standout"] for row in mine)))
-    table_row("largest share of a limit used",
-              lambda mine: f"{max((row['usage'] for row in mine), default=0.0):.2f}")  # fmt: skip
+    table_row(
+        "largest share of a limit used",
+        lambda mine: f"{max((row['usage'] for row in mine), default=0.0):.2f}",
+    )

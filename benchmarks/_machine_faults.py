@@ -282,47 +282,91 @@ FAULTS: MappingProxyType[str, MachineFault] = MappingProxyType(
     {
         fault.name: fault
         for fault in (
-            MachineFault(name="silu", kind="kernel", put=_silu_kernel,
-                         expected=r"BLOCK\.mlp\.act_fn\b"),
-            MachineFault(name="down product", kind="kernel", put=_down_kernel,
-                         expected=r"BLOCK\.mlp\.down_proj\b"),
-            MachineFault(name="attention products", kind="kernel", put=_scores_kernel,
-                         expected=r"BLOCK\.self_attn/aten\.bmm"),
+            MachineFault(
+                name="silu", kind="kernel", put=_silu_kernel, expected=r"BLOCK\.mlp\.act_fn\b"
+            ),
+            MachineFault(
+                name="down product",
+                kind="kernel",
+                put=_down_kernel,
+                expected=r"BLOCK\.mlp\.down_proj\b",
+            ),
+            MachineFault(
+                name="attention products",
+                kind="kernel",
+                put=_scores_kernel,
+                expected=r"BLOCK\.self_attn/aten\.bmm",
+            ),
             MachineFault(name="rsqrt", kind="kernel", put=_rsqrt_kernel, expected=_NORM),
-            MachineFault(name="softmax", kind="kernel", put=_softmax_kernel,
-                         expected=r"BLOCK\.self_attn/aten\._softmax"),
+            MachineFault(
+                name="softmax",
+                kind="kernel",
+                put=_softmax_kernel,
+                expected=r"BLOCK\.self_attn/aten\._softmax",
+            ),
             MachineFault(name="mean", kind="kernel", put=_mean_kernel, expected=_NORM),
-            MachineFault(name="fused attention", kind="kernel", put=_fused_kernel,
-                         attention="sdpa", expected=_ATTENTION),
-            MachineFault(name="another activation", kind="code", put=_another_activation,
-                         expected=_MLP),
+            MachineFault(
+                name="fused attention",
+                kind="kernel",
+                put=_fused_kernel,
+                attention="sdpa",
+                expected=_ATTENTION,
+            ),
+            MachineFault(
+                name="another activation", kind="code", put=_another_activation, expected=_MLP
+            ),
             MachineFault(name="gate for up", kind="code", put=_gate_for_up, expected=_MLP),
-            MachineFault(name="one block scaled", kind="code", put=_scaled_in_one,
-                         expected=r"model\.layers\.1\b"),
+            MachineFault(
+                name="one block scaled",
+                kind="code",
+                put=_scaled_in_one,
+                expected=r"model\.layers\.1\b",
+            ),
             MachineFault(name="activations clipped", kind="code", put=_clipped, expected=_MLP),
             MachineFault(name="norm epsilon", kind="code", put=_norm_eps, expected=_NORM),
             MachineFault(name="norm weight", kind="code", put=_norm_weight, expected=_NORM),
-            MachineFault(name="attention scale", kind="code", put=_attention_scale,
-                         expected=_ATTENTION),
-            MachineFault(name="rotary pairs", kind="code", put=_rotary_pairs,
-                         expected=_ATTENTION),
+            MachineFault(
+                name="attention scale", kind="code", put=_attention_scale, expected=_ATTENTION
+            ),
+            MachineFault(name="rotary pairs", kind="code", put=_rotary_pairs, expected=_ATTENTION),
             MachineFault(name="kv heads tiled", kind="code", put=_kv_tiled, expected=_ATTENTION),
-            MachineFault(name="plugin's silu", kind="code", put=_silu_function,
-                         expected=r"BLOCK\.mlp\b"),
-            MachineFault(name="rotary base", kind="code", put=_rope_theta,
-                         expected=r"model\.rotary_emb\b"),
-            MachineFault(name="vendor switch, silu", kind="environment", put=_silu_kernel,
-                         variables=_VENDOR, expected=r"BLOCK\.mlp\.act_fn\b"),
-            MachineFault(name="vendor switch, product", kind="environment", put=_down_kernel,
-                         variables=_VENDOR, expected=r"BLOCK\.mlp\.down_proj\b"),
-            MachineFault(name="oldest kernels", kind="environment", expected="",
-                         variables=(("ATEN_CPU_CAPABILITY", "default"),
-                                    ("ONEDNN_MAX_CPU_ISA", "SSE41"),
-                                    ("MKL_CBWR", "COMPATIBLE"))),
-            MachineFault(name="oldest kernels, and silu", kind="environment", put=_silu_kernel,
-                         variables=(("ATEN_CPU_CAPABILITY", "default"),
-                                    ("MKL_CBWR", "COMPATIBLE")),
-                         expected=r"BLOCK\.mlp\.act_fn\b"),
+            MachineFault(
+                name="plugin's silu", kind="code", put=_silu_function, expected=r"BLOCK\.mlp\b"
+            ),
+            MachineFault(
+                name="rotary base", kind="code", put=_rope_theta, expected=r"model\.rotary_emb\b"
+            ),
+            MachineFault(
+                name="vendor switch, silu",
+                kind="environment",
+                put=_silu_kernel,
+                variables=_VENDOR,
+                expected=r"BLOCK\.mlp\.act_fn\b",
+            ),
+            MachineFault(
+                name="vendor switch, product",
+                kind="environment",
+                put=_down_kernel,
+                variables=_VENDOR,
+                expected=r"BLOCK\.mlp\.down_proj\b",
+            ),
+            MachineFault(
+                name="oldest kernels",
+                kind="environment",
+                expected="",
+                variables=(
+                    ("ATEN_CPU_CAPABILITY", "default"),
+                    ("ONEDNN_MAX_CPU_ISA", "SSE41"),
+                    ("MKL_CBWR", "COMPATIBLE"),
+                ),
+            ),
+            MachineFault(
+                name="oldest kernels, and silu",
+                kind="environment",
+                put=_silu_kernel,
+                variables=(("ATEN_CPU_CAPABILITY", "default"), ("MKL_CBWR", "COMPATIBLE")),
+                expected=r"BLOCK\.mlp\.act_fn\b",
+            ),
         )
     }
-)  # fmt: skip
+)

@@ -21,8 +21,10 @@ __all__ = ["SWITCHES", "Machine", "planting"]
 ROOT = Path(__file__).resolve().parents[1]
 
 _USUAL = {
-    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 SWITCHES: dict[str, dict[str, str]] = {
     "native": {},
     "aten-default": {"ATEN_CPU_CAPABILITY": "default"},
@@ -33,9 +35,12 @@ SWITCHES: dict[str, dict[str, str]] = {
     "mkl-compatible": {"MKL_CBWR": "COMPATIBLE"},
     "mkl-avx2": {"MKL_CBWR": "AVX2"},
     "threads-2": {"OMP_NUM_THREADS": "2"},
-    "old": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
-            "MKL_CBWR": "COMPATIBLE"},
-}  # fmt: skip
+    "old": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE",
+    },
+}
 """The machines; ``old`` is all of the oldest kernels together."""
 
 
@@ -80,8 +85,14 @@ class Machine:
         benchmarks._engine_faults' modules as (name, block, strength); ``is_code``: the run's code
         is recorded as it is with the fault, else as the model's own."""
         assert self._process.stdin is not None
-        request = {"what": what, "fault": fault, "operator_fault": operator_fault,
-                   "engine_fault": engine_fault, "is_code": is_code, "values": values}  # fmt: skip
+        request = {
+            "what": what,
+            "fault": fault,
+            "operator_fault": operator_fault,
+            "engine_fault": engine_fault,
+            "is_code": is_code,
+            "values": values,
+        }
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
 

@@ -115,12 +115,17 @@ _WHOLE = ("overflow", "topk-ties", "mask-short", "rope-pairing", "kv-heads", "ga
 FAULTS: MappingProxyType[str, OperatorFault] = MappingProxyType(
     {
         name: OperatorFault(
-            name=name, text=text, kind=kind, roles=roles, whole=name in _WHOLE,
-            decode=name == "kv-stale", ties=name == "topk-ties",
+            name=name,
+            text=text,
+            kind=kind,
+            roles=roles,
+            whole=name in _WHOLE,
+            decode=name == "kv-stale",
+            ties=name == "topk-ties",
         )
         for name, text, kind, roles in _ROWS
     }
-)  # fmt: skip
+)
 
 
 def site_of(role: str, block: str, paths: list[str]) -> str | None:
@@ -158,8 +163,9 @@ def plant(model: nn.Module, name: str, site: str, *, strength: float = 1.0) -> N
 class _WrongKernel(TorchDispatchMode):
     """The ``number``-th call of ``operator`` directly in ``module`` gives what ``wrong`` makes."""
 
-    def __init__(self, model: nn.Module, module: str, operator: str, number: int,
-                 wrong: Callable[..., Any]) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, module: str, operator: str, number: int, wrong: Callable[..., Any]
+    ) -> None:
         super().__init__()
         self._target, self._operator, self._number, self._wrong = module, operator, number, wrong
         self._stack: list[str] = []

@@ -35,9 +35,17 @@ from divergence.report.localization import localization_document
 from divergence.report.text import document_lines
 
 __all__ = [
-    "CLASSES", "GRADES", "Answer", "Case", "Grade", "Runs", "grades_of", "overall", "play",
+    "CLASSES",
+    "GRADES",
+    "Answer",
+    "Case",
+    "Grade",
+    "Runs",
+    "grades_of",
+    "overall",
+    "play",
     "prompts_of",
-]  # fmt: skip
+]
 
 Grade = Literal["right", "abstains", "vague", "wrong"]
 GRADES: tuple[Grade, ...] = ("right", "abstains", "vague", "wrong")
@@ -162,9 +170,13 @@ def _captured(case: Case, folder: Path) -> Runs:
     model = make(case.model, folder / "model")
     a, b, right = folder / "a", folder / "b", folder / "truth"
     capture(
-        model, out=a, prompts=prompts_of(case), max_new_tokens=case.new_tokens, dtype=case.dtype,
+        model,
+        out=a,
+        prompts=prompts_of(case),
+        max_new_tokens=case.new_tokens,
+        dtype=case.dtype,
         **{"probe": False, "threads": 1, **case.options},
-    )  # fmt: skip
+    )
     truth(a, out=right)
     prepare = None
     if case.plant is not None:
@@ -174,18 +186,24 @@ def _captured(case: Case, folder: Path) -> Runs:
         )
     deep = {} if case.dtype == "float32" else {"escalate": True}
     capture(
-        like=a, out=b, prepare=prepare,
+        like=a,
+        out=b,
+        prepare=prepare,
         **{"probe": False, "threads": 1, **deep, **case.other},
-    )  # fmt: skip
+    )
     return Runs(a, b, right, prepare)
 
 
 def _asked(runs: Runs, folder: Path) -> Iterator[Answer]:
     def descent() -> Answer:
         done = localize(
-            runs.a, runs.b, truth=runs.truth, out=folder / "localized", here="both",
+            runs.a,
+            runs.b,
+            truth=runs.truth,
+            out=folder / "localized",
+            here="both",
             prepare_candidate=runs.prepare,
-        )  # fmt: skip
+        )
         return _of_localization(done)
 
     ways = {"alone": lambda: of_report("alone", compare(runs.a, runs.b))}
@@ -220,10 +238,15 @@ def of_report(way: str, report: Report) -> Answer:
         place = onset.site
         unit = f"prompt {onset.sample}, step {onset.step}{token}"
     return Answer(
-        way=way, kind=verdict.kind, place=place, unit=unit, side=verdict.side,
-        confidence=verdict.confidence, headline=verdict.summary,
+        way=way,
+        kind=verdict.kind,
+        place=place,
+        unit=unit,
+        side=verdict.side,
+        confidence=verdict.confidence,
+        headline=verdict.summary,
         text="\n".join([*lines, place, unit]),
-    )  # fmt: skip
+    )
 
 
 def _of_localization(done: Localization) -> Answer:
@@ -237,12 +260,15 @@ def _of_localization(done: Localization) -> Answer:
         side = deepest.side
     alone = done.alone
     return Answer(
-        way="localize", kind=kind, side=side,
+        way="localize",
+        kind=kind,
+        side=side,
         verdict=done.levels[0].verdict if done.levels else "",
         headline=text[0].partition(":")[2].strip(),
-        place=place, text="\n".join(text),
+        place=place,
+        text="\n".join(text),
         is_correct_operator=len(alone) == 2 and all(own.times < _NEAR for own in alone),
-    )  # fmt: skip
+    )
 
 
 # ── grades ──────────────────────────────────────────────────────────────────────────────────────

@@ -284,168 +284,290 @@ def _stale_convolution(model: nn.Module) -> None:
 def _cases() -> Iterator[Case]:
     first = r"layers\.0\b|\.h\.0\b"
     window = {
-        "report": "huggingface/transformers#39408", "letter": "C", "is_code": True,
+        "report": "huggingface/transformers#39408",
+        "letter": "C",
+        "is_code": True,
         "cause": "the attention kernel's window is inclusive: one key too many",
         "model": "mistral",
-    }  # fmt: skip
+    }
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"window-{dtype}", **window, dtype=dtype, plant=_window(5),
-            lengths=(32,), place=first,
-            words=(("attention", r"attention|attn"),
-                   ("from which token on", r"token [4-9]\b|from token 4")),
-        )  # fmt: skip
+            name=f"window-{dtype}",
+            **window,
+            dtype=dtype,
+            plant=_window(5),
+            lengths=(32,),
+            place=first,
+            words=(
+                ("attention", r"attention|attn"),
+                ("from which token on", r"token [4-9]\b|from token 4"),
+            ),
+        )
     yield Case(
-        name="window-not-reached", **window, plant=_window(5), lengths=(3,), new_tokens=1,
-        kinds=("identical", "within_floor"), side="neither",
+        name="window-not-reached",
+        **window,
+        plant=_window(5),
+        lengths=(3,),
+        new_tokens=1,
+        kinds=("identical", "within_floor"),
+        side="neither",
         words=(("that the window was not reached", r"window.*(never|not) |(never|not) .*window"),),
-    )  # fmt: skip
+    )
     for model, layers in (("gemma2", r"layers\.0\b"), ("qwen2", r"layers\.1\b")):
         yield Case(
-            name=f"window-forgotten-{model}", report="huggingface/transformers#35924", letter="C",
-            cause="layers with a sliding window attend to everything", model=model, is_code=True,
-            plant=_window_forgotten, place=layers,
-            words=(("that it is every second layer",
-                    r"2 of 4|every second|layers\.(2|3)\b|sliding"),),
-        )  # fmt: skip
+            name=f"window-forgotten-{model}",
+            report="huggingface/transformers#35924",
+            letter="C",
+            cause="layers with a sliding window attend to everything",
+            model=model,
+            is_code=True,
+            plant=_window_forgotten,
+            place=layers,
+            words=(
+                ("that it is every second layer", r"2 of 4|every second|layers\.(2|3)\b|sliding"),
+            ),
+        )
     for model, dtype in (("llama", "float32"), ("gpt2", "float32"), ("llama", "bfloat16")):
         yield Case(
-            name=f"causal-ignored-{model}-{dtype}", report="vllm-project/vllm-omni#7322",
-            letter="K", cause="the kernel ignores that attention is causal", model=model,
-            dtype=dtype, plant=_causality(), place=first, words=(("attention", r"attention|attn"),),
-        )  # fmt: skip
+            name=f"causal-ignored-{model}-{dtype}",
+            report="vllm-project/vllm-omni#7322",
+            letter="K",
+            cause="the kernel ignores that attention is causal",
+            model=model,
+            dtype=dtype,
+            plant=_causality(),
+            place=first,
+            words=(("attention", r"attention|attn"),),
+        )
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"average-{dtype}", report="vllm-project/vllm-ascend#13699", letter="K",
-            cause="fused attention returns the plain average of the values", dtype=dtype,
-            plant=_averages, place=r"layers\.1\b", words=(("attention", r"attention|attn"),),
-        )  # fmt: skip
+            name=f"average-{dtype}",
+            report="vllm-project/vllm-ascend#13699",
+            letter="K",
+            cause="fused attention returns the plain average of the values",
+            dtype=dtype,
+            plant=_averages,
+            place=r"layers\.1\b",
+            words=(("attention", r"attention|attn"),),
+        )
         yield Case(
-            name=f"strides-{dtype}", report="ROCm/pytorch#3230, pytorch/pytorch#161640",
-            letter="K", cause="a product reads a strided weight as if it were contiguous",
-            dtype=dtype, plant=_strided, place=r"layers\.2\b",
+            name=f"strides-{dtype}",
+            report="ROCm/pytorch#3230, pytorch/pytorch#161640",
+            letter="K",
+            cause="a product reads a strided weight as if it were contiguous",
+            dtype=dtype,
+            plant=_strided,
+            place=r"layers\.2\b",
             words=("down_proj", ("that the weight is not contiguous", "contiguous")),
-        )  # fmt: skip
+        )
     for everywhere, place in ((False, r"layers\.2\b"), (True, first)):
         yield Case(
             name="partial-sums-everywhere" if everywhere else "partial-sums-one",
-            report="pytorch/pytorch#83863, #95125, #147860", letter="K", dtype="bfloat16",
+            report="pytorch/pytorch#83863, #95125, #147860",
+            letter="K",
+            dtype="bfloat16",
             cause="a product adds its partial sums in bfloat16"
             + (", everywhere" if everywhere else ", in one layer"),
-            plant=_coarse(8, everywhere=everywhere), place=place,
+            plant=_coarse(8, everywhere=everywhere),
+            place=place,
             kinds=("systematic",) if everywhere else ("localized",),
-        )  # fmt: skip
+        )
     half = {
-        "report": "ggml-org/llama.cpp#26044", "letter": "K", "plant": _half_input,
+        "report": "ggml-org/llama.cpp#26044",
+        "letter": "K",
+        "plant": _half_input,
         "cause": "from 64 rows on a product's input is cast to float16, and overflows",
-    }  # fmt: skip
+    }
     yield Case(
-        name="half-input-long", **half, lengths=(80, 16), new_tokens=2,
-        kinds=("nonfinite",), place=r"layers\.2\b", unit="prompt 0",
+        name="half-input-long",
+        **half,
+        lengths=(80, 16),
+        new_tokens=2,
+        kinds=("nonfinite",),
+        place=r"layers\.2\b",
+        unit="prompt 0",
         words=("prompt 0", "down_proj", ("that it comes in", r"input|comes in")),
-    )  # fmt: skip
+    )
     yield Case(
-        name="half-input-short", **half, lengths=(16, 9), new_tokens=2, kinds=("identical",),
+        name="half-input-short",
+        **half,
+        lengths=(16, 9),
+        new_tokens=2,
+        kinds=("identical",),
         side="neither",
-    )  # fmt: skip
+    )
     yield Case(
-        name="angles-bfloat16", report="deepspeedai/DeepSpeed#6929, #4932",
-        letter="C", cause="positions and frequencies are cast to bfloat16", lengths=(300,),
-        new_tokens=1, plant=_angles_in_bfloat16, is_code=True, place="rotary",
-    )  # fmt: skip
+        name="angles-bfloat16",
+        report="deepspeedai/DeepSpeed#6929, #4932",
+        letter="C",
+        cause="positions and frequencies are cast to bfloat16",
+        lengths=(300,),
+        new_tokens=1,
+        plant=_angles_in_bfloat16,
+        is_code=True,
+        place="rotary",
+    )
     epsilon = {
-        "report": "ggml-org/llama.cpp#2373", "letter": "S", "plant": _epsilon,
+        "report": "ggml-org/llama.cpp#2373",
+        "letter": "S",
+        "plant": _epsilon,
         "cause": "the norms' epsilon is fixed at 1e-6; the model wants 1e-5",
         "words": (("1e-06", r"1e-0?6"),),
-    }  # fmt: skip
+    }
     for model in ("llama", "qwen3"):
         yield Case(name=f"epsilon-{model}", **epsilon, model=model, place="norm|layers.0")
     gemma = "huggingface/transformers#29402, google/gemma_pytorch#37, #67"
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"gelu-{dtype}", report=gemma, letter="C", model="gemma2", dtype=dtype,
-            cause="the exact GELU in place of the one by tanh", plant=_exact_gelu, is_code=True,
-            place=first, words=(("the activation", "gelu|act_fn|mlp"),),
+            name=f"gelu-{dtype}",
+            report=gemma,
+            letter="C",
+            model="gemma2",
+            dtype=dtype,
+            cause="the exact GELU in place of the one by tanh",
+            plant=_exact_gelu,
+            is_code=True,
+            place=first,
+            words=(("the activation", "gelu|act_fn|mlp"),),
             alone=("within_floor",) if dtype == "bfloat16" else (),
-        )  # fmt: skip
+        )
     yield Case(
-        name="norm-16-bits", report=gemma, letter="C", model="gemma2", dtype="bfloat16",
-        cause="1 + w of the norms is computed in 16 bits", plant=_norm_in_16_bits, is_code=True,
+        name="norm-16-bits",
+        report=gemma,
+        letter="C",
+        model="gemma2",
+        dtype="bfloat16",
+        cause="1 + w of the norms is computed in 16 bits",
+        plant=_norm_in_16_bits,
+        is_code=True,
         place="norm|layers.0",
         words=(("that norms are computed in 16 bits", "norm.*(bfloat16|16 bits)"),),
         kinds=("localized", "systematic", "within_floor"),  # as small as rounding
-    )  # fmt: skip
+    )
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"embedding-scale-{dtype}", report=gemma, letter="C", model="gemma2",
-            dtype=dtype, cause="the embedding's scale is another one by 0.4%",
-            plant=_embedding_scale, is_code=True, place="embed_tokens",
+            name=f"embedding-scale-{dtype}",
+            report=gemma,
+            letter="C",
+            model="gemma2",
+            dtype=dtype,
+            cause="the embedding's scale is another one by 0.4%",
+            plant=_embedding_scale,
+            is_code=True,
+            place="embed_tokens",
             # Two runs alone: 0.4% is one unit in bfloat16's last place, as small as rounding.
             alone=("within_floor",) if dtype == "bfloat16" else (),
-        )  # fmt: skip
+        )
     for blocks, name in ((slice(None), "everywhere"), (slice(1, 2), "one")):
         yield Case(
-            name=f"bias-twice-{name}", report="huggingface/text-generation-inference#1036",
-            letter="C", cause=f"two ranks both add a row-parallel bias, {name}", model="gpt2",
-            plant=_bias_again(blocks), is_code=True,
+            name=f"bias-twice-{name}",
+            report="huggingface/text-generation-inference#1036",
+            letter="C",
+            cause=f"two ranks both add a row-parallel bias, {name}",
+            model="gpt2",
+            plant=_bias_again(blocks),
+            is_code=True,
             words=("c_proj", ("the bias", "bias|constant|add")),
             place=r"\.h\.0\b" if name == "everywhere" else r"\.h\.1\b",
-        )  # fmt: skip
+        )
     positions = {
-        "report": "unslothai/unsloth#3699, ndif-team/nnsight#672", "letter": "C",
-        "cause": "one row of positions for all rows of a left-padded batch", "is_code": True,
-        "lengths": (24, 16, 9), "options": {"batch": True},
-    }  # fmt: skip
+        "report": "unslothai/unsloth#3699, ndif-team/nnsight#672",
+        "letter": "C",
+        "cause": "one row of positions for all rows of a left-padded batch",
+        "is_code": True,
+        "lengths": (24, 16, 9),
+        "options": {"batch": True},
+    }
     yield Case(
-        name="positions-gpt2", **positions, model="gpt2",
-        plant=_one_row_of_positions(decode_only=False), place=r"wpe|drop|\.h\.0:in",
-        words=(("positions", "wpe|position"), ("which prompt", "prompts? [12]")),
-    )  # fmt: skip
-    yield Case(
-        name="positions-rotary-cancels", **positions, kinds=("within_floor",), side="neither",
+        name="positions-gpt2",
+        **positions,
+        model="gpt2",
         plant=_one_row_of_positions(decode_only=False),
-    )  # fmt: skip
+        place=r"wpe|drop|\.h\.0:in",
+        words=(("positions", "wpe|position"), ("which prompt", "prompts? [12]")),
+    )
     yield Case(
-        name="positions-rotary-decode", **positions, place="rotary", unit="step [12]",
+        name="positions-rotary-cancels",
+        **positions,
+        kinds=("within_floor",),
+        side="neither",
+        plant=_one_row_of_positions(decode_only=False),
+    )
+    yield Case(
+        name="positions-rotary-decode",
+        **positions,
+        place="rotary",
+        unit="step [12]",
         plant=_one_row_of_positions(decode_only=True),
         words=(("positions", "rotary|position"), ("that it is in steps", "decode|step")),
-    )  # fmt: skip
+    )
     mamba = {"report": "huggingface/transformers#31540, #48256", "letter": "C", "model": "mamba"}
     yield Case(
-        name="mamba-pads", **mamba, cause="pads enter the convolution and the state",
-        lengths=(24, 16, 9), options={"batch": True}, plant=_pads_enter, is_code=True,
-        place=r"layers\.0\b", unit="prompt [12]",
-    )  # fmt: skip
+        name="mamba-pads",
+        **mamba,
+        cause="pads enter the convolution and the state",
+        lengths=(24, 16, 9),
+        options={"batch": True},
+        plant=_pads_enter,
+        is_code=True,
+        place=r"layers\.0\b",
+        unit="prompt [12]",
+    )
     yield Case(
-        name="mamba-stale-state", **mamba, cause="the cached state of the convolution is of pads",
-        plant=_stale_convolution, is_code=True, kinds=("localized", "systematic", "drift"),
-        place=r"layers\.0\b", unit="step 1",
+        name="mamba-stale-state",
+        **mamba,
+        cause="the cached state of the convolution is of pads",
+        plant=_stale_convolution,
+        is_code=True,
+        kinds=("localized", "systematic", "drift"),
+        place=r"layers\.0\b",
+        unit="step 1",
         words=(("that it is in steps", "decode|step 1|state"),),
-    )  # fmt: skip
+    )
     yield Case(
-        name="no-cache-no-mask", report="meta-pytorch/torchtune#959", letter="C",
-        cause="without a cache no causal mask is built", plant=_causality(), is_code=True,
-        other={"use_cache": False}, place=first,
-    )  # fmt: skip
+        name="no-cache-no-mask",
+        report="meta-pytorch/torchtune#959",
+        letter="C",
+        cause="without a cache no causal mask is built",
+        plant=_causality(),
+        is_code=True,
+        other={"use_cache": False},
+        place=first,
+    )
     rows = {
-        "report": "pytorch/pytorch#110213, #103963, huggingface/transformers#38690", "letter": "K",
-        "lengths": (24, 16, 9), "options": {"batch": True},
-    }  # fmt: skip
+        "report": "pytorch/pytorch#110213, #103963, huggingface/transformers#38690",
+        "letter": "K",
+        "lengths": (24, 16, 9),
+        "options": {"batch": True},
+    }
     yield Case(
-        name="nan-at-pads", **rows, cause="rows that see nothing are NaN, at pads alone",
-        plant=_nan_rows(-1), kinds=("within_floor", "identical"), side="neither",
-    )  # fmt: skip
+        name="nan-at-pads",
+        **rows,
+        cause="rows that see nothing are NaN, at pads alone",
+        plant=_nan_rows(-1),
+        kinds=("within_floor", "identical"),
+        side="neither",
+    )
     yield Case(
-        name="nan-spreads", **rows, cause="rows that see nothing are NaN, and spread as 0 x NaN",
-        plant=_nan_rows(0), kinds=("nonfinite",), place=r"layers\.[01]\b",
+        name="nan-spreads",
+        **rows,
+        cause="rows that see nothing are NaN, and spread as 0 x NaN",
+        plant=_nan_rows(0),
+        kinds=("nonfinite",),
+        place=r"layers\.[01]\b",
         unit="prompt [12]",
         words=(("which prompt", "prompts? [12]"),),
-    )  # fmt: skip
+    )
     yield Case(
-        name="fused-rotary", report="pytorch/pytorch#182225, #159239, #183761", letter="R",
+        name="fused-rotary",
+        report="pytorch/pytorch#182225, #159239, #183761",
+        letter="R",
         cause="a compiler leaves out a rounding to bfloat16: nearer to the truth",
-        dtype="bfloat16", plant=_fused_rotary, kinds=("within_floor",), side="neither",
-    )  # fmt: skip
+        dtype="bfloat16",
+        plant=_fused_rotary,
+        kinds=("within_floor",),
+        side="neither",
+    )
 
 
 KERNELS: tuple[Case, ...] = tuple(_cases())

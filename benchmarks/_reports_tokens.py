@@ -60,11 +60,15 @@ def _rollouts(told: Callable[[torch.Tensor, int], Told], noise: float) -> Callab
                 answer.append(token)
                 rollout.append(min(0.0, first))
                 trainer.append(min(0.0, second + draw.gauss(0, noise)))
-            lines.append({
-                "tokens": prompt + answer, "response_length": len(answer),
-                "rollout_log_probs": rollout, "log_probs": trainer,
-                "loss_mask": [1] * len(answer),
-            })  # fmt: skip
+            lines.append(
+                {
+                    "tokens": prompt + answer,
+                    "response_length": len(answer),
+                    "rollout_log_probs": rollout,
+                    "log_probs": trainer,
+                    "loss_mask": [1] * len(answer),
+                }
+            )
         file = folder / "rollouts.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         divergence.import_dump(file, out=folder / "a")
@@ -86,10 +90,14 @@ def _one_token_too_many(case: Case, folder: Path) -> Runs:
             values = [math.log(draw.uniform(0.05, 0.9)) for _ in answer]
             if name == "b" and length < 24:
                 answer, values = [*answer, 0], [*values, -7.5]
-            lines.append({
-                "tokens": [5, 6, 7, number + 10, *answer], "response_length": len(answer),
-                "rollout_log_probs": values, "loss_mask": [1] * len(answer),
-            })  # fmt: skip
+            lines.append(
+                {
+                    "tokens": [5, 6, 7, number + 10, *answer],
+                    "response_length": len(answer),
+                    "rollout_log_probs": values,
+                    "loss_mask": [1] * len(answer),
+                }
+            )
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         divergence.import_dump(file, out=folder / name)
@@ -104,9 +112,13 @@ def _beginning(*ids: int) -> Callable[..., Runs]:
         texts = prompts_of(case)
         for name, start in (("a", [1]), ("b", list(ids))):
             capture(
-                model, out=folder / name, prompts=[[*start, *text] for text in texts],
-                max_new_tokens=case.new_tokens, dtype=case.dtype, probe=False,
-            )  # fmt: skip
+                model,
+                out=folder / name,
+                prompts=[[*start, *text] for text in texts],
+                max_new_tokens=case.new_tokens,
+                dtype=case.dtype,
+                probe=False,
+            )
         return Runs(folder / "a", folder / "b")
 
     return made
@@ -132,9 +144,12 @@ def _other_tokenizer(case: Case, folder: Path) -> Runs:
     for name, pattern in patterns.items():
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
         wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+            tokenizer_object=tokenizer,
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
             unk_token="<unk>",
-        )  # fmt: skip
+        )
         wrapped.save_pretrained(folder / name)
     for name, source in (("a", model), ("b", folder / "other")):
         capture(source, out=folder / name, prompts=list(_TEXTS), max_new_tokens=2, probe=False)
@@ -145,45 +160,62 @@ def _cases() -> Iterator[Case]:
     scored = {"kinds": ("systematic",), "side": None, "letter": "S"}
     for name, noise in (("exact", 1e-7), ("bfloat16", 0.02)):
         yield Case(
-            name=f"temperature-{name}", **scored,
+            name=f"temperature-{name}",
+            **scored,
             report="huggingface/trl#4159, modelscope/ms-swift#8427",
             cause="the engine's log-probabilities are raw, the trainer divides by the temperature",
             runs=_rollouts(_temperature, noise),
             # log p' = log p / T + c, with another c at each place: chosen tokens alone bound T.
             words=(("temperature 0.6", r"temperature (0\.6|of at most 0\.6)"),),
-        )  # fmt: skip
+        )
         yield Case(
-            name=f"top-p-{name}", **scored,
+            name=f"top-p-{name}",
+            **scored,
             report="huggingface/trl#6789, vllm-project/vllm#42259, verl-project/verl#6240",
             cause="the engine renormalises over the likeliest tokens, the trainer does not",
-            runs=_rollouts(_renormalised, noise), words=(("top-p", r"top[-_ ]p"),),
-        )  # fmt: skip
+            runs=_rollouts(_renormalised, noise),
+            words=(("top-p", r"top[-_ ]p"),),
+        )
     yield Case(
-        name="one-token-too-many", report="ml-explore/mlx-lm#1855", letter="M", side=None,
+        name="one-token-too-many",
+        report="ml-explore/mlx-lm#1855",
+        letter="M",
+        side=None,
         cause="documents shorter than the longest count one pad's log-probability",
-        runs=_one_token_too_many, kinds=("systematic",),
+        runs=_one_token_too_many,
+        kinds=("systematic",),
         words=(("that one token more is counted", r"pad|one (more )?token|21.*22"),),
-    )  # fmt: skip
+    )
     template = {
-        "letter": "T", "kinds": ("incomparable",), "side": None,
+        "letter": "T",
+        "kinds": ("incomparable",),
+        "side": None,
         "report": "deepseek-ai/DeepSeek-R1#151, huggingface/open-r1#462, allenai/reward-bench#164",
-    }  # fmt: skip
+    }
     yield Case(
-        name="bos-twice", **template, cause="template and tokenizer both write the first token",
+        name="bos-twice",
+        **template,
+        cause="template and tokenizer both write the first token",
         runs=_beginning(1, 1),
         words=(("that BOS stands twice", r"(BOS|first|begin).*(twice|double|two)"),),
-    )  # fmt: skip
+    )
     yield Case(
-        name="bos-missing", **template, cause="neither template nor tokenizer writes it",
+        name="bos-missing",
+        **template,
+        cause="neither template nor tokenizer writes it",
         runs=_beginning(),
         words=(("that BOS is missing", r"(BOS|first|begin).*(missing|without|lacks)"),),
-    )  # fmt: skip
+    )
     yield Case(
-        name="tokenizer", report="huggingface/transformers#42299, #42589, #45444", letter="T",
+        name="tokenizer",
+        report="huggingface/transformers#42299, #42589, #45444",
+        letter="T",
         cause="another regular expression splits the text before the merges",
-        runs=_other_tokenizer, kinds=("incomparable",), side=None,
+        runs=_other_tokenizer,
+        kinds=("incomparable",),
+        side=None,
         words=(("that the tokenizers differ", "tokenizer|same text"), "prompt 1"),
-    )  # fmt: skip
+    )
 
 
 TOKENS: tuple[Case, ...] = tuple(_cases())

@@ -130,9 +130,13 @@ def _without_head(case: Case, folder: Path) -> Runs:
     values.pop("lm_head.weight")
     save_file(values, file, {"format": "pt"})
     capture(
-        model, out=folder / "a", prompts=prompts_of(case), max_new_tokens=case.new_tokens,
-        dtype=case.dtype, probe=False,
-    )  # fmt: skip
+        model,
+        out=folder / "a",
+        prompts=prompts_of(case),
+        max_new_tokens=case.new_tokens,
+        dtype=case.dtype,
+        probe=False,
+    )
     capture(like=folder / "a", out=folder / "b", model=folder / "other", probe=False)
     return Runs(folder / "a", folder / "b")
 
@@ -161,9 +165,11 @@ def _packed(case: Case, folder: Path) -> Runs:
     )
     mask = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
     inputs = {
-        "input_ids": ids, "attention_mask": mask, "position_ids": (number % first)[None],
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (number % first)[None],
         "use_cache": False,
-    }  # fmt: skip
+    }
     for name in ("a", "b"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder / "model", attn_implementation="eager"
@@ -178,9 +184,14 @@ def _whole(case: Case, folder: Path) -> Runs:
     """One run: its decode steps against one forward over all tokens."""
     model = make(case.model, folder / "model")
     capture(
-        model, out=folder / "a", prompts=prompts_of(case), max_new_tokens=case.new_tokens,
-        dtype=case.dtype, recording=RecordOptions(whole=True), probe=False,
-    )  # fmt: skip
+        model,
+        out=folder / "a",
+        prompts=prompts_of(case),
+        max_new_tokens=case.new_tokens,
+        dtype=case.dtype,
+        recording=RecordOptions(whole=True),
+        probe=False,
+    )
     return Runs(folder / "a", None, is_localized=False)
 
 
@@ -193,9 +204,13 @@ def _overflowing(case: Case, folder: Path) -> Runs:
         values[f"model.layers.2.mlp.{part}.weight"] *= 400
     save_file(values, file, {"format": "pt"})
     capture(
-        model, out=folder / "a", prompts=prompts_of(case), max_new_tokens=case.new_tokens,
-        dtype="bfloat16", probe=False,
-    )  # fmt: skip
+        model,
+        out=folder / "a",
+        prompts=prompts_of(case),
+        max_new_tokens=case.new_tokens,
+        dtype="bfloat16",
+        probe=False,
+    )
     truth(folder / "a", out=folder / "truth")
     capture(like=folder / "a", out=folder / "b", dtype="float16", probe=False)
     return Runs(folder / "a", folder / "b", folder / "truth")
@@ -210,9 +225,13 @@ def _config_of_an_older_version(case: Case, folder: Path) -> Runs:
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     file.write_text(json.dumps(config))
     capture(
-        model, out=folder / "a", prompts=prompts_of(case), max_new_tokens=case.new_tokens,
-        dtype=case.dtype, probe=False,
-    )  # fmt: skip
+        model,
+        out=folder / "a",
+        prompts=prompts_of(case),
+        max_new_tokens=case.new_tokens,
+        dtype=case.dtype,
+        probe=False,
+    )
     truth(folder / "a", out=folder / "truth")
     capture(like=folder / "a", out=folder / "b", model=folder / "other", probe=False)
     return Runs(folder / "a", folder / "b", folder / "truth")
@@ -223,10 +242,12 @@ def _config_of_an_older_version(case: Case, folder: Path) -> Runs:
 
 def _cases() -> Iterator[Case]:
     buffers = {
-        "report": "huggingface/transformers#45902, #48892, unslothai/unsloth#4112", "letter": "W",
+        "report": "huggingface/transformers#45902, #48892, unslothai/unsloth#4112",
+        "letter": "W",
         "cause": "the rotary frequencies, no part of the checkpoint, are lost on loading",
-        "place": "rotary", "words": (("the frequencies", "inv_freq|rotary"),),
-    }  # fmt: skip
+        "place": "rotary",
+        "words": (("the frequencies", "inv_freq|rotary"),),
+    }
     lost: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "zeros": torch.zeros_like,
         "garbage": lambda old: torch.full_like(old, 3e-39),
@@ -234,121 +255,202 @@ def _cases() -> Iterator[Case]:
     for name, change in lost.items():
         yield Case(name=f"lost-buffer-{name}", **buffers, plant=_frequencies(change))
     yield Case(
-        name="lost-buffer-gpt-neox", **buffers, model="gpt-neox", dtype="bfloat16",
+        name="lost-buffer-gpt-neox",
+        **buffers,
+        model="gpt-neox",
+        dtype="bfloat16",
         plant=_frequencies(torch.zeros_like),
-    )  # fmt: skip
+    )
     base = {
-        "report": "vllm-project/vllm#42624, #44158, sgl-project/sglang#14745", "letter": "S",
-        "place": "rotary", "words": (("the rotary angles", "rope|inv_freq|rotary"),),
-    }  # fmt: skip
+        "report": "vllm-project/vllm#42624, #44158, sgl-project/sglang#14745",
+        "letter": "S",
+        "place": "rotary",
+        "words": (("the rotary angles", "rope|inv_freq|rotary"),),
+    }
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"rope-theta-{dtype}", **base, cause="rope_theta falls back to 10000",
-            model="llama-theta", dtype=dtype, lengths=(40,), plant=_frequencies(_other_base),
-        )  # fmt: skip
+            name=f"rope-theta-{dtype}",
+            **base,
+            cause="rope_theta falls back to 10000",
+            model="llama-theta",
+            dtype=dtype,
+            lengths=(40,),
+            plant=_frequencies(_other_base),
+        )
     yield Case(
-        name="rope-scaling", **base, cause="the scaling of the rotary angles is dropped",
-        model="llama-scaled", lengths=(40,), runs=_config_of_an_older_version,
-    )  # fmt: skip
+        name="rope-scaling",
+        **base,
+        cause="the scaling of the rotary angles is dropped",
+        model="llama-scaled",
+        lengths=(40,),
+        runs=_config_of_an_older_version,
+    )
     other = {"kinds": ("incomparable",), "side": None}
     yield Case(
-        name="rotary-rows", report="jzhang38/TinyLlama#24", letter="W", **other,
-        cause="rows of q_proj and k_proj are in the other rotary layout", plant=_permuted,
+        name="rotary-rows",
+        report="jzhang38/TinyLlama#24",
+        letter="W",
+        **other,
+        cause="rows of q_proj and k_proj are in the other rotary layout",
+        plant=_permuted,
         # A permutation is an order of the same rows: either word tells what to do about it.
         words=(("that rows are permuted", "permut|rows in another order"), "q_proj", "k_proj"),
-    )  # fmt: skip
+    )
     yield Case(
-        name="centred-head", report="TransformerLensOrg/TransformerLens#693", letter="R",
+        name="centred-head",
+        report="TransformerLensOrg/TransformerLens#693",
+        letter="R",
         cause="the unembedding is centred: one constant a token, equal probabilities",
-        plant=_centred_weights, **other,
+        plant=_centred_weights,
+        **other,
         words=("lm_head", ("that probabilities are equal", "constant|shift|probabilit")),
-    )  # fmt: skip
+    )
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"centred-logits-{dtype}", report="TransformerLensOrg/TransformerLens#693",
-            letter="R", cause="logits are centred: one constant a token, equal probabilities",
-            dtype=dtype, plant=_centred_logits, kinds=("within_floor",), side="neither",
+            name=f"centred-logits-{dtype}",
+            report="TransformerLensOrg/TransformerLens#693",
+            letter="R",
+            cause="logits are centred: one constant a token, equal probabilities",
+            dtype=dtype,
+            plant=_centred_logits,
+            kinds=("within_floor",),
+            side="neither",
             words=(("that probabilities are equal", "constant|shift|probabilit"),),
-        )  # fmt: skip
+        )
     tied = "huggingface/transformers#42612, vllm-project/vllm#51063, #53170"
     yield Case(
-        name="tied-by-config", report=tied, letter="W", plant=_tied, **other,
+        name="tied-by-config",
+        report=tied,
+        letter="W",
+        plant=_tied,
+        **other,
         cause="the loader ties a head that the checkpoint holds",
         words=("lm_head", "embed_tokens", ("that they are tied", "tied|equals")),
-    )  # fmt: skip
+    )
     yield Case(
-        name="head-not-saved", report="huggingface/peft#2289, #876", letter="W", **other,
-        cause="the head is not in the checkpoint and is freshly initialised", runs=_without_head,
+        name="head-not-saved",
+        report="huggingface/peft#2289, #876",
+        letter="W",
+        **other,
+        cause="the head is not in the checkpoint and is freshly initialised",
+        runs=_without_head,
         words=("lm_head", ("that it is freshly initialised", "initiali|lack|missing")),
-    )  # fmt: skip
+    )
     yield Case(
-        name="classifier-not-saved", report="huggingface/peft#602", letter="W", **other,
-        cause="the head of classes is freshly initialised", runs=_other_classifier,
+        name="classifier-not-saved",
+        report="huggingface/peft#602",
+        letter="W",
+        **other,
+        cause="the head of classes is freshly initialised",
+        runs=_other_classifier,
         words=("score",),
-    )  # fmt: skip
+    )
     for count, first in (("later", 4), ("all", 0)):
         starts = [1001 + n if n >= first else 5 + n for n in range(8)]
         yield Case(
-            name=f"sleep-{count}", letter="W",
+            name=f"sleep-{count}",
+            letter="W",
             report="vllm-project/vllm#16564, #29341, #54235",
             cause="after sleep and wake the rotary table is zeros, "
             + ("from prompt 4 on" if first else "from the first prompt on"),
-            prompts=tuple((start, *range(20, 33)) for start in starts), new_tokens=2,
-            plant=_lost_from_prompt_four, place="rotary", unit=f"prompt {first},",
+            prompts=tuple((start, *range(20, 33)) for start in starts),
+            new_tokens=2,
+            plant=_lost_from_prompt_four,
+            place="rotary",
+            unit=f"prompt {first},",
             words=(("from prompt 4 on", r"prompts? 4\b"),) if first else ("rotary",),
-        )  # fmt: skip
+        )
     state = {"report": "ml-explore/mlx-lm#565", "letter": "W", "model": "mamba"}
     yield Case(
-        name="a-log-rounded", **state, cause="A_log is held in bfloat16", **other,
+        name="a-log-rounded",
+        **state,
+        cause="A_log is held in bfloat16",
+        **other,
         plant=_parameters("A_log", lambda old: old.bfloat16().float()),
         words=("A_log", ("that it is rounded to bfloat16", "bfloat16|rounded")),
-    )  # fmt: skip
+    )
     yield Case(
-        name="a-log-wide", **state, cause="A_log is held in float32, with equal values",
-        dtype="bfloat16", plant=_parameters("A_log", torch.Tensor.float), words=("A_log",),
-        kinds=("within_floor", "identical"), side="neither",
-    )  # fmt: skip
+        name="a-log-wide",
+        **state,
+        cause="A_log is held in float32, with equal values",
+        dtype="bfloat16",
+        plant=_parameters("A_log", torch.Tensor.float),
+        words=("A_log",),
+        kinds=("within_floor", "identical"),
+        side="neither",
+    )
     merged = "huggingface/peft#2321, #1043, QwenLM/Qwen#1168"
     yield Case(
-        name="merge-four-bits", report=merged, letter="W", **other,
+        name="merge-four-bits",
+        report=merged,
+        letter="W",
+        **other,
         cause="merging an adapter quantises the weights to 4 bits again",
         plant=_parameters("q_proj.weight", _four_bits),
         words=("q_proj", ("that it is quantised", "quanti|levels|4 bits")),
-    )  # fmt: skip
+    )
     yield Case(
-        name="merge-bfloat16", report=merged, letter="R", dtype="bfloat16", **other,
+        name="merge-bfloat16",
+        report=merged,
+        letter="R",
+        dtype="bfloat16",
+        **other,
         cause="merging an adapter in bfloat16 rounds in another order",
         plant=_merged_in_bfloat16,
         words=("q_proj", ("that it is rounding", "round|last bit|units")),
-    )  # fmt: skip
+    )
     yield Case(
-        name="float16-overflow", report="QwenLM/Qwen3#761, huggingface/transformers#33312",
-        letter="S", cause="a model trained in bfloat16 overflows in float16", runs=_overflowing,
-        kinds=("nonfinite",), place=r"layers\.2\b", words=("float16",),
-    )  # fmt: skip
+        name="float16-overflow",
+        report="QwenLM/Qwen3#761, huggingface/transformers#33312",
+        letter="S",
+        cause="a model trained in bfloat16 overflows in float16",
+        runs=_overflowing,
+        kinds=("nonfinite",),
+        place=r"layers\.2\b",
+        words=("float16",),
+    )
     healthy = {"kinds": ("within_floor", "identical"), "side": "neither", "letter": "R"}
     for dtype in ("float32", "bfloat16"):
         yield Case(
-            name=f"batch-{dtype}", report="verl-project/verl#6280, #1381, #2996", **healthy,
-            cause="micro-batches of another size: other kernels", dtype=dtype,
-            lengths=(24, 20, 16, 12, 9, 7, 5, 3), other={"batch": True},
-        )  # fmt: skip
+            name=f"batch-{dtype}",
+            report="verl-project/verl#6280, #1381, #2996",
+            **healthy,
+            cause="micro-batches of another size: other kernels",
+            dtype=dtype,
+            lengths=(24, 20, 16, 12, 9, 7, 5, 3),
+            other={"batch": True},
+        )
     cache = "huggingface/transformers#25420, #26344, #36536, ggml-org/llama.cpp#4479"
     for model, dtype in (("llama", "bfloat16"), ("qwen3", "float32")):
         yield Case(
-            name=f"no-cache-{model}-{dtype}", report=cache, **healthy, model=model, dtype=dtype,
-            cause="without a cache other kernels run", other={"use_cache": False}, new_tokens=6,
-        )  # fmt: skip
+            name=f"no-cache-{model}-{dtype}",
+            report=cache,
+            **healthy,
+            model=model,
+            dtype=dtype,
+            cause="without a cache other kernels run",
+            other={"use_cache": False},
+            new_tokens=6,
+        )
     yield Case(
-        name="whole-sequence", report=cache, **healthy, dtype="bfloat16", runs=_whole,
-        cause="one forward over the sequence against its steps", new_tokens=6,
-    )  # fmt: skip
+        name="whole-sequence",
+        report=cache,
+        **healthy,
+        dtype="bfloat16",
+        runs=_whole,
+        cause="one forward over the sequence against its steps",
+        new_tokens=6,
+    )
     yield Case(
-        name="packed", report="alex-hh/profam#495, huggingface/nanoVLM#204", letter="C",
+        name="packed",
+        report="alex-hh/profam#495, huggingface/nanoVLM#204",
+        letter="C",
         cause="packed documents see each other: the kernel takes no mask of documents",
-        runs=_packed, place=r"layers\.0\b", side=None,
+        runs=_packed,
+        place=r"layers\.0\b",
+        side=None,
         words=(("from which token on", r"token (1[2-9]|2\d)"),),
-    )  # fmt: skip
+    )
 
 
 WEIGHTS: tuple[Case, ...] = tuple(_cases())

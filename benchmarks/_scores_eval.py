@@ -54,14 +54,23 @@ def main() -> None:
         path, change = FAULTS[given.fault]
         model.get_submodule(path).register_forward_hook(lambda _, __, out: change(out))
     lm = HFLM(
-        pretrained=model, tokenizer=AutoTokenizer.from_pretrained(given.model),
-        batch_size=given.batch, device="cpu", dtype=given.dtype,
-    )  # fmt: skip
+        pretrained=model,
+        tokenizer=AutoTokenizer.from_pretrained(given.model),
+        batch_size=given.batch,
+        device="cpu",
+        dtype=given.dtype,
+    )
     tracker = EvaluationTracker(output_path=given.out)
     found = simple_evaluate(
-        lm, tasks=[given.task], task_manager=TaskManager(include_path="."), bootstrap_iters=0,
-        evaluation_tracker=tracker, log_samples=True, device="cpu", batch_size=given.batch,
-    )  # fmt: skip
+        lm,
+        tasks=[given.task],
+        task_manager=TaskManager(include_path="."),
+        bootstrap_iters=0,
+        evaluation_tracker=tracker,
+        log_samples=True,
+        device="cpu",
+        batch_size=given.batch,
+    )
     samples = found.pop("samples")
     tracker.save_results_aggregated(results=found, samples=samples)
     for name, rows in samples.items():

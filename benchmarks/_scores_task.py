@@ -39,17 +39,16 @@ _OPPOSITES = (
     "many few, positive negative, private public, rough smooth, safe dangerous, sweet bitter"
 )
 _SUMS = (
-    "{a} plus {b} equals", "The sum of {a} and {b} is", "Question: what is {a} plus {b}?\nAnswer:",
-)  # fmt: skip
-_NEXT = (
-    "The {kind} after {one} is", "{one} comes before the {kind}", "Next {kind} after {one}:"
-)  # fmt: skip
+    "{a} plus {b} equals",
+    "The sum of {a} and {b} is",
+    "Question: what is {a} plus {b}?\nAnswer:",
+)
+_NEXT = ("The {kind} after {one} is", "{one} comes before the {kind}", "Next {kind} after {one}:")
 _LAST = (
-    "The {kind} before {one} is", "Previous {kind}, before {one}:",
-)  # fmt: skip
-_OTHER = (
-    "The opposite of {one} is", "Not {one}, but", "Antonym of {one}:"
-)  # fmt: skip
+    "The {kind} before {one} is",
+    "Previous {kind}, before {one}:",
+)
+_OTHER = ("The opposite of {one} is", "Not {one}, but", "Antonym of {one}:")
 
 
 def documents() -> Iterator[dict[str, Any]]:

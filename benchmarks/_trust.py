@@ -28,9 +28,26 @@ from divergence.errors import DivergenceError
 from tests.models.tiny import build
 
 __all__ = [
-    "BLOCK", "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "checks", "fails",
-    "finds", "many_prompts", "play", "refuses", "right", "said", "stays_quiet", "words_of", "wrong",
-]  # fmt: skip
+    "BLOCK",
+    "PROMPTS",
+    "Bench",
+    "Case",
+    "Machine",
+    "Ran",
+    "Told",
+    "abstained",
+    "checks",
+    "fails",
+    "finds",
+    "many_prompts",
+    "play",
+    "refuses",
+    "right",
+    "said",
+    "stays_quiet",
+    "words_of",
+    "wrong",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = (
@@ -131,8 +148,14 @@ class Bench:
             self._made[key] = build(architecture, self.folder("model"), dtype=dtype, **values)
         return self._made[key]
 
-    def reference(self, model: Path | None = None, *, prompts: int | tuple[str, ...] = 2,
-                  tokens: int = 3, **values: Any) -> Path:  # fmt: skip
+    def reference(
+        self,
+        model: Path | None = None,
+        *,
+        prompts: int | tuple[str, ...] = 2,
+        tokens: int = 3,
+        **values: Any,
+    ) -> Path:
         """The healthy first run."""
         key = f"a {model} {prompts} {tokens} {sorted(values.items())}"
         if key not in self._made:
@@ -145,8 +168,9 @@ class Bench:
     def capture(self, *args: Any, machine: Machine = HEALTHY, **values: Any) -> Path:
         out = self.folder()
         with machine.patched():
-            divergence.capture(*args, out=out, device="cpu", probe=values.pop("probe", False),
-                               **values).close()  # fmt: skip
+            divergence.capture(
+                *args, out=out, device="cpu", probe=values.pop("probe", False), **values
+            ).close()
         return out
 
     def truth(self, run: Path, *, machine: Machine = HEALTHY) -> Path:
@@ -165,12 +189,21 @@ class Bench:
             with machine.patched():
                 return _in_process(words, cwd)
         environment = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200",
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             **machine.variables,
-        }  # fmt: skip
-        done = subprocess.run([sys.executable, "-m", "divergence", *words], env=environment,
-                              cwd=cwd, capture_output=True, text=True, check=False)  # fmt: skip
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "divergence", *words],
+            env=environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return Ran(done.returncode, done.stdout, done.stderr)
 
 
@@ -230,9 +263,16 @@ def words_of(report: Any) -> str:
     return "\n".join(lines)
 
 
-def finds(report: Any, *, block: str | None = None, side: str | None = None,
-          sides: tuple[str | None, ...] | None = None, sample: int | None = None,
-          step: int | None = None, kinds: tuple[str, ...] = FOUND) -> Told:  # fmt: skip
+def finds(
+    report: Any,
+    *,
+    block: str | None = None,
+    side: str | None = None,
+    sides: tuple[str | None, ...] | None = None,
+    sample: int | None = None,
+    step: int | None = None,
+    kinds: tuple[str, ...] = FOUND,
+) -> Told:
     """right: of these kinds, at this place, by this side. ``side`` alone also accepts no side;
     ``sides``: the ones accepted."""
     verdict, onset, text = report.verdict, report.verdict.onset, said(report)
@@ -289,8 +329,16 @@ def checks(bench: Bench, a: Path, b: Path, *options: object) -> Told:
 # ── two machines, as the docs tell ──────────────────────────────────────────────────────────────
 
 
-def play(bench: Bench, a: Path, b: Path, *, reference: Machine, candidate: Machine,
-         here: str = "candidate", rounds: int = 5) -> tuple[dict[str, Any], str]:  # fmt: skip
+def play(
+    bench: Bench,
+    a: Path,
+    b: Path,
+    *,
+    reference: Machine,
+    candidate: Machine,
+    here: str = "candidate",
+    rounds: int = 5,
+) -> tuple[dict[str, Any], str]:
     """`localize` on one machine, what it asks for on the other, and again: the last answer as
     JSON, and everything that was printed. {} where the command ended in a refusal."""
     machines = {"reference": reference, "candidate": candidate}

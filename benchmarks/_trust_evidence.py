@@ -46,8 +46,10 @@ def candidates_copy_as_floor(bench: Bench) -> Told:
     again = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.05"])
     copy = bench.folder("copy")
     shutil.copytree(c, copy)
-    told = [refuses(lambda f=floor: compare(a, c, floor=[f]), lambda r: finds(r, block=BLOCK))
-            for floor in (copy, again)]  # fmt: skip
+    told = [
+        refuses(lambda f=floor: compare(a, c, floor=[f]), lambda r: finds(r, block=BLOCK))
+        for floor in (copy, again)
+    ]
     return max(told, key=lambda one: ("right", "abstained", "wrong").index(one.outcome))
 
 
@@ -72,8 +74,12 @@ def truth_lowers_confidence(bench: Bench) -> Told:
     ranks = ("low", "medium", "high")
     a = bench.reference()
     truth, told = bench.truth(a), []
-    for fault in (f"{BLOCK}:out=scale:1.03", f"{MLP}=scale:1.05", f"{MLP}=noise:0.05",
-                  f"{BLOCK}:out=channel:5:1.5"):  # fmt: skip
+    for fault in (
+        f"{BLOCK}:out=scale:1.03",
+        f"{MLP}=scale:1.05",
+        f"{MLP}=noise:0.05",
+        f"{BLOCK}:out=channel:5:1.5",
+    ):
         few = compare(a, bench.capture(like=a, plants=[fault]))
         deep = bench.capture(like=a, plants=[fault], escalate=True)
         more = compare(a, deep, truth=truth)
@@ -89,8 +95,9 @@ def truth_lowers_confidence(bench: Bench) -> Told:
 def batch_of_eight(bench: Bench) -> Told:
     """One by one against a batch of eight with a fault: the advice leads to the fault."""
     a, fault = bench.reference(prompts=8), f"{BLOCK}:out=scale:1.1"
-    b = bench.capture(str(bench.model()), prompts=PROMPTS, max_new_tokens=3, batch=True,
-                      plants=[fault])  # fmt: skip
+    b = bench.capture(
+        str(bench.model()), prompts=PROMPTS, max_new_tokens=3, batch=True, plants=[fault]
+    )
     report = compare(a, b)
     advice = [line for line in report.verdict.next if "capture --like" in line]
     if not advice:

@@ -185,9 +185,11 @@ def known_difference(bench: Bench) -> Told:
     """A known difference with its reason and date lets that site pass, and is printed."""
     a, b = _faulty(bench)
     policy = bench.folder("policy").with_suffix(".toml")
-    policy.write_text(f'[[known]]\nsites = "{BLOCK}:out"\nreason = "bug 17"\n'
-                      "max = { rel_l2 = 2.0 }\n"
-                      'until = "2099-01-01"\n')  # fmt: skip
+    policy.write_text(
+        f'[[known]]\nsites = "{BLOCK}:out"\nreason = "bug 17"\n'
+        "max = { rel_l2 = 2.0 }\n"
+        'until = "2099-01-01"\n'
+    )
     ran = bench.cli("check", a, b, "--policy", policy)
     if ran.code in (0, 1) and "bug 17" in ran.text:
         return right(f"exit {ran.code}, the reason is printed")

@@ -239,8 +239,13 @@ def _with_mask(make: Any) -> Any:
 
 
 def _masks(bench: Bench, mine: Any, theirs: Any) -> Told:
-    a = bench.capture(str(bench.model()), prompts=("A mask for each token.",), max_new_tokens=2,
-                      sites=("modules",), prepare=_with_mask(mine))  # fmt: skip
+    a = bench.capture(
+        str(bench.model()),
+        prompts=("A mask for each token.",),
+        max_new_tokens=2,
+        sites=("modules",),
+        prepare=_with_mask(mine),
+    )
     return checks(bench, a, bench.capture(like=a, prepare=_with_mask(theirs)))
 
 
@@ -251,13 +256,17 @@ def mask_of_bools(bench: Bench) -> Told:
 
 def indices(bench: Bench) -> Told:
     """Integers that are all one too large fail."""
-    return _masks(bench, lambda x: torch.arange(x.shape[1])[None],
-                  lambda x: torch.arange(x.shape[1])[None] + 1)  # fmt: skip
+    return _masks(
+        bench,
+        lambda x: torch.arange(x.shape[1])[None],
+        lambda x: torch.arange(x.shape[1])[None] + 1,
+    )
 
 
 def _pair_of(bench: Bench, mine: Any, theirs: Any) -> tuple[Path, Path]:
-    a = bench.capture(str(bench.model()), prompts=("Not a number.",), max_new_tokens=2,
-                      plants=[mine])  # fmt: skip
+    a = bench.capture(
+        str(bench.model()), prompts=("Not a number.",), max_new_tokens=2, plants=[mine]
+    )
     return a, bench.capture(like=a, plants=[theirs])
 
 
@@ -291,8 +300,9 @@ def all_nan(bench: Bench) -> Told:
 def nan_in_both_and_fault(bench: Bench) -> Told:
     """A nan that both sides have does not hide a fault elsewhere."""
     nan = f"{BLOCK}:out=nan:3"
-    a = bench.capture(str(bench.model()), prompts=("Not a number.",), max_new_tokens=2,
-                      plants=[nan])  # fmt: skip
+    a = bench.capture(
+        str(bench.model()), prompts=("Not a number.",), max_new_tokens=2, plants=[nan]
+    )
     b = bench.capture(like=a, plants=[nan, "model.layers.0:out=scale:1.2"])
     return checks(bench, a, b)
 

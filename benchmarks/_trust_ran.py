@@ -28,7 +28,7 @@ from benchmarks._trust import (
     said,
     words_of,
     wrong,
-)  # fmt: skip
+)
 from divergence import compare
 from divergence.errors import DivergenceError
 
@@ -189,8 +189,9 @@ def dropout_left_on(bench: Bench) -> Told:
             )
 
     a = bench.reference()
-    return _names(compare(a, bench.capture(like=a, prepare=training)), "train", "dropout", "repeat",
-                  "hook")  # fmt: skip
+    return _names(
+        compare(a, bench.capture(like=a, prepare=training)), "train", "dropout", "repeat", "hook"
+    )
 
 
 # ── compiled ────────────────────────────────────────────────────────────────────────────────────
@@ -310,8 +311,12 @@ def other_layer_weights(bench: Bench) -> Told:
 
 def run_of_a_plant(bench: Bench) -> Told:
     """A golden that holds a planted fault is named as such."""
-    a = bench.capture(str(bench.model()), prompts=("A plant.",), max_new_tokens=2,
-                      plants=[f"{BLOCK}:out=scale:1.2"])  # fmt: skip
+    a = bench.capture(
+        str(bench.model()),
+        prompts=("A plant.",),
+        max_new_tokens=2,
+        plants=[f"{BLOCK}:out=scale:1.2"],
+    )
     report = compare(a, bench.capture(like=a))
     plants = divergence.Run.open(a).manifest.plan.plants
     told = _names(report, "planted faults")

@@ -28,7 +28,7 @@ from benchmarks._trust import (
     said,
     stays_quiet,
     wrong,
-)  # fmt: skip
+)
 from divergence import compare
 
 __all__ = ["CASES"]
@@ -115,8 +115,10 @@ def _judge_play(answer: dict[str, Any], printed: str, guilty: str) -> Told:
     """No level and no end may blame the healthy side."""
     healthy = "reference" if guilty == "candidate" else "candidate"
     sides = [level["side"] for level in answer.get("levels", [])] + [answer.get("side")]
-    levels = ", ".join(f"{one['level']} {one['verdict']} {one['side'] or '-'} {one['site'] or ''}"
-                       for one in answer.get("levels", []))  # fmt: skip
+    levels = ", ".join(
+        f"{one['level']} {one['verdict']} {one['side'] or '-'} {one['site'] or ''}"
+        for one in answer.get("levels", [])
+    )
     stopped = answer.get("stopped") or ""
     text = f"{levels}; end: {answer.get('side')}; {stopped[:90]}"
     if not answer:
@@ -168,8 +170,12 @@ def code_seen_from_reference(bench: Bench) -> Told:
 def code_of_reference(bench: Bench) -> Told:
     """Where the reference's code is wrong, the healthy candidate is not blamed."""
     machine = MACHINES["attention"]
-    a = bench.capture(str(bench.model()), prompts=("The first of all prompts.",),
-                      max_new_tokens=3, machine=machine)  # fmt: skip
+    a = bench.capture(
+        str(bench.model()),
+        prompts=("The first of all prompts.",),
+        max_new_tokens=3,
+        machine=machine,
+    )
     b = bench.capture(like=a)
     answer, printed = play(bench, a, b, reference=machine, candidate=HEALTHY, here="reference")
     return _judge_play(answer, printed, "reference")
@@ -236,8 +242,14 @@ def _split(model: Any, *, pieces: int = 8) -> None:
 
 
 def _localized(bench: Bench, a: Any, b: Any, prepare: Any, **values: Any) -> Any:
-    return divergence.localize(a, b, out=bench.folder("localize"), prepare_candidate=prepare,
-                               prepare_reference=lambda model: None, **values)  # fmt: skip
+    return divergence.localize(
+        a,
+        b,
+        out=bench.folder("localize"),
+        prepare_candidate=prepare,
+        prepare_reference=lambda model: None,
+        **values,
+    )
 
 
 def _told_of(found: Any) -> str:
@@ -330,8 +342,9 @@ def attention_scale_scalar_gross(bench: Bench) -> Told:
 
 def repro_of_other_scalars(bench: Bench) -> Told:
     """`repro --against` refuses a pair whose scalar arguments differ."""
-    a = bench.reference(bench.model(dtype="float32"), prompts=1, sites=("blocks", f"ops@{BLOCK}"),
-                        weights=True)  # fmt: skip
+    a = bench.reference(
+        bench.model(dtype="float32"), prompts=1, sites=("blocks", f"ops@{BLOCK}"), weights=True
+    )
     b = bench.capture(like=a, prepare=_scale_attention)
     for name in divergence.Run.open(a).sites():
         if "/aten.mul" in name and "self_attn/" in name:

@@ -22,7 +22,7 @@ from benchmarks._trust import (
     said,
     stays_quiet,
     wrong,
-)  # fmt: skip
+)
 from divergence import compare
 
 __all__ = ["CASES"]
@@ -44,8 +44,7 @@ def smallest_alone(bench: Bench, site: str, *, prompt: str, tokens: int, step: i
         a = bench.reference(prompts=(prompt,), tokens=tokens, steps=str(step) if step else None)
         size = 0.004
         while size < 1:
-            b = bench.capture(like=a, plants=[f"{site}=scale:{1 + size}@step={step}"],
-                              **OTHER)  # fmt: skip
+            b = bench.capture(like=a, plants=[f"{site}=scale:{1 + size}@step={step}"], **OTHER)
             if finds(compare(a, b), block=BLOCK).outcome == "right":
                 break
             size *= GROWTH
@@ -85,8 +84,7 @@ def _one_step(bench: Bench, count: int, which: int, times: float) -> Told:
     a = bench.reference(prompts=1, tokens=count)
     site = f"{BLOCK}:out"
     alone = smallest_alone(bench, site, prompt=PROMPTS[0], tokens=which + 1, step=which)
-    b = bench.capture(like=a, plants=[f"{site}=scale:{1 + times * alone}@step={which}"],
-                      **OTHER)  # fmt: skip
+    b = bench.capture(like=a, plants=[f"{site}=scale:{1 + times * alone}@step={which}"], **OTHER)
     told = finds(compare(a, b), block=BLOCK, step=which)
     return replace(
         told, said=f"alone {100 * alone:.1f}%, here {times * 100 * alone:.1f}%: {told.said}"

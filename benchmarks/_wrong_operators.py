@@ -85,9 +85,14 @@ def attention_wrong_groups(query, key, value, mask, causal, scale):
 def attention_nan_rows(query, key, value, mask, causal, scale):
     """A row that sees no key is nan."""
     y = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale,
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    )
     if mask is not None:
         y = torch.where(mask.any(-1, keepdim=True), y, torch.nan)
     return y

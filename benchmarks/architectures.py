@@ -48,43 +48,121 @@ QUIET = ("identical", "within_floor")
 LENGTHS = (12, 7)
 MOST_PARAMETERS = 20_000_000
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size",
-                     "word_embed_proj_dim", "lm_head_dim", "input_embedding_size", "rnn_width"),
-                    64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers",
-                     "encoder_layers", "num_decoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads",
-                     "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "embedding_size",
+            "word_embed_proj_dim",
+            "lm_head_dim",
+            "input_embedding_size",
+            "rnn_width",
+        ),
+        64,
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "num_layers",
+            "n_layers",
+            "decoder_layers",
+            "encoder_layers",
+            "num_decoder_layers",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+        ),
+        4,
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "index_n_heads"), 2),
     **dict.fromkeys(("head_dim", "d_kv", "rotary_dim", "attention_head_dim"), 16),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "dff",
-                     "encoder_ffn_dim", "shared_intermediate_size", "expert_ffn_hidden_size",
-                     "ffn_hidden_size", "mlp_intermediate_size"), 128),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "n_inner",
+            "d_ff",
+            "decoder_ffn_dim",
+            "dff",
+            "encoder_ffn_dim",
+            "shared_intermediate_size",
+            "expert_ffn_hidden_size",
+            "ffn_hidden_size",
+            "mlp_intermediate_size",
+        ),
+        128,
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size",
-                     "moe_ffn_hidden_size"), 32),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
-                     "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "state_size",
-                     "mamba_d_state", "ssm_state_size", "index_head_dim", "linear_key_head_dim",
-                     "linear_value_head_dim", "mamba_head_dim", "mamba_d_head"), 16),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_ffn_hidden_size"), 32
+    ),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "n_shared_experts",
+            "first_k_dense_replace",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "v_head_dim",
+            "state_size",
+            "mamba_d_state",
+            "ssm_state_size",
+            "index_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "mamba_head_dim",
+            "mamba_d_head",
+        ),
+        16,
+    ),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
     **dict.fromkeys(("mamba_num_heads", "mamba_n_heads"), 8),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size", "sliding_window"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256),
-    "qk_rope_head_dim": 8, "vocab_size": 512, "vocab_size_per_layer_input": 512,
-    "hidden_size_per_layer_input": 16, "initializer_range": 0.08,
-    "attn_layer_indices": [1, 3], "attn_layer_period": 2, "attn_layer_offset": 1,
-    "num_kv_shared_layers": 0, "attention_types": [[["global", "local"], 2]],
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
+    "qk_rope_head_dim": 8,
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+    "initializer_range": 0.08,
+    "attn_layer_indices": [1, 3],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_kv_shared_layers": 0,
+    "attention_types": [[["global", "local"], 2]],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 """What each name of a size becomes."""
 OTHER_SIZES: tuple[dict[str, Any], ...] = (
-    {}, {"num_key_value_heads": 4}, {"num_experts_per_tok": 1},
+    {},
+    {"num_key_value_heads": 4},
+    {"num_experts_per_tok": 1},
     {"layer_types": ["mamba", "attention"] * 2},
     {"layer_types": ["linear_attention", "full_attention"] * 2},
-)  # fmt: skip
+)
 """What is tried where a config refuses those."""
 
 
@@ -104,8 +182,10 @@ def smaller(model_type: str, other: Mapping[str, Any]) -> Any:
         values["rope_parameters"] = {**names["rope_parameters"], "mrope_section": [2, 3, 3]}
     for name, value in names.items():
         if name.endswith("text_config") and isinstance(value, dict):
-            values[name] = {**{k: s for k, s in SIZES.items() if k in value},
-                            "model_type": value.get("model_type", "")}  # fmt: skip
+            values[name] = {
+                **{k: s for k, s in SIZES.items() if k in value},
+                "model_type": value.get("model_type", ""),
+            }
     return kind(**values, is_decoder=True) if "is_decoder" in names else kind(**values)
 
 
@@ -184,8 +264,15 @@ def tried(model_type: str, dtype: str, folder: Path, machines: tuple[Machine, Ma
     where = planted_at(model)
     deep = dtype != "float32"
     try:
-        native.run("capture", model=folder / "model", out=folder / "a", prompts=prompts,
-                   dtype=dtype, max_new_tokens=3, probe=False)  # fmt: skip
+        native.run(
+            "capture",
+            model=folder / "model",
+            out=folder / "a",
+            prompts=prompts,
+            dtype=dtype,
+            max_new_tokens=3,
+            probe=False,
+        )
     except RuntimeError as error:
         return line | {"state": "not captured", "error": str(error).partition(": ")[2]}
     line["state"] = "captured"
@@ -200,8 +287,14 @@ def tried(model_type: str, dtype: str, folder: Path, machines: tuple[Machine, Ma
         line["healthy"] = _said(folder / "a", folder / "b", right)
         if where is not None:
             line["block"], line["linear"] = where
-            native.run("capture", like=folder / "a", out=folder / "planted", probe=False,
-                       escalate=deep, plants=[f"{where[1]}:out=noise:0.3"])  # fmt: skip
+            native.run(
+                "capture",
+                like=folder / "a",
+                out=folder / "planted",
+                probe=False,
+                escalate=deep,
+                plants=[f"{where[1]}:out=noise:0.3"],
+            )
             line["planted"] = _said(folder / "a", folder / "planted", right)
     except (RuntimeError, DivergenceError) as error:
         line["error"] = str(error)
@@ -216,11 +309,16 @@ def _said(a: Path, b: Path, right: Path | None) -> list[dict[str, Any]]:
     for truth in (None, right) if right is not None else (None,):
         verdict = compare(a, b, truth=truth).verdict
         onset = verdict.onset
-        lines.append({
-            "kind": verdict.kind, "side": verdict.side, "confidence": verdict.confidence,
-            "site": None if onset is None else onset.site,
-            "block": None if onset is None else onset.block, "summary": verdict.summary,
-        })  # fmt: skip
+        lines.append(
+            {
+                "kind": verdict.kind,
+                "side": verdict.side,
+                "confidence": verdict.confidence,
+                "site": None if onset is None else onset.site,
+                "block": None if onset is None else onset.block,
+                "summary": verdict.summary,
+            }
+        )
     return lines
 
 
@@ -255,22 +353,29 @@ def table(lines: list[dict[str, Any]], dtypes: list[str]) -> str:
         for column in columns:
             healthy = pairs(column, "healthy", number)
             alarms = [(x, said) for x, said in healthy if said["kind"] not in QUIET]
-            cells.append(f"{len(alarms)} of {len(healthy)}"
-                         + (f" (rate < {100 * upper(len(alarms), len(healthy)):.1f}%)"
-                            if healthy else ""))  # fmt: skip
-            notes += [f"{x['model']}, {x['dtype']}, healthy, {title}: {s['kind']} at {s['site']} "
-                      f"({s['confidence']}): {s['summary']}" for x, s in alarms]  # fmt: skip
+            cells.append(
+                f"{len(alarms)} of {len(healthy)}"
+                + (f" (rate < {100 * upper(len(alarms), len(healthy)):.1f}%)" if healthy else "")
+            )
+            notes += [
+                f"{x['model']}, {x['dtype']}, healthy, {title}: {s['kind']} at {s['site']} "
+                f"({s['confidence']}): {s['summary']}"
+                for x, s in alarms
+            ]
             planted = pairs(column, "planted", number)
-            exact = [(x, s) for x, s in planted if s["block"] == x["block"]
-                     and s["kind"] == "localized"]  # fmt: skip
+            exact = [
+                (x, s) for x, s in planted if s["block"] == x["block"] and s["kind"] == "localized"
+            ]
             named.append(f"{len(exact)} of {len(planted)}")
             sided.append(f"{sum(s['side'] == 'candidate' for _, s in exact)} of {len(exact)}")
             wrong = [s for _, s in planted if s["side"] in ("reference", "both")]
             other.append(str(len(wrong)))
-            notes += [f"{x['model']}, {x['dtype']}, planted in {x['linear']}, {title}: {s['kind']} "
-                      f"at {s['site']} ({s['side']}, {s['confidence']}): {s['summary']}"
-                      for x, s in planted if (x, s) not in exact
-                      or s["side"] in ("reference", "both")]  # fmt: skip
+            notes += [
+                f"{x['model']}, {x['dtype']}, planted in {x['linear']}, {title}: {s['kind']} "
+                f"at {s['site']} ({s['side']}, {s['confidence']}): {s['summary']}"
+                for x, s in planted
+                if (x, s) not in exact or s["side"] in ("reference", "both")
+            ]
         row(f"false alarms, {title}", cells)
         row(f"planted: the right block, {title}", named)
         if number:
@@ -313,8 +418,11 @@ def main() -> None:
             line = tried(name, dtype, Path(folder), machines)
         lines.append(line)
         said = [v["kind"] for key in ("healthy", "planted") for v in line.get(key, ())]
-        print(f"{name} {dtype}: {line['state']} {said} {line.get('error', '')[:200]}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{name} {dtype}: {line['state']} {said} {line.get('error', '')[:200]}",
+            file=sys.stderr,
+            flush=True,
+        )
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a") as file:

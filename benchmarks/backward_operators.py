@@ -33,8 +33,11 @@ IDS = PROMPTS[:3]
 BLOCKS = {"llama": "model.layers.1", "gpt2": "transformer.h.1", "qwen3-moe": "model.layers.1"}
 ATTENTION = {"llama": "self_attn", "gpt2": "attn", "qwen3-moe": "self_attn"}
 DOWN = {"llama": "mlp.down_proj", "gpt2": "mlp.c_proj", "qwen3-moe": "self_attn.o_proj"}
-NORM = {"llama": "post_attention_layernorm", "gpt2": "ln_2",
-        "qwen3-moe": "post_attention_layernorm"}  # fmt: skip
+NORM = {
+    "llama": "post_attention_layernorm",
+    "gpt2": "ln_2",
+    "qwen3-moe": "post_attention_layernorm",
+}
 QUERY = {"llama": "self_attn.q_proj", "gpt2": "attn.c_attn", "qwen3-moe": "self_attn.q_proj"}
 HEALTHY: dict[str, dict[str, Any]] = {
     "sdpa": {"attn_implementation": "sdpa"},
@@ -46,8 +49,10 @@ HEALTHY: dict[str, dict[str, Any]] = {
 
 
 def health(models: Models, folder: Path) -> None:
-    print("| pair | architecture | dtype | operators of the backward | named there | "
-          "largest share of a limit, with a truth | without |")  # fmt: skip
+    print(
+        "| pair | architecture | dtype | operators of the backward | named there | "
+        "largest share of a limit, with a truth | without |"
+    )
     print("|---|---|---|---|---|---|---|")
     count, largest = itertools.count(), 0.0
     with machines() as others:
@@ -93,13 +98,15 @@ def show(name: str, architecture: str, dtype: str, a: Run, b: Run, truth: Run) -
 def wanted(architecture: str) -> dict[str, tuple[str, str]]:
     """By fault: the module, and the operator there or what it comes into ("": any)."""
     return {
-        "kernel: wrong sign of a term in a softmax's backward":
-            (ATTENTION[architecture], "aten._softmax_backward_data"),
+        "kernel: wrong sign of a term in a softmax's backward": (
+            ATTENTION[architecture],
+            "aten._softmax_backward_data",
+        ),
         "kernel: a weight's gradient summed in bfloat16": (DOWN[architecture], "aten.mm"),
         "attention's scale left out of its backward": (QUERY[architecture], ""),
         "wrong sign of a term in a norm's backward": (NORM[architecture], ""),
         "weight gradient summed in bfloat16": (DOWN[architecture], "aten.mm"),
-    }  # fmt: skip
+    }
 
 
 KERNELS = {"softmax": "kernel: wrong sign", "mm": "kernel: a weight's"}
@@ -129,8 +136,10 @@ def faults(models: Models, folder: Path) -> None:
                 }
                 for key, value in right.items():
                     tally[key] += value
-                words = ("yes" if right[key] else "no"
-                         for key in ("module", "operator", "side", "proven"))  # fmt: skip
+                words = (
+                    "yes" if right[key] else "no"
+                    for key in ("module", "operator", "side", "proven")
+                )
                 print("|", " | ".join((name, architecture, dtype, site, *words)), "|", flush=True)
     told = ", ".join(f"{key} {value}" for key, value in tally.items())
     print(f"\nof {total}: {told}")
@@ -160,8 +169,9 @@ def descend(
     )
     b = divergence.capture(like=a, out=folder / "b", probe=False, prepare=prepare)
     truth = divergence.truth(a, out=folder / "truth")
-    return divergence.localize(a, b, truth=truth, out=folder / "work", prepare_reference=healthy,
-                               prepare_candidate=prepare)  # fmt: skip
+    return divergence.localize(
+        a, b, truth=truth, out=folder / "work", prepare_reference=healthy, prepare_candidate=prepare
+    )
 
 
 if __name__ == "__main__":

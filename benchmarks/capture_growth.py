@@ -31,14 +31,20 @@ def measured(way: str, rounds: int, buffer: str, **shape: int) -> dict:
     done = subprocess.run(
         [sys.executable, str(OVERHEAD), "--work", way]
         + [word for name, value in options.items() for word in (f"--{name}", str(value))],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found = json.loads(done.stdout.strip().splitlines()[-1])
     bare, own = statistics.median(found["bare cpu"]), statistics.median(found["way cpu"])
     return {
-        "seen": found["seen"], "stored": found["stored"], "records": found["records"],
-        "bare": bare, "added": own - bare, "grown": found["grown"],
-    }  # fmt: skip
+        "seen": found["seen"],
+        "stored": found["stored"],
+        "records": found["records"],
+        "bare": bare,
+        "added": own - bare,
+        "grown": found["grown"],
+    }
 
 
 def series(rounds: int, buffer: str) -> dict[str, list[tuple[str, dict]]]:

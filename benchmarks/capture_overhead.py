@@ -35,10 +35,19 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_WAYS = [
-    "hooks", "blocks", "blocks:stats", "modules", "modules:sketch", "modules:stats",
-    "modules:hash", "hooks modules", "empty hooks", "debugger", "nnsight",
+    "hooks",
+    "blocks",
+    "blocks:stats",
+    "modules",
+    "modules:sketch",
+    "modules:stats",
+    "modules:hash",
+    "hooks modules",
+    "empty hooks",
+    "debugger",
+    "nnsight",
     "msprobe",
-]  # fmt: skip
+]
 
 
 def build(args: argparse.Namespace) -> Any:
@@ -67,9 +76,14 @@ def loaded_model(model: Any) -> Any:
 
     model.config.architectures = ["LlamaForCausalLM"]
     return LoadedModel(
-        source="benchmark", revision=None, task="causal-lm", module=model, tokenizer=None,
-        device=torch.device("cpu"), trust_remote_code=False,
-    )  # fmt: skip
+        source="benchmark",
+        revision=None,
+        task="causal-lm",
+        module=model,
+        tokenizer=None,
+        device=torch.device("cpu"),
+        trust_remote_code=False,
+    )
 
 
 class Captured:
@@ -87,10 +101,18 @@ class Captured:
             file = Path(folder) / "prompt.jsonl"
             file.write_text(json.dumps({"input_ids": ids[0].tolist()}) + "\n")
             options = CaptureOptions(
-                task="causal-lm", device="cpu", prompts_file=file, batch=False,
-                max_new_tokens=new, sites=(sites,), deterministic=False, anchor=False,
-                store=store or None, buffer=buffer, probe=False,
-            )  # fmt: skip
+                task="causal-lm",
+                device="cpu",
+                prompts_file=file,
+                batch=False,
+                max_new_tokens=new,
+                sites=(sites,),
+                deterministic=False,
+                anchor=False,
+                store=store or None,
+                buffer=buffer,
+                probe=False,
+            )
             request = resolve_request("benchmark", like=None, options=options)
         from divergence.recording.engines.sessions import TorchSession
 
@@ -227,10 +249,19 @@ def measured(way: str, args: argparse.Namespace, python: str) -> tuple[str, int]
     """A row of the table, and the threads of the model there."""
     options = [
         word
-        for name in ("hidden", "blocks", "vocab", "prompt", "new", "dtype", "rounds", "threads",
-                     "buffer")
+        for name in (
+            "hidden",
+            "blocks",
+            "vocab",
+            "prompt",
+            "new",
+            "dtype",
+            "rounds",
+            "threads",
+            "buffer",
+        )
         for word in (f"--{name}", str(getattr(args, name)))
-    ]  # fmt: skip
+    ]
     if args.folder:
         options += ["--folder", args.folder]
     done = subprocess.run(

@@ -63,16 +63,20 @@ def as_in_the_source(one, ranks: int) -> str:
 
 def orders(folder: Path) -> None:
     print("\norders of all_reduce by gloo, found from outside")
-    print(f"{'ranks':>5}  {'dtype':9}{'elements':>10}  {'order':13}{'as source':>10}"
-          f"{'sums in':>10}{'replayed':>10}{'expected':>10}{'measured':>10}")  # fmt: skip
+    print(
+        f"{'ranks':>5}  {'dtype':9}{'elements':>10}  {'order':13}{'as source':>10}"
+        f"{'sums in':>10}{'replayed':>10}{'expected':>10}{'measured':>10}"
+    )
     for ranks in RANKS:
         run = made(folder, ranks, sites=["all_reduce.*.random", "order.all_reduce.*"])
         rows = compare(run).collectives.sides[0].orders
         for one, row in zip(Recorded(run).orders(), rows, strict=True):
             error = [f"{x:.1e}" if x is not None else "-" for x in (row.expected, row.measured)]
-            print(f"{ranks:5}  {row.dtype:9}{row.elements:10,}  {row.order:13}"
-                  f"{as_in_the_source(one, ranks):>10}{row.accumulates or '-':>10}"
-                  f"{row.num_replayed:10,}{error[0]:>10}{error[1]:>10}")  # fmt: skip
+            print(
+                f"{ranks:5}  {row.dtype:9}{row.elements:10,}  {row.order:13}"
+                f"{as_in_the_source(one, ranks):>10}{row.accumulates or '-':>10}"
+                f"{row.num_replayed:10,}{error[0]:>10}{error[1]:>10}"
+            )
 
 
 def errors(folder: Path) -> None:
@@ -93,8 +97,10 @@ def errors(folder: Path) -> None:
             level = [ranks + len(nodes) + k for k in range(len(pairs))]
             nodes += pairs
         tree = Tree.of(ranks, nodes).partials
-        print(f"{ranks:5}  ring, flat {chain:>8,}   tree, halving {tree:>6,}   "
-              f"error {(chain / tree) ** 0.5:.1f} times as large")  # fmt: skip
+        print(
+            f"{ranks:5}  ring, flat {chain:>8,}   tree, halving {tree:>6,}   "
+            f"error {(chain / tree) ** 0.5:.1f} times as large"
+        )
 
 
 def faults(folder: Path) -> None:
@@ -115,8 +121,10 @@ def faults(folder: Path) -> None:
 
 def whole(folder: Path) -> None:
     print("\nthe whole suite")
-    print(f"{'ranks':>5}{'seconds':>9}{'compare':>9}{'MiB':>7}{'cases':>7}{'faults':>8}"
-          f"{'AR = RS + AG':>14}{'AR busbw':>12}{'RS':>8}{'AG':>8}{'A2A':>8} GB/s")  # fmt: skip
+    print(
+        f"{'ranks':>5}{'seconds':>9}{'compare':>9}{'MiB':>7}{'cases':>7}{'faults':>8}"
+        f"{'AR = RS + AG':>14}{'AR busbw':>12}{'RS':>8}{'AG':>8}{'A2A':>8} GB/s"
+    )
     for ranks in RANKS:
         begun = time.perf_counter()
         run = made(folder, ranks)
@@ -127,10 +135,12 @@ def whole(folder: Path) -> None:
         equal = f"{sum(not one.num_different for one in side.identities)}/{len(side.identities)}"
         rate = {one.collective: one.busbw / 1e9 for one in side.bandwidth}  # the largest size
         mib = run.manifest.sizes.stored_bytes / 2**20
-        print(f"{ranks:5}{seconds[0]:9.1f}{seconds[1]:9.1f}{mib:7.1f}{cases:7}"
-              f"{len(side.faults):8}{equal:>14}{rate['all_reduce']:12.2f}"
-              f"{rate['reduce_scatter']:8.2f}{rate['all_gather']:8.2f}"
-              f"{rate['all_to_all']:8.2f}")  # fmt: skip
+        print(
+            f"{ranks:5}{seconds[0]:9.1f}{seconds[1]:9.1f}{mib:7.1f}{cases:7}"
+            f"{len(side.faults):8}{equal:>14}{rate['all_reduce']:12.2f}"
+            f"{rate['reduce_scatter']:8.2f}{rate['all_gather']:8.2f}"
+            f"{rate['all_to_all']:8.2f}"
+        )
 
 
 def main() -> None:

@@ -120,9 +120,12 @@ def start() -> tuple[float, float]:
     found = []
     for _ in range(4):
         done = subprocess.run(
-            [sys.executable, "-c", _START], check=True, capture_output=True, text=True,
+            [sys.executable, "-c", _START],
+            check=True,
+            capture_output=True,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
         found.append([float(word) for word in done.stdout.split()])
     seconds, mib = zip(*found[1:], strict=True)  # the first may compile
     return statistics.median(seconds), statistics.median(mib)

@@ -42,8 +42,17 @@ def main() -> None:
         runs = write_runs(folder, count, SHAPE, torch.bfloat16, num_runs=1 + args.runs)
         few = write_runs(folder / "few", 1, SHAPE, torch.bfloat16)
         alone = [sys.executable, "-m", "divergence", "compare"]
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc-per-node", str(args.ranks), "-m", "divergence", "compare"]  # fmt: skip
+        ranks = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(args.ranks),
+            "-m",
+            "divergence",
+            "compare",
+        ]
         rows = {
             "one process": (alone, runs[:2], few),
             f"{args.ranks} ranks": (ranks, runs[:2], few),
@@ -78,9 +87,11 @@ def run(command: list[str], runs: list[Path]) -> tuple[float, float, float]:
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", program, *command, *map(str, runs), "-q"],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     wall = time.perf_counter() - begin
     cpu, rss = map(float, done.stdout.split())
     return wall, cpu, rss * 1024

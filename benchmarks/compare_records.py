@@ -55,8 +55,14 @@ print(spent, len(report.sites), int(peak) / 1024)
 def write_runs(folder: Path, num_records: int, size: int) -> None:
     """A reference ``a``, a candidate ``b`` and their ``truth``, each of ``num_records``."""
     model = build("llama", folder / "model")
-    small = capture(str(model), out=folder / "small", prompts=["A bridge"], max_new_tokens=1,
-                    device="cpu", probe=False)  # fmt: skip
+    small = capture(
+        str(model),
+        out=folder / "small",
+        prompts=["A bridge"],
+        max_new_tokens=1,
+        device="cpu",
+        probe=False,
+    )
     writers = {}
     for name in ("a", "b", "truth"):
         manifest = Run.open(small.path).manifest
@@ -79,8 +85,14 @@ def write_runs(folder: Path, num_records: int, size: int) -> None:
             dtype = torch.float64 if name == "truth" else torch.bfloat16
             tensors = values[name].to(dtype)
             for order, site in enumerate(sites[: num_records - step * len(sites)]):
-                writer.put(CapturedTensor(tensors[order].clone()), pass_="free", sample=0,
-                           step=step, site=site, order=order)  # fmt: skip
+                writer.put(
+                    CapturedTensor(tensors[order].clone()),
+                    pass_="free",
+                    sample=0,
+                    step=step,
+                    site=site,
+                    order=order,
+                )
     for writer in writers.values():
         writer.close(complete=True)
 
@@ -89,9 +101,11 @@ def measured(checkout: Path, *runs: Path) -> tuple[float, int, float]:
     """One comparison by the code of ``checkout``: its seconds, its pairs, and the peak in MB."""
     done = subprocess.run(
         [sys.executable, "-c", TIMED, *(str(run.resolve()) for run in runs)],
-        capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(checkout)}, cwd=checkout,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        cwd=checkout,
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     spent, pairs, peak = done.stdout.split()
@@ -105,8 +119,10 @@ def command_seconds(*runs: Path) -> float:
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "divergence", "compare", *words, "--quiet"],
-        stdout=subprocess.DEVNULL, check=True, cwd=ROOT,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        check=True,
+        cwd=ROOT,
+    )
     return time.perf_counter() - start
 
 
@@ -160,8 +176,10 @@ def main() -> None:
             for _ in range(options.rounds)
         ]
         without, with_truth = map(statistics.median, zip(*pairs, strict=True))
-        print(f"\nthe command: {without:.2f} s, with the truth {with_truth:.2f} s, "
-              f"{with_truth / without:.2f} x")  # fmt: skip
+        print(
+            f"\nthe command: {without:.2f} s, with the truth {with_truth:.2f} s, "
+            f"{with_truth / without:.2f} x"
+        )
 
 
 if __name__ == "__main__":

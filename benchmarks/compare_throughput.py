@@ -97,8 +97,11 @@ def timed(way: str, paths: tuple[Path, Path]) -> dict[str, float]:
     """One way in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", _TIMED, way, *map(str, paths)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -107,8 +110,9 @@ def timed_msprobe(program: str, paths: tuple[Path, Path], out: Path) -> dict[str
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
         [program, "compare", "-tp", str(paths[1]), "-gp", str(paths[0]), "-o", str(out)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if not any(out.glob("*.csv")):
@@ -138,8 +142,9 @@ def show(label: str, found: dict[str, list[dict]], num_bytes: int) -> None:
         print(
             f"| {label} | {way} | {seconds:.2f} | {num_bytes / seconds / 1e9:.2f} "
             f"| {seconds / read_s:.2f} | {cpu_s:.2f} | {num_bytes / cpu_s / 1e9:.2f} "
-            f"| {value['peak_mib']:.0f} |", flush=True,
-        )  # fmt: skip
+            f"| {value['peak_mib']:.0f} |",
+            flush=True,
+        )
 
 
 def bench(dtype: torch.dtype, gib: float, options: argparse.Namespace, folder: Path) -> None:
@@ -188,15 +193,19 @@ def main() -> None:
     parser.add_argument("--ways", default="read,compiled,numpy,naive,close")
     parser.add_argument("--msprobe", help="the program, from an environment of its own")
     options = parser.parse_args()
-    print("| dtype | GB | cache | way | median s | GB/s | × read | CPU s | GB per CPU s | peak RSS "
-          "MiB |\n|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| dtype | GB | cache | way | median s | GB/s | × read | CPU s | GB per CPU s | peak RSS "
+        "MiB |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
     for name in options.dtype.split(","):
         for gib in options.gib.split(","):
             with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
                 bench(getattr(torch, name), float(gib), options, Path(folder))
     load = os.getloadavg()[0]
-    print(f"\n{torch.get_num_threads()} threads, {os.cpu_count()} cores, {options.rounds} rounds, "
-          f"load {load:.1f} at the end")  # fmt: skip
+    print(
+        f"\n{torch.get_num_threads()} threads, {os.cpu_count()} cores, {options.rounds} rounds, "
+        f"load {load:.1f} at the end"
+    )
 
 
 if __name__ == "__main__":

@@ -36,10 +36,23 @@ PLACES = {
     "mamba": "backbone.layers.{}.mixer.out_proj:out",
 }
 FAULTS = (
-    "scale:1.2", "scale:1.05", "scale:1.01", "scale:1.001", "noise:0.3", "noise:0.1",
-    "noise:0.03", "noise:0.01", "noise:0.003", "bias:0.1", "channel:5:1.5", "zero:0-15", "roll",
-    "cast:float8_e4m3fn", "cast:int8", "cast:bfloat16",
-)  # fmt: skip
+    "scale:1.2",
+    "scale:1.05",
+    "scale:1.01",
+    "scale:1.001",
+    "noise:0.3",
+    "noise:0.1",
+    "noise:0.03",
+    "noise:0.01",
+    "noise:0.003",
+    "bias:0.1",
+    "channel:5:1.5",
+    "zero:0-15",
+    "roll",
+    "cast:float8_e4m3fn",
+    "cast:int8",
+    "cast:bfloat16",
+)
 PROMPT = "The quick brown fox jumps over the lazy dog, and the numbers should stay the same."
 
 
@@ -72,18 +85,28 @@ def main() -> None:
             for dtype in dtypes:
                 root = Path(folder) / f"{architecture}-{dtype}"
                 model = build(architecture, root / "model", dtype=dtype)
-                a = capture(str(model), out=root / "a", prompts=[PROMPT], max_new_tokens=4,
-                            device="cpu")  # fmt: skip
+                a = capture(
+                    str(model), out=root / "a", prompts=[PROMPT], max_new_tokens=4, device="cpu"
+                )
                 healthy = compare(a, capture(like=a, out=root / "healthy", device="cpu", **other))
                 alarms += healthy.verdict.kind not in ("identical", "within_floor")
-                shares = [u.typical / u.results[0].limit for u in
-                          build_units(healthy.sites, "anchored") if u.results[0].limit]  # fmt: skip
+                shares = [
+                    u.typical / u.results[0].limit
+                    for u in build_units(healthy.sites, "anchored")
+                    if u.results[0].limit
+                ]
                 health.setdefault(dtype, []).append(max(shares, default=0.0))
                 for number in range(3):
                     site = place.format(number)
                     for fault in FAULTS:
-                        b = capture(like=a, out=root / "b", force=True, device="cpu",
-                                    plants=[f"{site}={fault}"], **other)  # fmt: skip
+                        b = capture(
+                            like=a,
+                            out=root / "b",
+                            force=True,
+                            device="cpu",
+                            plants=[f"{site}={fault}"],
+                            **other,
+                        )
                         report = compare(a, b)
                         total += 1
                         hit = found(report, site)
@@ -96,10 +119,13 @@ def main() -> None:
     for fault in FAULTS:
         cells = ("/".join(map(str, hits[fault, dtype])) for dtype in dtypes)
         print(f"| {fault} | " + " | ".join(cells) + " |")
-    print(f"\n{total} planted pairs, {elsewhere} blamed on another block (anchored); "
-          f"{alarms} alarms in {len(PLACES) * len(dtypes)} healthy pairs, whose typical error was "
-          "at most " + ", ".join(f"{max(v):.2f} ({k})" for k, v in health.items())
-          + f" of its limit; {time.perf_counter() - start:.0f} s")  # fmt: skip
+    print(
+        f"\n{total} planted pairs, {elsewhere} blamed on another block (anchored); "
+        f"{alarms} alarms in {len(PLACES) * len(dtypes)} healthy pairs, whose typical error was "
+        "at most "
+        + ", ".join(f"{max(v):.2f} ({k})" for k, v in health.items())
+        + f" of its limit; {time.perf_counter() - start:.0f} s"
+    )
 
 
 if __name__ == "__main__":

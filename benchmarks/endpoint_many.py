@@ -45,8 +45,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
-        said = {"/v1/models": {"data": [{"id": "made-up", "owned_by": "vllm"}]},
-                "/version": {"version": "0"}}.get(self.path)  # fmt: skip
+        said = {
+            "/v1/models": {"data": [{"id": "made-up", "owned_by": "vllm"}]},
+            "/version": {"version": "0"},
+        }.get(self.path)
         self._send(200 if said else 404, json.dumps(said or {}).encode())
 
     def do_POST(self) -> None:
@@ -73,9 +75,10 @@ def _answer(body: dict) -> dict:
         tokens.append(ids[0])
         rows.append({f"token_id:{n}": value - whole for n, value in zip(ids, values, strict=True)})
     logprobs = {
-        "tokens": [f"token_id:{n}" for n in tokens], "top_logprobs": rows,
+        "tokens": [f"token_id:{n}" for n in tokens],
+        "top_logprobs": rows,
         "token_logprobs": [max(row.values()) for row in rows],
-    }  # fmt: skip
+    }
     choice = {"text": "", "logprobs": logprobs, "token_ids": tokens, "prompt_token_ids": [1, 2, 3]}
     return {"choices": [choice], "usage": {"prompt_tokens": 3}}
 
@@ -87,8 +90,12 @@ def main(num: int) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     prompts = [f"prompt number {n}" for n in range(num)]
-    given = {"prompts": prompts, "max_new_tokens": NUM_TOKENS, "top_logprobs": TOP,
-             "concurrency": 16}  # fmt: skip
+    given = {
+        "prompts": prompts,
+        "max_new_tokens": NUM_TOKENS,
+        "top_logprobs": TOP,
+        "concurrency": 16,
+    }
     clients: list[client_module.Client] = []
     from divergence.domains.logprobs.endpoints import capture as module
 
@@ -117,8 +124,10 @@ def main(num: int) -> None:
         )
         twice = Handler.num_answers - num
         assert resumed.manifest.complete
-    print("| prompts | seconds | a second | tried again | without an answer | MB | peak MiB | "
-          "open and compare, s | interrupted at | asked twice |")  # fmt: skip
+    print(
+        "| prompts | seconds | a second | tried again | without an answer | MB | peak MiB | "
+        "open and compare, s | interrupted at | asked twice |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     print(
         f"| {num:,} | {seconds:.0f} | {num / seconds:.0f} | {clients[0].num_retries:,} | "

@@ -54,8 +54,18 @@ from tests.models import onnx_graphs, tiny  # noqa: E402
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Hello there"]
 NUM_BLOCKS = 3
 HEALTHY = ("identical", "within_floor")
-COLUMNS = ("model", "dtype", "engine", "prefill, anchored", "decode, anchored", "free",
-           "tokens equal", "limit used", "verdict", "side")  # fmt: skip
+COLUMNS = (
+    "model",
+    "dtype",
+    "engine",
+    "prefill, anchored",
+    "decode, anchored",
+    "free",
+    "tokens equal",
+    "limit used",
+    "verdict",
+    "side",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +111,15 @@ class Bench:
 
     def start(self, num_tokens: int) -> None:
         """Make the reference and the truth."""
-        self._run("transformers", "capture", model=self.checkpoint, out=self.home / "a",
-                  prompts=PROMPTS, max_new_tokens=num_tokens, dtype=self.dtype)  # fmt: skip
+        self._run(
+            "transformers",
+            "capture",
+            model=self.checkpoint,
+            out=self.home / "a",
+            prompts=PROMPTS,
+            max_new_tokens=num_tokens,
+            dtype=self.dtype,
+        )
         self._run("transformers", "truth", run=self.home / "a", out=self.home / "truth")
 
     def _run(self, on: str, what: str, **values: object) -> None:
@@ -127,8 +144,14 @@ class Bench:
     def pair(self, engine: str) -> Report:
         """The engine's run against the reference. Raises what a capture does."""
         out = self.home / engine
-        self._run(engine, "capture", model=self._source(engine), like=self.home / "a", out=out,
-                  engine=engine)  # fmt: skip
+        self._run(
+            engine,
+            "capture",
+            model=self._source(engine),
+            like=self.home / "a",
+            out=out,
+            engine=engine,
+        )
         self.healthy[engine] = Run.open(out)
         return compare(self.home / "a", out, truth=self.home / "truth")
 
@@ -142,21 +165,36 @@ class Bench:
             source = faulty_checkpoint(source, changed, fault, block, strength)
         else:
             planted = fault, block, strength
-        self._run(engine, "capture", model=source, like=self.home / "a", out=out, engine=engine,
-                  engine_fault=planted)  # fmt: skip
+        self._run(
+            engine,
+            "capture",
+            model=source,
+            like=self.home / "a",
+            out=out,
+            engine=engine,
+            engine_fault=planted,
+        )
         shutil.rmtree(changed, ignore_errors=True)
         run = Run.open(out)
         run.manifest.model = self.healthy[engine].manifest.model  # its weights were read as right
         report = compare(self.home / "a", run, truth=self.home / "truth")
         verdict, onset = report.verdict, report.verdict.onset
         return Answer(
-            model=self.name, dtype=self.dtype, engine=engine, fault=fault, block=block,
-            strength=strength, verdict=verdict.kind, side=verdict.side,
-            place=None if onset is None else onset.site, confidence=verdict.confidence,
+            model=self.name,
+            dtype=self.dtype,
+            engine=engine,
+            fault=fault,
+            block=block,
+            strength=strength,
+            verdict=verdict.kind,
+            side=verdict.side,
+            place=None if onset is None else onset.site,
+            confidence=verdict.confidence,
             usage=_usage(report),
-            is_there=verdict.kind == "localized" and onset is not None
+            is_there=verdict.kind == "localized"
+            and onset is not None
             and onset.site.startswith(_where(report, fault, block)),
-        )  # fmt: skip
+        )
 
 
 def _usage(report: Report) -> float:
@@ -185,12 +223,18 @@ def healthy_row(bench: Bench, engine: str) -> str:
         [one.rel_l2 or 0 for one in sites if one.pass_ == "free"],
     )
     verdict = report.verdict
-    return " | ".join([
-        bench.name, bench.dtype, engine,
-        *(f"{max(part):.1e}" if part else "-" for part in parts),
-        f"{report.tokens.num_equal} of {report.tokens.num_tokens}", f"{_usage(report):.0%}",
-        f"`{verdict.kind}`", verdict.side or "-",
-    ])  # fmt: skip
+    return " | ".join(
+        [
+            bench.name,
+            bench.dtype,
+            engine,
+            *(f"{max(part):.1e}" if part else "-" for part in parts),
+            f"{report.tokens.num_equal} of {report.tokens.num_tokens}",
+            f"{_usage(report):.0%}",
+            f"`{verdict.kind}`",
+            verdict.side or "-",
+        ]
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -211,8 +255,15 @@ def of(part: list[Answer], whole: list[Answer]) -> str:
 def fault_tables(answers: list[Answer]) -> None:
     """Rates of each engine, beside those of the same faults in transformers; and each answer that
     is another."""
-    columns = ("dtype", "engine", "found", "right block", "right side", "wrong side",
-               "wrong block, not of low confidence")  # fmt: skip
+    columns = (
+        "dtype",
+        "engine",
+        "found",
+        "right block",
+        "right side",
+        "wrong side",
+        "wrong block, not of low confidence",
+    )
     print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     plain = {one.key: one for one in answers if one.engine == "transformers"}
     others = [one for one in answers if one.engine != "transformers"]
@@ -231,13 +282,15 @@ def fault_tables(answers: list[Answer]) -> None:
 def _rates(mine: list[Answer]) -> str:
     there = [one for one in mine if one.is_there]
     elsewhere = [one for one in mine if one.found and one.place and not one.is_there]
-    return " | ".join([
-        of([one for one in mine if one.found], mine),
-        of(there, mine),
-        of([one for one in there if one.side == "candidate"], there),
-        str(sum(one.side == "reference" for one in mine)),
-        str(sum(one.confidence != "low" for one in elsewhere)),
-    ])  # fmt: skip
+    return " | ".join(
+        [
+            of([one for one in mine if one.found], mine),
+            of(there, mine),
+            of([one for one in there if one.side == "candidate"], there),
+            str(sum(one.side == "reference" for one in mine)),
+            str(sum(one.confidence != "low" for one in elsewhere)),
+        ]
+    )
 
 
 def _said(one: Answer) -> str:
@@ -304,8 +357,14 @@ def benches(
             yield Bench(name, dtype, checkpoint, home, machines, is_random=args.hidden is None)
     for model in () if args.faults else args.model:
         for dtype in args.dtypes:
-            yield Bench(model.name, dtype, model, folder / f"{model.name}-{dtype}", machines,
-                        is_random=False)  # fmt: skip
+            yield Bench(
+                model.name,
+                dtype,
+                model,
+                folder / f"{model.name}-{dtype}",
+                machines,
+                is_random=False,
+            )
 
 
 if __name__ == "__main__":

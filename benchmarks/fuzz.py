@@ -129,8 +129,10 @@ def seal(run: Path) -> None:
     with contextlib.suppress(ValueError, OSError, RecursionError):
         manifest = json.loads(path.read_bytes())
         if isinstance(manifest, dict) and manifest.get("digest") is not None:
-            digests = {p.name: xxhash.xxh3_128_hexdigest(p.read_bytes())
-                       for p in run.glob("records*.jsonl")}  # fmt: skip
+            digests = {
+                p.name: xxhash.xxh3_128_hexdigest(p.read_bytes())
+                for p in run.glob("records*.jsonl")
+            }
             first = {"schema_version": manifest.get("schema_version"), "digest": "0" * 32}
             text = as_json(first | manifest | {"digest": "0" * 32, "record_digests": digests})
             digest = xxhash.xxh3_128_hexdigest(text)
@@ -301,19 +303,31 @@ def commands(bad: str, random_: random.Random, runs: dict[str, Path], out: Path)
     pair = random_.choice([[sound, bad], [bad, sound], [str(runs.get("full", sound)), bad]])
     return random_.choice(
         [
-            ["inspect", bad], ["inspect", bad, "-v"], ["inspect", bad, "--verify", "--json"],
-            ["inspect", bad, "--site", "*"], ["compare", *pair, "--all", "-v"],
-            ["compare", *pair, "--force"], ["compare", *pair, "--force", "--json"],
-            ["compare", *pair], ["compare", bad], ["compare", bad, bad], ["check", *pair],
-            ["compare", *pair, sound, "--force"], ["compare", sound, sound, "--truth", bad],
-            ["compare", *pair, "--floor", bad, "--force"], ["pack", bad, "-o", f"{out}/p.tar"],
-            ["unpack", bad, "-o", f"{out}/u"], ["compare", *pair, "--force", "--csv", "-"],
-            ["check", *pair, "--bless"], ["replay", bad, "-o", f"{out}/r"],
+            ["inspect", bad],
+            ["inspect", bad, "-v"],
+            ["inspect", bad, "--verify", "--json"],
+            ["inspect", bad, "--site", "*"],
+            ["compare", *pair, "--all", "-v"],
+            ["compare", *pair, "--force"],
+            ["compare", *pair, "--force", "--json"],
+            ["compare", *pair],
+            ["compare", bad],
+            ["compare", bad, bad],
+            ["check", *pair],
+            ["compare", *pair, sound, "--force"],
+            ["compare", sound, sound, "--truth", bad],
+            ["compare", *pair, "--floor", bad, "--force"],
+            ["pack", bad, "-o", f"{out}/p.tar"],
+            ["unpack", bad, "-o", f"{out}/u"],
+            ["compare", *pair, "--force", "--csv", "-"],
+            ["check", *pair, "--bless"],
+            ["replay", bad, "-o", f"{out}/r"],
             ["compare", *pair, "--truth", str(runs.get("truth", sound))],
             ["repro", bad, "--site", "model.layers.0.mlp/aten.mul:out", "-o", f"{out}/x"],
-            ["localize", *pair, "-o", f"{out}/l"], ["capture", "--like", bad, "--dry-run"],
+            ["localize", *pair, "-o", f"{out}/l"],
+            ["capture", "--like", bad, "--dry-run"],
         ]
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -385,8 +399,9 @@ def call(arguments: list[str]) -> tuple[int, str]:
 
 
 def _is_harmless(text: str) -> bool:
-    return all(line.isprintable() or line.replace("\u3000", "").isprintable()
-               for line in text.split("\n"))  # fmt: skip
+    return all(
+        line.isprintable() or line.replace("\u3000", "").isprintable() for line in text.split("\n")
+    )
 
 
 @dataclass
@@ -506,19 +521,24 @@ def main() -> int:
         first = options.seed if options.case is None else options.case
         start = time.monotonic()
         results = run_many(
-            first, sources, options.keep or folder / "case", until=start + options.seconds,
+            first,
+            sources,
+            options.keep or folder / "case",
+            until=start + options.seconds,
             count=None if options.case is None else 1,
-        )  # fmt: skip
+        )
         seconds = time.monotonic() - start
     wrong = results.wrong
     for number, problem in wrong.items():
         print(f"case {number}: {problem}\n")
     kinds = collections.Counter(problem.strip().rpartition("\n")[2] for problem in wrong.values())
     codes = sorted(results.codes.items(), key=str)
-    print(f"{results.codes.total()} cases from {first} on in {seconds:.0f} s "
-          f"({', '.join(f'{count} with {code}' for code, count in codes)}), {len(wrong)} wrong; "
-          f"the longest took {results.longest[0]:.1f} s (case {results.longest[1]}), the largest "
-          f"{results.largest[0] / 2**20:.0f} MiB (case {results.largest[1]})")  # fmt: skip
+    print(
+        f"{results.codes.total()} cases from {first} on in {seconds:.0f} s "
+        f"({', '.join(f'{count} with {code}' for code, count in codes)}), {len(wrong)} wrong; "
+        f"the longest took {results.longest[0]:.1f} s (case {results.longest[1]}), the largest "
+        f"{results.largest[0] / 2**20:.0f} MiB (case {results.largest[1]})"
+    )
     for text, count in kinds.most_common():
         print(f"{count:6}  {text[:150]}")
     return 1 if wrong else 0

@@ -70,9 +70,14 @@ def main() -> None:
                 for kind, (store, how) in KINDS.items():
                     options = {"prompts": [PROMPT], "max_new_tokens": 4, "dtype": dtype}
                     capture(
-                        model, out=folder / "run", force=True, probe=False,
-                        attn_implementation="sdpa", **options, **store,
-                    )  # fmt: skip
+                        model,
+                        out=folder / "run",
+                        force=True,
+                        probe=False,
+                        attn_implementation="sdpa",
+                        **options,
+                        **store,
+                    )
                     golden = folder / "golden.zip"
                     golden.unlink(missing_ok=True)
                     made = bless(golden, folder / "run")

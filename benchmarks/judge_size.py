@@ -24,8 +24,17 @@ from divergence.domain import domains
 from divergence.numerics.floor import Thresholds
 
 HOME = Path(__file__).resolve().parents[1]
-_SAYING = ("__init__", "sections", "sentences", "command", "commands", "advice", "result",
-           "results", "api")  # fmt: skip
+_SAYING = (
+    "__init__",
+    "sections",
+    "sentences",
+    "command",
+    "commands",
+    "advice",
+    "result",
+    "results",
+    "api",
+)
 """Modules that say what was decided."""
 _OF_DOMAINS = ("find", "measure", "compare")
 

@@ -29,8 +29,16 @@ def main() -> None:
     text = Path(__file__).parents[1] / "docs" / "verdicts.md"
 
     def run(model: str, *more: str) -> str:
-        command = [given.llama_perplexity, "-m", model, "-c", str(CONTEXT), "--chunks",
-                   str(CHUNKS), *more]  # fmt: skip
+        command = [
+            given.llama_perplexity,
+            "-m",
+            model,
+            "-c",
+            str(CONTEXT),
+            "--chunks",
+            str(CHUNKS),
+            *more,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout + done.stderr
 
@@ -44,13 +52,17 @@ def main() -> None:
     assert found is not None and found.perplexity is not None and found.divergence is not None
     ours, kl = found.perplexity, found.divergence
     rows = (
-        ("Mean PPL(base)", ours.reference, 1.0), ("Mean PPL(Q)", ours.candidate, 1.0),
+        ("Mean PPL(base)", ours.reference, 1.0),
+        ("Mean PPL(Q)", ours.candidate, 1.0),
         ("Mean ln(PPL(Q)/PPL(base))", ours.ln_ratio, 1.0),
-        ("Mean    Δp", ours.delta_p_mean, 100.0), ("RMS Δp", ours.delta_p_rms, 100.0),
-        (" 1.0%   Δp", ours.delta_p_p1, 100.0), ("99.0%   Δp", ours.delta_p_p99, 100.0),
-        ("Same top p", kl.same_top, 100.0), ("Mean    KLD", kl.kl_lower, 1.0),
+        ("Mean    Δp", ours.delta_p_mean, 100.0),
+        ("RMS Δp", ours.delta_p_rms, 100.0),
+        (" 1.0%   Δp", ours.delta_p_p1, 100.0),
+        ("99.0%   Δp", ours.delta_p_p99, 100.0),
+        ("Same top p", kl.same_top, 100.0),
+        ("Mean    KLD", kl.kl_lower, 1.0),
         ("99.0%   KLD", kl.kl_p99, 1.0),
-    )  # fmt: skip
+    )
     print("| | llama.cpp | compare |\n|---|---|---|")
     for name, value, unit in rows:
         match = re.search(rf"^ *{re.escape(name.strip())} *: *(-?[\d.]+)", theirs, re.MULTILINE)

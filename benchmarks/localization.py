@@ -82,11 +82,22 @@ class Bench:
         where = self.root / name
         mine, other = (self.b, self.a) if side == "candidate" else (self.a, self.b)
         jobs = {self.a: "a", self.b: "b"}
-        mine.ask("capture", like=anchor, out=where / jobs[mine], escalate=True, fault=fault,
-                 **(self.other if mine is self.b else {}))  # fmt: skip
+        mine.ask(
+            "capture",
+            like=anchor,
+            out=where / jobs[mine],
+            escalate=True,
+            fault=fault,
+            **(self.other if mine is self.b else {}),
+        )
         if anchor != self.root / "a" or name == "healthy":
-            other.ask("capture", like=anchor, out=where / jobs[other], escalate=True,
-                      **(self.other if other is self.b else {}))  # fmt: skip
+            other.ask(
+                "capture",
+                like=anchor,
+                out=where / jobs[other],
+                escalate=True,
+                **(self.other if other is self.b else {}),
+            )
             other.wait()
             other.run("truth", run=anchor, out=where / "truth")
         mine.wait()
@@ -112,8 +123,11 @@ class Bench:
             norm = right.norm(dim=-1).clamp_min(1e-300)
 
             def error(run: Run, record) -> float:
-                return float(((run.read(record).double() - right).norm(dim=-1) / norm)  # noqa: B023
-                             .square().sum())  # fmt: skip
+                return float(
+                    ((run.read(record).double() - right).norm(dim=-1) / norm)  # noqa: B023
+                    .square()
+                    .sum()
+                )
 
             phase = sums["decode" if record.step else "prefill"]
             floor = error(good, good.find(("anchored", *at)))
@@ -129,8 +143,14 @@ class Bench:
             where = self._pair(self.root / "a", "planted", planted)
             healthy, a, b = self.root / "healthy", self.root / "healthy" / "a", where / "b"
         else:
-            self.a.run("capture", model=self.model, out=self.root / "faulty", prompts=PROMPTS,
-                       max_new_tokens=NEW_TOKENS, fault=planted)  # fmt: skip
+            self.a.run(
+                "capture",
+                model=self.model,
+                out=self.root / "faulty",
+                prompts=PROMPTS,
+                max_new_tokens=NEW_TOKENS,
+                fault=planted,
+            )
             where = healthy = self._pair(self.root / "faulty", "other", planted, "reference")
             a, b = where / "a", where / "b"
         size = self.size_at(where, healthy, side, block, FAULTS[fault].kind)
@@ -144,14 +164,24 @@ class Bench:
                 "missed" if said is None else "exact" if said == self.blocks[block] else "other"
             )
         return Trial(
-            architecture=self.architecture, dtype=self.dtype, fault=fault, kind=FAULTS[fault].kind,
-            block=block, side=side, strength=strength, size=size, verdict=verdict.kind,
+            architecture=self.architecture,
+            dtype=self.dtype,
+            fault=fault,
+            kind=FAULTS[fault].kind,
+            block=block,
+            side=side,
+            strength=strength,
+            size=size,
+            verdict=verdict.kind,
             found=verdict.kind not in ("identical", "within_floor", "undetermined"),
-            exact=onset is not None and onset.block == self.blocks[block]
+            exact=onset is not None
+            and onset.block == self.blocks[block]
             and verdict.kind in ("localized", "nonfinite"),
-            side_said=verdict.side, by_pass=onset.pass_ if onset else None,
-            confidence=verdict.confidence, rivals=rivals,
-        )  # fmt: skip
+            side_said=verdict.side,
+            by_pass=onset.pass_ if onset else None,
+            confidence=verdict.confidence,
+            rivals=rivals,
+        )
 
 
 def plan(bench: Bench, share: float, seed: int) -> Iterator[tuple[str, int, str, int]]:
@@ -208,8 +238,9 @@ def faults(root: Path, options: argparse.Namespace, until: float) -> None:
         bench = Bench(root / f"{architecture}-{dtype}", architecture, dtype, a, b)
         known = {
             (t.fault, t.block, t.side, round(t.strength, 9)): t
-            for t in stored if (t.architecture, t.dtype) == (architecture, dtype)
-        }  # fmt: skip
+            for t in stored
+            if (t.architecture, t.dtype) == (architecture, dtype)
+        }
         for trial, new in sweep(bench, options.share, options.seed, known):
             trials.append(trial)
             if new and options.out:
@@ -221,8 +252,10 @@ def faults(root: Path, options: argparse.Namespace, until: float) -> None:
     a.close()
     b.close()
     tables(trials)
-    print(f"\n{len(trials)} trials of a share of {options.share:g}"
-          + (", stopped by --seconds before the end" if stopped else ""))  # fmt: skip
+    print(
+        f"\n{len(trials)} trials of a share of {options.share:g}"
+        + (", stopped by --seconds before the end" if stopped else "")
+    )
 
 
 def main() -> None:
@@ -259,10 +292,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         if not options.faults_only:
-            health(root / "health", options.health_architectures.split(","), dtypes,
-                   [name for name in options.machines.split(",") if name in SWITCHES],
-                   options.pairs, options.shapes.split(","), options.health_out,
-                   start + options.seconds)  # fmt: skip
+            health(
+                root / "health",
+                options.health_architectures.split(","),
+                dtypes,
+                [name for name in options.machines.split(",") if name in SWITCHES],
+                options.pairs,
+                options.shapes.split(","),
+                options.health_out,
+                start + options.seconds,
+            )
         if not options.health_only:
             faults(root, options, start + options.seconds)
     print(f"\n{time.perf_counter() - start:.0f} s")

@@ -49,8 +49,18 @@ from divergence.recording.machine import cpu_name  # noqa: E402
 from divergence.run.reader import Run  # noqa: E402
 from tests.models.tiny import build  # noqa: E402
 
-ARCHITECTURES = ("llama", "gpt2", "gemma3", "qwen3", "qwen3-moe", "mixtral", "mamba", "mamba2",
-                 "bert", "t5")  # fmt: skip
+ARCHITECTURES = (
+    "llama",
+    "gpt2",
+    "gemma3",
+    "qwen3",
+    "qwen3-moe",
+    "mixtral",
+    "mamba",
+    "mamba2",
+    "bert",
+    "t5",
+)
 QUICK = ("llama", "gpt2", "qwen3-moe")
 DTYPES = ("float32", "bfloat16", "float16")
 EAGER_ALONE = frozenset({"mamba", "mamba2"})
@@ -62,9 +72,11 @@ PROMPTS = (
     "A bridge is built twice:",
 )
 SHAPES: dict[str, tuple[tuple[str, ...], int, bool]] = {
-    "one": (PROMPTS[:1], 3, False), "several": (PROMPTS, 4, False),
-    "short": (PROMPTS[2:], 8, False), "batch": (PROMPTS, 3, True),
-}  # fmt: skip
+    "one": (PROMPTS[:1], 3, False),
+    "several": (PROMPTS, 4, False),
+    "short": (PROMPTS[2:], 8, False),
+    "batch": (PROMPTS, 3, True),
+}
 """Name to (prompts, new tokens, whether they run as one batch)."""
 TRAINED_BLOCKS = (0, 1, 10, 19, 28, 29)
 ROUNDS = 4
@@ -160,8 +172,15 @@ def drawn(architecture: str, dtype: str, number: int, seed: int) -> Pair:
     attention = ("eager",) if architecture in EAGER_ALONE else ("eager", "sdpa")
     a, c = choose.sample(list(itertools.product(SWITCHES, attention)), 2)
     shape = "several" if architecture == "smollm2" else choose.choice(list(SHAPES))
-    return Pair(architecture=architecture, dtype=dtype, number=number, a=a, c=c, shape=shape,
-                escalate=choose.random() < 0.5)  # fmt: skip
+    return Pair(
+        architecture=architecture,
+        dtype=dtype,
+        number=number,
+        a=a,
+        c=c,
+        shape=shape,
+        escalate=choose.random() < 0.5,
+    )
 
 
 def descents(hosts: Hosts, pair: Pair, folder: Path, seed: int) -> Iterator[Descent]:
@@ -171,16 +190,43 @@ def descents(hosts: Hosts, pair: Pair, folder: Path, seed: int) -> Iterator[Desc
         model, prompts, tokens, batch = checkpoint("bfloat16"), CHAT_PROMPTS[:3], 3, False
     else:
         prompts, tokens, batch = SHAPES[pair.shape]
-        model = build(pair.architecture, folder / "model", dtype=pair.dtype,
-                      num_blocks=NUM_BLOCKS, seed=seed * 1000 + pair.number)  # fmt: skip
+        model = build(
+            pair.architecture,
+            folder / "model",
+            dtype=pair.dtype,
+            num_blocks=NUM_BLOCKS,
+            seed=seed * 1000 + pair.number,
+        )
     a, c, truth = folder / "a", folder / "c", folder / "truth"
     quiet = ("--no-probe", "-q")
     texts = [word for text in prompts for word in ("--prompt", text)]
-    hosts.must(pair.a[0], "capture", model, "-o", a, *texts, "--max-new-tokens", tokens,
-               "--attn-implementation", pair.a[1], *(["--batch"] if batch else []),
-               *(["--chat"] if trained else []), *quiet)  # fmt: skip
-    hosts.must(pair.c[0], "capture", "--like", a, "-o", c, "--attn-implementation", pair.c[1],
-               *(["--escalate"] if pair.escalate else []), *quiet)  # fmt: skip
+    hosts.must(
+        pair.a[0],
+        "capture",
+        model,
+        "-o",
+        a,
+        *texts,
+        "--max-new-tokens",
+        tokens,
+        "--attn-implementation",
+        pair.a[1],
+        *(["--batch"] if batch else []),
+        *(["--chat"] if trained else []),
+        *quiet,
+    )
+    hosts.must(
+        pair.c[0],
+        "capture",
+        "--like",
+        a,
+        "-o",
+        c,
+        "--attn-implementation",
+        pair.c[1],
+        *(["--escalate"] if pair.escalate else []),
+        *quiet,
+    )
     hosts.must(pair.a[0], "truth", a, "-o", truth, "-q")
     verdict = hosts.answer(pair.a[0], "compare", a, c, "--truth", truth)["verdict"]
     standout = any(one.get("block") for one in verdict["evidence"])
@@ -191,11 +237,16 @@ def descents(hosts: Hosts, pair: Pair, folder: Path, seed: int) -> Iterator[Desc
         blocks = [blocks[number] for number in TRAINED_BLOCKS]
     for block in blocks:
         made = Descent(
-            architecture=pair.architecture, dtype=pair.dtype, machines=pair.machines,
-            shape=pair.shape, escalate=pair.escalate, block=block,
+            architecture=pair.architecture,
+            dtype=pair.dtype,
+            machines=pair.machines,
+            shape=pair.shape,
+            escalate=pair.escalate,
+            block=block,
             pair=f"{pair.architecture}-{pair.dtype}-{seed}-{pair.number}",
-            kind=verdict["kind"], standout=standout,
-        )  # fmt: skip
+            kind=verdict["kind"],
+            standout=standout,
+        )
         where = folder / f"into-{block}"
         fill(made, played(hosts, pair, a, c, truth, block, where))
         yield made
@@ -203,15 +254,31 @@ def descents(hosts: Hosts, pair: Pair, folder: Path, seed: int) -> Iterator[Desc
             shutil.rmtree(where, ignore_errors=True)
 
 
-def played(hosts: Hosts, pair: Pair, a: Path, c: Path, truth: Path, block: str,
-           where: Path) -> dict[str, Any]:  # fmt: skip
+def played(
+    hosts: Hosts, pair: Pair, a: Path, c: Path, truth: Path, block: str, where: Path
+) -> dict[str, Any]:
     """The last answer of ``localize`` on A, once C has run what it was asked for."""
     answer: dict[str, Any] = {}
     for _ in range(ROUNDS):
-        answer = hosts.answer(pair.a[0], "localize", a, c, "--truth", truth, "--block", block,
-                              "-o", where, "--here", "reference")  # fmt: skip
-        asked = [shlex.split(line.partition("   # ")[0]) for line in answer.get("commands", [])
-                 if "on B's machine" in line]  # fmt: skip
+        answer = hosts.answer(
+            pair.a[0],
+            "localize",
+            a,
+            c,
+            "--truth",
+            truth,
+            "--block",
+            block,
+            "-o",
+            where,
+            "--here",
+            "reference",
+        )
+        asked = [
+            shlex.split(line.partition("   # ")[0])
+            for line in answer.get("commands", [])
+            if "on B's machine" in line
+        ]
         asked = [words[1:] for words in asked if words[1] != "localize"]
         if not asked:
             break
@@ -252,10 +319,17 @@ def tried(made: Iterator[Descent], pair: Pair) -> Iterator[Descent]:
     except RuntimeError as error:
         print(f"FAILED {pair.architecture} {pair.dtype}, {pair.machines}: {error}", flush=True)
         yield Descent(
-            architecture=pair.architecture, dtype=pair.dtype, machines=pair.machines,
-            shape=pair.shape, escalate=pair.escalate, pair=f"failed-{pair}", kind="failed",
-            standout=False, block="", stopped="a command failed",
-        )  # fmt: skip
+            architecture=pair.architecture,
+            dtype=pair.dtype,
+            machines=pair.machines,
+            shape=pair.shape,
+            escalate=pair.escalate,
+            pair=f"failed-{pair}",
+            kind="failed",
+            standout=False,
+            block="",
+            stopped="a command failed",
+        )
 
 
 def planned(options: argparse.Namespace) -> list[Pair]:
@@ -264,8 +338,9 @@ def planned(options: argparse.Namespace) -> list[Pair]:
         models: Iterable[tuple[str, str]] = [("smollm2", "bfloat16")]
     else:
         models = itertools.product(options.architectures.split(","), options.dtypes.split(","))
-    pairs = [drawn(*model, number, options.seed)
-             for model in models for number in range(options.pairs)]  # fmt: skip
+    pairs = [
+        drawn(*model, number, options.seed) for model in models for number in range(options.pairs)
+    ]
     random.Random(options.seed).shuffle(pairs)
     return pairs
 
@@ -291,13 +366,19 @@ def sweep(pairs: list[Pair], folder: Path, options: argparse.Namespace) -> list[
                     with options.out.open("a") as file:
                         file.write(json.dumps(asdict(made)) + "\n")
             if made.operator is not None:
-                print(f"ALARM {made.pair} {made.machines}, {made.shape}: {made.block}: "
-                      f"{made.operator} ({made.why}, {made.side}), {made.usage:.2f} of its limit",
-                      flush=True)  # fmt: skip
+                print(
+                    f"ALARM {made.pair} {made.machines}, {made.shape}: {made.block}: "
+                    f"{made.operator} ({made.why}, {made.side}), {made.usage:.2f} of its limit",
+                    flush=True,
+                )
             if time.perf_counter() > until:
                 break
-        print(f"{number + 1} of {len(pairs)}: {pair.architecture} {pair.dtype}, {pair.machines}, "
-              f"{pair.shape}", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{number + 1} of {len(pairs)}: {pair.architecture} {pair.dtype}, {pair.machines}, "
+            f"{pair.shape}",
+            file=sys.stderr,
+            flush=True,
+        )
         if not alarmed or options.keep is None:
             shutil.rmtree(where, ignore_errors=True)
 
@@ -314,8 +395,10 @@ def sweep(pairs: list[Pair], folder: Path, options: argparse.Namespace) -> list[
 
 def tables(found: list[Descent]) -> None:
     """One row a model, one a dtype, and all; then where the most of a limit was used."""
-    print("| | pairs | blocks gone into | operators judged | named | largest share of a limit "
-          "| 99% of blocks below |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| | pairs | blocks gone into | operators judged | named | largest share of a limit "
+        "| 99% of blocks below |\n|---|---|---|---|---|---|---|"
+    )
     for field in ("architecture", "dtype"):
         for value in sorted({getattr(one, field) for one in found}):
             _row(value, [one for one in found if getattr(one, field) == value])
@@ -325,18 +408,26 @@ def tables(found: list[Descent]) -> None:
     if reached:
         apart = [one for one in reached if one.kind != "identical"]
         rate = 100 * upper(len(alarms), max(1, len(apart)))
-        print(f"\n{len(alarms)} of {len(reached)} descents named an operator; {len(apart)} were in "
-              f"pairs that are not equal bit for bit: rate < {rate:.2f}% (95%)")  # fmt: skip
+        print(
+            f"\n{len(alarms)} of {len(reached)} descents named an operator; {len(apart)} were in "
+            f"pairs that are not equal bit for bit: rate < {rate:.2f}% (95%)"
+        )
     if alarms:
-        print("\n| named | why | share of its limit | model | dtype | machines |"
-              "\n|---|---|---|---|---|---|")  # fmt: skip
+        print(
+            "\n| named | why | share of its limit | model | dtype | machines |"
+            "\n|---|---|---|---|---|---|"
+        )
         for one in alarms:
-            print(f"| {one.operator} | {one.why} | {one.usage:.2f} | {one.architecture} "
-                  f"| {one.dtype} | {one.machines} |")  # fmt: skip
+            print(
+                f"| {one.operator} | {one.why} | {one.usage:.2f} | {one.architecture} "
+                f"| {one.dtype} | {one.machines} |"
+            )
     for dtype in sorted({one.dtype for one in reached}):
         most = max((one for one in reached if one.dtype == dtype), key=lambda one: one.usage)
-        print(f"\nlargest share, {dtype}: {most.usage:.2f}, {most.usage_at}, {most.architecture}, "
-              f"{most.machines}")  # fmt: skip
+        print(
+            f"\nlargest share, {dtype}: {most.usage:.2f}, {most.usage_at}, {most.architecture}, "
+            f"{most.machines}"
+        )
     kinds = Counter({one.pair: one.kind for one in found}.values())
     alone = {one.pair for one in found if one.standout}
     said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -353,9 +444,11 @@ def _row(name: str, mine: list[Descent]) -> None:
     largest = f"{usages[-1]:.2f}" if usages else "-"
     most = f"{usages[math.ceil(0.99 * len(usages)) - 1]:.2f}" if usages else "-"
     named = sum(one.operator is not None for one in reached)
-    print(f"| {name} | {len({one.pair for one in mine})} | {len(reached)} "
-          f"| {sum(one.compared for one in reached):,} | {named} | {largest} "
-          f"| {most} |")  # fmt: skip
+    print(
+        f"| {name} | {len({one.pair for one in mine})} | {len(reached)} "
+        f"| {sum(one.compared for one in reached):,} | {named} | {largest} "
+        f"| {most} |"
+    )
 
 
 def main() -> None:
@@ -388,8 +481,10 @@ def main() -> None:
         found = sweep(pairs, where.resolve(), options)
     print()
     tables(found)
-    print(f"\n{cpu_name()}, seed {options.seed}: {len({one.pair for one in found})} pairs of "
-          f"{len(pairs)} planned in {time.perf_counter() - start:.0f} s")  # fmt: skip
+    print(
+        f"\n{cpu_name()}, seed {options.seed}: {len({one.pair for one in found})} pairs of "
+        f"{len(pairs)} planned in {time.perf_counter() - start:.0f} s"
+    )
     raise SystemExit(not_healthy(found))
 
 

@@ -43,18 +43,17 @@ def _other_experts(sequence: int, n: int, value: float, r: random.Random) -> flo
 CAUSES: dict[str, tuple[Change, str]] = {
     "none: rounding of bfloat16": (lambda s, n, v, r: v + r.gauss(0, 0.02), "within"),
     "none: heavy tails": (
-        lambda s, n, v, r: v + r.gauss(0, 0.01) * r.expovariate(1) * (1 - v / 2), "within"
+        lambda s, n, v, r: v + r.gauss(0, 0.01) * r.expovariate(1) * (1 - v / 2),
+        "within",
     ),
     "none: 8% of tokens sent to other experts": (_other_experts, "within"),
     "quantisation": (lambda s, n, v, r: v + r.gauss(0, 0.35), "everywhere"),
-    "one prompt of 24": (
-        lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "sequences"
-    ),
+    "one prompt of 24": (lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "sequences"),
     "an expert, 2% of tokens": (_expert, "positions"),
     "a cache, growing": (lambda s, n, v, r: v + r.gauss(0, 0.01 + n * 0.01), "growing"),
     "another model": (lambda s, n, v, r: v - abs(r.gauss(0.8, 0.5)), "shifted"),
     "temperature 0.7": (lambda s, n, v, r: v / 0.7 + r.gauss(0, 0.02), "shifted"),
-}  # fmt: skip
+}
 
 
 def rounding() -> None:
@@ -83,9 +82,11 @@ def trained() -> None:
     written = []
     for prompt in CHAT_PROMPTS:
         ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt",
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
             return_dict=True,
-        )  # fmt: skip
+        )
         whole = model.generate(**ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)
         written.append(whole[0, -64:])
     _heading("text")
@@ -113,8 +114,11 @@ def _rows(what: str, path: Path, ids: torch.Tensor) -> None:
         truth, spread = scores(torch.float64, dtype)
         size = (scores(dtype, dtype)[0] - truth).abs().flatten()
         p99 = float(size.quantile(0.99))
-        print(f"| {what} | {name} | {float(size.mean()):.1e} | {p99:.1e} | "
-              f"{spread:.1f} | {BY_DTYPE[name]:.1e} |", flush=True)  # fmt: skip
+        print(
+            f"| {what} | {name} | {float(size.mean()):.1e} | {p99:.1e} | "
+            f"{spread:.1f} | {BY_DTYPE[name]:.1e} |",
+            flush=True,
+        )
 
 
 def experts() -> None:
@@ -125,10 +129,18 @@ def experts() -> None:
     ids = torch.randint(0, 1000, (20, 64), generator=torch.Generator().manual_seed(1))
     for gain in (1, 3, 8):
         torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig(
-            hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
-            num_key_value_heads=4, vocab_size=1000, num_local_experts=8, num_experts_per_tok=2,
-        ))  # fmt: skip
+        model = MixtralForCausalLM(
+            MixtralConfig(
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=8,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                vocab_size=1000,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+            )
+        )
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight *= gain if "experts" in name else 8 if "lm_head" in name else 1
@@ -140,9 +152,11 @@ def experts() -> None:
             scores.append(table.gather(-1, ids[:, 1:, None]))
         size = (scores[0] - scores[1]).abs().flatten()
         far = size > 4 * BY_DTYPE["bfloat16"]
-        print(f"| {gain} | {float(size.mean()):.1e} | {float(size.median()):.1e} | "
-              f"{float(far.double().mean()):.1%} | {float(size[far].sum() / size.sum()):.0%} |",
-              flush=True)  # fmt: skip
+        print(
+            f"| {gain} | {float(size.mean()):.1e} | {float(size.median()):.1e} | "
+            f"{float(far.double().mean()):.1%} | {float(size[far].sum() / size.sum()):.0%} |",
+            flush=True,
+        )
 
 
 def causes() -> None:
@@ -164,8 +178,10 @@ def causes() -> None:
                 else:
                     found["wrong"] += 1
                     found["confident"] += report.verdict.confidence == "high"
-            print(f"| {name} | {num_prompts} | {found['right']} of {NUM_PAIRS} | "
-                  f"{found['untold']} | {found['wrong']} | {found['confident']} |")  # fmt: skip
+            print(
+                f"| {name} | {num_prompts} | {found['right']} of {NUM_PAIRS} | "
+                f"{found['untold']} | {found['wrong']} | {found['confident']} |"
+            )
 
 
 def _pair(change: Change, seed: int, num_prompts: int):
@@ -175,13 +191,16 @@ def _pair(change: Change, seed: int, num_prompts: int):
         lines = []
         for sequence in range(num_prompts):
             rollout = [-generator.expovariate(1.2) for _ in range(NUM_TOKENS)]
-            lines.append({
-                "prompt_ids": [sequence + 1], "completion_ids": list(range(NUM_TOKENS)),
-                "logprobs": rollout,
-                "old_per_token_logps": [
-                    min(0.0, change(sequence, n, v, generator)) for n, v in enumerate(rollout)
-                ],
-            })  # fmt: skip
+            lines.append(
+                {
+                    "prompt_ids": [sequence + 1],
+                    "completion_ids": list(range(NUM_TOKENS)),
+                    "logprobs": rollout,
+                    "old_per_token_logps": [
+                        min(0.0, change(sequence, n, v, generator)) for n, v in enumerate(rollout)
+                    ],
+                }
+            )
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         a = import_dump(path, out=Path(folder) / "a")
         return compare(a, import_dump(path, out=Path(folder) / "b", layout="trainer"))

@@ -156,18 +156,26 @@ def _run(folder: Path, name: str, how: dict[str, Any]) -> Path:
     if how.pop("kernels", False):
         environ["ATEN_CPU_CAPABILITY"] = "default"
     done = subprocess.run(
-        [sys.executable, __file__, "--one", json.dumps(how)], env=environ, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, __file__, "--one", json.dumps(how)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     path = folder / f"{name}.jsonl"
     path.write_text(done.stdout)
     return path
 
 
 def _train(
-    *, seed: int, steps: int, rate: float = 1.0, beta: float = 0.999,
-    lost: bool = False, doubled: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+    *,
+    seed: int,
+    steps: int,
+    rate: float = 1.0,
+    beta: float = 0.999,
+    lost: bool = False,
+    doubled: bool = False,
+) -> list[dict[str, Any]]:
     """Losses of a training on the words of the tiny tokenizer's own text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -71,8 +71,14 @@ print(used.ru_utime + used.ru_stime, peak, file=sys.stderr)
 def write_runs(folder: Path, num_records: int) -> tuple[Path, Path, Path]:
     """Two equal runs, and one that differs from them by rounding in one of ten tensors."""
     model = build("llama", folder / "model")
-    small = capture(str(model), out=folder / "small", prompts=["A bridge"], max_new_tokens=1,
-                    device="cpu", probe=False)  # fmt: skip
+    small = capture(
+        str(model),
+        out=folder / "small",
+        prompts=["A bridge"],
+        max_new_tokens=1,
+        device="cpu",
+        probe=False,
+    )
     paths = folder / "a", folder / "b", folder / "c"
     generator = torch.Generator().manual_seed(0)
     for number, path in enumerate(paths):
@@ -89,8 +95,14 @@ def write_runs(folder: Path, num_records: int) -> tuple[Path, Path, Path]:
                 tensor = values[site].clone()
                 if number == 2 and site % 10 == 0:
                     tensor[..., step % SIZE] *= 1 + 2.0**-23
-                writer.put(CapturedTensor(tensor), pass_="free", sample=0, step=step,
-                           site=f"model.layers.{site}:out", order=site)  # fmt: skip
+                writer.put(
+                    CapturedTensor(tensor),
+                    pass_="free",
+                    sample=0,
+                    step=step,
+                    site=f"model.layers.{site}:out",
+                    order=site,
+                )
         writer.close(complete=True)
     return paths
 
@@ -100,18 +112,42 @@ def write_quickly(path: Path, num_records: int) -> None:
     (path / "tensors").mkdir(parents=True)
     blocks = {f"model.layers.{n}": {"kind": "Block", "role": "block"} for n in range(NUM_SITES)}
     manifest = {
-        "schema_version": 4, "id": uuid.uuid4().hex, "tool_version": "by hand", "complete": True,
-        "created": "2026-01-01T00:00:00+00:00", "sizes": {"num_records": num_records},
-        "model": {"source": "none", "model_class": "None", "task": "causal-lm", "dtype": "float32",
-                  "config_digest": "", "num_parameters": 0, "digest": ""},
+        "schema_version": 4,
+        "id": uuid.uuid4().hex,
+        "tool_version": "by hand",
+        "complete": True,
+        "created": "2026-01-01T00:00:00+00:00",
+        "sizes": {"num_records": num_records},
+        "model": {
+            "source": "none",
+            "model_class": "None",
+            "task": "causal-lm",
+            "dtype": "float32",
+            "config_digest": "",
+            "num_parameters": 0,
+            "digest": "",
+        },
         "tokens": {"samples": [{"prompt_ids": [1, 2, 3]}], "groups": [[0]]},
-        "settings": {"deterministic": False, "seed": 0, "device": "cpu", "max_new_tokens": 0,
-                     "batch": False},
-        "environment": {"label": "", "platform": "", "python": "", "device_type": "cpu",
-                        "device_name": "", "cpu": "", "cpu_capability": "", "num_threads": 1,
-                        "versions": {}},
+        "settings": {
+            "deterministic": False,
+            "seed": 0,
+            "device": "cpu",
+            "max_new_tokens": 0,
+            "batch": False,
+        },
+        "environment": {
+            "label": "",
+            "platform": "",
+            "python": "",
+            "device_type": "cpu",
+            "device_name": "",
+            "cpu": "",
+            "cpu_capability": "",
+            "num_threads": 1,
+            "versions": {},
+        },
         "plan": {"passes": ["free"], "sites": ["blocks"], "modules": blocks},
-    }  # fmt: skip
+    }
     (path / "manifest.json").write_text(json.dumps(manifest))
     random = np.random.default_rng(0)
     with open(path / "records.jsonl", "w", encoding="ascii") as lines:
@@ -149,9 +185,12 @@ def _write_shard(path: Path, values: np.ndarray) -> list[tuple[str, str]]:
 def used(checkout: Path, *words: str | Path) -> tuple[float, float]:
     """(processor seconds, peak MB) of one command by the code of ``checkout``."""
     done = subprocess.run(
-        [sys.executable, "-c", USED, *map(str, words)], capture_output=True, text=True,
-        cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)},
-    )  # fmt: skip
+        [sys.executable, "-c", USED, *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+    )
     if done.returncode:
         raise SystemExit(f"{words}: exit {done.returncode}\n{done.stdout}{done.stderr}")
     seconds, kilobytes = done.stderr.split()[-2:]
@@ -190,9 +229,11 @@ def timed(*words: str | Path, codes: tuple[int, ...] = (0,)) -> tuple[float, flo
     """(processor seconds, seconds) of one command; ``codes``: what it may end with."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "divergence", *map(str, words)], capture_output=True, text=True,
+        [sys.executable, "-m", "divergence", *map(str, words)],
+        capture_output=True,
+        text=True,
         cwd=Path(__file__).resolve().parents[1],
-    )  # fmt: skip
+    )
     if done.returncode not in codes:
         raise SystemExit(f"{words}: exit {done.returncode}\n{done.stdout}{done.stderr}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -560,9 +560,14 @@ def main() -> int:
     if options.command == "record":
         kinds = options.kinds.split(",")
         record(
-            store, kinds, options.seconds, options.most, options.cases,
-            options.accelerator, options.only,
-        )  # fmt: skip
+            store,
+            kinds,
+            options.seconds,
+            options.most,
+            options.cases,
+            options.accelerator,
+            options.only,
+        )
     elif options.command == "replay":
         return 0 if replay(store, options.kinds.split(",")) else 1
     elif options.command == "judge":

@@ -46,10 +46,14 @@ def model_of(hidden: int, heads: int, dtype: torch.dtype, attention: str) -> Lla
     """A random Llama of two blocks; its values do not matter, only its shapes."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 4, num_hidden_layers=2,
-        num_attention_heads=heads, num_key_value_heads=max(1, heads // 2), vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=hidden * 4,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        vocab_size=512,
         attn_implementation=attention,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -86,8 +90,9 @@ class Bench:
 
             def put(site: str, item: CapturedTensor, call: Call | None = None) -> None:
                 nonlocal order
-                writer.put(item, pass_="anchored", sample=0, step=0, site=site, order=order,
-                           call=call)  # fmt: skip
+                writer.put(
+                    item, pass_="anchored", sample=0, step=0, site=site, order=order, call=call
+                )
                 order += 1
 
             self._under(put)
@@ -95,9 +100,13 @@ class Bench:
 
     def _under(self, emit: Callable[..., Any]) -> None:
         recorder = OperatorRecorder(
-            self.model, {BLOCK}, emit=emit, call_of=lambda path: "", active=lambda: True,
+            self.model,
+            {BLOCK},
+            emit=emit,
+            call_of=lambda path: "",
+            active=lambda: True,
             keep=CopyKeeper().keep,
-        )  # fmt: skip
+        )
         recorder._weight_digests = self._digests = getattr(self, "_digests", {})
         with recorder.installed():
             self.bare()
@@ -120,8 +129,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     manifest = manifest_of_a_run()
-    print(f"Llama, one block, {args.dtype}, {args.attention} attention, "
-          f"{torch.get_num_threads()} threads, {args.rounds} rounds\n")  # fmt: skip
+    print(
+        f"Llama, one block, {args.dtype}, {args.attention} attention, "
+        f"{torch.get_num_threads()} threads, {args.rounds} rounds\n"
+    )
     print(
         "| shapes | tokens | bare ms | recorded ms | × bare | written ms | × bare | MB | records |"
     )
@@ -144,9 +155,12 @@ def main() -> None:
                 )
                 for way in times
             }
-            print(f"| {name} | {num_tokens} | {middle['bare']:.2f} | {middle['recorded']:.2f} | "
-                  f"{ratios['recorded']:.2f} | {middle['written']:.2f} | {ratios['written']:.2f} | "
-                  f"{bench.num_bytes / 1e6:.2f} | {bench.num_records} |", flush=True)  # fmt: skip
+            print(
+                f"| {name} | {num_tokens} | {middle['bare']:.2f} | {middle['recorded']:.2f} | "
+                f"{ratios['recorded']:.2f} | {middle['written']:.2f} | {ratios['written']:.2f} | "
+                f"{bench.num_bytes / 1e6:.2f} | {bench.num_records} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

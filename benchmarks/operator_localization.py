@@ -101,9 +101,17 @@ class Bench:
     """One model on two machines, one of its blocks recorded."""
 
     def __init__(
-        self, root: Path, architecture: str, dtype: str, pair: tuple, block: int, *, ties: bool,
-        machines: dict[str, Machine], keep: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        architecture: str,
+        dtype: str,
+        pair: tuple,
+        block: int,
+        *,
+        ties: bool,
+        machines: dict[str, Machine],
+        keep: bool = False,
+    ) -> None:
         self.root, self.architecture, self.dtype, self.pair = root, architecture, dtype, pair
         first, self.attention_a, second, self.attention_b = pair
         self.a, self.b, self.keep = machines[first], machines[second], keep
@@ -118,13 +126,25 @@ class Bench:
         self.b.run("truth", run=root / "a", out=root / "truth")
 
     def _capture_a(self, out: Path, fault: tuple | None = None) -> None:
-        self.a.run("capture", model=self.model, out=out, prompts=PROMPTS,
-                   max_new_tokens=NEW_TOKENS, attn_implementation=self.attention_a,
-                   sites=["blocks", f"ops@{self.block}"], operator_fault=fault)  # fmt: skip
+        self.a.run(
+            "capture",
+            model=self.model,
+            out=out,
+            prompts=PROMPTS,
+            max_new_tokens=NEW_TOKENS,
+            attn_implementation=self.attention_a,
+            sites=["blocks", f"ops@{self.block}"],
+            operator_fault=fault,
+        )
 
     def _capture_b(self, like: Path, out: Path, fault: tuple | None = None) -> None:
-        self.b.run("capture", like=like, out=out, attn_implementation=self.attention_b,
-                   operator_fault=fault)  # fmt: skip
+        self.b.run(
+            "capture",
+            like=like,
+            out=out,
+            attn_implementation=self.attention_b,
+            operator_fault=fault,
+        )
 
     def paths(self, side: str) -> list[str]:
         """Of the healthy run's operators: of the prefill and the decode steps."""
@@ -147,10 +167,15 @@ class Bench:
             self._capture_b(where / "a", where / "b")
             self.b.run("truth", run=where / "a", out=where / "truth")
         spec = {
-            "architecture": self.architecture, "dtype": self.dtype, "pair": "-".join(self.pair),
-            "fault": fault, "kind": FAULTS[fault].kind, "role": role, "side": side,
+            "architecture": self.architecture,
+            "dtype": self.dtype,
+            "pair": "-".join(self.pair),
+            "fault": fault,
+            "kind": FAULTS[fault].kind,
+            "role": role,
+            "side": side,
             "strength": strength,
-        }  # fmt: skip
+        }
         (where / "planted.json").write_text(json.dumps([spec, planted]))
         made = judged(where)
         if not self.keep:
@@ -175,9 +200,16 @@ def judged(where: Path) -> Trial:
     if onset is not None and verdict.kind in ("localized", "nonfinite") and "/" in onset.site:
         said = on_side(report, onset.site.rpartition(":")[0], side)
     return Trial(
-        **spec, site=site, size=size, fused=fused, verdict=verdict.kind, said=said,
-        exact=said == site, side_said=verdict.side, confidence=verdict.confidence,
-    )  # fmt: skip
+        **spec,
+        site=site,
+        size=size,
+        fused=fused,
+        verdict=verdict.kind,
+        said=said,
+        exact=said == site,
+        side_said=verdict.side,
+        confidence=verdict.confidence,
+    )
 
 
 def equal_experts(model: Path) -> None:
@@ -215,14 +247,19 @@ def expected(report: Report, run: Path, side: str, planted: str) -> tuple[str, b
     return planted, True
 
 
-def size_at(site: str, side: str, report: Report, planted: tuple[Path, Path],
-            healthy: tuple[Path, Path]) -> float:  # fmt: skip
+def size_at(
+    site: str, side: str, report: Report, planted: tuple[Path, Path], healthy: tuple[Path, Path]
+) -> float:
     """In floors. ``planted``, ``healthy``: the run and its truth."""
     pass_ = "free" if side == "reference" else "anchored"
     right = next(
-        (r.site for r in report.operators.results
-         if (r.site if side == "reference" else r.candidate_site) == site), site,
-    )  # fmt: skip
+        (
+            r.site
+            for r in report.operators.results
+            if (r.site if side == "reference" else r.candidate_site) == site
+        ),
+        site,
+    )
     sums: dict[str, list[float]] = {"prefill": [0.0, 0.0], "decode": [0.0, 0.0]}
     runs = [(Run.open(one), Run.open(two)) for one, two in (planted, healthy)]
     for forward, nodes in forwards_of(runs[0][0], pass_).items():
@@ -276,8 +313,16 @@ def plan(dtype: str, architecture: str, share: float, seed: int) -> Iterator[tup
         yield pair, (number + turn) % NUM_BLOCKS, fault, role, side
 
 
-def sweep(root: Path, architecture: str, dtype: str, share: float, seed: int,
-          machines: dict[str, Machine], *, keep: bool) -> Iterator[Trial]:  # fmt: skip
+def sweep(
+    root: Path,
+    architecture: str,
+    dtype: str,
+    share: float,
+    seed: int,
+    machines: dict[str, Machine],
+    *,
+    keep: bool,
+) -> Iterator[Trial]:
     """Each fault whole, then weakened so that its size meets SIZES; sides take turns."""
     benches: dict[tuple, Bench] = {}
     for pair, block, fault, role, side in plan(dtype, architecture, share, seed):
@@ -289,8 +334,16 @@ def sweep(root: Path, architecture: str, dtype: str, share: float, seed: int,
         key = (pair, block, fault.ties)
         if key not in benches:
             where = root / f"{architecture}-{dtype}-{len(benches)}"
-            benches[key] = Bench(where, architecture, dtype, pair, block,
-                                 ties=fault.ties, machines=machines, keep=keep)  # fmt: skip
+            benches[key] = Bench(
+                where,
+                architecture,
+                dtype,
+                pair,
+                block,
+                ties=fault.ties,
+                machines=machines,
+                keep=keep,
+            )
         bench, other = benches[key], _turn(side)
         if fault.name == "mantissa":
             for place, cleared in enumerate(CLEARED[dtype]):
@@ -336,8 +389,10 @@ def tables(trials: list[Trial]) -> None:
     columns = [f"{a:g}-{b:g}" if b < math.inf else f"> {a:g}" for a, b in itertools.pairwise(EDGES)]
     for dtype in sorted({t.dtype for t in trials}):
         mine = [t for t in trials if t.dtype == dtype]
-        groups = [[t for t in mine if a <= t.size < b or (b == t.size == math.inf)]
-                  for a, b in itertools.pairwise(EDGES)]  # fmt: skip
+        groups = [
+            [t for t in mine if a <= t.size < b or (b == t.size == math.inf)]
+            for a, b in itertools.pairwise(EDGES)
+        ]
         print(f"\n{dtype}: {len(mine)} planted pairs, by size in floors\n")
         print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
         print("| pairs | " + " | ".join(str(len(g)) for g in groups) + " |")
@@ -366,10 +421,13 @@ def tables(trials: list[Trial]) -> None:
         low, high = interval(good, len(group))
         sides = sum(t.exact and t.side_said == t.side for t in group)
         cells = (
-            str(len(group)), _share(good, len(group)), f"{100 * low:.0f}-{100 * high:.0f}%",
-            _share(sides, good), str(sum(map(_blamed_elsewhere, group))),
+            str(len(group)),
+            _share(good, len(group)),
+            f"{100 * low:.0f}-{100 * high:.0f}%",
+            _share(sides, good),
+            str(sum(map(_blamed_elsewhere, group))),
             str(sum(t.said is None for t in group)),
-        )  # fmt: skip
+        )
         print(f"| {name} | " + " | ".join(cells) + " |")
 
     row("all", large)
@@ -385,8 +443,14 @@ def tables(trials: list[Trial]) -> None:
 # ── health ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def health(root: Path, architectures: list[str], dtypes: list[str], count: int, seed: int,
-           machines: dict[str, Machine]) -> None:  # fmt: skip
+def health(
+    root: Path,
+    architectures: list[str],
+    dtypes: list[str],
+    count: int,
+    seed: int,
+    machines: dict[str, Machine],
+) -> None:
     """``count`` pairs for each model, all blocks recorded; prints a table."""
     names = list(SWITCHES)
     rows: dict[str, dict[str, float]] = {}
@@ -405,9 +469,15 @@ def health(root: Path, architectures: list[str], dtypes: list[str], count: int, 
                 if name not in machines:
                     machines[name] = Machine(name)
             a, b, truth = (where / f"{kind}{number}" for kind in ("a", "b", "truth"))
-            machines[first[0]].run("capture", model=model, out=a, prompts=PROMPTS,
-                                   max_new_tokens=NEW_TOKENS, attn_implementation=first[1],
-                                   sites=["blocks", f"ops@{stem}.*"])  # fmt: skip
+            machines[first[0]].run(
+                "capture",
+                model=model,
+                out=a,
+                prompts=PROMPTS,
+                max_new_tokens=NEW_TOKENS,
+                attn_implementation=first[1],
+                sites=["blocks", f"ops@{stem}.*"],
+            )
             machines[second[0]].run("capture", like=a, out=b, attn_implementation=second[1])
             machines[second[0]].run("truth", run=a, out=truth)
             label = f"{architecture} {dtype} {'-'.join(first)} {'-'.join(second)}"
@@ -418,9 +488,11 @@ def health(root: Path, architectures: list[str], dtypes: list[str], count: int, 
                 judged = [r for r in operators.results if r.verdict != "unjudged"]
                 if operators.onset is not None:
                     got["alarms" if with_truth else "alone"] += 1
-                    print(f"ALARM {label} truth={with_truth}: {operators.onset} "
-                          f"{operators.side} {[f.text for f in report.verdict.evidence[:1]]}",
-                          flush=True)  # fmt: skip
+                    print(
+                        f"ALARM {label} truth={with_truth}: {operators.onset} "
+                        f"{operators.side} {[f.text for f in report.verdict.evidence[:1]]}",
+                        flush=True,
+                    )
                 if with_truth:
                     got["operators"] += len(judged)
                     for result in judged:
@@ -435,11 +507,16 @@ def health(root: Path, architectures: list[str], dtypes: list[str], count: int, 
     ):
         cells = [f"{rows[d][name]:,}" for d in dtypes]
         if name in ("alarms", "alone"):
-            cells = [f"{rows[d][name]} (rate < {100 * upper(rows[d][name], rows[d]['pairs']):.1f}%)"
-                     for d in dtypes]  # fmt: skip
+            cells = [
+                f"{rows[d][name]} (rate < {100 * upper(rows[d][name], rows[d]['pairs']):.1f}%)"
+                for d in dtypes
+            ]
         print(f"| {text} | " + " | ".join(cells) + " |")
-    print("| largest share of a limit | "
-          + " | ".join(f"{largest.get(d, (0.0, ''))[0]:.2f}" for d in dtypes) + " |")  # fmt: skip
+    print(
+        "| largest share of a limit | "
+        + " | ".join(f"{largest.get(d, (0.0, ''))[0]:.2f}" for d in dtypes)
+        + " |"
+    )
     for dtype in dtypes:
         print(f"\nlargest share, {dtype}: {largest.get(dtype, (0.0, 'none'))[1]}")
 
@@ -488,8 +565,15 @@ def main() -> None:
             for architecture, dtype in itertools.product(architectures, dtypes):
                 print(f"faults: {architecture} {dtype}", file=sys.stderr, flush=True)
                 where = options.keep or root
-                for trial in sweep(where, architecture, dtype, options.share, options.seed,
-                                   machines, keep=options.keep is not None):  # fmt: skip
+                for trial in sweep(
+                    where,
+                    architecture,
+                    dtype,
+                    options.share,
+                    options.seed,
+                    machines,
+                    keep=options.keep is not None,
+                ):
                     took(trial)
             tables(trials)
         for machine in machines.values():

@@ -62,8 +62,10 @@ def main() -> None:
                 browser.picture(wanted.folder / f"{page.stem}-{name}{'-dark' * dark}.png")
         assert frames is not None
         size = page.stat().st_size / 1000
-        print(f"| {page.name} | {size:,.0f} | {paint:.0f} | {frames[0]:.0f} | {frames[1]:.0f} "
-              f"| {widest} |")  # fmt: skip
+        print(
+            f"| {page.name} | {size:,.0f} | {paint:.0f} | {frames[0]:.0f} | {frames[1]:.0f} "
+            f"| {widest} |"
+        )
     browser.close()
 
 

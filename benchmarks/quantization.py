@@ -65,13 +65,27 @@ def main() -> None:
         given.model = str(checkpoint())
     prompts = pieces() if given.prompts is None else given.prompts.read_text().splitlines()
     with tempfile.TemporaryDirectory(prefix="divergence-quantization-") as folder:
-        run = capture(given.model, out=f"{folder}/a", prompts=prompts, max_new_tokens=1,
-                      sites=["."], probe=False, dtype="float32")  # fmt: skip
+        run = capture(
+            given.model,
+            out=f"{folder}/a",
+            prompts=prompts,
+            max_new_tokens=1,
+            sites=["."],
+            probe=False,
+            dtype="float32",
+        )
         if not given.matrices:
             schemes(run)
         if not given.schemes:
-            few = capture(given.model, out=f"{folder}/few", prompts=prompts[:FEW],
-                          max_new_tokens=1, sites=["."], probe=False, dtype="float32")  # fmt: skip
+            few = capture(
+                given.model,
+                out=f"{folder}/few",
+                prompts=prompts[:FEW],
+                max_new_tokens=1,
+                sites=["."],
+                probe=False,
+                dtype="float32",
+            )
             for scheme, targets in POLICIES:
                 matrices(few, scheme, targets)
 
@@ -80,11 +94,12 @@ def pieces() -> list[str]:
     """Prose of this project."""
     root = Path(__file__).parents[1] / "docs"
     text = "\n".join(
-        line for name in ("verdicts.md", "how-it-works.md", "faq.md")
+        line
+        for name in ("verdicts.md", "how-it-works.md", "faq.md")
         if (root / name).exists()
         for line in (root / name).read_text(encoding="utf-8").splitlines()
         if line and line[0].isalpha()
-    )  # fmt: skip
+    )
     step = max(CHARACTERS, len(text) // PIECES)
     return [text[n * step :][:CHARACTERS] for n in range(PIECES)]
 
@@ -132,8 +147,10 @@ def matrices(run: Run, scheme: str, targets: tuple[float, ...]) -> None:
 
 def _print_kinds(scheme: str, found: list[MatrixCost], whole: Cost) -> None:
     print(f"{scheme}, each matrix alone\n")
-    print("| kind | matrices | sum of KL | median error at its block, in floors | largest "
-          "quantile score | costliest |\n|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| kind | matrices | sum of KL | median error at its block, in floors | largest "
+        "quantile score | costliest |\n|---|---|---|---|---|---|"
+    )
     for kind, group in _kinds(found):
         worst = max(group, key=lambda one: one.cost.kl_mean)
         floors = [one.times_floor for one in group if one.times_floor is not None]

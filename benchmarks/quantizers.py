@@ -43,9 +43,13 @@ MODULES = {
     "bert": "bert.encoder.layer.1.intermediate.dense",
 }
 FAULTS = (
-    "truncating cast", "1/128 for 1/127.5", "wrapped overflow", "scale per tensor",
-    "lost zero point", "float16 accumulation",
-)  # fmt: skip
+    "truncating cast",
+    "1/128 for 1/127.5",
+    "wrapped overflow",
+    "scale per tensor",
+    "lost zero point",
+    "float16 accumulation",
+)
 OTHER_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 
 
@@ -160,8 +164,10 @@ def _of_model(work: Path, architecture: str, dtype: str, scheme: str, path: str)
     a = capture(model, out=work / "a", prompts=PROMPTS, max_new_tokens=tokens, probe=False)
     escalate = dtype == "bfloat16"
     how: dict[str, Any] = {
-        "like": a, "probe": False, "recording": RecordOptions(escalate=escalate),
-    }  # fmt: skip
+        "like": a,
+        "probe": False,
+        "recording": RecordOptions(escalate=escalate),
+    }
     true, wrong = truth(a, out=work / "t"), 0
     title = f"{architecture:10s} {dtype:9s} {scheme:16s}"
     if scheme == "w8a8":

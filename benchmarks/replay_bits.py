@@ -26,8 +26,10 @@ PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
 
 
 def main() -> None:
-    print("| architecture | dtype | attention | results | other bits | in float64 | left out | "
-          "capture s | replay s |")  # fmt: skip
+    print(
+        "| architecture | dtype | attention | results | other bits | in float64 | left out | "
+        "capture s | replay s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     total = different = 0
     for architecture in sys.argv[1:] or tiny.ARCHITECTURES:
@@ -37,8 +39,10 @@ def main() -> None:
                     row = measure(architecture, dtype, attention, Path(folder))
                 if row is not None:
                     total, different = total + row[0], different + row[1]
-                    texts = [f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
-                             for value in row]  # fmt: skip
+                    texts = [
+                        f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+                        for value in row
+                    ]
                     print(f"| {architecture} | {dtype} | {attention} | {' | '.join(texts)} |")
     print(f"\n{total:,} results of operators, {different:,} with other bits")
 
@@ -69,8 +73,13 @@ def measure(architecture: str, dtype: str, attention: str, folder: Path) -> tupl
     other = sum(recorded[record.coordinates[1:]] != record.xxh3 for record in again.records)
     left_out = sum(again.manifest.plan.skipped_operators.values())
     return (
-        len(again.records), other, len(truth.records), left_out, captured - start, done - captured,
-    )  # fmt: skip
+        len(again.records),
+        other,
+        len(truth.records),
+        left_out,
+        captured - start,
+        done - captured,
+    )
 
 
 if __name__ == "__main__":

@@ -37,29 +37,57 @@ from tests.models import tiny
 
 LLAMA_3_8B = {
     # meta-llama/Llama-3.1-8B, config.json
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16",
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 LLAMA_3_70B = LLAMA_3_8B | {
     # meta-llama/Llama-3.1-70B, config.json
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
     "num_attention_heads": 64,
-}  # fmt: skip
+}
 DEEPSEEK_V3 = {
     # deepseek-ai/DeepSeek-V3, config.json; in bfloat16, as transformers runs it
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "dtype": "bfloat16",
-    "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
-    "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4,
-    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
-    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "671B": DEEPSEEK_V3}
 GB = 1e9
 SHARD_BYTES = 64 << 20
@@ -117,10 +145,14 @@ def main() -> None:
             for sites in SITES:
                 planned = plans[name, sites] = _in_own_process(path, sites, folder, args)
                 cells = (
-                    name, f"{count / GB:.1f} B", f"{2 * count / GB:,.0f} GB", ", ".join(sites),
-                    f"{planned.num_records:,}", f"{planned.seconds:.0f} s CPU",
+                    name,
+                    f"{count / GB:.1f} B",
+                    f"{2 * count / GB:,.0f} GB",
+                    ", ".join(sites),
+                    f"{planned.num_records:,}",
+                    f"{planned.seconds:.0f} s CPU",
                     f"{planned.rss_bytes / GB:.2f} GB",
-                )  # fmt: skip
+                )
                 print("| " + " | ".join(cells) + " |")
     _print_costs(plans, rates, line_bytes)
     _print_shares(plans, rates)
@@ -137,9 +169,13 @@ def _planned(path: str, sites: str, folder: str, args: argparse.Namespace) -> st
     plans, seconds = {}, 0.0
     for mode in MODES:
         plans[mode] = plan_capture(
-            path, prompts_file=prompts, max_new_tokens=args.new, sites=[sites],
-            attn_implementation=attention, store=mode,
-        )  # fmt: skip
+            path,
+            prompts_file=prompts,
+            max_new_tokens=args.new,
+            sites=[sites],
+            attn_implementation=attention,
+            store=mode,
+        )
         usage = resource.getrusage(resource.RUSAGE_SELF)
         seconds = seconds or usage.ru_utime + usage.ru_stime
     status = Path("/proc/self/status").read_text()  # ru_maxrss begins with the parent's
@@ -153,10 +189,22 @@ def _in_own_process(
     import msgspec
 
     done = subprocess.run(
-        [sys.executable, __file__, "--plan", str(path), ",".join(sites), folder,
-         "--prompt", str(args.prompt), "--new", str(args.new)],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            __file__,
+            "--plan",
+            str(path),
+            ",".join(sites),
+            folder,
+            "--prompt",
+            str(args.prompt),
+            "--new",
+            str(args.new),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     plans, seconds, rss = json.loads(done.stdout.splitlines()[-1])
     return Planned(msgspec.convert(plans, dict[str, DryRun]), seconds, rss)
 
@@ -180,12 +228,16 @@ def _print_costs(plans: dict, rates: dict[str, float], line_bytes: float) -> Non
         for mode, stored in _by_stored(planned):
             lines = planned.num_records * line_bytes
             cells = (
-                name, ", ".join(sites), mode, _size(stored), _size(lines),
+                name,
+                ", ".join(sites),
+                mode,
+                _size(stored),
+                _size(lines),
                 _time(stored / GB / rates["copy"]),
                 _time(stored / GB / rates["hash"]),
                 _time((stored + lines) / GB / rates["write"]),
                 _time(2 * (stored + lines) / GB / rates["read"]),
-            )  # fmt: skip
+            )
             print("| " + " | ".join(cells) + " |")
 
 
@@ -241,9 +293,14 @@ def _print_thousand(plans: dict, line_bytes: float, environment_bytes: float) ->
         for mode, stored in _by_stored(planned):
             whole = stored + planned.num_records * line_bytes
             cells = (
-                name, ", ".join(sites), mode, _size(whole), f"{-(-int(stored) // SHARD_BYTES):,}",
-                _size(num_ranks * whole), f"{num_ranks * planned.num_records:,}",
-            )  # fmt: skip
+                name,
+                ", ".join(sites),
+                mode,
+                _size(whole),
+                f"{-(-int(stored) // SHARD_BYTES):,}",
+                _size(num_ranks * whole),
+                f"{num_ranks * planned.num_records:,}",
+            )
             print("| " + " | ".join(cells) + " |")
     print(
         f"\na record takes {line_bytes:.0f} B; an environment {environment_bytes:.0f} B: "

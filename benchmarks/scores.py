@@ -67,11 +67,14 @@ DTYPES = "float32", "bfloat16"
 """In place of ``HEALTHY`` where a CPU has bfloat16 units, which the switch does not turn off: there
 no score flips."""
 BETWEEN_DTYPES: Commands = (
-    ("scores new old --cluster fact --capture ./model --dtype float32 -o ties --num-prompts 16 -q",
-     {}),
+    (
+        "scores new old --cluster fact --capture ./model --dtype float32 -o ties"
+        " --num-prompts 16 -q",
+        {},
+    ),
     ("capture --like ties -o ties-b --dtype bfloat16 -q", {}),
     ("scores new old --cluster fact --runs ties ties-b", {}),
-)  # fmt: skip
+)
 
 
 def evaluated(name: str, results: Path, python: str | None) -> Path:
@@ -87,8 +90,10 @@ def evaluated(name: str, results: Path, python: str | None) -> Path:
     script = Path(__file__).with_name("_scores_eval.py").resolve()
     subprocess.run(
         [python, str(script), str(checkpoint("bfloat16")), str(folder.resolve()), *words],
-        cwd=task, env={**os.environ, "HF_HUB_OFFLINE": "1", **variables}, check=True,
-    )  # fmt: skip
+        cwd=task,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+        check=True,
+    )
     return folder
 
 
@@ -126,10 +131,15 @@ def main() -> None:
         if verdict == "undecided":
             verdict += f", {task.bands[0].needed:,} needed"
         cells = (
-            a, b, f"{task.reference:.3f}", f"{task.candidate:.3f}",
-            f"{task.low:+.4f} to {task.high:+.4f}", f"{task.num_lost}, {task.num_gained}", ties,
+            a,
+            b,
+            f"{task.reference:.3f}",
+            f"{task.candidate:.3f}",
+            f"{task.low:+.4f} to {task.high:+.4f}",
+            f"{task.num_lost}, {task.num_gained}",
+            ties,
             verdict,
-        )  # fmt: skip
+        )
         print(f"| {' | '.join(cells)} |", flush=True)
     case(given.results, FAULT, ("gpu", "npu"), TO_THE_LAYER)
     ties = (HEALTHY, TO_THE_TIES) if flips[HEALTHY] else (DTYPES, BETWEEN_DTYPES)

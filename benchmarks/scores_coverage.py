@@ -94,8 +94,15 @@ def coverage(generator: np.random.Generator, replicates: int) -> None:
             plain += int(((low <= gained - lost) & (gained - lost <= high)).sum())
             noted += int(lopsided(sums).sum()) if size > 1 else 0
         shares = share(held, replicates), share(plain, replicates)
-        row(f"{num:,}", size, f"{lost:.0%}", f"{gained:.0%}", *shares,
-            f"{width / replicates:.4f}", share(noted, replicates))  # fmt: skip
+        row(
+            f"{num:,}",
+            size,
+            f"{lost:.0%}",
+            f"{gained:.0%}",
+            *shares,
+            f"{width / replicates:.4f}",
+            share(noted, replicates),
+        )
 
 
 def attainable() -> None:
@@ -153,8 +160,9 @@ def powers(generator: np.random.Generator, replicates: int) -> None:
         spread = (flips * (1 + (size - 1) * 0.3) / num) ** 0.5
         difference = smallest_difference(spread, num / size - 1)
         found = 0
-        for sums in drawn(generator, replicates, num, size,
-                          (flips + difference) / 2, (flips - difference) / 2):  # fmt: skip
+        for sums in drawn(
+            generator, replicates, num, size, (flips + difference) / 2, (flips - difference) / 2
+        ):
             sizes = np.full(num // size, float(size))
             low, high = shown(sums, sizes)
             found += int(((high < 0) | (low > 0)).sum())

@@ -83,8 +83,13 @@ class Walk:
             self.tried[command] = ""
             made = re.search(r" -o (\S+)", command)
             first = next(iter(needs("", self.question)), "a")
-            source = next((name for name in needs(first, INPUTS[first][1]) if "model" not in name),
-                          first) if first in INPUTS else first  # fmt: skip
+            source = (
+                next(
+                    (name for name in needs(first, INPUTS[first][1]) if "model" not in name), first
+                )
+                if first in INPUTS
+                else first
+            )
             places = {"OTHER": self.other(), "A": source, "B": source, "RUN": source, **PLACES}
             if made is not None:
                 places["OTHER"] = "other"
@@ -166,8 +171,10 @@ def main() -> None:
                 there = " (takes another machine)" * (command in way.elsewhere)
                 print(f"-> {command}{there}" + (f"\n   WRONG: {text}" if text else ""), flush=True)
             wrong += [command for command, text in way.tried.items() if text]
-        print(f"{len(asked)} answers, {num} commands, {elsewhere} of them for another machine, "
-              f"{len(wrong)} wrong")  # fmt: skip
+        print(
+            f"{len(asked)} answers, {num} commands, {elsewhere} of them for another machine, "
+            f"{len(wrong)} wrong"
+        )
     raise SystemExit(bool(wrong))
 
 

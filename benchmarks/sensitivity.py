@@ -56,8 +56,13 @@ def main() -> None:
                 options.architecture, root / "model", dtype=dtype, num_blocks=options.blocks
             )
             a = capture(model, out=root / "a", prompts=PROMPTS, max_new_tokens=4, device="cpu")
-            b = capture(like=a, out=root / "b", attn_implementation="sdpa", device="cpu",
-                        recording=RecordOptions(escalate=dtype != "float32"))  # fmt: skip
+            b = capture(
+                like=a,
+                out=root / "b",
+                attn_implementation="sdpa",
+                device="cpu",
+                recording=RecordOptions(escalate=dtype != "float32"),
+            )
             truth = make_truth(a, out=root / "truth")
             alone = sensitivity(a, candidate=b, faults=FAULTS)
             known = sensitivity(a, candidate=b, truth=truth, faults=FAULTS)

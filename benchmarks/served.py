@@ -51,11 +51,19 @@ from divergence import (
 )
 
 PROMPTS = [
-    "The capital of France is", "Rounding in floating point arithmetic", "Once upon a time",
-    "def reverse(list):", "The sky is blue because", "In 1969, the first humans",
-    "The three primary colours are", "Good morning in German is", "Shakespeare wrote",
-    "Water boils at", "To make bread you need", "The largest planet is",
-]  # fmt: skip
+    "The capital of France is",
+    "Rounding in floating point arithmetic",
+    "Once upon a time",
+    "def reverse(list):",
+    "The sky is blue because",
+    "In 1969, the first humans",
+    "The three primary colours are",
+    "Good morning in German is",
+    "Shakespeare wrote",
+    "Water boils at",
+    "To make bread you need",
+    "The largest planet is",
+]
 NUM_TOKENS = 16
 
 Plant = Callable[[Path], None]
@@ -97,25 +105,34 @@ LLAMA: list[Row] = [
     ("cache in 4 bits", ["-ctk", "q4_0", "-ctv", "q4_0", "-fa", "on"], None),
     ("rotary base 10,000 for 100,000", ["--rope-freq-base", "10000"], None),
     ("rotary scale 1/2", ["--rope-freq-scale", "0.5"], None),
-    ("epsilon 1e-2 for 1e-5",
-     ["--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.01"], None),
+    (
+        "epsilon 1e-2 for 1e-5",
+        ["--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.01"],
+        None,
+    ),
     ("one block's down_proj x 1.5", [], _in_gguf("blk.12.ffn_down.weight", 1.5)),
     ("one block's down_proj x 0", [], _in_gguf("blk.12.ffn_down.weight", 0.0)),
     ("final norm x 1.2", [], _in_gguf("output_norm.weight", 1.2)),
-]  # fmt: skip
+]
 _DOWN = "model.layers.12.mlp.down_proj.weight"
 VLLM: list[Row] = [
     ("nothing (bfloat16)", [], None),
     ("prefix caching off", ["--no-enable-prefix-caching"], None),
     ("float32", ["--dtype", "float32"], None),
     ("float16", ["--dtype", "float16"], None),
-    ("rotary base 10,000 for 100,000", ["--hf-overrides", json.dumps(
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}})], None),
+    (
+        "rotary base 10,000 for 100,000",
+        [
+            "--hf-overrides",
+            json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+        ],
+        None,
+    ),
     ("epsilon 1e-2 for 1e-5", ["--hf-overrides", '{"rms_norm_eps": 0.01}'], None),
     ("one block's down_proj x 1.5", [], _in_checkpoint(_DOWN, 1.5)),
     ("one block's down_proj x 0", [], _in_checkpoint(_DOWN, 0.0)),
     ("final norm x 1.2", [], _in_checkpoint("model.norm.weight", 1.2)),
-]  # fmt: skip
+]
 
 
 @contextlib.contextmanager
@@ -126,9 +143,12 @@ def serving(words: list[str], **variables: str) -> Iterator[str]:
         port = free.getsockname()[1]
     quiet = subprocess.DEVNULL
     server = subprocess.Popen(
-        [*words, "--port", str(port)], stdout=quiet, stderr=quiet, env=os.environ | variables,
+        [*words, "--port", str(port)],
+        stdout=quiet,
+        stderr=quiet,
+        env=os.environ | variables,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         for _ in range(1200):
             time.sleep(0.5)
@@ -148,10 +168,22 @@ def llama_server(binary: str, model: Path, flags: list[str]) -> contextlib.Abstr
 
 
 def vllm_server(python: str, model: Path, flags: list[str]) -> contextlib.AbstractContextManager:
-    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype",
-             "bfloat16", "--max-model-len", "256", "--enforce-eager", *flags]  # fmt: skip
-    return serving(words, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-                   PYTHONPATH="")  # fmt: skip
+    words = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "256",
+        "--enforce-eager",
+        *flags,
+    ]
+    return serving(
+        words, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", PYTHONPATH=""
+    )
 
 
 def as_float32(source: Path, out: Path) -> None:
@@ -177,8 +209,10 @@ def as_float32(source: Path, out: Path) -> None:
 
 def table(rows: list[Row], serve: Callable, plain: Path, a: Run, folder: Path) -> None:
     """Prints a line a server."""
-    print("| changed in the server | mean abs Δ log p | verdict | confidence | with --floor | "
-          "confidence |")  # fmt: skip
+    print(
+        "| changed in the server | mean abs Δ log p | verdict | confidence | with --floor | "
+        "confidence |"
+    )
     print("|---|---|---|---|---|---|")
     floor: Run | None = None
     for what, flags, plant in rows:
@@ -197,8 +231,10 @@ def table(rows: list[Row], serve: Callable, plain: Path, a: Run, folder: Path) -
         said = []
         for options in ({}, {"floor": floor}):
             report = compare(a, b, **options)
-            said += [f"{report.verdict.kind} ({report.logprobs.pattern})",
-                     report.verdict.confidence]  # fmt: skip
+            said += [
+                f"{report.verdict.kind} ({report.logprobs.pattern})",
+                report.verdict.confidence,
+            ]
         mean = report.logprobs.delta.mean_abs
         print(f"| {what} | {mean:.1e} | {' | '.join(said)} |", flush=True)
 
@@ -213,8 +249,15 @@ def _copied(plain: Path, folder: Path) -> Path:
 
 def reference(model: Path, folder: Path) -> Run:
     """transformers' answers, and their logits."""
-    return capture(model, out=folder / "a", prompts=PROMPTS, device="cpu", probe=False,
-                   max_new_tokens=NUM_TOKENS, recording=RecordOptions(anchor=False))  # fmt: skip
+    return capture(
+        model,
+        out=folder / "a",
+        prompts=PROMPTS,
+        device="cpu",
+        probe=False,
+        max_new_tokens=NUM_TOKENS,
+        recording=RecordOptions(anchor=False),
+    )
 
 
 class _Sampling(BaseHTTPRequestHandler):
@@ -321,8 +364,10 @@ def trainers(url: str, model: Path, folder: Path) -> None:
         out=folder / "served",
         max_new_tokens=NUM_TOKENS,
     )
-    print("\n| changed in the trainer | rollout_probs_diff_mean | k3 | token_mult_prob_error | "
-          "verdict | confidence |")  # fmt: skip
+    print(
+        "\n| changed in the trainer | rollout_probs_diff_mean | k3 | token_mult_prob_error | "
+        "verdict | confidence |"
+    )
     print("|---|---|---|---|---|---|")
     for what, (dtype, factor, temperature) in TRAINERS.items():
         trainer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).train()
@@ -334,11 +379,14 @@ def trainers(url: str, model: Path, folder: Path) -> None:
             logits = trainer(torch.tensor([prompt + answer])).logits[0].float() / temperature
             told = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
             values = rollout.read(rollout.find(("free", number, 0, "logprobs:out")))
-            lines.append({
-                "tokens": prompt + answer, "response_length": len(answer),
-                "rollout_log_probs": values[0, -len(answer) :, 0].tolist(),
-                "log_probs": told.gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist(),
-            })  # fmt: skip
+            lines.append(
+                {
+                    "tokens": prompt + answer,
+                    "response_length": len(answer),
+                    "rollout_log_probs": values[0, -len(answer) :, 0].tolist(),
+                    "log_probs": told.gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist(),
+                }
+            )
         path = folder / "rollouts.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         report = compare(
@@ -347,9 +395,11 @@ def trainers(url: str, model: Path, folder: Path) -> None:
         )
         found = report.logprobs.rollout
         names = ("rollout_probs_diff_mean", "k3", "token_mult_prob_error")
-        print(f"| {what} | {' | '.join(f'{found[name]:.3g}' for name in names)} | "
-              f"{report.verdict.kind} ({report.logprobs.pattern}) | {report.verdict.confidence} |",
-              flush=True)  # fmt: skip
+        print(
+            f"| {what} | {' | '.join(f'{found[name]:.3g}' for name in names)} | "
+            f"{report.verdict.kind} ({report.logprobs.pattern}) | {report.verdict.confidence} |",
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -88,15 +88,15 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     (
         "domains/collectives/sections.py",
-        "row.num_repeated, row.limit_usage)",
-        "row.num_repeated, None)",
+        "row.num_repeated,\n                    row.limit_usage,\n",
+        "row.num_repeated,\n                    None,\n",
         "collectives",
     ),
     # an order
     (
         "report/experiments.py",
-        "_result(way))\n            for way in result.lines\n",
-        "_result(way))\n            for way in result.lines[::-1]\n",
+        "_result(way),\n            )\n            for way in result.lines\n",
+        "_result(way),\n            )\n            for way in result.lines[::-1]\n",
         "^selfcheck",
     ),
     (

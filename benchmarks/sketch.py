@@ -41,9 +41,15 @@ ARCHITECTURES = {
 }
 MACHINES = ("aten-default", "mkl-compatible", "old")
 FAULTS = (
-    "noise:0.1", "scale:1.2", "scale:1.05", "channel:5:8", "zero:0-63", "roll",
-    "cast:float8_e4m3fn", "bias:0.1",
-)  # fmt: skip
+    "noise:0.1",
+    "scale:1.2",
+    "scale:1.05",
+    "channel:5:8",
+    "zero:0-63",
+    "roll",
+    "cast:float8_e4m3fn",
+    "bias:0.1",
+)
 
 
 class Tally:
@@ -117,8 +123,11 @@ def main() -> None:
     shares: list[tuple[str, float]] = []
     alarms: list[str] = []
     found: dict[str, list[bool]] = {
-        "anchored, full": [], "anchored, sketch": [], "free, sketch": [], "free, full": []
-    }  # fmt: skip
+        "anchored, full": [],
+        "anchored, sketch": [],
+        "free, sketch": [],
+        "free, full": [],
+    }
     missed: list[str] = []
     machines = {name: Machine(name) for name in MACHINES}
     with tempfile.TemporaryDirectory() as folder:
@@ -130,8 +139,11 @@ def main() -> None:
             ids = [(7 * i * i + 3 * i) % 500 + 6 for i in range(options.tokens)]
             prompts.write_text(f'{{"input_ids": {ids}}}\n')
             common = {
-                "prompts_file": prompts, "max_new_tokens": 4, "sites": ["modules"], "probe": False,
-            }  # fmt: skip
+                "prompts_file": prompts,
+                "max_new_tokens": 4,
+                "sites": ["modules"],
+                "probe": False,
+            }
             full = capture(str(model), out=root / "full", **common)
             sketched = capture(str(model), out=root / "sketch", store="sketch", **common)
             sizes = [run.manifest.sizes.stored_bytes for run in (full, sketched)]
@@ -145,9 +157,11 @@ def main() -> None:
                 make(runs[1], full.path, "sketch")
                 make(runs[2], sketched.path, "sketch")
                 return [
-                    compare(full, runs[0]), compare(full, runs[1]), compare(sketched, runs[2]),
+                    compare(full, runs[0]),
+                    compare(full, runs[1]),
+                    compare(sketched, runs[2]),
                     compare(full, without_anchors(runs[0])),
-                ]  # fmt: skip
+                ]
 
             for name, machine in machines.items():
 
@@ -166,8 +180,9 @@ def main() -> None:
             for number, fault in enumerate(FAULTS[: options.faults]):
 
                 def here(out, like, store, place=place, fault=fault) -> None:
-                    capture(like=like, out=out, store=store, probe=False,
-                            plants=[f"{place}={fault}"])  # fmt: skip
+                    capture(
+                        like=like, out=out, store=store, probe=False, plants=[f"{place}={fault}"]
+                    )
 
                 reports = three(f"fault{number}", here)
                 for kind, report in zip(found, reports, strict=True):
@@ -187,8 +202,11 @@ def main() -> None:
     for (kind, phase), tally in tallies.items():
         print(f"| {kind} | {phase} | {tally.row()} |")
     print("\nbytes: " + ", ".join(f"{name} {100 * share:.1f}%" for name, share in shares))
-    print(f"healthy pairs with an alarm: {len(alarms)} of "
-          f"{len(found) * len(MACHINES) * len(shares)}", *alarms, sep="\n  ")  # fmt: skip
+    print(
+        f"healthy pairs with an alarm: {len(alarms)} of {len(found) * len(MACHINES) * len(shares)}",
+        *alarms,
+        sep="\n  ",
+    )
     for kind, right in found.items():
         print(f"faults at the right block, {kind}: {sum(right)} of {len(right)}")
     print(*missed, sep="\n")

@@ -27,7 +27,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from divergence import compare, pack, unpack
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import (  # fmt: skip
+from divergence.run.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -75,23 +75,46 @@ def write(place: Path, *, mib: int, odd: set[int]) -> None:
     """A run of tensors of TENSOR_MIB; those in ``odd`` are others than in the run without any."""
     generator = torch.Generator().manual_seed(0)
     manifest = Manifest(
-        id=f"{len(odd):032x}", tool_version="benchmark", created="2026-01-01T00:00:00+00:00",
-        model=ModelIdentity(source="none", model_class="None", task="causal-lm", dtype="bfloat16",
-                            config_digest="", num_parameters=0, digest=""),
+        id=f"{len(odd):032x}",
+        tool_version="benchmark",
+        created="2026-01-01T00:00:00+00:00",
+        model=ModelIdentity(
+            source="none",
+            model_class="None",
+            task="causal-lm",
+            dtype="bfloat16",
+            config_digest="",
+            num_parameters=0,
+            digest="",
+        ),
         tokens=Tokens(samples=[SampleTokens(prompt_ids=[1] * 256)], groups=[[0]]),
         settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=0, batch=False),
-        environment=Environment(label="here", platform="", python="", device_type="cpu",
-                                device_name="", cpu="", cpu_capability="", num_threads=1,
-                                versions={}),
+        environment=Environment(
+            label="here",
+            platform="",
+            python="",
+            device_type="cpu",
+            device_name="",
+            cpu="",
+            cpu_capability="",
+            num_threads=1,
+            versions={},
+        ),
         plan=Plan(passes=["free"], sites=["modules"]),
-    )  # fmt: skip
+    )
     with RunWriter(place, manifest, force=True) as writer:
         for number in range(mib // TENSOR_MIB):
             x = torch.randn(1, 256, TENSOR_MIB << 11, generator=generator).to(torch.bfloat16)
             if number in odd:
                 x = x * 1.01
-            writer.put(CapturedTensor(x), pass_="free", sample=0, step=0, site=f"m.{number}:out",
-                       order=number)  # fmt: skip
+            writer.put(
+                CapturedTensor(x),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=f"m.{number}:out",
+                order=number,
+            )
 
 
 def seconds(action: Any, clock: Any = time.perf_counter) -> float:
@@ -130,8 +153,10 @@ def near(folder: Path, *, mib: int, rounds: int) -> None:
     for name in ways:
         rate = mib / 1024 / statistics.median(read[name])
         times = statistics.median(read[name]) / statistics.median(read["directory"])
-        print(f"  {name:10} opened in {statistics.median(opened[name]) * 1e3:5.1f} ms, "
-              f"read and checked at {rate:5.2f} GiB/s, {times:.2f} x the directory")  # fmt: skip
+        print(
+            f"  {name:10} opened in {statistics.median(opened[name]) * 1e3:5.1f} ms, "
+            f"read and checked at {rate:5.2f} GiB/s, {times:.2f} x the directory"
+        )
     for name, found in packed.items():
         times = statistics.median(found) / statistics.median(packed["copied"])
         print(f"  {name:10} in {statistics.median(found):5.2f} s, {times:.2f} x copying the files")
@@ -139,8 +164,12 @@ def near(folder: Path, *, mib: int, rounds: int) -> None:
 
 def far(folder: Path, *, mib: int, latency_ms: float, mbps: float) -> None:
     num = mib // TENSOR_MIB
-    cases = {"nothing": set(), "1 tensor": {num // 2}, "a tenth": set(range(0, num, 10)),
-             "everything": set(range(num))}  # fmt: skip
+    cases = {
+        "nothing": set(),
+        "1 tensor": {num // 2},
+        "a tenth": set(range(0, num, 10)),
+        "everything": set(range(num)),
+    }
     write(folder / "a", mib=mib, odd=set())
     forms = {"objects": "far://b/a", "tar": "far://b/a.tar", "zip": "far://b/a.zip"}
     fsspec.filesystem("far").put(str(folder / "a"), "/b/a", recursive=True)
@@ -148,16 +177,20 @@ def far(folder: Path, *, mib: int, latency_ms: float, mbps: float) -> None:
         pack(folder / "a", out=forms[kind])
     whole = sum(path.stat().st_size for path in (folder / "a").rglob("*") if path.is_file())
     Far.latency_s, Far.bytes_per_s = latency_ms / 1e3, mbps * 1e6
-    print(f"\n{whole / 1e6:.0f} MB far away, {num} tensors; {latency_ms:g} ms a request, "
-          f"{mbps:g} MB/s a connection")  # fmt: skip
+    print(
+        f"\n{whole / 1e6:.0f} MB far away, {num} tensors; {latency_ms:g} ms a request, "
+        f"{mbps:g} MB/s a connection"
+    )
     print("  differs     read as    requests      MB   share  seconds")
     for differs, odd in cases.items():
         write(folder / "b", mib=mib, odd=odd)
         for form, url in forms.items():
             Far.num_requests = Far.num_bytes = 0
             took = seconds(lambda u=url: compare(u, folder / "b"))
-            print(f"  {differs:11} {form:9} {Far.num_requests:9} {Far.num_bytes / 1e6:7.1f} "
-                  f"{Far.num_bytes / whole:7.1%} {took:8.1f}")  # fmt: skip
+            print(
+                f"  {differs:11} {form:9} {Far.num_requests:9} {Far.num_bytes / 1e6:7.1f} "
+                f"{Far.num_bytes / whole:7.1%} {took:8.1f}"
+            )
         here = seconds(lambda: compare(folder / "a", folder / "b"))
         print(f"  {differs:11} {'here':9} {'-':>9} {'-':>7} {'-':>7} {here:8.1f}")
     found = []
@@ -165,8 +198,10 @@ def far(folder: Path, *, mib: int, latency_ms: float, mbps: float) -> None:
         run = Run.open(forms["objects"])
         found.append(seconds(run.verify))
         run.close()
-    print(f"  every byte read and checked: {statistics.median(found):.1f} s; over one connection "
-          f"{whole / Far.bytes_per_s:.1f} s alone")  # fmt: skip
+    print(
+        f"  every byte read and checked: {statistics.median(found):.1f} s; over one connection "
+        f"{whole / Far.bytes_per_s:.1f} s alone"
+    )
 
 
 def main() -> None:

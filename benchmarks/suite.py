@@ -76,9 +76,12 @@ def faults(folder: Path, a: Run, truth: Run, machines: list[str]) -> None:
         for operator, fault in names:
             wish = f"{operator}=benchmarks._wrong_operators:{fault}"
             machine.run(
-                "capture", like=str(a.path), out=str(folder / "fault"), impl=[wish],
+                "capture",
+                like=str(a.path),
+                out=str(folder / "fault"),
+                impl=[wish],
                 sites=[f"{operator}.*"],
-            )  # fmt: skip
+            )
             report = compare(a, folder / "fault", truth=truth)
             turned = compare(folder / "fault", a, truth=truth)
             named[operator, fault] += (

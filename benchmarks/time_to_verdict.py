@@ -117,11 +117,15 @@ def random_model(folder: Path, num_blocks: int, *, hidden: int) -> Path:
     if not folder.exists():
         torch.manual_seed(0)
         config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=num_blocks,
-            num_attention_heads=hidden // 64, num_key_value_heads=max(1, hidden // 192),
-            vocab_size=49152 if hidden > 256 else 512, tie_word_embeddings=True,
+            hidden_size=hidden,
+            intermediate_size=hidden * 8 // 3,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=max(1, hidden // 192),
+            vocab_size=49152 if hidden > 256 else 512,
+            tie_word_embeddings=True,
             max_position_embeddings=4096,
-        )  # fmt: skip
+        )
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -163,8 +167,9 @@ def commands(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
             b, truth = place / "b", place / "truth"
             both = "--attn-implementation", "sdpa"
             steps: dict[str, list[object]] = {
-                "capture --truth no": tool("capture", model, "-o", place / "no", *prompt, *new,
-                                           "--truth", "no"),
+                "capture --truth no": tool(
+                    "capture", model, "-o", place / "no", *prompt, *new, "--truth", "no"
+                ),
                 "capture": tool("capture", model, "-o", place / "own", *prompt, *new),
                 "capture --like": tool("capture", "--like", place / "own", "-o", b, *both),
                 "truth": tool("truth", place / "own", "-o", truth),
@@ -172,7 +177,7 @@ def commands(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
                 "compare --truth": tool("compare", place / "own", b, "--truth", truth),
                 "compare --json": tool("compare", place / "own", b, "--json"),
                 "check": tool("check", place / "own", b),
-            }  # fmt: skip
+            }
             for name, words in steps.items():
                 note(name, version, run(words, checkout=checkout))
             singles = [costs[name][version][-1] for name in SINGLE]
@@ -181,8 +186,9 @@ def commands(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
             note("sum of the single commands", version, Cost(total[0], total[1], peak))
             for name in ("diff", "a second diff of the model"):
                 out = place / name.replace(" ", "-")
-                words = tool("diff", model, "--attn-implementation", "eager,sdpa", "-o", out,
-                             *prompt, *new)  # fmt: skip
+                words = tool(
+                    "diff", model, "--attn-implementation", "eager,sdpa", "-o", out, *prompt, *new
+                )
                 note(name, version, run(words, checkout=checkout))
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
     bare = medians(costs["the bare model"]["now"])
@@ -208,9 +214,11 @@ def pairs(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
     run([sys.executable, "-c", WRITE, folder / "pairs", NUM_PAIRS], checkout=first)
     a, b, truth = (folder / "pairs" / name for name in ("a", "b", "truth"))
     ways: dict[str, list[object]] = {
-        "text": [], "--json": ["--json"], "--truth": ["--truth", truth],
+        "text": [],
+        "--json": ["--json"],
+        "--truth": ["--truth", truth],
         "--truth --json": ["--truth", truth, "--json"],
-    }  # fmt: skip
+    }
     costs: dict[tuple[str, str], list[Cost]] = {}
     sizes: dict[tuple[str, str], int] = {}
     for _ in range(rounds):
@@ -221,9 +229,11 @@ def pairs(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
                 costs.setdefault((way, version), []).append(cost)
                 sizes[way, version] = out.stat().st_size
                 print(way, version, cost, file=sys.stderr)
-    print(f"\n{NUM_PAIRS:,} pairs\n\n| answer |" + "".join(
-        f" {name}, s | CPU s | MB printed | MiB |" for name in checkouts
-    ) + f"\n|---|{'---|' * 4 * len(checkouts)}")  # fmt: skip
+    print(
+        f"\n{NUM_PAIRS:,} pairs\n\n| answer |"
+        + "".join(f" {name}, s | CPU s | MB printed | MiB |" for name in checkouts)
+        + f"\n|---|{'---|' * 4 * len(checkouts)}"
+    )
     for way in ways:
         row = f"| {way} |"
         for version in checkouts:

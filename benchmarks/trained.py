@@ -130,8 +130,15 @@ class Runs:
     def reference(self, dtype: str, shape: str, machine: str = "native") -> Path:
         out = self.work / f"{dtype}-{shape}-{machine}"
         if not _complete(out):
-            self.machine(machine).run("capture", model=self.model, out=out, dtype=dtype, chat=True,
-                                      probe=False, **SHAPES[shape])  # fmt: skip
+            self.machine(machine).run(
+                "capture",
+                model=self.model,
+                out=out,
+                dtype=dtype,
+                chat=True,
+                probe=False,
+                **SHAPES[shape],
+            )
         return out
 
     def truth(self, a: Path) -> Path:
@@ -221,27 +228,48 @@ def size_at(bad: Run, a: Run, truth: Run, site: str) -> float:
         right = truth.read(record)
         norm = right.norm(dim=-1).clamp_min(1e-300)
         seen, floor = (
-            float(((run.read(run.find((pass_, *at))).double() - right).norm(dim=-1) / norm)
-                  .square().mean())
+            float(
+                ((run.read(run.find((pass_, *at))).double() - right).norm(dim=-1) / norm)
+                .square()
+                .mean()
+            )
             for run, pass_ in ((bad, "anchored"), (a, "free"))
-        )  # fmt: skip
+        )
         size = math.sqrt(max(0.0, seen - floor) / max(floor, 1e-300))
         best = max(best, size)
     return best
 
 
-def _trial(report: Any, key: str, dtype: str, shape: str, name: str, block: int, side: str,
-           size: float, began: float) -> Trained:  # fmt: skip
+def _trial(
+    report: Any,
+    key: str,
+    dtype: str,
+    shape: str,
+    name: str,
+    block: int,
+    side: str,
+    size: float,
+    began: float,
+) -> Trained:
     verdict, onset = report.verdict, report.verdict.onset
     return Trained(
-        key=key, dtype=dtype, shape=shape, fault=name, block=block, side=side, size=size,
-        verdict=verdict.kind, confidence=verdict.confidence, side_said=verdict.side,
+        key=key,
+        dtype=dtype,
+        shape=shape,
+        fault=name,
+        block=block,
+        side=side,
+        size=size,
+        verdict=verdict.kind,
+        confidence=verdict.confidence,
+        side_said=verdict.side,
         onset=None if onset is None else f"{onset.site} sample {onset.sample} step {onset.step}",
-        exact=onset is not None and onset.block == f"model.layers.{block}"
+        exact=onset is not None
+        and onset.block == f"model.layers.{block}"
         and verdict.kind in ("localized", "nonfinite"),
         usage=max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0),
         seconds=time.perf_counter() - began,
-    )  # fmt: skip
+    )
 
 
 def tables(trials: list[Trained]) -> None:
@@ -252,9 +280,11 @@ def tables(trials: list[Trained]) -> None:
         alarms = [t for t in pairs if t.verdict not in ("identical", "within_floor")]
         print(f"\n{dtype}\n")
         if pairs:
-            print(f"- {len(alarms)} alarms in {len(pairs)} healthy pairs (rate < "
-                  f"{100 * upper(len(alarms), len(pairs)):.1f}%); largest share of a limit "
-                  f"{max(t.usage for t in pairs):.2f}")  # fmt: skip
+            print(
+                f"- {len(alarms)} alarms in {len(pairs)} healthy pairs (rate < "
+                f"{100 * upper(len(alarms), len(pairs)):.1f}%); largest share of a limit "
+                f"{max(t.usage for t in pairs):.2f}"
+            )
         for trial in alarms:
             print(f"  - ALARM {trial.key}: {trial.verdict} {trial.confidence} {trial.onset}")
         planted = [t for t in mine if t.fault]
@@ -262,15 +292,19 @@ def tables(trials: list[Trained]) -> None:
         for title, group in (("above 3 floors", large), ("all", planted)):
             named = [t for t in group if t.side_said in ("candidate", "reference")]
             units = [t for t in group if t.unit_right is not None]
-            print(f"- faults, {title}: {len(group)}; exact block {sum(t.exact for t in group)}; "
-                  f"side right {sum(t.side_said == t.side for t in named)} of {len(named)} that "
-                  f"name one; prompt or step right {sum(bool(t.unit_right) for t in units)} of "
-                  f"{len(units)}")  # fmt: skip
+            print(
+                f"- faults, {title}: {len(group)}; exact block {sum(t.exact for t in group)}; "
+                f"side right {sum(t.side_said == t.side for t in named)} of {len(named)} that "
+                f"name one; prompt or step right {sum(bool(t.unit_right) for t in units)} of "
+                f"{len(units)}"
+            )
         for trial in large:
             if not trial.exact or trial.side_said not in (trial.side, None, "both"):
-                print(f"  - {trial.fault} in block {trial.block} by the {trial.side}, "
-                      f"{trial.size:.1f} floors: {trial.verdict} {trial.confidence} "
-                      f"{trial.side_said} {trial.onset}")  # fmt: skip
+                print(
+                    f"  - {trial.fault} in block {trial.block} by the {trial.side}, "
+                    f"{trial.size:.1f} floors: {trial.verdict} {trial.confidence} "
+                    f"{trial.side_said} {trial.onset}"
+                )
 
 
 def read(file: Path | None) -> list[Trained]:
@@ -310,12 +344,18 @@ def main() -> None:
         for key, dtype, shape, what in left:
             if time.perf_counter() - start > options.seconds:
                 break
-            trial = (health(runs, key, dtype, what) if key.startswith("health")
-                     else fault(runs, key, dtype, shape, what))  # fmt: skip
+            trial = (
+                health(runs, key, dtype, what)
+                if key.startswith("health")
+                else fault(runs, key, dtype, shape, what)
+            )
             done.append(trial)
-            print(f"{key}: {trial.verdict} {trial.confidence} {trial.side_said} {trial.onset} "
-                  f"size {trial.size:.1f} {trial.seconds:.0f} s", file=sys.stderr,
-                  flush=True)  # fmt: skip
+            print(
+                f"{key}: {trial.verdict} {trial.confidence} {trial.side_said} {trial.onset} "
+                f"size {trial.size:.1f} {trial.seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             if options.out:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:

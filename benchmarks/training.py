@@ -37,8 +37,10 @@ from tests.models import tiny
 ARCHITECTURES = ("llama", "gpt2", "qwen3-moe")
 BLOCK = 1
 """The block of which a fault of the model's is planted."""
-PROMPTS = [[(7 * place + 13 * number) % 90 + 5 for place in range(length)]
-           for number, length in enumerate((17, 9, 31, 12, 24))]  # fmt: skip
+PROMPTS = [
+    [(7 * place + 13 * number) % 90 + 5 for place in range(length)]
+    for number, length in enumerate((17, 9, 31, 12, 24))
+]
 HEALTHY: dict[str, dict[str, Any]] = {
     "sdpa": {"attn_implementation": "sdpa"},
     "one batch": {"batch": True},
@@ -55,9 +57,12 @@ Models = dict[tuple[str, str], Path]
 
 
 def tables(
-    doc: str | None, health: Callable[[Models, Path], None], faults: Callable[[Models, Path], None],
-    *, num_blocks: int,
-) -> None:  # fmt: skip
+    doc: str | None,
+    health: Callable[[Models, Path], None],
+    faults: Callable[[Models, Path], None],
+    *,
+    num_blocks: int,
+) -> None:
     """What the command line of a program with these two tables does."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--health", action="store_true", help="healthy pairs alone")
@@ -69,8 +74,9 @@ def tables(
             (name, dtype): tiny.build(
                 name, Path(folder) / f"{name}-{dtype}", dtype=dtype, num_blocks=num_blocks
             )
-            for name in ARCHITECTURES for dtype in ("float32", "bfloat16")
-        }  # fmt: skip
+            for name in ARCHITECTURES
+            for dtype in ("float32", "bfloat16")
+        }
         if not given.faults:
             health(models, Path(folder))
         if not given.health:
@@ -122,8 +128,17 @@ def show(name: str, architecture: str, dtype: str, a: Run, b: Run, truth: Run) -
 
 
 def step(model: Path | None, out: Path, **options: Any) -> Run:
-    fresh = {} if model is None else {"train": True, "prompts": PROMPTS, "optimizer": "adamw",
-                                      "clip_grad_norm": 0.1, "loss_scale": 256.0}  # fmt: skip
+    fresh = (
+        {}
+        if model is None
+        else {
+            "train": True,
+            "prompts": PROMPTS,
+            "optimizer": "adamw",
+            "clip_grad_norm": 0.1,
+            "loss_scale": 256.0,
+        }
+    )
     source = None if model is None else str(model)
     return divergence.capture(source, out=out, probe=False, **fresh, **options)
 
@@ -351,15 +366,21 @@ def faults(models: Models, folder: Path) -> None:
             runs = []
             for own in ("reference", "candidate"):
                 bad = own == side
-                options: dict[str, Any] = {} if own == "reference" else {"like": runs[0],
-                                                        "attn_implementation": "sdpa"}  # fmt: skip
+                options: dict[str, Any] = (
+                    {} if own == "reference" else {"like": runs[0], "attn_implementation": "sdpa"}
+                )
                 if bad and in_model:
                     options["prepare"] = planting(
                         lambda model, *_, plant=plant, **__: plant(model), name, None, 1.0
                     )
                 with plant() if bad and not in_model else contextlib.nullcontext():
-                    runs.append(step(model if own == "reference" else None,
-                                     folder / f"f{next(count)}", **options))  # fmt: skip
+                    runs.append(
+                        step(
+                            model if own == "reference" else None,
+                            folder / f"f{next(count)}",
+                            **options,
+                        )
+                    )
             truth = divergence.truth(runs[0], out=folder / f"f{next(count)}")
             report = divergence.compare(*runs, truth=truth)
             verdict = report.verdict
@@ -368,8 +389,16 @@ def faults(models: Models, folder: Path) -> None:
             blamed = verdict.side in ("candidate", "reference") and not sided
             wrong += blamed or (verdict.onset is not None and not placed)
             site = "-" if verdict.onset is None else verdict.onset.site
-            cells = (name, architecture, dtype, side, verdict.kind, site, "right" if placed else
-                     "-" if verdict.onset is None else "WRONG", str(verdict.side))  # fmt: skip
+            cells = (
+                name,
+                architecture,
+                dtype,
+                side,
+                verdict.kind,
+                site,
+                "right" if placed else "-" if verdict.onset is None else "WRONG",
+                str(verdict.side),
+            )
             print("|", " | ".join(cells), "|", flush=True)
     print(f"\n{found} of {total} named at the right place and side, {wrong} wrongly")
 

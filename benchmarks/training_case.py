@@ -58,9 +58,15 @@ class _Scores(torch.autograd.Function):
 
 
 def vendor_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As transformers' eager attention is, but for the backward of the scores."""
     groups = module.num_key_value_groups
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -135,14 +141,27 @@ def main() -> None:
         show(work, "compare", "a", "b", "--truth", "truth")
         print(">>> divergence.localize(a, b, truth=truth, prepare_candidate=on_vendor)")
         found = divergence.localize(
-            work / "a", work / "b", truth=work / "truth", out=work / "down",
+            work / "a",
+            work / "b",
+            truth=work / "truth",
+            out=work / "down",
             prepare_candidate=on_vendor,
-        )  # fmt: skip
+        )
         print_lines(document_lines(localization_document(found)))
         narrow = ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16", "--learning-rate", "1e-4"]
         words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-        show(work, "capture", f"gpu-{EVERY}", "-o", "narrow", "--train", "--optimizer-step",
-             "adamw", *narrow, *words)  # fmt: skip
+        show(
+            work,
+            "capture",
+            f"gpu-{EVERY}",
+            "-o",
+            "narrow",
+            "--train",
+            "--optimizer-step",
+            "adamw",
+            *narrow,
+            *words,
+        )
         show(work, "inspect", "narrow")
 
 

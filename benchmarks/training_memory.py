@@ -84,8 +84,13 @@ def main() -> None:
         for name in args.rows:
             for ranks in args.ranks:
                 if (ranks > 1) == ("axis" in ROWS[name]):
-                    how = {**ROWS[name], "model": str(model), "ranks": ranks,
-                           "batch": args.batch, "tokens": args.tokens}  # fmt: skip
+                    how = {
+                        **ROWS[name],
+                        "model": str(model),
+                        "ranks": ranks,
+                        "batch": args.batch,
+                        "tokens": args.tokens,
+                    }
                     found = {"row": name, "ranks": ranks, "measured": _run(how), "plan": _plan(how)}
                     results.append(found)
                     if not args.json:
@@ -123,16 +128,25 @@ def _plan(how: dict[str, Any]) -> dict[str, int]:
     from divergence.domains.training.plan import Wanted, plan_training
     from divergence.recording.engines.load import Loading, empty_model
 
-    loaded = empty_model(Loading(
-        how["model"], dtype=how.get("dtype"), attn_implementation=how.get("attention", "eager")
-    ))  # fmt: skip
+    loaded = empty_model(
+        Loading(
+            how["model"], dtype=how.get("dtype"), attn_implementation=how.get("attention", "eager")
+        )
+    )
     axis = how.get("axis")
-    plan = plan_training(loaded, Wanted(
-        batch=how["batch"], tokens=how["tokens"],
-        mesh=None if axis is None else f"{axis}={how['ranks']}", zero=how.get("zero"),
-        optimizer=how.get("optimizer"), main_weights=how.get("main"),
-        autocast=how.get("autocast"), gradient_checkpointing=how.get("checkpointing", False),
-    ))  # fmt: skip
+    plan = plan_training(
+        loaded,
+        Wanted(
+            batch=how["batch"],
+            tokens=how["tokens"],
+            mesh=None if axis is None else f"{axis}={how['ranks']}",
+            zero=how.get("zero"),
+            optimizer=how.get("optimizer"),
+            main_weights=how.get("main"),
+            autocast=how.get("autocast"),
+            gradient_checkpointing=how.get("checkpointing", False),
+        ),
+    )
     kept = {part.name: part.bytes for part in plan.kept}
     used = next(one for one in plan.activations if one.checkpointing == plan.checkpointing)
     return {
@@ -148,8 +162,13 @@ def _plan(how: dict[str, Any]) -> dict[str, int]:
 def _run(how: dict[str, Any]) -> dict[str, int]:
     start = [sys.executable]
     if how["ranks"] > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                  str(how["ranks"])]  # fmt: skip
+        start += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(how["ranks"]),
+        ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*start, __file__, "--one", json.dumps(how)], env=environ, capture_output=True, text=True
@@ -214,8 +233,18 @@ def _measure(**how: Any) -> None:
 
 def in_use() -> int:
     """Bytes that malloc has handed out and not got back, in all arenas and of its own mappings."""
-    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-             "fordblks", "keepcost")  # fmt: skip
+    names = (
+        "arena",
+        "ordblks",
+        "smblks",
+        "hblks",
+        "hblkhd",
+        "usmblks",
+        "fsmblks",
+        "uordblks",
+        "fordblks",
+        "keepcost",
+    )
 
     class Mallinfo2(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in names]
@@ -240,9 +269,10 @@ def _built(how: dict[str, Any], at: dict[str, int]) -> tuple[Any, Any, Any]:
     config = AutoConfig.from_pretrained(how["model"])
     ranks, axis = how["ranks"], how.get("axis")
     model: Any = AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, how.get("dtype", "float32")),
+        config,
+        dtype=getattr(torch, how.get("dtype", "float32")),
         attn_implementation=how.get("attention", "eager"),
-    )  # fmt: skip
+    )
     model.train()
     if how.get("checkpointing"):
         model.activation_checkpointing_enable({"use_reentrant": False})

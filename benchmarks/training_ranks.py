@@ -44,10 +44,13 @@ def main() -> None:
         references = {
             (kind, dtype): divergence.capture(
                 str(tiny.build(kind, folder / f"{kind}-{dtype}", dtype=dtype, num_blocks=2)),
-                out=folder / f"{kind}-{dtype}-one", prompts=IDS, attn_implementation="sdpa", **STEP,
+                out=folder / f"{kind}-{dtype}-one",
+                prompts=IDS,
+                attn_implementation="sdpa",
+                **STEP,
             )
             for kind, dtype in MODELS
-        }  # fmt: skip
+        }
         if not given.faults:
             health(references, folder)
         if not given.health:
@@ -102,9 +105,11 @@ def faults(references: dict[tuple[str, str], Run], folder: Path) -> None:
     (folder / "faults").mkdir()
     keys = [
         (fault, mesh, kind, dtype)
-        for fault in FAULTS for mesh in ("dp", "fsdp") for kind, dtype in references
+        for fault in FAULTS
+        for mesh in ("dp", "fsdp")
+        for kind, dtype in references
         if (fault, mesh) != ("early", "fsdp")  # FSDP sends each micro-batch's gradients
-    ]  # fmt: skip
+    ]
     listed = {
         " ".join(key): again(references[key[2], key[3]], mesh=key[1], fault=key[0]) for key in keys
     }
@@ -126,11 +131,22 @@ def faults(references: dict[tuple[str, str], Run], folder: Path) -> None:
         named = {plain.verdict.side, judged.verdict.side} & {"candidate", "reference"}
         misplaced += (not found and judged.verdict.onset is not None) or bool(named - {side})
         site = "-" if judged.verdict.onset is None else judged.verdict.onset.site
-        cells = (fault, mesh, kind, dtype, side, judged.verdict.kind, site,
-                 "right" if found else "WRONG", str(judged.verdict.side))  # fmt: skip
+        cells = (
+            fault,
+            mesh,
+            kind,
+            dtype,
+            side,
+            judged.verdict.kind,
+            site,
+            "right" if found else "WRONG",
+            str(judged.verdict.side),
+        )
         print("|", " | ".join(cells), "|", flush=True)
-    print(f"\nof {len(keys)}: {placed} at the right place, {sided} with the right side; "
-          f"{misplaced} wrongly")  # fmt: skip
+    print(
+        f"\nof {len(keys)}: {placed} at the right place, {sided} with the right side; "
+        f"{misplaced} wrongly"
+    )
 
 
 if __name__ == "__main__":

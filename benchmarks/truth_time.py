@@ -119,15 +119,22 @@ def random_model(kind: str, folder: Path, billions: float, device: str) -> Path:
         # q, o; k, v of four heads; gate, up, down
         block = 2 * hidden * (hidden + 4 * hidden // heads) + 3 * hidden * between
         config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=between, num_attention_heads=heads,
-            num_hidden_layers=max(1, round((billions * 1e9 - 32000 * hidden) / block)), **common,
-        )  # fmt: skip
+            hidden_size=hidden,
+            intermediate_size=between,
+            num_attention_heads=heads,
+            num_hidden_layers=max(1, round((billions * 1e9 - 32000 * hidden) / block)),
+            **common,
+        )
         LlamaForCausalLM(config).save_pretrained(folder)
     else:
         config = MixtralConfig(
-            hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_hidden_layers=8,
-            num_local_experts=8, **common,
-        )  # fmt: skip
+            hidden_size=768,
+            intermediate_size=2048,
+            num_attention_heads=12,
+            num_hidden_layers=8,
+            num_local_experts=8,
+            **common,
+        )
         MixtralForCausalLM(config).save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device("cpu")
@@ -138,9 +145,11 @@ def timed(mode: str, source: Path, out: Path, options: dict[str, object]) -> lis
     """Seconds, seconds of processors, MiB beyond what was loaded, and the steps of the truth."""
     done = subprocess.run(
         [sys.executable, "-c", TIMED, mode, str(source), str(out), json.dumps(options)],
-        capture_output=True, text=True, cwd=ROOT,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-    )  # fmt: skip
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -202,8 +211,9 @@ def measure(name: str, work: Path, args: argparse.Namespace) -> None:
             more = f"{num_bytes(work / mode) / num_bytes(work / 'no') - 1:.1%}"
         print(
             f"| {name} | {mode} | {wall:.1f} | {wall / wall_of:.2f} | {cpu:.1f} "
-            f"| {cpu / cpu_of:.2f} | {peak:,.0f} | {size} | {more} | {rows[-1][3]} |", flush=True,
-        )  # fmt: skip
+            f"| {cpu / cpu_of:.2f} | {peak:,.0f} | {size} | {more} | {rows[-1][3]} |",
+            flush=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -275,11 +285,18 @@ def paper() -> None:
             slices = 8 * min(SLICE_NUMEL, parameters / blocks) / 2**30
             wide = 8 * PROMPT_TOKENS * 12 * hidden / 2**30  # a block's activations
             row = (
-                size, device.name, f"{plain:.1f}", f"{prefill:.2f}", f"{step:.2f}", f"{spent:.1f}",
-                f"{1 + spent / plain:.2f}", f"{num_prefills} of {PROMPTS}",
-                f"{num_steps} of {STEPS - 1}", f"{slices + wide:.1f}",
+                size,
+                device.name,
+                f"{plain:.1f}",
+                f"{prefill:.2f}",
+                f"{step:.2f}",
+                f"{spent:.1f}",
+                f"{1 + spent / plain:.2f}",
+                f"{num_prefills} of {PROMPTS}",
+                f"{num_steps} of {STEPS - 1}",
+                f"{slices + wide:.1f}",
                 f"{8 * parameters / blocks / 2**30:.1f}",
-            )  # fmt: skip
+            )
             print("| " + " | ".join(row) + " |")
 
 

@@ -60,8 +60,12 @@ class Machine:
         env["PYTHONPATH"] = os.pathsep.join(paths)
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from benchmarks.two_machines import serve; serve()"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=env,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=env,
+        )
 
     def run(self, *words: str | Path) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of `divergence WORDS`."""
@@ -187,10 +191,15 @@ class Play:
 
 
 def play(
-    fault: MachineFault, side: str, folder: Path, *, model: Path, dtype: str = "float32",
+    fault: MachineFault,
+    side: str,
+    folder: Path,
+    *,
+    model: Path,
+    dtype: str = "float32",
     say: bool = False,
     twice: bool = False,
-) -> Play:  # fmt: skip
+) -> Play:
     """From the first capture to the last localize."""
     start, done = time.perf_counter(), Play(fault=fault, side=side, dtype=dtype)
     folder.mkdir(parents=True)
@@ -210,8 +219,21 @@ def play(
 
     try:
         attention = ["--attn-implementation", fault.attention] if fault.attention else []
-        must(a, "capture", model, "-o", "a", "--prompt", PROMPT, "--max-new-tokens", "2",
-             "--dtype", dtype, *attention, "-q")  # fmt: skip
+        must(
+            a,
+            "capture",
+            model,
+            "-o",
+            "a",
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            "2",
+            "--dtype",
+            dtype,
+            *attention,
+            "-q",
+        )
         must(c, "capture", "--like", "a", "-o", "b", "-q")
         must(a, "truth", "a", "-o", "truth", "-q")
         report = json.loads(must(a, "compare", "a", "b", "--truth", "truth", "--json"))
@@ -297,13 +319,22 @@ def main() -> None:
                 number += 1
                 if number % count != part % count:
                     continue
-                done = play(fault, side, Path(text) / str(number), model=model,
-                            dtype=options.dtype, say=options.say, twice=options.twice)  # fmt: skip
+                done = play(
+                    fault,
+                    side,
+                    Path(text) / str(number),
+                    model=model,
+                    dtype=options.dtype,
+                    say=options.say,
+                    twice=options.twice,
+                )
                 outcome, reason = done.outcome
                 counts[outcome] = counts.get(outcome, 0) + 1
-                print(f"| {fault.name} | {fault.kind} | {side} | {done.dtype} | {done.named} "
-                      f"| {done.said} | {outcome} | {reason[:160]} ({done.seconds:.0f} s) |",
-                      flush=True)  # fmt: skip
+                print(
+                    f"| {fault.name} | {fault.kind} | {side} | {done.dtype} | {done.named} "
+                    f"| {done.said} | {outcome} | {reason[:160]} ({done.seconds:.0f} s) |",
+                    flush=True,
+                )
     print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
 
 

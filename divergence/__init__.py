@@ -46,12 +46,34 @@ if TYPE_CHECKING:
     from divergence.sending import bundle
 
     __all__ = [
-        "BatchOptions", "DiffResult", "LoadOptions", "MachineOptions", "Matrix", "RecordOptions",
-        "Report", "Run", "SelfcheckResult", "TrainOptions", "__version__",
-        "bundle", "capture", "check", "compare", "compare_many", "diff", "localize", "pack",
-        "record", "replay", "repro", "selfcheck", "selftest",
-        "sensitivity", "truth", "unpack",
-    ]  # fmt: skip
+        "BatchOptions",
+        "DiffResult",
+        "LoadOptions",
+        "MachineOptions",
+        "Matrix",
+        "RecordOptions",
+        "Report",
+        "Run",
+        "SelfcheckResult",
+        "TrainOptions",
+        "__version__",
+        "bundle",
+        "capture",
+        "check",
+        "compare",
+        "compare_many",
+        "diff",
+        "localize",
+        "pack",
+        "record",
+        "replay",
+        "repro",
+        "selfcheck",
+        "selftest",
+        "sensitivity",
+        "truth",
+        "unpack",
+    ]
     __all__ += public.__all__
 
 _HOMES = {

@@ -198,8 +198,9 @@ def load_settings(
             if key not in known:
                 near = near_names(key, known) or sorted(known)
                 listed = ", ".join(f"{PREFIX}{section}_{name}".upper() for name in near)
-                raise ConfigError("a variable names no setting", where=variable,
-                                  hint=f"did you mean {listed}?")  # fmt: skip
+                raise ConfigError(
+                    "a variable names no setting", where=variable, hint=f"did you mean {listed}?"
+                )
             field = known[key]
             settings[section][field.name] = _from_text(field, environ[variable], variable)
     attention = settings.get("capture", {}).get("attn_implementation")

@@ -158,10 +158,12 @@ class Table:
         """The table for an issue, with nothing of a run in it that Markdown obeys."""
         own = [column.own for _, column in self.shown]
         rows = [
-            [each if is_own or not each else markdown_code(each)
-             for each, is_own in zip(row, own, strict=True)]
+            [
+                each if is_own or not each else markdown_code(each)
+                for each, is_own in zip(row, own, strict=True)
+            ]
             for row in self.cells()
-        ]  # fmt: skip
+        ]
         lines = [self.titles, ["---"] * len(own), *rows]
         more = [f"| {self.num_more} more {'|' * len(own)}"] * bool(self.num_more)
         return [*(f"| {' | '.join(row)} |" for row in lines), *more]

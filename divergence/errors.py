@@ -96,9 +96,13 @@ class EndpointError(DivergenceError):
     exit_code = 2
 
     def __init__(
-        self, message: str, *, status: int | None = None, where: str | None = None,
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        where: str | None = None,
         hint: str | tuple[str, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message, where=where, hint=hint)
         self.status = status
 
@@ -144,12 +148,15 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
         if link is None:
             return None
         text = str(link).strip()
-        if isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" or (
-            isinstance(link, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(text)
-        ):  # fmt: skip
+        if (
+            isinstance(link, MemoryError)
+            or type(link).__name__ == "OutOfMemoryError"
+            or (isinstance(link, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(text))
+        ):
             what = f": {text.splitlines()[0][:200]}" if text else ""
-            return ExhaustedError(f"memory ran out{what}", hint=getattr(error, "hint", None)
-                                  or _SMALLER)  # fmt: skip
+            return ExhaustedError(
+                f"memory ran out{what}", hint=getattr(error, "hint", None) or _SMALLER
+            )
         link = link.__cause__ or link.__context__
     return None
 

@@ -101,9 +101,11 @@ def fold(item: Line, width: int) -> list[Line]:
     used = sum(len(span.text) for span in lead)
     alone = width - used < 20  # what goes before leaves no room for a word
     pieces = textwrap.wrap(
-        last.text, width - (item.hang if alone else used),
-        break_long_words=False, break_on_hyphens=False,
-    ) or [""]  # fmt: skip
+        last.text,
+        width - (item.hang if alone else used),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
     begin, rest = ([], pieces) if alone else ([Span(pieces[0], last.style)], pieces[1:])
     hang = Span(" " * item.hang)
     return [Line((*lead, *begin)), *(Line((hang, Span(piece, last.style))) for piece in rest)]
@@ -217,11 +219,13 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None, whole: boo
     pipe each stays one line."""
     file = sys.stdout if file is None else file
     lines = [
-        item._replace(spans=tuple(
-            span._replace(text=shortened(printable(span.text), _LONGEST)) for span in item.spans
-        ))
+        item._replace(
+            spans=tuple(
+                span._replace(text=shortened(printable(span.text), _LONGEST)) for span in item.spans
+            )
+        )
         for item in lines
-    ]  # fmt: skip
+    ]
     terminal = file.isatty()
     width = MAX_WIDTH
     if not terminal and not os.environ.get("FORCE_COLOR"):

@@ -27,9 +27,13 @@ _Path = str | os.PathLike[str]
 
 
 def write_output(
-    content: bytes | str, path: _Path, *, what: str, error: type[DivergenceError] = UsageError,
+    content: bytes | str,
+    path: _Path,
+    *,
+    what: str,
+    error: type[DivergenceError] = UsageError,
     make_folder: bool = False,
-) -> Path:  # fmt: skip
+) -> Path:
     """Writes ``content`` to ``path``. ``what``: what to call it where it cannot be written, as in
     ``cannot write the page``. Text becomes UTF-8. Raises ``error``."""
     with _failures(path, what, error):
@@ -61,9 +65,12 @@ def output_folder(path: _Path, *, what: str = "folder of the runs") -> Path:
 
 
 def check_output(
-    path: _Path | None, *, what: str, error: type[DivergenceError] = UsageError,
+    path: _Path | None,
+    *,
+    what: str,
+    error: type[DivergenceError] = UsageError,
     make_folder: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Refuses before the work what could not be written behind it: no such folder, a folder of this
     name, a place that is not to be written to. None is no output. Raises ``error``."""
     if path is None:

@@ -50,9 +50,18 @@ zstandard and views of one number have no bound."""
 Failure = type[DivergenceError]
 
 _FORM_BROKEN = (
-    ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, SyntaxError,
-    TypeError, ValueError, struct.error, zlib.error,
-)  # fmt: skip
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
 """What readers raise at bytes that nobody's writer makes. RuntimeError has RecursionError and
 NotImplementedError below it. No MemoryError: what would take too much is refused before."""
 
@@ -82,9 +91,10 @@ def inside(root: Path, name: str, *, error: Failure = DumpError, hint: str | Non
             raise error(f"{name} cannot be read: {failure.strerror}", where=str(root)) from failure
         if stat.S_ISLNK(mode):
             raise error(
-                f"{name} is a symbolic link, which may not stand there", where=str(path),
+                f"{name} is a symbolic link, which may not stand there",
+                where=str(path),
                 hint="copy it with links resolved, for example: cp -rL",
-            )  # fmt: skip
+            )
     if not stat.S_ISREG(mode):
         raise error(f"{name} is {_kind(mode)}, not a regular file", where=str(path))
     return path
@@ -92,9 +102,12 @@ def inside(root: Path, name: str, *, error: Failure = DumpError, hint: str | Non
 
 def _kind(mode: int) -> str:
     kinds = {
-        stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
-    }  # fmt: skip
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
     return kinds.get(stat.S_IFMT(mode), "something else")
 
 
@@ -115,9 +128,10 @@ def opened(
     if not stat.S_ISREG(mode):
         os.close(number)
         raise error(
-            f"this is {_kind(mode)}, not a regular file", where=os.fspath(path),
+            f"this is {_kind(mode)}, not a regular file",
+            where=os.fspath(path),
             hint=hint or "write what it gives to a file, and name that",
-        )  # fmt: skip
+        )
     return open(number, "rb")
 
 
@@ -129,9 +143,12 @@ def disk_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def read_bytes(
-    path: str | os.PathLike[str], *, most: int = MAX_TEXT_BYTES, error: Failure = DumpError,
+    path: str | os.PathLike[str],
+    *,
+    most: int = MAX_TEXT_BYTES,
+    error: Failure = DumpError,
     hint: str | None = None,
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Reads a whole regular file of at most ``most`` bytes. Raises ``error``."""
     with opened(path, error=error, hint=hint) as file:
         size = os.fstat(file.fileno()).st_size
@@ -139,18 +156,23 @@ def read_bytes(
             try:
                 data = file.read(size + 1)  # all that may be asked for would take memory at once
             except OSError as failure:
-                raise error(f"cannot be read: {failure.strerror}", where=os.fspath(path),
-                            hint=hint) from failure  # fmt: skip
+                raise error(
+                    f"cannot be read: {failure.strerror}", where=os.fspath(path), hint=hint
+                ) from failure
             if len(data) <= size:  # it may grow meanwhile
                 return data
-    raise error(f"the file has over {most:,} bytes, more than is read as a whole",
-                where=os.fspath(path))  # fmt: skip
+    raise error(
+        f"the file has over {most:,} bytes, more than is read as a whole", where=os.fspath(path)
+    )
 
 
 def lines(
-    path: str | os.PathLike[str], *, most: int = MAX_LINE_BYTES, error: Failure = DumpError,
+    path: str | os.PathLike[str],
+    *,
+    most: int = MAX_LINE_BYTES,
+    error: Failure = DumpError,
     hint: str | None = None,
-) -> Iterator[bytes]:  # fmt: skip
+) -> Iterator[bytes]:
     """Yields the lines of a regular file, with their ends; none may be longer than ``most`` bytes.
     Raises ``error``."""
     with opened(path, error=error, hint=hint) as file:
@@ -163,8 +185,9 @@ def lines(
 # -- documents -----------------------------------------------------------------------------------
 
 
-def json_value(data: bytes, *, where: str, error: Failure = DumpError,
-               hint: str | None = None) -> Any:  # fmt: skip
+def json_value(
+    data: bytes, *, where: str, error: Failure = DumpError, hint: str | None = None
+) -> Any:
     """Decodes JSON as Python writes it (NaN included). The number of values and the depth are
     checked before any object is made. Raises ``error``."""
     try:
@@ -180,8 +203,9 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
             return msgspec.json.decode(data)  # thrice as fast; knows no NaN, no half of a pair
         return json.loads(data.decode())  # of bytes the encoding would be guessed again
     except (ValueError, RecursionError) as failure:
-        raise error(f"it is no JSON, or was cut off: {first_line(failure)}", where=where,
-                    hint=hint) from failure  # fmt: skip
+        raise error(
+            f"it is no JSON, or was cut off: {first_line(failure)}", where=where, hint=hint
+        ) from failure
 
 
 _PIECE_BYTES = 1 << 20
@@ -224,10 +248,14 @@ def check_value(
             continue
         if is_done:
             open_.discard(id(part))
-            sizes[id(part)] = 1 + len(inner) + sum(
-                len(item) // 100 if isinstance(item, str | bytes) else sizes.get(id(item), 0)
-                for item in inner
-            )  # fmt: skip
+            sizes[id(part)] = (
+                1
+                + len(inner)
+                + sum(
+                    len(item) // 100 if isinstance(item, str | bytes) else sizes.get(id(item), 0)
+                    for item in inner
+                )
+            )
             if sizes[id(part)] > most:
                 raise error(f"it holds more than {most:,} values", where=where)
             continue
@@ -248,9 +276,13 @@ def _inner(value: Any) -> list[Any] | None:
 
 
 def csv_rows(
-    lines: Iterable[bytes], *, delimiter: str = ",", where: str, whole: bool = True,
+    lines: Iterable[bytes],
+    *,
+    delimiter: str = ",",
+    where: str,
+    whole: bool = True,
     error: Failure = DumpError,
-) -> Iterator[tuple[int, dict[str, str]]]:  # fmt: skip
+) -> Iterator[tuple[int, dict[str, str]]]:
     """(line, cells by the first row's names) of each row that is not empty. A row may go over
     several lines, and is bounded as a whole. ``whole``: it must be UTF-8, with as many cells as
     the first one. Raises ``error``."""
@@ -272,13 +304,15 @@ def csv_rows(
             if whole and cells and len(cells) != len(names):
                 raise error(
                     "the row has not as many cells as the first one",
-                    where=f"{where}, line {reader.line_num}", hint="it may be half written",
-                )  # fmt: skip
+                    where=f"{where}, line {reader.line_num}",
+                    hint="it may be half written",
+                )
             if cells:
                 yield reader.line_num, dict(zip(names, cells, strict=False))
     except (csv.Error, UnicodeDecodeError) as failure:
-        raise error(f"the file is no table: {first_line(failure)}",
-                    where=f"{where}, line {reader.line_num}") from failure  # fmt: skip
+        raise error(
+            f"the file is no table: {first_line(failure)}", where=f"{where}, line {reader.line_num}"
+        ) from failure
 
 
 class Budget:
@@ -300,15 +334,19 @@ class Budget:
         if self._total > most:
             raise self._error(
                 f"{self._disk:,} bytes would become {self._total:,}, more than is unpacked "
-                f"({most:,})", where=where,
-            )  # fmt: skip
+                f"({most:,})",
+                where=where,
+            )
 
 
 @contextlib.contextmanager
 def read_as(
-    form: str, *, where: str | Callable[[], str], error: Failure = DumpError,
+    form: str,
+    *,
+    where: str | Callable[[], str],
+    error: Failure = DumpError,
     hint: str | None = None,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it. An
     error that names no place gets this one.
     ``where``: may be asked for when that happens, since a reader may open many files."""
@@ -322,5 +360,6 @@ def read_as(
         name = type(failure).__name__
         raise error(
             f"it is not as {form} writes it: {name}: {first_line(failure)}",
-            where=where if isinstance(where, str) else where(), hint=hint,
-        ) from failure  # fmt: skip
+            where=where if isinstance(where, str) else where(),
+            hint=hint,
+        ) from failure

@@ -72,9 +72,14 @@ def bundle(
         raise RunExistsError(f"{target} exists already", hint="another -o, or --force")
     check_output(target, what="bundle", error=RunWriteError, make_folder=True)
     report = compare(
-        reference, candidate, truth=truth, floor=floor, name_map=name_map, device=device,
+        reference,
+        candidate,
+        truth=truth,
+        floor=floor,
+        name_map=name_map,
+        device=device,
         progress=progress,
-    )  # fmt: skip
+    )
     runs = {"A": Run.open(reference), "B": Run.open(candidate)}
     named = {str(run.path): letter for letter, run in runs.items()}
     named |= {str(reference): "A", str(candidate): "B"}

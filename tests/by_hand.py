@@ -18,20 +18,44 @@ from divergence.run.manifest import (
 )
 
 _PARTS: dict[str, tuple[type, dict[str, Any]]] = {
-    "model": (ModelIdentity, {
-        "source": "by-hand", "model_class": "Toy", "task": "causal-lm", "config_digest": "c",
-        "dtype": "float32", "num_parameters": 1, "digest": "d",
-    }),
-    "settings": (Settings, {
-        "deterministic": True, "seed": 0, "device": "cpu", "max_new_tokens": 1, "batch": False,
-    }),
-    "environment": (Environment, {
-        "label": "here", "platform": "Linux", "python": "3.11", "device_type": "cpu",
-        "device_name": "cpu", "cpu": "cpu", "cpu_capability": "DEFAULT", "num_threads": 1,
-        "versions": {},
-    }),
+    "model": (
+        ModelIdentity,
+        {
+            "source": "by-hand",
+            "model_class": "Toy",
+            "task": "causal-lm",
+            "config_digest": "c",
+            "dtype": "float32",
+            "num_parameters": 1,
+            "digest": "d",
+        },
+    ),
+    "settings": (
+        Settings,
+        {
+            "deterministic": True,
+            "seed": 0,
+            "device": "cpu",
+            "max_new_tokens": 1,
+            "batch": False,
+        },
+    ),
+    "environment": (
+        Environment,
+        {
+            "label": "here",
+            "platform": "Linux",
+            "python": "3.11",
+            "device_type": "cpu",
+            "device_name": "cpu",
+            "cpu": "cpu",
+            "cpu_capability": "DEFAULT",
+            "num_threads": 1,
+            "versions": {},
+        },
+    ),
     "plan": (Plan, {"passes": ["free"], "sites": ["blocks"]}),
-}  # fmt: skip
+}
 
 
 def part(name: str, **changes: Any) -> Any:

@@ -50,11 +50,14 @@ class Toy:
         module = _Toy(forward, weights or {})
         for step in range(steps):
             recorder = OperatorRecorder(
-                module, {"."}, emit=functools.partial(self._emit, step),
-                call_of=lambda path: "", active=lambda: True,
+                module,
+                {"."},
+                emit=functools.partial(self._emit, step),
+                call_of=lambda path: "",
+                active=lambda: True,
                 keep=CopyKeeper().keep,
                 weights=True,
-            )  # fmt: skip
+            )
             with torch.no_grad(), recorder.installed():
                 module(*(tensor.clone() for tensor in inputs))
             plan.skipped_operators.update(recorder.skipped)
@@ -64,12 +67,19 @@ class Toy:
         self._tensors[step, site] = item.tensor
         self.records.append(
             Record(
-                pass_="anchored", sample=0, step=step, site=site, order=len(self.records),
-                shape=item.shape, dtype=item.dtype, xxh3=digest, call=call,
+                pass_="anchored",
+                sample=0,
+                step=step,
+                site=site,
+                order=len(self.records),
+                shape=item.shape,
+                dtype=item.dtype,
+                xxh3=digest,
+                call=call,
                 place=Place(shard="tensors/r00000-000000.safetensors", key=digest),
                 summary=summarize(item.tensor),
             )
-        )  # fmt: skip
+        )
 
     def read(self, record):
         return self._tensors[record.step, record.site]

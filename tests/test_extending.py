@@ -55,9 +55,10 @@ def example(tmp_path, monkeypatch):
     points = [importlib.metadata.EntryPoint("token_norms", point, group)]
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(
-        importlib.metadata, "entry_points",
+        importlib.metadata,
+        "entry_points",
         lambda group: [point for point in points if point.group == group],
-    )  # fmt: skip
+    )
     domain.domains.cache_clear()
     yield dict(files)
     domain.domains.cache_clear()

@@ -79,10 +79,19 @@ def test_facts_are_equal_by_what_they_tell():
 
 
 DECIDES = (
-    "analyses", "comparison", "experiments", "gate", "fleet", "domains/collectives",
-    "domains/doctor", "domains/logprobs", "domains/quantization", "domains/scores",
-    "domains/suite", "domains/training",
-)  # fmt: skip
+    "analyses",
+    "comparison",
+    "experiments",
+    "gate",
+    "fleet",
+    "domains/collectives",
+    "domains/doctor",
+    "domains/logprobs",
+    "domains/quantization",
+    "domains/scores",
+    "domains/suite",
+    "domains/training",
+)
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
     r"(?:show|sections|command|__init__|figures|sentences|rows|capturing|api|reading|options|formats/.*|endpoints/.*"

@@ -66,9 +66,14 @@ MAX_LOADED = {"identical": 57, "within_floor": 62}
 analysis applies, and what domains there are. They may only shrink."""
 
 UNASKED = (
-    "operators/find", "precision/find", "ranks/find", "experts/find",
-    "blocks/onset", "code/find", "ends/integers",
-)  # fmt: skip
+    "operators/find",
+    "precision/find",
+    "ranks/find",
+    "experts/find",
+    "blocks/onset",
+    "code/find",
+    "ends/integers",
+)
 UNASKED_OF_EQUAL = ("blocks/rounding", "ends/seams")
 """What does not apply to such a pair, and to one that is equal bit for bit."""
 

@@ -13,16 +13,37 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE = {
-    "": {"schema_version", "tool_version", "reference", "candidate", "verdict", "preflight",
-         "tokens", "coverage", "sites", "notes"},
+    "": {
+        "schema_version",
+        "tool_version",
+        "reference",
+        "candidate",
+        "verdict",
+        "preflight",
+        "tokens",
+        "coverage",
+        "sites",
+        "notes",
+    },
     "verdict": {"kind", "summary", "onset", "confidence", "side", "evidence", "next"},
     "coverage": {"num_compared", "num_only_reference", "num_only_candidate", "num_skipped"},
     "tokens": {"num_tokens", "num_equal", "forced", "first_difference"},
     "reference": {"path", "id", "label", "model", "dtype", "device", "complete", "plants"},
     "onset": {"site", "block", "sample", "step", "position"},
-    "site": {"pass", "sample", "step", "site", "identical", "rel_l2", "cosine", "max_abs",
-             "ratio", "flagged", "match"},
-}  # fmt: skip
+    "site": {
+        "pass",
+        "sample",
+        "step",
+        "site",
+        "identical",
+        "rel_l2",
+        "cosine",
+        "max_abs",
+        "ratio",
+        "flagged",
+        "match",
+    },
+}
 """Keys that scripts rely on: more may come, none of these may go."""
 
 pytestmark = pytest.mark.slow

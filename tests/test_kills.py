@@ -35,9 +35,12 @@ class Server:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.test_kills"], cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.test_kills"],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def invoke(self, folder: Path, words: list[str], *, kill_at: int = 0) -> tuple[int, str]:
         """(exit status, stderr) of a command, which is killed at its n-th change below
@@ -117,8 +120,12 @@ def sources(tmp_path_factory, llama):
     capture(str(llama), out=folder / "a", prompts=["hi"], max_new_tokens=2, probe=False)
     shutil.copytree(folder / "a", folder / "old")
     shutil.copytree(llama, folder / "model")
-    rollout = {"prompt_ids": [1, 2], "response_ids": [3, 4], "response_mask": [1, 1],
-               "rollout_log_probs": [-1.0, -2.0]}  # fmt: skip
+    rollout = {
+        "prompt_ids": [1, 2],
+        "response_ids": [3, 4],
+        "response_mask": [1, 1],
+        "rollout_log_probs": [-1.0, -2.0],
+    }
     (folder / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n")
     return folder
 
@@ -149,7 +156,9 @@ QUICK = (("pack", True), ("bless", True))
     ("name", "there"),
     [
         pytest.param(
-            name, there, id=f"{name}-{'replacing' if there else 'new'}",
+            name,
+            there,
+            id=f"{name}-{'replacing' if there else 'new'}",
             marks=[
                 *([] if (name, there) in QUICK else [pytest.mark.slow]),
                 *([pytest.mark.whole] if name == "import" else []),
@@ -158,7 +167,7 @@ QUICK = (("pack", True), ("bless", True))
         for name in COMMANDS
         for there in (False, True)
     ],
-)  # fmt: skip
+)
 def test_a_kill_at_any_moment_leaves_what_can_be_read(name, there, sources, server, tmp_path):
     """The output is absent, whole, or an incomplete run that says so; the rest of the folder is
     as it was; the same command says what to do, and works with --force."""

@@ -16,8 +16,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {"one", "two", "found", "right"}
 """Whatever they stand for has a noun of its own."""
 NUMBERS = {
-    ("numerics/compiled.py", "one"), ("domains/suite/operators.py", "one"),
-}  # fmt: skip
+    ("numerics/compiled.py", "one"),
+    ("domains/suite/operators.py", "one"),
+}
 """Where it is the number."""
 FIELDS = {("recording/machine.py", "found"), ("run/shards.py", "found")}
 """Arguments named after what they become: a setting as it was found, an archive that was."""
@@ -89,3 +90,9 @@ def test_names_in_comments_and_docstrings_exist():
                 except (ImportError, AttributeError):
                     stale.append(f"{file.relative_to(PACKAGE)}:{line}: {folder}.{name}{rest}")
     assert not stale, "name what is there now: " + ", ".join(stale)
+
+
+def test_the_formatter_lays_out_every_line():
+    """No statement asks the formatter to look away."""
+    marks = re.compile(r"#\s*fmt:\s*(skip|off)")
+    assert not [path for path in FILES if marks.search(path.read_text(encoding="utf-8"))]

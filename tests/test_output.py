@@ -123,8 +123,11 @@ def runs(tmp_path_factory, llama):
 
     folder = tmp_path_factory.mktemp("outputs")
     for name in ("a", "b"):
-        like = {"like": folder / "a"} if name == "b" else {"model": str(llama), "prompts": ["hi"],
-                "max_new_tokens": 2}  # fmt: skip
+        like = (
+            {"like": folder / "a"}
+            if name == "b"
+            else {"model": str(llama), "prompts": ["hi"], "max_new_tokens": 2}
+        )
         capture(**like, out=folder / name, probe=False)
     return folder
 

@@ -20,10 +20,18 @@ def test_words_are_untouched(text):
 
 @pytest.mark.parametrize(
     "text, shown",
-    [("a\nb", "a\\x0ab"), ("\x1b[31m", "\\x1b[31m"), ("a\tb\r", "a\\x09b\\x0d"), ("\x85", "\\x85"),
-     ("\u202eabc", "\\u202eabc"), ("\u2028", "\\u2028"), ("\udcff", "\\udcff"), ("\0", "\\x00"),
-     ("\U000e0041", "\\U000e0041")],
-)  # fmt: skip
+    [
+        ("a\nb", "a\\x0ab"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("a\tb\r", "a\\x09b\\x0d"),
+        ("\x85", "\\x85"),
+        ("\u202eabc", "\\u202eabc"),
+        ("\u2028", "\\u2028"),
+        ("\udcff", "\\udcff"),
+        ("\0", "\\x00"),
+        ("\U000e0041", "\\U000e0041"),
+    ],
+)
 def test_what_moves_the_cursor_or_forges_a_line_is_written_out(text, shown):
     """By its number; a second time changes nothing."""
     assert printable(text) == shown == printable(shown)

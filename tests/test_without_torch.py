@@ -26,9 +26,12 @@ sys.meta_path.insert(0, Blocked())
 
 def without_torch(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BLOCKED + code], cwd=cwd, capture_output=True, text=True,
+        [sys.executable, "-c", BLOCKED + code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
-    )  # fmt: skip
+    )
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -46,14 +49,26 @@ def runs(tmp_path_factory, tiny_model) -> Path:
     fault = {"llama": "model.layers.1.mlp:out=scale:1.5", "mixtral": "model.layers.1:out=scale:1.5"}
     for name in ("llama", "mixtral"):
         a = capture(
-            str(tiny_model(name)), out=folder / f"{name}-a", prompts=["Snow fell", "A bridge is"],
-            max_new_tokens=2, device="cpu", dtype="bfloat16", probe=False,
-        )  # fmt: skip
+            str(tiny_model(name)),
+            out=folder / f"{name}-a",
+            prompts=["Snow fell", "A bridge is"],
+            max_new_tokens=2,
+            device="cpu",
+            dtype="bfloat16",
+            probe=False,
+        )
         for other, more in (("b", {}), ("wrong", {"plants": [fault[name]]})):
-            capture(like=a, out=folder / f"{name}-{other}", device="cpu", probe=False,
-                    attn_implementation="sdpa", **more)  # fmt: skip
-    capture(like=folder / "llama-a", out=folder / "float32", device="cpu", dtype="float32",
-            probe=False)  # fmt: skip
+            capture(
+                like=a,
+                out=folder / f"{name}-{other}",
+                device="cpu",
+                probe=False,
+                attn_implementation="sdpa",
+                **more,
+            )
+    capture(
+        like=folder / "llama-a", out=folder / "float32", device="cpu", dtype="float32", probe=False
+    )
     return folder
 
 

@@ -60,9 +60,15 @@ weights what why width without workdir worst wrapped wrong xxh3 yes zero
 """Words of plain or of torch's English, which need no entry in the glossary."""
 
 GONE = (
-    "strain", "camp", "camps", "lender", "without_team", "one_voice", "reference run in "
-    "float64", "float64 reference",
-)  # fmt: skip
+    "strain",
+    "camp",
+    "camps",
+    "lender",
+    "without_team",
+    "one_voice",
+    "reference run in float64",
+    "float64 reference",
+)
 """Words that were private, or had two meanings. Nothing says them any more."""
 
 

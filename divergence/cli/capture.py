@@ -87,8 +87,10 @@ def capture(
         for field in fields_of(CaptureOptions):  # what repeats something, where nothing is repeated
             for way in field.options if field.name in options else ():
                 if way.needs_like and options[field.name] == way.turns_on:
-                    raise UsageError(f"{way.names[0]} needs --like",
-                                     hint="divergence capture --like RUN -o OTHER")  # fmt: skip
+                    raise UsageError(
+                        f"{way.names[0]} needs --like",
+                        hint="divergence capture --like RUN -o OTHER",
+                    )
     plan_options = {name: value for given in added.values() for name, value in given.items()}
     if plan_options and not dry_run:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in plan_options)

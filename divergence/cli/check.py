@@ -105,9 +105,14 @@ def check(
         asks = not (yes or output.silent) and sys.stdin.isatty() and sys.stderr.isatty()
         with progress_bars(quiet=asks or output.silent) as progress:
             blessing = goldens.bless(
-                golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
-                keep_previous=keep_previous, agree=agree if asks else None, progress=progress,
-            )  # fmt: skip
+                golden,
+                new,
+                name_map=options.get("name_map"),
+                allow_nonfinite=allow_nonfinite,
+                keep_previous=keep_previous,
+                agree=agree if asks else None,
+                progress=progress,
+            )
         if output.json:
             show(blessing_json(blessing))
         elif not output.quiet:

@@ -113,13 +113,21 @@ def compare(
     domain, files = _files([reference, *(candidates or ())])
     if files is not None:
         given = [
-            field.option.names[0] for field in fields_of(CompareOptions)
+            field.option.names[0]
+            for field in fields_of(CompareOptions)
             if field.is_given(options.get(field.name))
-        ]  # fmt: skip
+        ]
         others = {
-            "--policy": policy, "--explain-token": explain_token, "--model": model, "--all": every,
-            "--csv": csv, "--html": html, "--svg": svg, "--png": png, "--reports": reports,
-        }  # fmt: skip
+            "--policy": policy,
+            "--explain-token": explain_token,
+            "--model": model,
+            "--all": every,
+            "--csv": csv,
+            "--html": html,
+            "--svg": svg,
+            "--png": png,
+            "--reports": reports,
+        }
         given += [name for name, value in others.items() if value]
         named = f"{' and '.join(given)}: of runs, and here {files.noun} are compared"
         _refuse(given, named, hint="leave it out")
@@ -129,9 +137,12 @@ def compare(
             hint=command_line("compare", reference, (candidates or [""])[0]),
         )
         placed(files.command)(
-            reference, candidates[0] if candidates else None, exit_code=exit_code, output=output,
+            reference,
+            candidates[0] if candidates else None,
+            exit_code=exit_code,
+            output=output,
             **added.get(domain, {}),
-        )  # fmt: skip
+        )
         return
     for other in domains():
         for noun, name in product((item.noun for item in other.files), added.get(other.name, ())):
@@ -196,9 +207,13 @@ def compare(
             if not here:
                 return
             matrix = compare_many(
-                reference, candidates or (), reports=reports, progress=progress,
-                keep_reports=output.json or output.verbose, **options,
-            )  # fmt: skip
+                reference,
+                candidates or (),
+                reports=reports,
+                progress=progress,
+                keep_reports=output.json or output.verbose,
+                **options,
+            )
         if html is not None:
             matrix.to_html(html)
         _show_matrix(matrix, output, every=every)
@@ -219,9 +234,13 @@ def compare(
             from divergence.experiments.explain import explain_token as explain
 
             report = explain(
-                report, reference, candidate, name_map=options.get("name_map"), model=model,
+                report,
+                reference,
+                candidate,
+                name_map=options.get("name_map"),
+                model=model,
                 progress=progress,
-            )  # fmt: skip
+            )
     if csv is not None:
         from divergence.report.environment import report_csv
 
@@ -246,10 +265,12 @@ def _refuse(wrong: object, message: str, *, hint: str) -> None:
 def _files(paths: list[str]) -> tuple[str, Files | None]:
     """The domain that compares these, where one of them is no run. A run's name loads none."""
     others = [
-        path for path in paths
-        if "://" not in path and not path.endswith(ARCHIVES)
+        path
+        for path in paths
+        if "://" not in path
+        and not path.endswith(ARCHIVES)
         and not (Path(path).expanduser() / "manifest.json").exists()
-    ]  # fmt: skip
+    ]
     for domain in domains() if others else ():
         for files in domain.files:
             if any(map(placed(files.recognise), others)):

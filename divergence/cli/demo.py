@@ -95,29 +95,45 @@ def demo(
         plan = replace(plan, prompt=(*plan.prompt, "--dtype", dtype))
     a, b, c = (root / name for name in ("here", "other-kernels", "fault"))
     first = ["capture", plan.model, "-o", str(a), *plan.prompt, "--device", "cpu", *plan.code]
-    _run(plan, [*first, "--label", "this CPU", "--force"], {},
-         "1. capture on this CPU's own kernels, and its truth in float64")  # fmt: skip
+    _run(
+        plan,
+        [*first, "--label", "this CPU", "--force"],
+        {},
+        "1. capture on this CPU's own kernels, and its truth in float64",
+    )
     replay = ["capture", "--like", str(a), "--device", "cpu", *plan.code, "--force"]
-    _run(plan, [*replay, "-o", str(b), "--label", "other kernels"], OTHER_KERNELS,
-         "2. the same on other kernels, standing in for another machine")  # fmt: skip
+    _run(
+        plan,
+        [*replay, "-o", str(b), "--label", "other kernels"],
+        OTHER_KERNELS,
+        "2. the same on other kernels, standing in for another machine",
+    )
     _plant(plan, replay, c, FACTORS[0], f"3. there again, with a fault planted in {plan.block}")
     healthy = _compare(a, b, "4. two healthy machines: this must not alarm", quiet=quiet)
     for larger in (*FACTORS[1:], None):
-        faulty = _compare(a, c, f"5. a faulty one: this must name {plan.block} and the side",
-                          quiet=quiet)  # fmt: skip
+        faulty = _compare(
+            a, c, f"5. a faulty one: this must name {plan.block} and the side", quiet=quiet
+        )
         if faulty.verdict.kind not in ("identical", "within_floor") or larger is None:
             break
         _say("\nThat fault is smaller than what this dtype rounds away, so nothing may be named.\n")
         _plant(plan, replay, c, larger, "   a larger one")
     _check(plan, healthy, faulty)
-    localization = _localize(plan, a, c, root / "localized",
-                             "6. from the block to the operator, and the proof",
-                             quiet=quiet)  # fmt: skip
+    localization = _localize(
+        plan,
+        a,
+        c,
+        root / "localized",
+        "6. from the block to the operator, and the proof",
+        quiet=quiet,
+    )
     _check_operator(plan, localization)
     first_command = command_line("capture", plan.model if plan.own else "MODEL", o="a")
-    _say("\nNow on two machines:\n  " + first_command + "\n"
-         "  divergence capture --like a -o b\n"
-         "  divergence compare a b")  # fmt: skip
+    _say(
+        "\nNow on two machines:\n  " + first_command + "\n"
+        "  divergence capture --like a -o b\n"
+        "  divergence compare a b"
+    )
 
 
 def _built(folder: Path) -> _Plan:
@@ -127,8 +143,12 @@ def _built(folder: Path) -> _Plan:
         build(folder, size="demo")
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {folder}\n")
     block = "model.layers.6"
-    return _Plan(model=str(folder), block=block, module=f"{block}.mlp.down_proj",
-                 prompt=("--prompt", PROMPT, "--chat"))  # fmt: skip
+    return _Plan(
+        model=str(folder),
+        block=block,
+        module=f"{block}.mlp.down_proj",
+        prompt=("--prompt", PROMPT, "--chat"),
+    )
 
 
 def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
@@ -141,8 +161,14 @@ def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
     if getattr(tokenizer, "chat_template", None):
         prompt += ("--chat",)
     _say(f"model: {model}; the fault goes to {module}\n")
-    return _Plan(model=model, block=block, module=module, prompt=prompt, own=True,
-                 code=("--trust-remote-code",) if trust_remote_code else ())  # fmt: skip
+    return _Plan(
+        model=model,
+        block=block,
+        module=module,
+        prompt=prompt,
+        own=True,
+        code=("--trust-remote-code",) if trust_remote_code else (),
+    )
 
 
 def plantable_module(
@@ -171,26 +197,37 @@ def plantable_module(
     blocks = [path for path, note in notes.items() if note.role == "block"]
     if not blocks:
         raise ModelError(
-            "this model has no list of blocks to plant a fault in", where=str(model),
+            "this model has no list of blocks to plant a fault in",
+            where=str(model),
             hint="capture it and name a module of your own: --plant 'MODULE:out=scale:1.5'",
-        )  # fmt: skip
+        )
     block = blocks[len(blocks) // 2]
     weighted = [
-        escape_path(path) for path, part in module.named_modules()
-        if path and any(p.ndim > 0 for p in part.parameters(recurse=False))
+        escape_path(path)
+        for path, part in module.named_modules()
+        if path
+        and any(p.ndim > 0 for p in part.parameters(recurse=False))
         and escape_path(path).startswith(f"{block}.")
-    ]  # fmt: skip
+    ]
     if not weighted:
         raise ModelError(f"block {block} has no module with weights", where=str(model))
     try:
         plan = plan_capture(
-            model, sites=["modules"], prompts=[list(range(1, 9))], dtype=dtype,
-            trust_remote_code=trust_remote_code, device="cpu", max_new_tokens=1,
-        )  # fmt: skip
+            model,
+            sites=["modules"],
+            prompts=[list(range(1, 9))],
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            device="cpu",
+            max_new_tokens=1,
+        )
     except ModelError:
         return block, weighted[-1]
-    outputs = [row for row in plan.rows if row.site.startswith((f"{block}:out", f"{block}."))
-               and row.site.endswith(":out")]  # fmt: skip
+    outputs = [
+        row
+        for row in plan.rows
+        if row.site.startswith((f"{block}:out", f"{block}.")) and row.site.endswith(":out")
+    ]
     # ``outputs`` are in the order in which they are made, the block's own last
     result = next((row for row in outputs if row.site == f"{block}:out"), None)
     if result is None:
@@ -198,8 +235,9 @@ def plantable_module(
     inner = [row for row in outputs if row is not result and row.bytes_prefill > 0]
     if result.bytes_prefill == 0:  # it is what the last of them made
         inner = inner[:-1]
-    whole = [module_of(row.site) for row in inner
-             if math.prod(row.shape) == math.prod(result.shape)]  # fmt: skip
+    whole = [
+        module_of(row.site) for row in inner if math.prod(row.shape) == math.prod(result.shape)
+    ]
     writers = [path for path in whole if path in weighted]
     return block, (writers or weighted)[-1]
 
@@ -219,8 +257,12 @@ def _say(text: str) -> None:
 
 def _plant(plan: _Plan, replay: list[str], out: Path, factor: float, title: str) -> None:
     fault = ["--plant", f"{plan.module}:out=scale:{factor:.2f}"]
-    _run(plan, [*replay, "-o", str(out), "--label", "other kernels, faulty", *fault],
-         OTHER_KERNELS, title)  # fmt: skip
+    _run(
+        plan,
+        [*replay, "-o", str(out), "--label", "other kernels, faulty", *fault],
+        OTHER_KERNELS,
+        title,
+    )
 
 
 def _run(plan: _Plan, arguments: list[str], variables: dict[str, str], title: str) -> None:
@@ -233,8 +275,10 @@ def _run(plan: _Plan, arguments: list[str], variables: dict[str, str], title: st
     sys.stdout.flush()
     done = subprocess.run(
         [sys.executable, "-m", "divergence", *arguments, "--quiet"],
-        env=environment, check=False, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=environment,
+        check=False,
+        stdout=subprocess.DEVNULL,
+    )
     check_process(done.returncode, quoted_words(["divergence", *arguments]))
     if done.returncode != 0 and plan.own:  # the command has said why
         raise typer.Exit(done.returncode)

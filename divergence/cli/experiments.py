@@ -115,10 +115,14 @@ def diff(
     from divergence.layout import BLANK, line, print_lines
 
     listed: dict[str, Any] = {
-        "device": _parts(device), "dtype": _parts(dtype), "engine": _parts(engine),
-        "attn_implementation": _parts(attn_implementation), "python": _parts(python),
-        "threads": _numbers("--threads", threads), "batch": _numbers("--batch", batch),
-    }  # fmt: skip
+        "device": _parts(device),
+        "dtype": _parts(dtype),
+        "engine": _parts(engine),
+        "attn_implementation": _parts(attn_implementation),
+        "python": _parts(python),
+        "threads": _numbers("--threads", threads),
+        "batch": _numbers("--batch", batch),
+    }
     varied = next((values for values in listed.values() if len(values) > 1), [*env, *env_a, *env_b])
     folder = out or Path("diff-" + "-".join([Path(model).name, *map(_plain, varied)]))
 
@@ -128,11 +132,23 @@ def diff(
 
     with progress_bars(quiet=output.silent) as progress:
         result = call(
-            model, out=folder, env=env, env_a=env_a, env_b=env_b, prompts=prompts,
-            prompts_file=prompts_file, chat=chat, max_new_tokens=max_new_tokens,
-            trust_remote_code=trust_remote_code, force=force, fresh=fresh, quiet=output.quiet,
-            on_step=on_step, progress=progress, **listed,
-        )  # fmt: skip
+            model,
+            out=folder,
+            env=env,
+            env_a=env_a,
+            env_b=env_b,
+            prompts=prompts,
+            prompts_file=prompts_file,
+            chat=chat,
+            max_new_tokens=max_new_tokens,
+            trust_remote_code=trust_remote_code,
+            force=force,
+            fresh=fresh,
+            quiet=output.quiet,
+            on_step=on_step,
+            progress=progress,
+            **listed,
+        )
     report = result.report
     show_report(report, output, more=result.whole)
     if not (output.silent or output.verbose):

@@ -38,9 +38,15 @@ from divergence.words import printable, printable_lines
 
 USAGE_CODE = 2
 _OUTSIDE = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
     errno.ENAMETOOLONG,
-)  # fmt: skip
+)
 """What the system refuses, wherever it was asked: no fault of this tool."""
 _READER_GONE = (BrokenPipeError, SystemExit)
 """A closed pipe; rich turns it into SystemExit(1) where it prints a help text."""
@@ -218,9 +224,10 @@ class _Group(TyperGroup):
             where = error.filename and os.fsdecode(error.filename)[:500]
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             error = UsageError(
-                f"the system refuses: {os.strerror(error.errno)}", where=where,
+                f"the system refuses: {os.strerror(error.errno)}",
+                where=where,
                 hint=f"{'free some space, or ' * full}choose another place",
-            )  # fmt: skip
+            )
         if isinstance(error, DivergenceError):
             if ctx.meta.get(VERBOSE):
                 _say(traceback.format_exc())
@@ -313,9 +320,12 @@ _library_text = warnings.formatwarning
 
 
 def _warning_text(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int,
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
     line: str | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Our own warnings in one line; those of libraries with the place that Python names."""
     if not filename.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep):
         return _library_text(message, category, filename, lineno, line)

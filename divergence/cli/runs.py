@@ -98,9 +98,11 @@ def repro(
         for note in made.notes:
             progress("note", 0, None, note)
     show_document(
-        reproducer_document(str(made.path), made.title, made.files), output,
-        json=lambda: answer_json(**dataclasses.asdict(made)), quiet=str(made.path),
-    )  # fmt: skip
+        reproducer_document(str(made.path), made.title, made.files),
+        output,
+        json=lambda: answer_json(**dataclasses.asdict(made)),
+        quiet=str(made.path),
+    )
 
 
 # `divergence inspect`, `pack`, `unpack`, `bundle`: runs as they are stored and sent.
@@ -245,9 +247,11 @@ def bundle(
     top = verdict_headline(made.report)
     files = named("bundled", f"{out}: {', '.join(made.files)}; {size(made.num_bytes)}")
     show_document(
-        Document(headline=dataclasses.replace(top, facts=[*top.facts, files])), output,
-        json=lambda: answer_json(path=out, files=sorted(made.files)), quiet=out,
-    )  # fmt: skip
+        Document(headline=dataclasses.replace(top, facts=[*top.facts, files])),
+        output,
+        json=lambda: answer_json(path=out, files=sorted(made.files)),
+        quiet=out,
+    )
 
 
 # `divergence env`: this machine.

@@ -74,9 +74,12 @@ def _rewrapped(stream: Any, kind: Callable[..., Any]) -> Any:
     if type(stream) is not io.TextIOWrapper:
         return stream  # a test's, a notebook's
     return kind(
-        stream.buffer, encoding=stream.encoding, errors=stream.errors,
-        line_buffering=stream.line_buffering, write_through=stream.write_through,
-    )  # fmt: skip
+        stream.buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 class _Answer(io.TextIOWrapper):

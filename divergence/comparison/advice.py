@@ -108,11 +108,15 @@ class Advice:
         if plan.positions is not None:  # a run cannot be repeated with more tokens than it kept
             return [
                 _capture(
-                    self._reference, self._reference.model.source,
-                    o=out, prompts="FILE", batch=settings.batch, **_mesh(self._reference),
+                    self._reference,
+                    self._reference.model.source,
+                    o=out,
+                    prompts="FILE",
+                    batch=settings.batch,
+                    **_mesh(self._reference),
                     note=fact("all_positions"),
                 )
-            ]  # fmt: skip
+            ]
         sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
         all_steps = f"0-{max(settings.max_new_tokens, 1) - 1}"
         return [
@@ -206,15 +210,27 @@ class Advice:
         if unseen != "reference":
             second = beside(self._b, "-escalated")
             made.append(
-                _capture(b, like=source, o=second, escalate=True, **self._special(b, like),
-                         note=_ON_CANDIDATE)
-            )  # fmt: skip
+                _capture(
+                    b,
+                    like=source,
+                    o=second,
+                    escalate=True,
+                    **self._special(b, like),
+                    note=_ON_CANDIDATE,
+                )
+            )
         if unseen != "candidate" and not ranks:
             first = beside(self._a, "-escalated")
             made.append(
-                _capture(a, like=source, o=first, escalate=True, **self._special(a, like),
-                         note=_ON_REFERENCE)
-            )  # fmt: skip
+                _capture(
+                    a,
+                    like=source,
+                    o=first,
+                    escalate=True,
+                    **self._special(a, like),
+                    note=_ON_REFERENCE,
+                )
+            )
         truth = self._truth
         if not known:
             truth = beside(source, "-truth")
@@ -228,10 +244,13 @@ class Advice:
         path, name = (self._a, site) if side == "reference" else (self._b, candidate_site)
         return [
             command(
-                "repro", path, site=name + ":out", o=_folder(path, "-repro"),
+                "repro",
+                path,
+                site=name + ":out",
+                o=_folder(path, "-repro"),
                 note=fact("shown_without_model"),
             )
-        ]  # fmt: skip
+        ]
 
     def operator_input(self, site: str, side: str | None) -> list[Command]:
         """What one side alone calls, and how."""
@@ -261,9 +280,13 @@ class Advice:
         same = (a.digest, a.config_digest) == (b.digest, b.config_digest)
         model = b.source if same and a.source != b.source else None
         return _capture(
-            self._candidate, like=self._a, o=beside(self._b, "-like"), model=model,
-            **_mesh(self._candidate), note=note,
-        )  # fmt: skip
+            self._candidate,
+            like=self._a,
+            o=beside(self._b, "-like"),
+            model=model,
+            **_mesh(self._candidate),
+            note=note,
+        )
 
     def _localize(self, **options: Any) -> Command:
         """The descent into a block."""
@@ -283,9 +306,13 @@ class Advice:
     def _reference_again(self, **options: Any) -> Command:
         """The reference's machine captures it once more."""
         return _capture(
-            self._reference, like=self._a, no_anchor=True, **options,
-            **self._special(self._reference, self._reference), note=_ON_REFERENCE,
-        )  # fmt: skip
+            self._reference,
+            like=self._a,
+            no_anchor=True,
+            **options,
+            **self._special(self._reference, self._reference),
+            note=_ON_REFERENCE,
+        )
 
     def _candidate_again(self, *, like: str, **options: Any) -> Command:
         """The candidate's machine captures ``like`` as it made the candidate."""
@@ -329,11 +356,16 @@ class WithinAdvice(Advice):
         special = self._special(self._reference, self._reference)
         return [
             _capture(
-                self._reference, like=self._a, o=out, no_anchor=True, whole=True,
-                **options, **special,
+                self._reference,
+                like=self._a,
+                o=out,
+                no_anchor=True,
+                whole=True,
+                **options,
+                **special,
             ),
             command("compare", out),
-        ]  # fmt: skip
+        ]
 
     def look_at(self, site: str) -> list[Command]:
         """The tensors themselves: both passes are in the one run."""

@@ -59,8 +59,15 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 ANALYSES = (
-    "blocks", "tokens", "ends", "experts", "operators", "precision", "ranks", "code",
-)  # fmt: skip
+    "blocks",
+    "tokens",
+    "ends",
+    "experts",
+    "operators",
+    "precision",
+    "ranks",
+    "code",
+)
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
 compared by its own analysis alone (``without_sites``)."""
 
@@ -153,9 +160,11 @@ class Measured:
     def finding_at(self, result: SiteResult, **claimed: Any) -> Finding:
         """A finding about the place of one result, which it flags and says how to look at."""
         usual: dict[str, Any] = {
-            "onset": onset_at(result), "place": order_of(result), "flags": [result.key],
+            "onset": onset_at(result),
+            "place": order_of(result),
+            "flags": [result.key],
             "commands": self.advice.look_at(result.site),
-        }  # fmt: skip
+        }
         return Finding(**(usual | claimed))
 
 
@@ -310,17 +319,32 @@ def _judge_that(says: str, report: str, *runs: Run) -> Callable[..., Report] | N
 
 
 def report_of(
-    a: Run, b: Run, finding: Finding, coverage: Coverage, preflight: list[PreflightLine],
-    *, notes: Sequence[Fact] = (), **part: Any,
-) -> Report:  # fmt: skip
+    a: Run,
+    b: Run,
+    finding: Finding,
+    coverage: Coverage,
+    preflight: list[PreflightLine],
+    *,
+    notes: Sequence[Fact] = (),
+    **part: Any,
+) -> Report:
     """The report where one finding says it all, and no site was compared. ``part``: the field of
     the Report that tells more."""
     own = {name: part.pop(name) for name in no_parts() if name in part}
     return Report(
-        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
-        verdict=decide([finding]).verdict, findings=[finding], preflight=preflight, tokens=None,
-        coverage=coverage, sites=[], remarks=list(notes), parts=no_parts() | own, **part,
-    )  # fmt: skip
+        tool_version=__version__,
+        reference=summary_of(a),
+        candidate=summary_of(b),
+        verdict=decide([finding]).verdict,
+        findings=[finding],
+        preflight=preflight,
+        tokens=None,
+        coverage=coverage,
+        sites=[],
+        remarks=list(notes),
+        parts=no_parts() | own,
+        **part,
+    )
 
 
 def _module_of(name: str, *module: str) -> ModuleType:

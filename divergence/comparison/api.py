@@ -121,9 +121,13 @@ def compare(
     b.set_fallback(a)
     if (report_alone := without_sites(a, b)) is not None:
         report = report_alone(
-            a, b, truth=truth and opened_truth(truth), floor=floor,
-            layers=[opened(run) for run in one_or_more(layers)], progress=progress,
-        )  # fmt: skip
+            a,
+            b,
+            truth=truth and opened_truth(truth),
+            floor=floor,
+            layers=[opened(run) for run in one_or_more(layers)],
+            progress=progress,
+        )
         return _of_one_run(report, a)
     if layers:
         raise UsageError(
@@ -143,8 +147,11 @@ def compare(
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
     judge: dict[str, Any] = {
-        "names": names, "truth": truth, "floor": floor, "thresholds": thresholds,
-    }  # fmt: skip
+        "names": names,
+        "truth": truth,
+        "floor": floor,
+        "thresholds": thresholds,
+    }
     measured = measure_runs(a, b, lines, **judge, progress=progress)
     report = report_on(measured)
     if report.verdict.kind in ("localized", "systematic", "drift"):

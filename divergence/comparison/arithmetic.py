@@ -34,9 +34,17 @@ from divergence.run.manifest import ArithmeticFact, Manifest
 from divergence.run.reader import Run
 
 _ORDER = (
-    "input bits", "accumulator", "rounding", "subnormals", "order", "fma", "ulp", "rows", "batch",
+    "input bits",
+    "accumulator",
+    "rounding",
+    "subnormals",
+    "order",
+    "fma",
+    "ulp",
+    "rows",
+    "batch",
     "lanes",
-)  # fmt: skip
+)
 """Probes, that which explains most first."""
 _PRECISION = ("input bits", "accumulator", "rounding")
 """Differences here are more than another correct rounding."""
@@ -72,9 +80,18 @@ class Explained:
 
 
 _OF_MODELS = (
-    "weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
-    "generated ids", "attention", "batch shape", "dtype", "model class",
-)  # fmt: skip
+    "weights",
+    "config",
+    "quantization",
+    "prompt ids",
+    "tokenizer",
+    "chat template",
+    "generated ids",
+    "attention",
+    "batch shape",
+    "dtype",
+    "model class",
+)
 
 
 def facts_of_operators(a: Run, b: Run) -> tuple[list[PreflightLine], Explained]:
@@ -95,9 +112,12 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     if not names:
         reference, candidate = (sentence(fact("num_probed", num=len(held))) for held in (ref, cand))
         line = PreflightLine(
-            check="arithmetic", status="same", reference=reference, candidate=candidate,
+            check="arithmetic",
+            status="same",
+            reference=reference,
+            candidate=candidate,
             details=[fact("no_common_fact")],
-        )  # fmt: skip
+        )
         return Explained(lines=[line])
     formats = None if of_machine(a) and of_machine(b) else {a.model.dtype, b.model.dtype, "float32"}
     names = [name for name in names if formats is None or _format(ref[name]) in formats]
@@ -115,8 +135,11 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     probes = [ref[name].probe for name in differ]
     details = [fact("not_verified", num_unsure=unsure)] if unsure else []
     if any(probe in _ORDER for probe in probes):
-        kinds = [fact("num_of_probe", probe=probe, num=probes.count(probe))
-                 for probe in _ORDER if probe in probes]  # fmt: skip
+        kinds = [
+            fact("num_of_probe", probe=probe, num=probes.count(probe))
+            for probe in _ORDER
+            if probe in probes
+        ]
         details = [fact("probes_differ", kinds=kinds, num_unsure=unsure or None)]
     precise = [name for name in differ if _is_precision(ref[name], cand[name])]
     held = fact("num_held", num=len(names), total=None if len(names) == len(ref) else len(ref))
@@ -124,9 +147,12 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     if differ:
         worst = differences([(ref[name], cand[name]) for name in precise], explained)
         compared = fact(
-            "num_differ", num_differ=len(differ), num=len(names), num_precise=len(precise) or None,
+            "num_differ",
+            num_differ=len(differ),
+            num=len(names),
+            num_precise=len(precise) or None,
             worst=worst[0]["most"] or worst[0]["what"] if worst else None,
-        )  # fmt: skip
+        )
     line = PreflightLine(
         check="arithmetic",
         status="differs" if differ else "same",
@@ -185,11 +211,16 @@ def _difference(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
         finite = {name: w for name, w in ws.items() if w is not None and math.isfinite(w)}
         narrow = bool(finite) and FORMATS[_format(a)].itemsize < 4
         return fact(
-            "order_differs", probe=a.probe, where=[pair[0].subject for pair in pairs],
-            reference=a.value, candidate=b.value, same=a.value == b.value,
+            "order_differs",
+            probe=a.probe,
+            where=[pair[0].subject for pair in pairs],
+            reference=a.value,
+            candidate=b.value,
+            same=a.value == b.value,
             ws=[fact(name, w=w) for name, w in finite.items()],
-            stored_in=_format(a) if narrow else None, **finite,
-        )  # fmt: skip
+            stored_in=_format(a) if narrow else None,
+            **finite,
+        )
     answers = (fact("answer", value=item.value) for item in (a, b))
     reference, candidate = answers
     what, most = fact("answers", probe=a.probe, reference=reference, candidate=candidate), None

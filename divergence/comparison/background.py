@@ -30,7 +30,7 @@ def background_of(report: Report) -> Background:
         candidate=None if b is None else b.manifest,
         positions=positions,
         notes=tuple(map(sentence, notes)),
-    )  # fmt: skip
+    )
     for run in (a, b):
         if run is not None:
             run.close()
@@ -60,9 +60,13 @@ def _positions(report: Report, a: Run, b: Run) -> Positions | None:
     sites = [  # blocks' outputs in the first forward, with rows that are tokens
         site
         for site in report.sites
-        if site.pass_ == label and site.role == "block" and site.site == f"{site.block}:out"
-        and (site.floor or site.identical) and site.step == 0 and len(site.shape) == 3
-    ]  # fmt: skip
+        if site.pass_ == label
+        and site.role == "block"
+        and site.site == f"{site.block}:out"
+        and (site.floor or site.identical)
+        and site.step == 0
+        and len(site.shape) == 3
+    ]
     divided = a.manifest.mesh is not None or b.manifest.mesh is not None
     size = 2 * sum(site.numel for site in sites)
     if not sites or divided or label not in passes or size > _MOST_ELEMENTS:
@@ -103,10 +107,7 @@ def _errors(pieces: Pieces, piece_a: Piece, piece_b: Piece) -> np.ndarray | None
     readable = a.has_bytes(piece_a.record) and b.has_bytes(piece_b.record)
     if not readable or why_no_pair(piece_a, piece_b, exactly=True) is not None:
         return None
-    x, y = (
-        wide(pieces.array(run, piece))
-        for run, piece in ((a, piece_a), (b, piece_b))
-    )  # fmt: skip
+    x, y = (wide(pieces.array(run, piece)) for run, piece in ((a, piece_a), (b, piece_b)))
     if x.ndim != 3 or x.shape != y.shape or x.shape[0] != 1:
         return None
     with np.errstate(all="ignore"):

@@ -213,9 +213,11 @@ class Places:
             if self.in_candidates_words(x) == y:
                 return "same"
             mine, other = a.call.operands[m], b.call.operands[n]
-            if mine.weight and other.weight and (mine.xxh3, mine.offset) == (
-                other.xxh3, other.offset
-            ):  # fmt: skip
+            if (
+                mine.weight
+                and other.weight
+                and (mine.xxh3, mine.offset) == (other.xxh3, other.offset)
+            ):
                 return "same"
             return "rewired"
         if ("outside", "") in (x, y):  # memory that several calls wrote to: unknown
@@ -383,10 +385,11 @@ class _Matcher:
             named = self._rename(f"{a.path}:out").rpartition(":")[0]
             fits.sort(
                 key=lambda fit: (
-                    -fit[1].count("same"), fit[0].path != named,
+                    -fit[1].count("same"),
+                    fit[0].path != named,
                     bool(other_scalars(a.call, fit[0].call)),
                 )
-            )  # fmt: skip
+            )
             best, places = fits[0]
             equal_counts = len(mine[key]) == len(group)
             if set(places) == {"rewired"} and best.path != named:
@@ -509,8 +512,9 @@ class _Matcher:
         """Pairs whose result the other side holds only after calls of its own: laid where it is."""
         for match in list(self.found):
             for side, own, other in (
-                (1, match.candidate, match.reference), (0, match.reference, match.candidate)
-            ):  # fmt: skip
+                (1, match.candidate, match.reference),
+                (0, match.reference, match.candidate),
+            ):
                 ends = self._behind(side, own)
                 if not ends:
                     continue

@@ -121,13 +121,16 @@ def decide(
     convicting = [f for f in findings if f.role == "convicts" and f.claim != "replicas_disagree"]
     # what is seen at the end of free forwards of which every part is known to only round
     only_rounds = {
-        sample: steps for f in convicting if f.claim == "within_rounding"
+        sample: steps
+        for f in convicting
+        if f.claim == "within_rounding"
         for sample, steps in f.only_rounds.items()
-    }  # fmt: skip
+    }
     enlarged = [
-        f for f in convicting
+        f
+        for f in convicting
         if f.accumulated_at and all(step < only_rounds.get(at, 0) for at, step in f.accumulated_at)
-    ]  # fmt: skip
+    ]
     convicting = [finding for finding in convicting if finding not in enlarged]
     first = min(convicting, key=lambda f: _rank(f, convicting), default=None)
     verdict, place, flags = None, None, frozenset[SiteKey]()
@@ -164,9 +167,11 @@ def decide(
     rounding = first is not None and first.claim == "within_rounding"
     if rounding and alike and verdict.kind == "within_floor":
         verdict = _unsure(
-            verdict, check("explained", False, fact("nothing_differs")),
-            headline=[*verdict.headline, fact("nothing_explains")], side=None,
-        )  # fmt: skip
+            verdict,
+            check("explained", False, fact("nothing_differs")),
+            headline=[*verdict.headline, fact("nothing_explains")],
+            side=None,
+        )
     return Decision(_qualified(verdict, preflight), flags)
 
 
@@ -304,9 +309,11 @@ def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
     if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[own.confidence]:
         # that the block is wrong is as sure as it was; the operator only tells where to look in it
         own = replace(
-            own, headline=[*verdict.headline, fact("inside_it"), *finding.headline],
-            confidence=verdict.confidence, checks=verdict.checks,
-        )  # fmt: skip
+            own,
+            headline=[*verdict.headline, fact("inside_it"), *finding.headline],
+            confidence=verdict.confidence,
+            checks=verdict.checks,
+        )
     return replace(
         own,
         side=finding.side if finding.side is not None else verdict.side,
@@ -335,9 +342,11 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
             if command.name != "localize"
         ],
         evidence=[
-            fact("levels_blame_apart", levels=levels), *verdict.evidence, *finding.evidence,
+            fact("levels_blame_apart", levels=levels),
+            *verdict.evidence,
+            *finding.evidence,
         ],
-    )  # fmt: skip
+    )
 
 
 def tells(verdict: Verdict, finding: Finding) -> bool:
@@ -436,19 +445,27 @@ def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> 
     others = [item for item in differing if item["check"] not in (codes.check, "engine")]
     reference, candidate = schemes_apart(codes.reference, codes.candidate)
     costs = fact(
-        "codes_cost", reference=reference, candidate=candidate, others=others,
+        "codes_cost",
+        reference=reference,
+        candidate=candidate,
+        others=others,
         within=verdict.kind == "within_floor",
-    )  # fmt: skip
+    )
     if verdict.kind == "within_floor":
         return replace(verdict, headline=[costs])
     unnamed = without_side(verdict.headline)
     return _unsure(
-        verdict, check("same_experiment", False, fact("other_codes")),
-        headline=[costs], side=None, commands=[],
+        verdict,
+        check("same_experiment", False, fact("other_codes")),
+        headline=[costs],
+        side=None,
+        commands=[],
         evidence=[
-            fact("codes_cost_where"), fact("codes_hide_faults", what=unnamed), *verdict.evidence,
+            fact("codes_cost_where"),
+            fact("codes_hide_faults", what=unnamed),
+            *verdict.evidence,
         ],
-    )  # fmt: skip
+    )
 
 
 def of_one_run(

@@ -290,14 +290,18 @@ class Routing:
         for choice in zip(*choices, strict=True):
             if choice[0].order > pair.reference.record.order:
                 continue  # chosen later: it plays no part here
-            read = [self._rows(run, record, piece) for (run, piece), record in
-                    zip(sides, choice, strict=True)]  # fmt: skip
+            read = [
+                self._rows(run, record, piece)
+                for (run, piece), record in zip(sides, choice, strict=True)
+            ]
             rows = [row for row in read if row is not None]
             if len(rows) < len(read) or any(row.shape != rows[0].shape for row in rows):
                 return None
             alike = same_experts(rows)
-            logits = [self._logits(run, record, piece) for (run, piece), record in
-                      zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
+            logits = [
+                self._logits(run, record, piece)
+                for (run, piece), record in zip(sides[:2], choice[:2], strict=True)
+            ]
             made = [(run, record) for (run, _), record in zip(sides[:2], choice[:2], strict=True)]
             usual = partial(self._usual_leads, made)
             beyond_chance = partial(self._beyond_chance, made, rows[:2], logits)
@@ -306,10 +310,13 @@ class Routing:
             if tokens and unexplained is None:
                 router = self._router_of(self._reference, choice[0])
                 unexplained = Unexplained(
-                    choice[0].site, None if router is None else router.site, tokens, len(alike),
+                    choice[0].site,
+                    None if router is None else router.site,
+                    tokens,
+                    len(alike),
                     (rows[0][tokens], rows[1][tokens]),
                     (follows(rows[0], logits[0]), follows(rows[1], logits[1])),
-                )  # fmt: skip
+                )
             alike = alike | ~explained
             kept = alike if kept is None else kept & alike
             experts = rows[0]
@@ -388,8 +395,11 @@ class Routing:
     def _router_of(self, run: Run, choice: Record) -> Record | None:
         """The logits that the choice was made of."""
         parent = module_of(choice.site).rpartition(".")[0] + "."
-        beside = (record for record in self._of_forward(run, choice, "logits")
-                  if module_of(record.site).startswith(parent))  # fmt: skip
+        beside = (
+            record
+            for record in self._of_forward(run, choice, "logits")
+            if module_of(record.site).startswith(parent)
+        )
         return next(beside, None)
 
     def _of_router(self, run: Run, choice: Record) -> list[Record]:
@@ -402,9 +412,11 @@ class Routing:
         ]
 
     def _beyond_chance(
-        self, made: Sequence[tuple[Run, Record]], rows: Sequence[np.ndarray],
+        self,
+        made: Sequence[tuple[Run, Record]],
+        rows: Sequence[np.ndarray],
         logits: Sequence[np.ndarray | None],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Of what this router sent elsewhere in all forwards of the pass that both sides batched
         alike; where that is none, in the one of these ``rows``."""
         (a, choice_a), (b, choice_b) = made
@@ -588,9 +600,11 @@ def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset
     return frozenset(
         s.block
         for s in sites
-        if s.pass_ != "free" and s.block in blocks and s.ratio is not None
+        if s.pass_ != "free"
+        and s.block in blocks
+        and s.ratio is not None
         and s.num_rerouted is None
-    )  # fmt: skip
+    )
 
 
 def mostly_rerouted(sites: Sequence[SiteResult]) -> Fact | None:
@@ -616,17 +630,22 @@ def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[Fact]:
     blocks = {s.block for s in moved}
     return [
         fact(
-            "measure.rerouted", num=sum(s.num_rerouted or 0 for s in moved),
+            "measure.rerouted",
+            num=sum(s.num_rerouted or 0 for s in moved),
             total=sum(s.numel // max(s.shape[-1], 1) for s in outs if s.block in blocks),
-            blocks=sorted(map(str, blocks)), margin=routes.margin,
+            blocks=sorted(map(str, blocks)),
+            margin=routes.margin,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _routed_outs(sites: Sequence[SiteResult]) -> list[SiteResult]:
     """Outputs of blocks with experts, where the choices are known."""
     return [
-        site for site in sites
-        if site.num_rerouted is not None and site.role == "block" and site.site.endswith(":out")
+        site
+        for site in sites
+        if site.num_rerouted is not None
+        and site.role == "block"
+        and site.site.endswith(":out")
         and site.pass_ == "anchored"
-    ]  # fmt: skip
+    ]

@@ -83,18 +83,28 @@ class Freed:
         headline = list(verdict.headline)
         if verdict.kind == "drift":
             end = max(
-                (site.token_rel_l2_max or 0.0 for site in after.sites
-                 if site.pass_ == "free" and site.role in ("block", "trunk")), default=0.0,
-            )  # fmt: skip
+                (
+                    site.token_rel_l2_max or 0.0
+                    for site in after.sites
+                    if site.pass_ == "free" and site.role in ("block", "trunk")
+                ),
+                default=0.0,
+            )
             if not end <= thresholds.free_gain * self.rounding:
                 return before
             checks = [check("anchored", True), check("free_runs", False, fact("angles_round_more"))]
             headline = [fact("only_rounding", sure=True, numbers=None)]
             rounds = fact("angles_round", rounding=self.rounding, rel_l2=end)
             verdict = replace(
-                verdict, kind="within_floor", headline=headline, side=None, checks=checks,
-                confidence=confidence_of(checks), evidence=[rounds], commands=[],
-            )  # fmt: skip
+                verdict,
+                kind="within_floor",
+                headline=headline,
+                side=None,
+                checks=checks,
+                confidence=confidence_of(checks),
+                evidence=[rounds],
+                commands=[],
+            )
         if verdict.kind == "identical":
             headline = [fact("rest_is_equal")]
             verdict = replace(verdict, kind="within_floor")
@@ -114,8 +124,18 @@ class Freed:
             evidence = [*self.facts, *verdict.evidence]
         told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
-        judged = ("floor", "ratio", "ratio_max", "ratio_sink", "prompts", "limit", "limit_usage",
-                  "usage", "flagged", "truth")  # fmt: skip
+        judged = (
+            "floor",
+            "ratio",
+            "ratio_max",
+            "ratio_sink",
+            "prompts",
+            "limit",
+            "limit_usage",
+            "usage",
+            "flagged",
+            "truth",
+        )
         results: list[SiteResult] = []
         for site in after.sites:
             is_changed = (site.pass_, site.sample, site.step, site.site) in self.places
@@ -142,8 +162,11 @@ def freed(measured: Measured, report: Report) -> Freed | None:
         sites.add(report.verdict.onset.site)
     if report.verdict.kind not in ("localized", "systematic", "drift"):
         return None
-    forms = [form for look in (_constant_of_rows, _turned_tables)
-             if (form := look(measured, sites)) is not None]  # fmt: skip
+    forms = [
+        form
+        for look in (_constant_of_rows, _turned_tables)
+        if (form := look(measured, sites)) is not None
+    ]
     forms += _taken_back(measured, report)
     if not forms:
         return None
@@ -211,10 +234,13 @@ def _logits(measured: Measured) -> set[str]:
         return set()
     notes = a.manifest.plan.modules
     trunk = {
-        record.site for record in a.records
-        if record.pass_ == "free" and record.site.endswith(":out")
-        and (note := notes.get(module_of(record.site))) is not None and note.role == "trunk"
-    }  # fmt: skip
+        record.site
+        for record in a.records
+        if record.pass_ == "free"
+        and record.site.endswith(":out")
+        and (note := notes.get(module_of(record.site))) is not None
+        and note.role == "trunk"
+    }
     return {site} | {
         other
         for other in trunk - {site}
@@ -289,17 +315,19 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     sides = {"reference": measured.reference, "candidate": measured.candidate}
     tokens = measured.reference.manifest.tokens
     tables = {
-        site.site.rpartition(":")[0] for site in measured.sites
+        site.site.rpartition(":")[0]
+        for site in measured.sites
         if site.site in sites and "rotary" in (site.kind or "").lower()
-    }  # fmt: skip
+    }
     ports = ("out", "out.1")
     pairs = {
         (pair.pass_, record.sample, record.step, record.site): pair
         for pair in _float_pairs(measured)
         if (record := pair.reference.record).site.rpartition(":")[0] in tables
     }
-    rows_of_batches = {piece.row for pair in pairs.values()
-                       for piece in (pair.reference, pair.candidate)} - {None}  # fmt: skip
+    rows_of_batches = {
+        piece.row for pair in pairs.values() for piece in (pair.reference, pair.candidate)
+    } - {None}
     if not pairs or rows_of_batches:
         return None
     unit = max(format_named(p.candidate.record.dtype).unit_roundoff for p in pairs.values())
@@ -350,10 +378,12 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
         return None
     whole = all(abs(offset - round(offset)) < WHOLE_SHIFT for offset in further.values())
     told = fact(
-        "tables_turned", site=f"{min(tables)}:out", samples=sorted(further),
+        "tables_turned",
+        site=f"{min(tables)}:out",
+        samples=sorted(further),
         total=len(measured.reference.manifest.tokens.samples),
         offsets=[round(further[sample]) for sample in sorted(further)] if whole else None,
-    )  # fmt: skip
+    )
     return _Form(told, changed, rounding)
 
 
@@ -463,21 +493,27 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
         site_of = measured.rename
         names = {site_of(site): site for site in sites}
         changed = {
-            record.coordinates: (record, known[names[record.site]].taken_off(
-                measured.candidate.array(record)))
+            record.coordinates: (
+                record,
+                known[names[record.site]].taken_off(measured.candidate.array(record)),
+            )
             for record in measured.candidate.records
             if record.site in names and measured.candidate.has_bytes(record)
-        }  # fmt: skip
+        }
         first = known[sites[0]]
         moved = first.order != np.sort(first.order)
         yield _Form(
             fact(
-                "taken_back", sites=sites, module=by, moved=int(moved.sum()) or None,
-                signs=int((first.signs < 0).sum()) or None, channels=len(first.signs),
+                "taken_back",
+                sites=sites,
+                module=by,
+                moved=int(moved.sum()) or None,
+                signs=int((first.signs < 0).sum()) or None,
+                channels=len(first.signs),
                 factor=None if first.factor == 1.0 else first.factor,
             ),
             changed,
-        )  # fmt: skip
+        )
 
 
 def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bool:

@@ -145,11 +145,13 @@ def outliers(
     variance = own + control_variance + np.square(sigma)[:, None]
     column_sigma = max(sigma0, _deviation(columns))
     return JudgedTable(
-        x=x, control=usual + members[:, None] + columns[None, :], reach=beyond(limit, variance),
+        x=x,
+        control=usual + members[:, None] + columns[None, :],
+        reach=beyond(limit, variance),
         column=columns,
         column_reach=beyond(limit, _CONTROL * by_column / num_members + column_sigma**2),
         usual=usual,
-    )  # fmt: skip
+    )
 
 
 def observed(

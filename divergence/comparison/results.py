@@ -102,8 +102,10 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """What one analysis claims."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {
-        "summary": "headline", "clause": "addition", "next": "commands",
-    }  # fmt: skip
+        "summary": "headline",
+        "clause": "addition",
+        "next": "commands",
+    }
 
     claim: str
     role: Role = "convicts"
@@ -172,10 +174,11 @@ def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:
     """How each side is quantised (a ``QuantizationNote`` in words, or ``none``), in a word: two of
     one name with what each alone has."""
     names = [
-        f"quantised ({text.rpartition(' (')[2]}" if text.startswith(SCHEME_UNKNOWN)
+        f"quantised ({text.rpartition(' (')[2]}"
+        if text.startswith(SCHEME_UNKNOWN)
         else text.partition(": ")[0]
         for text in (reference, candidate)
-    ]  # fmt: skip
+    ]
     if names[0] != names[1]:
         first, second = ("not quantised" if name == "none" else name for name in names)
         return first, second
@@ -477,10 +480,13 @@ class Unexercised(msgspec.Struct, frozen=True, kw_only=True):
         """In words."""
         return sentence(
             fact(
-                f"unexercised_{self.what}", name=self.name, size=self.size, of=self.of,
+                f"unexercised_{self.what}",
+                name=self.name,
+                size=self.size,
+                of=self.of,
                 percent=100 * (self.share or 0),
             )
-        )  # fmt: skip
+        )
 
 
 def onset_at(site: SiteResult) -> Onset:
@@ -596,9 +602,12 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         """Counts what was not compared by the side that has it."""
         sides = Counter(item.side for item in unmatched)
         return cls(
-            num_compared=num_compared, num_only_reference=sides["reference"],
-            num_only_candidate=sides["candidate"], num_skipped=sides["both"], unmatched=unmatched,
-        )  # fmt: skip
+            num_compared=num_compared,
+            num_only_reference=sides["reference"],
+            num_only_candidate=sides["candidate"],
+            num_skipped=sides["both"],
+            unmatched=unmatched,
+        )
 
 
 Allowed = Mapping[tuple[int, int], float]
@@ -654,8 +663,9 @@ class OtherInput(msgspec.Struct, Worded, frozen=True, kw_only=True):
     view of one, another weight, or an outside value that differs."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {
-        "reference": "origin_in_reference", "candidate": "origin_in_candidate",
-    }  # fmt: skip
+        "reference": "origin_in_reference",
+        "candidate": "origin_in_candidate",
+    }
 
     argument: str
     origin_in_reference: Fact
@@ -690,8 +700,9 @@ class OtherOperand(msgspec.Struct, Worded, frozen=True, kw_only=True):
     sides. This is a fact about the calls, not a measurement."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {
-        "reference": "reference_value", "candidate": "candidate_value",
-    }  # fmt: skip
+        "reference": "reference_value",
+        "candidate": "candidate_value",
+    }
 
     argument: str
     site: str | None = None

@@ -69,9 +69,13 @@ def trusted_limits(
                 hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
             )
         trusted = measure_tensors(
-            a, run, alignment, truth=measured.truth,
-            floor=a if measured.floor is a else None, thresholds=measured.thresholds,
-        )  # fmt: skip
+            a,
+            run,
+            alignment,
+            truth=measured.truth,
+            floor=a if measured.floor is a else None,
+            thresholds=measured.thresholds,
+        )
         for key, used in limits_used(trusted).items():
             shown[key] = max(used, shown.get(key, 0.0))
     return shown
@@ -89,13 +93,23 @@ def widening_notes(
         return [fact("measure.none_widened", runs=num_runs)]
     (pass_, site, phase), most = max(factors.items(), key=lambda item: item[1])
     limit = next(
-        (s.limit for s in sites if s.site == site and s.pass_ == pass_ and s.limit is not None
-         and s.phase == phase), None,
-    )  # fmt: skip
+        (
+            s.limit
+            for s in sites
+            if s.site == site and s.pass_ == pass_ and s.limit is not None and s.phase == phase
+        ),
+        None,
+    )
     return [
         fact(
-            "measure.widened", runs=num_runs, num=len(factors), site=site, phase=phase, times=most,
-            before=limit and limit / most, limit=limit,
+            "measure.widened",
+            runs=num_runs,
+            num=len(factors),
+            site=site,
+            phase=phase,
+            times=most,
+            before=limit and limit / most,
+            limit=limit,
             beyond=any(used > 1 for used in shown.values()),
         )
-    ]  # fmt: skip
+    ]

@@ -114,10 +114,13 @@ def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) 
         run, run, alignment, inputs=run, thresholds=thresholds, progress=progress
     )
     return replace(
-        measured, alignment=replace(alignment, notes=[]), preflight=preflight(run, run),
-        advice=WithinAdvice(run), missing=len(alignment.unmatched),
+        measured,
+        alignment=replace(alignment, notes=[]),
+        preflight=preflight(run, run),
+        advice=WithinAdvice(run),
+        missing=len(alignment.unmatched),
         notes=run_notes(run, run, alignment),
-    )  # fmt: skip
+    )
 
 
 def explain_within(report: Report) -> Report:

@@ -20,7 +20,19 @@ from divergence.domains.weights.compare import compare_weights
 from divergence.domains.weights.result import WeightsReport
 
 __all__ = [
-    "Checkup", "LossReport", "Quantization", "ScoresReport", "ServerOptions", "TokensReport",
-    "WeightsReport", "compare_losses", "compare_tokens", "compare_weights", "doctor", "import_dump",
-    "probe", "quantize", "scores",
-]  # fmt: skip
+    "Checkup",
+    "LossReport",
+    "Quantization",
+    "ScoresReport",
+    "ServerOptions",
+    "TokensReport",
+    "WeightsReport",
+    "compare_losses",
+    "compare_tokens",
+    "compare_weights",
+    "doctor",
+    "import_dump",
+    "probe",
+    "quantize",
+    "scores",
+]

@@ -152,25 +152,46 @@ def diff(
     Raises UsageError for settings that do not make two sides and for a step that fails,
     RunExistsError where ``out`` holds other runs, and what ``compare`` raises.
     """
-    given = {"device": device, "dtype": dtype, "attn_implementation": attn_implementation,
-             "engine": engine, "threads": threads, "batch": batch, "env": env,
-             "python": python}  # fmt: skip
+    given = {
+        "device": device,
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "engine": engine,
+        "threads": threads,
+        "batch": batch,
+        "env": env,
+        "python": python,
+    }
     if "," in str(model) and not Path(model).exists():
         model_a, model_b = str(model).split(",")[:2]
         raise UsageError(
             "diff compares two settings of one model, and these are two models",
-            hint=(command_line("capture", model_a, o="a"),
-                  command_line("capture", like="a", o="b", model=model_b),
-                  command_line("compare", "a", "b")),
-        )  # fmt: skip
+            hint=(
+                command_line("capture", model_a, o="a"),
+                command_line("capture", like="a", o="b", model=model_b),
+                command_line("compare", "a", "b"),
+            ),
+        )
     sides = _sides(
         {name: _listed(value) for name, value in given.items()}, _listed(env_a), _listed(env_b)
     )
-    common: dict[str, Any] = {"prompt": _listed(prompts), "prompts": prompts_file, "chat": chat,
-              "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}  # fmt: skip
+    common: dict[str, Any] = {
+        "prompt": _listed(prompts),
+        "prompts": prompts_file,
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "trust_remote_code": trust_remote_code,
+    }
     first, second = sides
-    with _Steps(Path(out), str(model), force=force, fresh=fresh, quiet=quiet, on_step=on_step,
-                progress=progress or silent) as steps:  # fmt: skip
+    with _Steps(
+        Path(out),
+        str(model),
+        force=force,
+        fresh=fresh,
+        quiet=quiet,
+        on_step=on_step,
+        progress=progress or silent,
+    ) as steps:
         steps.start(first)  # it imports, and so does this process
         from divergence.recording.engines.load import own_dtype
 
@@ -180,18 +201,34 @@ def diff(
         current = first.python == sys.executable  # others may be older
         narrow = escalates and current and (asked or own_dtype(str(model))) in _NARROW
         a = steps.run(
-            "a", first, "capture", str(model), like=None, then=second, **common,
-            **_batches(first, model_first=True), truth="full" if current else None, escalate=narrow,
-        )  # fmt: skip
+            "a",
+            first,
+            "capture",
+            str(model),
+            like=None,
+            then=second,
+            **common,
+            **_batches(first, model_first=True),
+            truth="full" if current else None,
+            escalate=narrow,
+        )
         manifest = a.manifest
         escalate = escalates and manifest.model.dtype in _NARROW
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
-                      **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
+        b = steps.run(
+            "b",
+            second,
+            "capture",
+            like=a,
+            escalate=escalate,
+            **remote,
+            **_batches(second, len(manifest.tokens.samples)),
+        )
         own, truth = manifest.plan.truth, None
         if own is None or own.mode != "full" or own.stopped_by is not None:
-            truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False,
-                              **remote)  # fmt: skip
+            truth = steps.run(
+                "truth", first, "truth", str(a.path), like=a, labelled=False, **remote
+            )
     from divergence.comparison.api import compare
 
     report = compare(a, b, truth=truth, progress=progress)
@@ -202,11 +239,16 @@ def diff(
         report=report,
         folder=steps.folder,
         localize_words=command_words(
-            "localize", a.path, b.path, truth=None if truth is None else truth.path,
-            o=steps.folder / "localized", **remote,
+            "localize",
+            a.path,
+            b.path,
+            truth=None if truth is None else truth.path,
+            o=steps.folder / "localized",
+            **remote,
         )
-        if here and report.verdict.kind in _PLACED else None,
-    )  # fmt: skip
+        if here and report.verdict.kind in _PLACED
+        else None,
+    )
 
 
 def _listed(value: Any) -> list[Any]:
@@ -309,17 +351,19 @@ def _interpreter(given: str | None) -> str:
     python = path / "bin" / "python" if path.is_dir() else path
     if not python.is_file():
         raise UsageError(
-            f"{given} is neither a virtual environment nor a Python", where="--python",
+            f"{given} is neither a virtual environment nor a Python",
+            where="--python",
             hint="give a directory with bin/python, or the interpreter",
-        )  # fmt: skip
+        )
     done = subprocess.run([python, "-c", "import divergence"], capture_output=True, check=False)
     if done.returncode:
         checkout = Path(__file__).parents[2]  # that this divergence runs in, if it does
         source = str(checkout) if (checkout / "pyproject.toml").is_file() else "divergence-debug"
         raise UsageError(
-            f"{given} has no divergence", where="--python",
+            f"{given} has no divergence",
+            where="--python",
             hint=f"{quoted(python)} -m pip install {quoted(source)}",
-        )  # fmt: skip
+        )
     return str(python)
 
 
@@ -340,9 +384,16 @@ class _Steps:
     """Runs the commands, in order, each unless its run is there."""
 
     def __init__(
-        self, folder: Path, model: str, *, force: bool, fresh: bool, quiet: bool,
-        on_step: OnStep | None, progress: Progress,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        model: str,
+        *,
+        force: bool,
+        fresh: bool,
+        quiet: bool,
+        on_step: OnStep | None,
+        progress: Progress,
+    ) -> None:
         self.folder, self._force, self._fresh, self._quiet = folder, force, fresh, quiet
         self._model, self._progress = model, progress
         self._on_step = on_step or (lambda number, command, done: None)
@@ -362,18 +413,33 @@ class _Steps:
         """A process for a step of this side, which imports from now on; none where both runs are
         there."""
         if not all((self.folder / name).exists() for name in ("a", "b")) or self._fresh:
-            self._waiting.append((side, subprocess.Popen(
-                [side.python, _AHEAD, self._model], env={**os.environ, **side.variables},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors(),
-            )))  # fmt: skip
+            self._waiting.append(
+                (
+                    side,
+                    subprocess.Popen(
+                        [side.python, _AHEAD, self._model],
+                        env={**os.environ, **side.variables},
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=self._errors(),
+                    ),
+                )
+            )
 
     def _errors(self) -> int | None:
         return subprocess.PIPE if self._quiet else None
 
     def run(
-        self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
-        then: _Side | None = None, labelled: bool = True, **options: Any,
-    ) -> Run:  # fmt: skip
+        self,
+        name: str,
+        side: _Side,
+        command: str,
+        *operands: str,
+        like: Run | None,
+        then: _Side | None = None,
+        labelled: bool = True,
+        **options: Any,
+    ) -> Run:
         """The run that the command makes in ``name``. ``then``: the side of the next step, whose
         process starts now."""
         from divergence.experiments import reuse
@@ -385,9 +451,12 @@ class _Steps:
         words = command_words(command, *operands, **again, o=place, **own, **options)
         line = quoted_words(words)
         shown = " ".join(
-            [*(f"{key}={quoted(value)}" for key, value in side.variables.items()),
-             *([f"{quoted(side.python)} -m"] if side.python != sys.executable else []), line]
-        )  # fmt: skip
+            [
+                *(f"{key}={quoted(value)}" for key, value in side.variables.items()),
+                *([f"{quoted(side.python)} -m"] if side.python != sys.executable else []),
+                line,
+            ]
+        )
         self._number += 1
         existing = self._existing(place, line, like)
         made = reason = None
@@ -395,9 +464,12 @@ class _Steps:
             files = [options["prompts"]] if options.get("prompts") else []
             files.append(os.environ.get("DIVERGENCE_CONFIG") or "divergence.toml")
             made = reuse.made_of(
-                _without_place(line), python=side.python, variables=side.variables,
-                model=self._model, files=files,
-            )  # fmt: skip
+                _without_place(line),
+                python=side.python,
+                variables=side.variables,
+                model=self._model,
+                files=files,
+            )
         if made is not None and existing is not None:
             # made of a model that is another one by now?
             before = reuse.read(self.folder)
@@ -458,9 +530,11 @@ class _Steps:
             process, line = ready[0][1], (json.dumps(words[3:]) + "\n").encode()
         else:
             process = subprocess.Popen(
-                words, env={**os.environ, **side.variables}, stdout=subprocess.DEVNULL,
+                words,
+                env={**os.environ, **side.variables},
+                stdout=subprocess.DEVNULL,
                 stderr=self._errors(),
-            )  # fmt: skip
+            )
         try:
             answer, errors = process.communicate(line)
         except BaseException:  # Ctrl-C: the step has had it too, and a moment to end

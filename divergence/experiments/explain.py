@@ -152,10 +152,18 @@ def explain_token(
     site, step = own.manifest.plan.logits_site, place[1]
     assert site is not None
     repeat = partial(
-        make_run, model, like=_alone(own, group), max_new_tokens=step + 1, sites=[site],
-        steps=str(step), anchor=False, store="full", device=device,
-        trust_remote_code=trust_remote_code, progress=progress,
-    )  # fmt: skip
+        make_run,
+        model,
+        like=_alone(own, group),
+        max_new_tokens=step + 1,
+        sites=[site],
+        steps=str(step),
+        anchor=False,
+        store="full",
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
     planted = [parse_plant(text) for text in own.manifest.plan.plants]
     added = [injection.plant() for injection in injections]
     with tempfile.TemporaryDirectory(prefix="divergence-explain-") as folder:

@@ -66,7 +66,7 @@ class Level(msgspec.Struct, Worded, kw_only=True, frozen=True):
             if site.site.startswith(block + ".")
             and (":out" in site.site or site.site.endswith(f"{BACKWARD}:in"))
             and site.pass_ in ("anchored", "escalated")
-        ]  # fmt: skip
+        ]
         if not inside:
             return None
         flagged = [site for site in inside if site.flagged and not site.identical]
@@ -141,9 +141,12 @@ class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
     def __str__(self) -> str:
         codes = {"unknown": "shares_nothing", "bits": "repeats", "differs": "repeats_not"}
         told = fact(
-            f"experiments.{codes.get(self.how, 'as_far')}", run=self.run, original=self.original,
-            num=self.num_compared, where=self.first_apart,
-        )  # fmt: skip
+            f"experiments.{codes.get(self.how, 'as_far')}",
+            run=self.run,
+            original=self.original,
+            num=self.num_compared,
+            where=self.first_apart,
+        )
         return sentence(told)
 
 
@@ -211,8 +214,10 @@ class FaultSize(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The smallest size of one fault that is seen at one block."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {
-        "by": "evidence", "escalated_by": "escalated_evidence", "reason": "why",
-    }  # fmt: skip
+        "by": "evidence",
+        "escalated_by": "escalated_evidence",
+        "reason": "why",
+    }
 
     block: str
     fault: str

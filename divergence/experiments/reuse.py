@@ -133,8 +133,11 @@ def read(folder: Path) -> Origin | None:
 def find(made: Origin, folder: Path) -> tuple[Path | None, Fact | None]:
     """(the folder of a diff beside ``folder`` whose A is what this one's would be, what keeps the
     last one of the same command from being that)."""
-    notes = [path for path in folder.resolve().parent.glob(f"*/{MADE}")
-             if path.parent != folder.resolve()]  # fmt: skip
+    notes = [
+        path
+        for path in folder.resolve().parent.glob(f"*/{MADE}")
+        if path.parent != folder.resolve()
+    ]
     notes.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     reason = None
     for path in notes[:_MOST_FOLDERS]:

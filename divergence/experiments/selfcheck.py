@@ -49,9 +49,20 @@ from divergence.words import Progress
 
 BASE = "base"
 NAMES = (
-    "again", "hooks", "threads", "batch", "place", "mates", "pads-left", "pads-right", "whole",
-    "cache", "chunks", "attention", "compile",
-)  # fmt: skip
+    "again",
+    "hooks",
+    "threads",
+    "batch",
+    "place",
+    "mates",
+    "pads-left",
+    "pads-right",
+    "whole",
+    "cache",
+    "chunks",
+    "attention",
+    "compile",
+)
 """Every variation, in the order in which they are tried."""
 UNASKED = tuple(name for name in NAMES if name != "compile")
 """Those that are tried where none is named: compiling takes longer than all others together."""
@@ -115,9 +126,12 @@ def variations(base: Run) -> list[Variation]:
         no_mates = _obstacle("too_few_prompts")
 
     def way(
-        name: str, options: Mapping[str, Any], obstacle: Fact | None = None,
-        said: Mapping[str, Any] | None = None, **rest: Any,
-    ) -> Variation:  # fmt: skip
+        name: str,
+        options: Mapping[str, Any],
+        obstacle: Fact | None = None,
+        said: Mapping[str, Any] | None = None,
+        **rest: Any,
+    ) -> Variation:
         change = fact(f"experiments.way_{name.replace('-', '_')}", **(said or {}))
         return Variation(name=name, change=change, options=options, obstacle=obstacle, **rest)
 
@@ -126,20 +140,29 @@ def variations(base: Run) -> list[Variation]:
     return [
         way("again", {}, same_bits=True),
         way("hooks", {"hooks": False}, same_bits=True),
-        way("threads", {"threads": other_threads}, no_threads,
-            {"num": other_threads, "of": num_threads}),
+        way(
+            "threads",
+            {"threads": other_threads},
+            no_threads,
+            {"num": other_threads, "of": num_threads},
+        ),
         way("batch", {"batches": _text(batches)}, few, {"size": size, "padded": padded}),
         way("place", {"batches": _text(place)}, few, against="batch"),
         way("mates", {"batches": _text(mates)}, no_mates, {"padded": padded}, against="batch"),
         way("pads-left", {"pad_left": pads}, no_left, {"num": pads}),
-        way("pads-right", {"pad_right": pads}, None, {"num": pads, "prefill": decodes},
-            prefill=decodes),
+        way(
+            "pads-right",
+            {"pad_right": pads},
+            None,
+            {"num": pads, "prefill": decodes},
+            prefill=decodes,
+        ),
         way("whole", {"whole": True}, no_steps),
         way("cache", {"use_cache": False}, no_steps),
         way("chunks", {"prefill_chunk": chunk}, no_chunks, {"size": chunk}),
         way("attention", {"attn_implementation": there}, no_attention, other, anchor=True),
         way("compile", {"engine": "compile"}, no_compiler, anchor=True),
-    ]  # fmt: skip
+    ]
 
 
 def _obstacle(code: str, **values: Any) -> Fact:
@@ -219,13 +242,16 @@ def selfcheck(
     for name in only:
         if name not in NAMES:
             raise UsageError(
-                f"no line {name!r}", where="--only",
+                f"no line {name!r}",
+                where="--only",
                 hint=did_you_mean(name, NAMES, count=1, then=f"there are {', '.join(NAMES)}"),
-            )  # fmt: skip
+            )
     wanted = only or UNASKED
-    folder = Path(tempfile.mkdtemp(prefix="divergence-selfcheck-")) if keep is None else (
-        output_folder(folder_of(keep))
-    )  # fmt: skip
+    folder = (
+        Path(tempfile.mkdtemp(prefix="divergence-selfcheck-"))
+        if keep is None
+        else (output_folder(folder_of(keep)))
+    )
     try:
         given: Any = prompts
         if not prompts and prompts_file is None:
@@ -242,26 +268,43 @@ def selfcheck(
                 num = min(_PROMPT_TOKENS, *map(len, tokens))
                 given = [Prompt(input_ids=tuple(ids[:num])) for ids in tokens]
         bench = _Bench(
-            folder, keep=keep, progress=progress, model=str(model), device=device,
+            folder,
+            keep=keep,
+            progress=progress,
+            model=str(model),
+            device=device,
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
         base = bench.base(
-            prompts=given, prompts_file=prompts_file, chat=chat, dtype=dtype, revision=revision,
-            attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
+            prompts=given,
+            prompts_file=prompts_file,
+            chat=chat,
+            dtype=dtype,
+            revision=revision,
+            attn_implementation=attn_implementation,
+            max_new_tokens=max_new_tokens,
             truth="full" if truth else "no",
-        )  # fmt: skip
+        )
         chosen = [variation for variation in variations(base) if variation.name in wanted]
         lines = [worded(bench.line(way, n, len(chosen))) for n, way in enumerate(chosen)]
         unlike = [line.name for line in lines if line.next]
         if keep is None and unlike:  # what looks closer needs the runs
             texts = [prompts] if isinstance(prompts, str) else prompts
             again = command_line(
-                "selfcheck", model, prompt=[text for text in texts if isinstance(text, str)],
-                prompts=prompts_file, chat=chat, dtype=dtype,
-                attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
-                device=None if device == "auto" else device, only=",".join(unlike), truth=truth,
-                trust_remote_code=trust_remote_code, keep="RUNS",
-            )  # fmt: skip
+                "selfcheck",
+                model,
+                prompt=[text for text in texts if isinstance(text, str)],
+                prompts=prompts_file,
+                chat=chat,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                max_new_tokens=max_new_tokens,
+                device=None if device == "auto" else device,
+                only=",".join(unlike),
+                truth=truth,
+                trust_remote_code=trust_remote_code,
+                keep="RUNS",
+            )
             lines = [replace(line, next=[again, *line.next] * bool(line.next)) for line in lines]
         manifest = base.manifest
         return SelfcheckResult(
@@ -308,9 +351,13 @@ class _Bench:
         self._say(number, total, way.change)
         began = time.perf_counter()
         line = SelfcheckLine(
-            name=way.name, change=way.change, against=way.against, same_bits=way.same_bits,
-            status="not_applicable", because=way.obstacle,
-        )  # fmt: skip
+            name=way.name,
+            change=way.change,
+            against=way.against,
+            same_bits=way.same_bits,
+            status="not_applicable",
+            because=way.obstacle,
+        )
         if way.obstacle is not None:
             return line
         try:
@@ -334,8 +381,11 @@ class _Bench:
         report = compare(self._run(way.against), made, truth=self._truth)
         if report.verdict.kind == "identical" or "hooks" in way.options:
             return report
-        free = [name for name in {way.name, way.against} - {BASE}
-                if self._run(name).manifest.plan.anchored_to is None]  # fmt: skip
+        free = [
+            name
+            for name in {way.name, way.against} - {BASE}
+            if self._run(name).manifest.plan.anchored_to is None
+        ]
         if not free:
             return report
         for name in free:
@@ -358,9 +408,11 @@ class _Bench:
 
     def _repeat(self, name: str, *, anchor: bool) -> Run:
         return self._capture(
-            like=self._run(BASE), out=self._folder / name, anchor=anchor,
+            like=self._run(BASE),
+            out=self._folder / name,
+            anchor=anchor,
             **self._variations[name].options,
-        )  # fmt: skip
+        )
 
     def _closer(self, way: Variation) -> list[str]:
         folder = Path("RUNS" if self._keep is None else str(self._keep))

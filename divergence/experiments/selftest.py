@@ -83,9 +83,14 @@ def selftest(
 
     def result(*, complete: bool) -> Selftest:
         return Selftest(
-            tool_version=__version__, device=name, environment=environment,
-            switches=bench.switches, fallbacks=bench.fallbacks, steps=steps, complete=complete,
-        )  # fmt: skip
+            tool_version=__version__,
+            device=name,
+            environment=environment,
+            switches=bench.switches,
+            fallbacks=bench.fallbacks,
+            steps=steps,
+            complete=complete,
+        )
 
     try:
         wanted = list(_steps(bench, quick))
@@ -154,13 +159,18 @@ class Bench:
     def path(self, name: str) -> Path:
         return self._folder / name
 
-    def capture(self, name: str, like: str | Run, *, device: str | None = None,
-                 **values: Any) -> Run:  # fmt: skip
+    def capture(
+        self, name: str, like: str | Run, *, device: str | None = None, **values: Any
+    ) -> Run:
         source = self.path(like) if isinstance(like, str) else like
         run = make_run(
-            like=source, out=self.path(name), device=device or self.device, force=True,
-            probe=False, **values,
-        )  # fmt: skip
+            like=source,
+            out=self.path(name),
+            device=device or self.device,
+            force=True,
+            probe=False,
+            **values,
+        )
         settings = run.manifest.settings
         self.switches = self.switches or settings.switches
         self.fallbacks = list(dict.fromkeys([*self.fallbacks, *settings.cpu_fallbacks]))
@@ -175,9 +185,16 @@ class Bench:
             build(model, num_blocks=3)
         for dtype in _DTYPES:
             run = make_run(
-                model, out=self.path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
-                prompts=_PROMPTS, sites=["modules"], truth="no", force=True,
-            )  # fmt: skip
+                model,
+                out=self.path(f"cpu-{dtype}"),
+                dtype=dtype,
+                device="cpu",
+                max_new_tokens=4,
+                prompts=_PROMPTS,
+                sites=["modules"],
+                truth="no",
+                force=True,
+            )
             make_truth(run, out=self.path(f"cpu-{dtype}-truth"), force=True)
         cpu = run.manifest.environment.cpu
         return fact("experiments.seen_references", num=len(_DTYPES), cpu=cpu)
@@ -217,17 +234,23 @@ class Bench:
 
     def operators(self) -> Fact:
         self.capture("operators", "cpu-float32", sites=[f"ops@{_BLOCK}"], weights=True)
-        run = replay(self.path("operators"), out=self.path("replayed"), device=self.device,
-                     force=True)  # fmt: skip
+        run = replay(
+            self.path("operators"), out=self.path("replayed"), device=self.device, force=True
+        )
         skipped = sum(run.manifest.plan.skipped_operators.values())
         report = compare(self.path("operators"), run)
         return _identical(report).with_values(num_skipped=skipped or None)
 
     def localized(self) -> Fact:
         done = localize(
-            self.path("cpu-float32"), self.path("planted"), out=self.path("localized"),
-            truth=self.path("cpu-float32-truth"), here="both", device=self.device, force=True,
-        )  # fmt: skip
+            self.path("cpu-float32"),
+            self.path("planted"),
+            out=self.path("localized"),
+            truth=self.path("cpu-float32-truth"),
+            here="both",
+            device=self.device,
+            force=True,
+        )
         sites = " ".join(level.site or "" for level in done.levels)
         if f"{_BLOCK}.mlp.down_proj" not in sites:
             raise _Failed(f"named {sites.strip() or 'nothing'}; {done.stopped or ''}")
@@ -243,8 +266,9 @@ class Bench:
 
     def truth_there(self) -> Fact:
         self._needs_float64()
-        make_truth(self.path("cpu-float32"), out=self.path("truth-there"), device=self.device,
-                  force=True)  # fmt: skip
+        make_truth(
+            self.path("cpu-float32"), out=self.path("truth-there"), device=self.device, force=True
+        )
         a, b = Run.open(self.path("cpu-float32-truth")), Run.open(self.path("truth-there"))
         worst = 0.0
         for record in a.records:
@@ -262,8 +286,12 @@ class Bench:
             raise _Skipped("compare measures on the CPU anyway")
         self._needs_float64()
         here = self._held("float32")
-        there = compare(self.path("cpu-float32"), self.path("float32"),
-                        truth=self.path("cpu-float32-truth"), device=self.device)  # fmt: skip
+        there = compare(
+            self.path("cpu-float32"),
+            self.path("float32"),
+            truth=self.path("cpu-float32-truth"),
+            device=self.device,
+        )
         worst = 0.0
         for site, other in zip(here.sites, there.sites, strict=True):
             x, y = site.rel_l2, other.rel_l2
@@ -272,8 +300,10 @@ class Bench:
             else:
                 worst = max(worst, abs(x - y) / max(x, 1e-30))
         if here.verdict.kind != there.verdict.kind or worst > 1e-6:
-            raise _Failed(f"{there.verdict.kind} for {here.verdict.kind}; a figure differs by "
-                          f"{worst:.1e} of itself")  # fmt: skip
+            raise _Failed(
+                f"{there.verdict.kind} for {here.verdict.kind}; a figure differs by "
+                f"{worst:.1e} of itself"
+            )
         return fact("experiments.seen_figures", num=len(here.sites), apart=worst)
 
     def second(self) -> Fact:
@@ -303,9 +333,12 @@ def healthy(report: Report, *, also: tuple[str, ...] = ()) -> Fact:
     used = max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0)
     worst = max((s.rel_l2 or 0.0 for s in report.sites if s.pass_ == "anchored"), default=0.0)
     return fact(
-        "experiments.seen_healthy", kind=verdict.kind, num=_num_compared(report), rel_l2=worst,
+        "experiments.seen_healthy",
+        kind=verdict.kind,
+        num=_num_compared(report),
+        rel_l2=worst,
         usage=None if verdict.kind == "identical" else used,
-    )  # fmt: skip
+    )
 
 
 def _num_compared(report: Report) -> int:

@@ -110,8 +110,12 @@ class SizedFault:
 
 FAULTS = {
     name: SizedFault(
-        name=name, unit=fact(f"experiments.unit_of_{unit}"), phrase=f"experiments.fault_{phrase}",
-        spelled=spelled, high=100.0 if name == "channel" else 1.0, in_features=name == "zero",
+        name=name,
+        unit=fact(f"experiments.unit_of_{unit}"),
+        phrase=f"experiments.fault_{phrase}",
+        spelled=spelled,
+        high=100.0 if name == "channel" else 1.0,
+        in_features=name == "zero",
     )
     for name, unit, phrase, spelled in (
         ("scale", "output", "scale", lambda size, _, __: f"scale:{1 + size!r}"),
@@ -119,10 +123,14 @@ FAULTS = {
         ("noise", "rms", "noise", lambda size, _, __: f"noise:{size!r}"),
         ("bias", "rms", "bias", lambda size, _, __: f"bias:{size!r}"),
         ("channel", "channel", "channel", lambda size, at, _: f"channel:{at}:{1 + size!r}"),
-        ("zero", "features", "zero",
-         lambda size, _, width: f"zero:0-{max(1, round(size * width)) - 1}"),
+        (
+            "zero",
+            "features",
+            "zero",
+            lambda size, _, width: f"zero:0-{max(1, round(size * width)) - 1}",
+        ),
     )
-}  # fmt: skip
+}
 """Every fault by its name."""
 
 DEFAULT_FAULTS = ("scale", UPDATE_SCALE, "noise", "bias", "channel")
@@ -233,8 +241,11 @@ class SensitivityTrials:
             assert record is not None
             piece = msgspec.structs.replace(pair.candidate, record=record)
             changed.append(msgspec.structs.replace(pair, candidate=piece))
-        sites = [s for s in measured.sites if s.pass_ == "free" or (
-            s.pass_ == "anchored" and s.site != site)]  # fmt: skip
+        sites = [
+            s
+            for s in measured.sites
+            if s.pass_ == "free" or (s.pass_ == "anchored" and s.site != site)
+        ]
         sites += _measure(measurer, changed)
         if escalated:
             again, samples = compare_escalated(
@@ -243,9 +254,8 @@ class SensitivityTrials:
             theirs = {(result.of, result.site) for result in again}
             sites += again
             sites += [
-                s for s in measured.sites
-                if s.pass_ == "escalated" and (s.of, s.site) not in theirs
-            ]  # fmt: skip
+                s for s in measured.sites if s.pass_ == "escalated" and (s.of, s.site) not in theirs
+            ]
             measurer.judge.samples.take(samples)
         samples = measured.samples.with_changed(measurer.judge.samples)
         # the tensors of the pairs are those without the fault, and show nothing of its structure
@@ -269,10 +279,14 @@ class SensitivityTrials:
             for record in filter(None, (anchored, again)):
                 entering = None if fault.spelled is not None else self._entering(record)
                 tensor = fault.apply(
-                    self._b.read(record), size, site=site, entering=entering, channel=channel,
+                    self._b.read(record),
+                    size,
+                    site=site,
+                    entering=entering,
+                    channel=channel,
                     # the number that capture gives a forward, so that noise is the same
                     forward=sample * FORWARDS + step,
-                )  # fmt: skip
+                )
                 yield record, tensor
 
     def _entering(self, record: Record) -> torch.Tensor | None:
@@ -394,17 +408,25 @@ def search_sizes(
             again = _search(trials, block, fault, True, guesses) if trials.escalated else (None, [])
             sizes.append(
                 FaultSize(
-                    block=block, fault=fault.name, size=own[0], tried=fault.high, evidence=own[1],
-                    escalated_size=again[0], escalated_evidence=again[1],
+                    block=block,
+                    fault=fault.name,
+                    size=own[0],
+                    tried=fault.high,
+                    evidence=own[1],
+                    escalated_size=again[0],
+                    escalated_evidence=again[1],
                 )
-            )  # fmt: skip
+            )
     return sizes
 
 
 def _search(
-    trials: SensitivityTrials, block: str, fault: SizedFault, escalated: bool,
+    trials: SensitivityTrials,
+    block: str,
+    fault: SizedFault,
+    escalated: bool,
     guesses: dict[bool, float | None],
-) -> tuple[float | None, list[Fact]]:  # fmt: skip
+) -> tuple[float | None, list[Fact]]:
     """(the smallest size that is seen, if one is; its evidence, or what is said instead)."""
     num_features = trials.num_features(block)
     why: dict[float, list[Fact]] = {}
@@ -417,9 +439,11 @@ def _search(
         return here
 
     size = smallest_seen(
-        seen, high=fault.high, low=1 / num_features if fault.in_features else LOWEST,
+        seen,
+        high=fault.high,
+        low=1 / num_features if fault.in_features else LOWEST,
         guess=guesses.get(escalated),
-    )  # fmt: skip
+    )
     if size is None:
         return None, why[fault.high]
     guesses[escalated] = size
@@ -477,10 +501,16 @@ def confirm_sizes(
             verdict = report.verdict
             confirmations.append(
                 Confirmation(
-                    block=block, fault=fault.name, plant=plant, size=size, expected=expected,
-                    seen=sees(verdict, block), verdict=verdict.kind, summary=verdict.summary,
+                    block=block,
+                    fault=fault.name,
+                    plant=plant,
+                    size=size,
+                    expected=expected,
+                    seen=sees(verdict, block),
+                    verdict=verdict.kind,
+                    summary=verdict.summary,
                 )
-            )  # fmt: skip
+            )
     return confirmations
 
 
@@ -527,12 +557,20 @@ def sensitivity(
             folder = Path(stack.enter_context(temporary))
         notes: list[Fact] = []
         capturing = partial(
-            make_run, model, like=a, device=device, trust_remote_code=trust_remote_code, force=True,
+            make_run,
+            model,
+            like=a,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            force=True,
             progress=progress,
-        )  # fmt: skip
+        )
         given: dict[str, Any] = {
-            "truth": truth, "floor": floor, "thresholds": thresholds, "progress": progress,
-        }  # fmt: skip
+            "truth": truth,
+            "floor": floor,
+            "thresholds": thresholds,
+            "progress": progress,
+        }
         if candidate is None:
             known = truth is not None or own_truth(a) is not None
             b, kernels = _made_here(a, capturing, folder / "candidate", escalate=known)
@@ -547,10 +585,14 @@ def sensitivity(
         confirmations = []
         if confirm:
             confirmations = confirm_sizes(
-                a, b, trials, sizes, block=where[len(where) // 2],
+                a,
+                b,
+                trials,
+                sizes,
+                block=where[len(where) // 2],
                 capturing=partial(capturing, out=folder / "planted"),
                 comparing=partial(compare, **given),
-            )  # fmt: skip
+            )
             left = {fault.name for fault in chosen} - {
                 confirmation.fault for confirmation in confirmations
             }
@@ -649,9 +691,12 @@ def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, 
     if verdict.kind not in _HEALTHY:
         truth = None if measured.truth is None else measured.truth.path
         again = command_line(
-            "compare", a.path, b.path, truth=truth,
+            "compare",
+            a.path,
+            b.path,
+            truth=truth,
             floor=[run.path if isinstance(run, Run) else run for run in given["floor"]],
-        )  # fmt: skip
+        )
         raise UsageError(
             "the pair is not healthy before anything is planted: "
             f"{verdict.kind}: {verdict.summary}",
@@ -713,8 +758,11 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[Comm
     if spread(num_tokens) > 1:
         commands.append(
             command(
-                "capture", a.manifest.model.source, o=beside(here, "-more"), prompts="FILE",
+                "capture",
+                a.manifest.model.source,
+                o=beside(here, "-more"),
+                prompts="FILE",
                 note=fact("experiments.more_prompts", num_tokens=num_tokens),
             )
-        )  # fmt: skip
+        )
     return commands

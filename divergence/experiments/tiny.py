@@ -74,8 +74,11 @@ _SWIGLU_RMS = 0.60
 MAX_POSITIONS = 512
 _CONFIG = "config.json"
 _FILES = {
-    "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-}  # fmt: skip
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+}
 """What a build that was stopped may have left: the config is written last."""
 
 
@@ -224,9 +227,12 @@ class Architecture:
 
 
 LLAMA = Architecture(
-    model_type="llama", model_class="LlamaForCausalLM", weights=_llama,
-    dimensions=grouped_dimensions, wrap="bos",
-)  # fmt: skip
+    model_type="llama",
+    model_class="LlamaForCausalLM",
+    weights=_llama,
+    dimensions=grouped_dimensions,
+    wrap="bos",
+)
 
 
 def build(

@@ -168,9 +168,12 @@ def agreement_of(
         return fact("fleet.none_told_apart", num_silent=num_silent)
     if num == total:
         return fact(
-            "fleet.all_agree", total=total, num_runs=total + num_silent, num_silent=num_silent,
+            "fleet.all_agree",
+            total=total,
+            num_runs=total + num_silent,
+            num_silent=num_silent,
             identical=identical,
-        )  # fmt: skip
+        )
     odd = outside(groups, left)
     if not odd:
         return fact(
@@ -180,9 +183,14 @@ def agreement_of(
     if len(odd) > 3:
         names = fact("fleet.many", runs=odd[:3], num_more=len(odd) - 3)
     return fact(
-        "fleet.majority", total=total, num=num, num_silent=num_silent, identical=identical,
-        odd=names, num_odd=len(odd),
-    )  # fmt: skip
+        "fleet.majority",
+        total=total,
+        num=num,
+        num_silent=num_silent,
+        identical=identical,
+        odd=names,
+        num_odd=len(odd),
+    )
 
 
 def outside(groups: Sequence[Sequence[Key]], left: Sequence[Key]) -> list[Key]:
@@ -228,18 +236,23 @@ def compare_many(
             hint=_make_truth(first),
         )
     options = {
-        "force": force, "name_map": name_map, "floor": [_opened(run) for run in one_or_more(floor)],
+        "force": force,
+        "name_map": name_map,
+        "floor": [_opened(run) for run in one_or_more(floor)],
         "layers": [_opened(run) for run in one_or_more(layers)],
-        "thresholds": thresholds, "device": device, "progress": progress,
-    }  # fmt: skip
+        "thresholds": thresholds,
+        "device": device,
+        "progress": progress,
+    }
     folder = None
     if reports is not None:
         folder = output_folder(expanded(reports), what="reports")
         if any(folder.iterdir()):
             raise UsageError(
-                "the directory for the reports is not empty", where=str(folder),
+                "the directory for the reports is not empty",
+                where=str(folder),
                 hint="give a new one",
-            )  # fmt: skip
+            )
     with measured_on(device):  # a device that cannot measure is no candidate's fault
         pass
     fleet = _Fleet(first, float64, options)
@@ -336,9 +349,11 @@ class _Fleet:
             ),
             odd_traits=only_there(
                 [member.manifest for member in odd], [member.manifest for member in largest]
-            ) if odd else [],
+            )
+            if odd
+            else [],
             next=self._next(odd, largest),
-        )  # fmt: skip
+        )
         return worded(matrix)
 
     def _next(self, odd: list[_Member], group: list[_Member]) -> list[str]:
@@ -351,11 +366,13 @@ class _Fleet:
         truth = None if self._truth is None else self._truth.path
         return [
             command_line(
-                "compare", reference.path, candidate.path,
+                "compare",
+                reference.path,
+                candidate.path,
                 truth=truth if self._truth_of(reference, candidate) else None,
             )
             for reference, candidate in pairs[:1]
-        ]  # fmt: skip
+        ]
 
     def _agree(self, pivot: _Member, other: _Member) -> bool | None:
         if pivot is self._members[0]:

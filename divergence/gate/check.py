@@ -72,9 +72,14 @@ def check(
     chosen = choose_golden(golden, new) if isinstance(golden, str | os.PathLike) else None
     golden = golden if chosen is None else chosen.path
     report = compare(
-        golden, new, name_map=name_map, truth=truth, floor=floor, thresholds=rules.thresholds,
+        golden,
+        new,
+        name_map=name_map,
+        truth=truth,
+        floor=floor,
+        thresholds=rules.thresholds,
         progress=progress,
-    )  # fmt: skip
+    )
     refuse_unfit(report)
     if report.verdict.kind == "incomparable" or report.coverage.num_compared == 0:
         raise _nothing_compared(report)
@@ -91,12 +96,15 @@ def check(
 def _nothing_compared(report: Report) -> _NothingComparedError:
     blocking = [
         fact(
-            "gate.blocking", check=line.check, reference=line.reference, candidate=line.candidate,
+            "gate.blocking",
+            check=line.check,
+            reference=line.reference,
+            candidate=line.candidate,
             details=line.details,
         )
         for line in report.preflight
         if line.status == "blocking"
-    ]  # fmt: skip
+    ]
     stopped = report.verdict.kind == "incomparable"
     error = _NothingComparedError(
         report.verdict.summary if stopped else sentence(fact("gate.nothing_compared")),
@@ -149,16 +157,21 @@ def _verdicts(
 
     def refused(rule: str, verdict: Verdict, what: Fact) -> Failure:
         return Failure(
-            rule=rule, site=verdict.onset.site if verdict.onset else None,
-            allowed=", ".join(map(sentence, allowed)), found=verdict.kind, fact=what,
-        )  # fmt: skip
+            rule=rule,
+            site=verdict.onset.site if verdict.onset else None,
+            allowed=", ".join(map(sentence, allowed)),
+            found=verdict.kind,
+            fact=what,
+        )
 
     if verdict.kind not in policy.verdicts and not knowledge.excused:
         tried = any(use.status != "unused" for use in knowledge.uses)
         what = fact(
-            "gate.verdict_refused", kind=_called(verdict.kind), allowed=allowed,
+            "gate.verdict_refused",
+            kind=_called(verdict.kind),
+            allowed=allowed,
             why_not=knowledge.why_not if tried else None,
-        )  # fmt: skip
+        )
         yield refused("verdicts", verdict, what)
     if whole is not None and whole.kind not in policy.verdicts:
         what = fact("gate.whole_refused", kind=whole.kind, what=whole.headline)
@@ -187,19 +200,29 @@ def _inputs(report: Report) -> Iterator[Failure]:
     if other is not None and other != golden.id and not compared:
         again = command_line("capture", like=golden.path, o=report.candidate.path, force=True)
         yield Failure(
-            rule="anchored", allowed=golden.id, found=other,
+            rule="anchored",
+            allowed=golden.id,
+            found=other,
             fact=fact("gate.other_inputs", again=again),
-        )  # fmt: skip
+        )
 
 
 def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
     shares = [
-        (row.share, fact(
-            "gate.pass_compared", pass_=row.pass_, num=row.num_compared, what=row.what,
-            num_left_out=row.num_missing + row.num_skipped, num_extra=row.num_extra, why=row.why,
-        ))
+        (
+            row.share,
+            fact(
+                "gate.pass_compared",
+                pass_=row.pass_,
+                num=row.num_compared,
+                what=row.what,
+                num_left_out=row.num_missing + row.num_skipped,
+                num_extra=row.num_extra,
+                why=row.why,
+            ),
+        )
         for row in coverage.passes
-    ]  # fmt: skip
+    ]
     if not shares:
         left_out = coverage.num_only_reference + coverage.num_skipped
         compared = fact("gate.records_compared", num=coverage.num_compared, num_left_out=left_out)
@@ -207,17 +230,36 @@ def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
     for share, what in shares:
         if not share >= least:
             yield Failure(
-                rule="min_coverage", allowed=f">= {least:g}", found=f"{share:.6g}",
+                rule="min_coverage",
+                allowed=f">= {least:g}",
+                found=f"{share:.6g}",
                 fact=fact("gate.share_too_low", what=what, share=share, least=least),
-            )  # fmt: skip
+            )
 
 
 _OF_MACHINES = (
-    "code", "weights", "prompt ids", "labels", "tokenizer", "chat template", "generated ids",
-    "dtype", "batch shape", "determinism", "repeatability", "driver", "runtime", "cpu", "cpu model",
-    "architecture", "torch build", "threads", "environment variables", "planted faults",
+    "code",
+    "weights",
+    "prompt ids",
+    "labels",
+    "tokenizer",
+    "chat template",
+    "generated ids",
+    "dtype",
+    "batch shape",
+    "determinism",
+    "repeatability",
+    "driver",
+    "runtime",
+    "cpu",
+    "cpu model",
+    "architecture",
+    "torch build",
+    "threads",
+    "environment variables",
+    "planted faults",
     "completeness",
-)  # fmt: skip
+)
 """Checks whose difference gives a model's modules no other code and no other constants."""
 
 
@@ -243,11 +285,14 @@ def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
                 allowed=sentence(fact("gate.the_same")),
                 found=f"{line.reference} / {line.candidate}",
                 fact=fact(
-                    "gate.setting_differs", check=line.check, status=line.status,
-                    reference=line.reference, candidate=line.candidate,
+                    "gate.setting_differs",
+                    check=line.check,
+                    status=line.status,
+                    reference=line.reference,
+                    candidate=line.candidate,
                     details=(line.details or None) if line.reference == line.candidate else None,
                 ),
-            )  # fmt: skip
+            )
 
 
 def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
@@ -289,9 +334,14 @@ def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
 
 
 def _too_few(
-    rules: TokensPolicy, equal: int, ties: int, total: int, missing: int,
-    *, num_ties: int | None = None,
-) -> Iterator[Failure]:  # fmt: skip
+    rules: TokensPolicy,
+    equal: int,
+    ties: int,
+    total: int,
+    missing: int,
+    *,
+    num_ties: int | None = None,
+) -> Iterator[Failure]:
     """``ties`` count as equal; ``num_ties``: what to say of them, where those are not all."""
     num_ties = ties if num_ties is None else num_ties
     for rule, least, share in (
@@ -300,12 +350,18 @@ def _too_few(
     ):
         if least is not None and share < least:
             yield Failure(
-                rule=rule, allowed=f">= {least:g}", found=f"{share:.6g}",
+                rule=rule,
+                allowed=f">= {least:g}",
+                found=f"{share:.6g}",
                 fact=fact(
-                    "gate.tokens_too_few", num_equal=equal, total=total, num_ties=num_ties,
-                    num_missing=missing, least=least,
+                    "gate.tokens_too_few",
+                    num_equal=equal,
+                    total=total,
+                    num_ties=num_ties,
+                    num_missing=missing,
+                    least=least,
                 ),
-            )  # fmt: skip
+            )
 
 
 def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
@@ -352,10 +408,13 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
                 of_floor = name.startswith("ratio")
                 what = fact("gate.number_unknown", name=name, place=place, of_floor=of_floor)
             yield Failure(
-                rule=f"tolerance.{name}", site=site.site, allowed=f"<= {limit:g}",
-                found="unknown" if value is None else f"{value:.6g}", fact=what,
+                rule=f"tolerance.{name}",
+                site=site.site,
+                allowed=f"<= {limit:g}",
+                found="unknown" if value is None else f"{value:.6g}",
+                fact=what,
                 tolerance=policy.tolerance.index(tolerance_here),
-            )  # fmt: skip
+            )
 
 
 def _notes(report: Report, policy: Policy) -> list[Fact]:

@@ -105,9 +105,13 @@ def bless(
             files = target.rglob("*") if target.is_dir() else [target]
             changes["replaced_bytes"] = sum(f.stat().st_size for f in files if f.is_file())
         if store_run(
-            kept, target, previous=previous if keep_previous else None, deflate=True, agree=ask,
+            kept,
+            target,
+            previous=previous if keep_previous else None,
+            deflate=True,
+            agree=ask,
             progress=progress,
-        ):  # fmt: skip
+        ):
             changes["previous"] = str(Path(golden).parent / previous.name)
     except (OSError, shutil.Error) as error:
         raise RunWriteError(
@@ -149,8 +153,10 @@ def _changes(
         old_sites = site_names(old.records)
         report = compare(target, source, name_map=name_map, progress=progress)
         changes |= {
-            "verdict": report.verdict.kind, "summary": report.verdict.summary, "report": report,
-        }  # fmt: skip
+            "verdict": report.verdict.kind,
+            "summary": report.verdict.summary,
+            "report": report,
+        }
     # a golden that cannot be compared any more is what blessing is for
     except (IncomparableError, RunFormatError, UsageError) as error:
         changes["reason"] = error.message
@@ -283,16 +289,21 @@ def choose_golden(
         golden, its = Run.open(path), run.manifest.environment
         expected = golden.manifest.environment
         fit = (
-            _dtype(golden) == _dtype(run), expected.device_type == its.device_type,
+            _dtype(golden) == _dtype(run),
+            expected.device_type == its.device_type,
             expected.device_name == its.device_name,
-        )  # fmt: skip
+        )
         fits.append((fit, path))
     (dtype, kind, device), path = max(fits, key=lambda item: item[0])
     lacks = [what for what, same in (("dtype", dtype), ("kind", kind)) if not same]
     choice = fact(
-        "gate.choice", path=str(path), num=len(goldens), lacks=" ".join(lacks), device=device,
+        "gate.choice",
+        path=str(path),
+        num=len(goldens),
+        lacks=" ".join(lacks),
+        device=device,
         name=golden_name(run),
-    )  # fmt: skip
+    )
     return Choice(path=path, text=sentence(choice))
 
 

@@ -122,10 +122,16 @@ def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.dat
         figures = _figures(limits, largest)
         what = fact("gate.used", num=len(meant), figures=figures, until=until)
     return KnownUse(
-        number=number, sites=entry.sites, status=what.code.removeprefix("gate."), fact=what,
-        num_records=len(meant), allowed=limits, found=largest if meant else {},
-        reason=entry.reason, until=entry.until,
-    )  # fmt: skip
+        number=number,
+        sites=entry.sites,
+        status=what.code.removeprefix("gate."),
+        fact=what,
+        num_records=len(meant),
+        allowed=limits,
+        found=largest if meant else {},
+        reason=entry.reason,
+        until=entry.until,
+    )
 
 
 def _covers(entry: Known, site: SiteResult) -> bool:

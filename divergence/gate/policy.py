@@ -312,9 +312,13 @@ def _with_tables(places: tuple[tuple[str, str], ...]) -> type[Policy]:
     """A policy that has these tables of domains."""
     structs = [(name, placed(place)) for name, place in places]
     kind: Any = msgspec.defstruct(
-        "Policy", [(name, struct, struct()) for name, struct in structs], bases=(Policy,),
-        frozen=True, kw_only=True, forbid_unknown_fields=True,
-    )  # fmt: skip
+        "Policy",
+        [(name, struct, struct()) for name, struct in structs],
+        bases=(Policy,),
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
     return cast(type[Policy], kind)
 
 

@@ -33,9 +33,12 @@ class LogAxis:
         high = math.ceil(math.log10(max(real))) if real else 0
         high = max(high, low + 1)
         return cls(
-            max(low, high - _MOST_DECADES), high, height,
-            any(value == 0 for value in known), any(not math.isfinite(value) for value in known),
-        )  # fmt: skip
+            max(low, high - _MOST_DECADES),
+            high,
+            height,
+            any(value == 0 for value in known),
+            any(not math.isfinite(value) for value in known),
+        )
 
     @property
     def top(self) -> float:
@@ -111,8 +114,9 @@ def figure(item: Plot | HeatMap) -> Element:
         el("figcaption", el("strong", item.title), el("span", item.described)),
         el("ul", *keys, class_="legend"),
         el("div", picture, class_="stage", data_figure=item.id),
-        id=item.id, class_="wide" if wide else None,
-    )  # fmt: skip
+        id=item.id,
+        class_="wide" if wide else None,
+    )
 
 
 def script(item: Plot | HeatMap) -> dict[str, object]:
@@ -124,10 +128,14 @@ def script(item: Plot | HeatMap) -> dict[str, object]:
         return float(f"{value:.2g}") if math.isfinite(value) else f"{value:g}"
 
     return {
-        "kind": "heat", "rows": item.rows, "columns": item.columns, "column": item.column,
-        "unit": item.scale.unit, "blocks": item.rows,
+        "kind": "heat",
+        "rows": item.rows,
+        "columns": item.columns,
+        "column": item.column,
+        "unit": item.scale.unit,
+        "blocks": item.rows,
         "values": [[None if v is None else rounded(v) for v in row] for row in item.values],
-    }  # fmt: skip
+    }
 
 
 def _axis(plot: Plot) -> LogAxis:
@@ -182,12 +190,20 @@ def drawn(plot: Plot, width: float | None = None) -> list[Node]:
             if v is not None and (across.count <= _MOST_DOTS or n in marked)
         ]
     if width is None:
-        curves = [el(
-            "svg", *curves, width="100%", height=HEIGHT, viewBox=f"0 0 {across.count} {HEIGHT:g}",
-            preserveAspectRatio="none",
-        )]  # fmt: skip
-    grid: list[Node] = [el("line", x1=0, x2=across.end, y1=_px(y), y2=_px(y), class_="grid")
-                        for y, _ in axis.ticks()]  # fmt: skip
+        curves = [
+            el(
+                "svg",
+                *curves,
+                width="100%",
+                height=HEIGHT,
+                viewBox=f"0 0 {across.count} {HEIGHT:g}",
+                preserveAspectRatio="none",
+            )
+        ]
+    grid: list[Node] = [
+        el("line", x1=0, x2=across.end, y1=_px(y), y2=_px(y), class_="grid")
+        for y, _ in axis.ticks()
+    ]
     if plot.onset is not None:
         x = across.at(plot.onset)
         grid.append(el("line", x1=x, x2=x, y1=0, y2=HEIGHT, class_="onset"))
@@ -204,9 +220,14 @@ def _heat_map(item: HeatMap) -> Element:
             cells.setdefault(kind, []).append(f"M{x} {y}h{length}v1h-{length}z")
     paths = [el("path", d="".join(parts), class_=kind) for kind, parts in sorted(cells.items())]
     inner = el(
-        "svg", *paths, width="100%", height=height, viewBox=f"0 0 {len(item.columns)} {len(rows)}",
-        preserveAspectRatio="none", shape_rendering="crispEdges",
-    )  # fmt: skip
+        "svg",
+        *paths,
+        width="100%",
+        height=height,
+        viewBox=f"0 0 {len(item.columns)} {len(rows)}",
+        preserveAspectRatio="none",
+        shape_rendering="crispEdges",
+    )
     ticks: list[Node] = []
     for n in _beside(rows, max(2, int(height // 16))):
         middle = (n + 0.5) * row_height
@@ -214,9 +235,13 @@ def _heat_map(item: HeatMap) -> Element:
         ticks.append(el("text", name, x="100%", dx=-6, y=_px(middle + 4), text_anchor="end"))
     left = el("svg", *ticks, class_="ticks", height=height, aria_hidden="true")
     area = el(
-        "svg", inner, *_names_below(item.columns, _Across(len(item.columns)), height),
-        class_="area", height=height + 22, aria_hidden="true",
-    )  # fmt: skip
+        "svg",
+        inner,
+        *_names_below(item.columns, _Across(len(item.columns)), height),
+        class_="area",
+        height=height + 22,
+        aria_hidden="true",
+    )
     label = f"{item.title}. {item.described}"
     return el("div", left, area, class_="plot", role="img", aria_label=label)
 
@@ -258,8 +283,15 @@ def _dot(kind: str, x: str, y: float, flagged: bool) -> Element:
     style = f"dot {kind}{' flagged' if flagged else ''}"
     size = 5.0 if flagged else 2.6
     if kind == "candidate":  # another shape, for who does not tell the colours apart
-        return el("rect", x=x, y=_px(y - size), width=2 * size, height=2 * size,
-                  transform=f"translate({-size:g})", class_=style)  # fmt: skip
+        return el(
+            "rect",
+            x=x,
+            y=_px(y - size),
+            width=2 * size,
+            height=2 * size,
+            transform=f"translate({-size:g})",
+            class_=style,
+        )
     return el("circle", cx=x, cy=_px(y), r=size, class_=style)
 
 

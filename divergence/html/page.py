@@ -19,10 +19,16 @@ _STANDINGS = {"green": ("good", "✓"), "red": ("bad", "✕"), "magenta": ("unsu
 
 
 def frame(
-    command_name: str, title: str, documents: Sequence[Document], *,
-    attachment: bytes, made_by: str, columns: Sequence[str] = (), noun: str = "Block",
+    command_name: str,
+    title: str,
+    documents: Sequence[Document],
+    *,
+    attachment: bytes,
+    made_by: str,
+    columns: Sequence[str] = (),
+    noun: str = "Block",
     data_lead: str = "This page holds the answer it was made of.",
-) -> str:  # fmt: skip
+) -> str:
     """The whole file. ``title``: the answer, as a browser's tab shows it. ``attachment``: the JSON
     to download, of which the script makes the CSV of ``columns``, where there are some. ``noun``:
     what can be chosen in a figure."""
@@ -33,8 +39,14 @@ def frame(
         if section.body or section.detail or section.lead
     ]
     data = Section(id="download", title="Data", lead=data_lead)
-    toggle = el("button", "Theme", type="button", id="theme", hidden=True,
-                aria_label="Switch between light and dark")  # fmt: skip
+    toggle = el(
+        "button",
+        "Theme",
+        type="button",
+        id="theme",
+        hidden=True,
+        aria_label="Switch between light and dark",
+    )
     brand = el("span", el("b", "divergence"), f" {command_name}", class_="brand")
     links = [
         el("li", el("a", section_title(section), href=f"#{section.id}"))
@@ -46,10 +58,15 @@ def frame(
         "body",
         el("a", "Skip to the verdict", href="#verdict", class_="skip"),
         el("header", brand, toggle, class_="top"),
-        el("main", *itertools.starmap(_opening, enumerate(documents)), contents,
-           *map(element, sections), element(data, *_buttons(csv=bool(columns)))),
+        el(
+            "main",
+            *itertools.starmap(_opening, enumerate(documents)),
+            contents,
+            *map(element, sections),
+            element(data, *_buttons(csv=bool(columns))),
+        ),
         el("footer", el("p", made)),
-    )  # fmt: skip
+    )
     script = {**script_data(sections), "columns": columns, "noun": noun}
     text = json.dumps(script, ensure_ascii=False, allow_nan=False)
     text = printable_json(text.encode("utf-8", "backslashreplace").decode())
@@ -72,17 +89,23 @@ def _opening(number: int, whole: Document) -> Element:
         el("p", mark, headline.word, class_="badge") if headline.word else None,
         el("h1", name(_capital(headline.text)), class_=long),
         *(el("p", fact.text) for fact in lone),
-        facts(rows, class_="facts verdict-facts") if rows else None, *_why(whole.why),
-    )  # fmt: skip
+        facts(rows, class_="facts verdict-facts") if rows else None,
+        *_why(whole.why),
+    )
     if whole.sides:
-        cards = el("div", *map(_card, whole.sides), class_="pair", role="group",
-                   aria_label="The two runs")  # fmt: skip
+        cards = el(
+            "div", *map(_card, whole.sides), class_="pair", role="group", aria_label="The two runs"
+        )
         content = el("div", content, cards, class_="opening")
     below = [el("h2", "Do this next"), *map(command, whole.next)] if whole.next else []
     return el(
-        "section", content, *below, class_=f"verdict {standing}",
-        id=f"verdict-{number}" if number else "verdict", aria_label=headline.word or "Answer",
-    )  # fmt: skip
+        "section",
+        content,
+        *below,
+        class_=f"verdict {standing}",
+        id=f"verdict-{number}" if number else "verdict",
+        aria_label=headline.word or "Answer",
+    )
 
 
 def _capital(sentence: str) -> str:

@@ -185,10 +185,13 @@ def small_table(
 ) -> str:
     """A title, and below it names and what they are; without a value a row is left out."""
     lines = [
-        el("tr", el("th", term, scope="row", style=_CELL),
-           el("td", both_ends(value, _LONGEST_NOTEBOOK), style=_CELL))
+        el(
+            "tr",
+            el("th", term, scope="row", style=_CELL),
+            el("td", both_ends(value, _LONGEST_NOTEBOOK), style=_CELL),
+        )
         for term, value in rows
         if value
-    ]  # fmt: skip
+    ]
     caption = el("caption", el("b", both_ends(title, _LONGEST_NOTEBOOK)), style="text-align:left")
     return render(el("div", el("table", caption, el("tbody", *lines)), picture))

@@ -103,13 +103,22 @@ def compose(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Element:
     told = " ".join(plot.label for plot in plots)
     canvas = el("rect", width=WIDTH, height=height, fill="#ffffff")
     return el(
-        "svg", el("title", title) if title else None, el("desc", told), canvas, *nodes,
-        xmlns="http://www.w3.org/2000/svg", width=WIDTH, height=height,
-        viewBox=f"0 0 {WIDTH:g} {height:g}", role="img",
+        "svg",
+        el("title", title) if title else None,
+        el("desc", told),
+        canvas,
+        *nodes,
+        xmlns="http://www.w3.org/2000/svg",
+        width=WIDTH,
+        height=height,
+        viewBox=f"0 0 {WIDTH:g} {height:g}",
+        role="img",
         aria_label=f"{title}. {told}" if title else told,
-        font_family=colour("sans"), font_size=11, fill=colour("text"),
+        font_family=colour("sans"),
+        font_size=11,
+        fill=colour("text"),
         style="max-width:100%;height:auto",
-    )  # fmt: skip
+    )
 
 
 def _panel(plot: Plot, top: float) -> tuple[list[Node], float]:
@@ -129,11 +138,16 @@ def _panel(plot: Plot, top: float) -> tuple[list[Node], float]:
     wide = WIDTH - 2 * _MARGIN - _AXIS
     area = [inked(node) for node in drawn(plot, wide)]
     grey = colour("muted")
-    nodes.append(el(
-        "g", *axis_ticks(plot, "0"),
-        el("text", "block", x=0, dx=-6, y=HEIGHT + 16, text_anchor="end"), *area,
-        transform=f"translate({_MARGIN + _AXIS:g} {y:g})", fill=grey,
-    ))  # fmt: skip
+    nodes.append(
+        el(
+            "g",
+            *axis_ticks(plot, "0"),
+            el("text", "block", x=0, dx=-6, y=HEIGHT + 16, text_anchor="end"),
+            *area,
+            transform=f"translate({_MARGIN + _AXIS:g} {y:g})",
+            fill=grey,
+        )
+    )
     return nodes, y + HEIGHT + 22 - top
 
 
@@ -144,8 +158,9 @@ def _key(kind: str, x: float, y: float) -> list[Node]:
         drawing = el("path", d=f"M{x:g} {y:g}h14", class_=kind)
     elif shape == "band" or name == "candidate":
         size = 12 if shape == "band" else 8
-        drawing = el("rect", x=x + 7 - size / 2, y=y - size / 2, width=size, height=size,
-                     class_=kind)  # fmt: skip
+        drawing = el(
+            "rect", x=x + 7 - size / 2, y=y - size / 2, width=size, height=size, class_=kind
+        )
     else:
         drawing = el("circle", cx=x + 7, cy=y, r=4.5, class_=kind)
     return [inked(drawing)]
@@ -158,9 +173,16 @@ def _text(
     return el("text", cut, x=x, y=y, font_size=size, **attributes)
 
 
-_INKS = frozenset({
-    "fill", "fill-opacity", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width",
-})  # fmt: skip
+_INKS = frozenset(
+    {
+        "fill",
+        "fill-opacity",
+        "stroke",
+        "stroke-dasharray",
+        "stroke-linejoin",
+        "stroke-width",
+    }
+)
 _VARIABLE = re.compile(r"--([\w-]+): (?:light-dark\(([^,]+),[^)]*\)|([^;]+));")
 _RULE = re.compile(r"^(\.[\w.-]+(?:, \.[\w.-]+)*) \{ ([^}]*) \}", re.M)
 

@@ -42,9 +42,11 @@ def element(section: Section, *more: Node) -> Element:
         "section",
         el("h2", section_title(section), id=f"{section.id}-title"),
         el("p", lead, class_="lead") if lead else None,
-        *_all_nodes(section.body), *more,
-        id=section.id, aria_labelledby=f"{section.id}-title",
-    )  # fmt: skip
+        *_all_nodes(section.body),
+        *more,
+        id=section.id,
+        aria_labelledby=f"{section.id}-title",
+    )
 
 
 def section_title(section: Section) -> str:
@@ -88,10 +90,13 @@ def _nodes(block: Block | None) -> Iterator[Node]:
 
 
 _STRIPS = el(
-    "p", el("span", "A", class_="a"), " above, ", el("span", "B", class_="b"),
+    "p",
+    el("span", "A", class_="a"),
+    " above, ",
+    el("span", "B", class_="b"),
     " below where they differ. Below a difference: by how many logits A's choice was ahead.",
     class_="note",
-)  # fmt: skip
+)
 
 
 def _strip(strip: Strip) -> Element:
@@ -137,10 +142,15 @@ def table(content: Table) -> Element:
     content = content.on("page")
     columns, is_word = [column for _, column in content.shown], content.is_word
     head = [
-        el("th", column.title, scope="col", class_=None if word else "figure",
-           title=column.meaning or None)
+        el(
+            "th",
+            column.title,
+            scope="col",
+            class_=None if word else "figure",
+            title=column.meaning or None,
+        )
         for column, word in zip(columns, is_word, strict=True)
-    ]  # fmt: skip
+    ]
     body = []
     for number, row in enumerate(content.cells()):
         mark = _mark(content, number)
@@ -157,13 +167,21 @@ def table(content: Table) -> Element:
             notes = (el("p", item.text) for item in below)
             body.append(el("tr", el("td", *notes, colspan=len(columns)), class_="below"))
     grid = el(
-        "table", el("caption", content.caption) if content.caption else None,
-        el("thead", el("tr", *head)) if any(content.titles) else None, el("tbody", *body),
+        "table",
+        el("caption", content.caption) if content.caption else None,
+        el("thead", el("tr", *head)) if any(content.titles) else None,
+        el("tbody", *body),
         class_="names" if content.names else None,
-    )  # fmt: skip
+    )
     # what scrolls must be reached by keyboard, and so needs a name
-    wide = el("div", grid, class_="scroll", tabindex=0, role="group",
-              aria_label=content.caption or "Table")  # fmt: skip
+    wide = el(
+        "div",
+        grid,
+        class_="scroll",
+        tabindex=0,
+        role="group",
+        aria_label=content.caption or "Table",
+    )
     note = _note(content)
     return el("div", wide, el("p", note, class_="note") if note else None)
 
@@ -185,19 +203,23 @@ def script_data(sections: Sequence[Section]) -> dict[str, Any]:
         known["facts"] += part.facts
         known["tables"] += [
             {
-                "caption": its.caption, "titles": its.titles, "words": its.is_word,
+                "caption": its.caption,
+                "titles": its.titles,
+                "words": its.is_word,
                 "meanings": [column.meaning for _, column in its.shown],
                 "rows": [[both_ends(cell, LONGEST) for cell in row] for row in its.cells()],
                 "marks": [_mark(its, number) for number in range(len(its.marks))],
-                "note": _note(its), "names": its.names,
+                "note": _note(its),
+                "names": its.names,
             }
             for its in (table.on("page") for table in part.tables)  # for page.js, makeTable
-        ]  # fmt: skip
+        ]
     bodies = (block for section in sections for block in section.body)
     figures = {
         item.id: script(item)
-        for block in bodies if isinstance(block, Figures)
+        for block in bodies
+        if isinstance(block, Figures)
         for item in block.drawings
-    }  # fmt: skip
+    }
     chosen = next((entry.chosen for entry in sections if entry.chosen is not None), None)
     return {"figures": figures, "blocks": blocks, "chosen": chosen}

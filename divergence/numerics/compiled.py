@@ -342,9 +342,20 @@ def gather_compiled(sums: Sums, rows: np.ndarray | slice) -> Sums:
     base = a if sums.base is None else stored(sums.base)
     totals, largest = np.zeros(2), np.array([0, -1, -1])
     left_out = _add_rows(
-        a, b, base, sums.base is not None, rows, sums.row_a, sums.row_d, sums.row_update,
-        sums.row_finite, sums.col_a, sums.col_d, totals, largest,
-    )  # fmt: skip
+        a,
+        b,
+        base,
+        sums.base is not None,
+        rows,
+        sums.row_a,
+        sums.row_d,
+        sums.row_update,
+        sums.row_finite,
+        sums.col_a,
+        sums.col_d,
+        totals,
+        largest,
+    )
     sums.product += float(totals[0])
     sums.product_squares += float(totals[1])
     sums.num_finite += len(rows) * sums.a.num_cols

@@ -85,8 +85,14 @@ def estimate_pair(
     a2, b2 = float(np.square(ref.norm[kept]).sum()), float(np.square(cand.norm[kept]).sum())
     total = float(d2[kept].sum())
     rel_l2 = _root(total, a2)
-    estimate = _interval(apart[kept], float(gaps[kept].sum()), a2, k,
-                         variance, resolution(num_features, k, sums=sums))  # fmt: skip
+    estimate = _interval(
+        apart[kept],
+        float(gaps[kept].sum()),
+        a2,
+        k,
+        variance,
+        resolution(num_features, k, sums=sums),
+    )
     # ‖a‖² - ‖b‖², as a difference of near numbers
     nearer = float(((ref.norm - cand.norm) * (ref.norm + cand.norm))[kept].sum())
     norms = math.sqrt(a2), math.sqrt(b2)

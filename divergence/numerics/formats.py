@@ -62,9 +62,16 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _INTEGERS = (
-    ("bool", 1, 1), ("uint8", 1, 8), ("int8", 1, 7), ("uint16", 2, 16), ("int16", 2, 15),
-    ("uint32", 4, 32), ("int32", 4, 31), ("uint64", 8, 64), ("int64", 8, 63),
-)  # fmt: skip
+    ("bool", 1, 1),
+    ("uint8", 1, 8),
+    ("int8", 1, 7),
+    ("uint16", 2, 16),
+    ("int16", 2, 15),
+    ("uint32", 4, 32),
+    ("int32", 4, 31),
+    ("uint64", 8, 64),
+    ("int64", 8, 63),
+)
 """(name, bytes, value bits)."""
 _FLOATS: tuple[tuple[str, FormatKind, int, int, int, float], ...] = (
     ("float8_e8m0fnu", "float", 1, 0, -127, 2.0**127),
@@ -83,34 +90,76 @@ _FLOATS: tuple[tuple[str, FormatKind, int, int, int, float], ...] = (
 
 FORMATS: dict[str, Format] = {
     name: Format(
-        name=name, kind="bool" if name == "bool" else "int", itemsize=itemsize, mantissa_bits=bits,
-        unit_roundoff=0.0, smallest_normal=1.0, smallest_subnormal=1.0, max=float(2**bits - 1),
+        name=name,
+        kind="bool" if name == "bool" else "int",
+        itemsize=itemsize,
+        mantissa_bits=bits,
+        unit_roundoff=0.0,
+        smallest_normal=1.0,
+        smallest_subnormal=1.0,
+        max=float(2**bits - 1),
         signed=name.startswith("int"),
     )
     for name, itemsize, bits in _INTEGERS
 } | {
     name: Format(
-        name=name, kind=kind, itemsize=itemsize, mantissa_bits=bits,
-        unit_roundoff=2.0 ** -(bits + 1), smallest_normal=2.0**exponent,
-        smallest_subnormal=2.0**exponent * 2.0**-bits, max=largest, signed=bits > 0,
+        name=name,
+        kind=kind,
+        itemsize=itemsize,
+        mantissa_bits=bits,
+        unit_roundoff=2.0 ** -(bits + 1),
+        smallest_normal=2.0**exponent,
+        smallest_subnormal=2.0**exponent * 2.0**-bits,
+        max=largest,
+        signed=bits > 0,
     )
     for name, kind, itemsize, bits, exponent, largest in _FLOATS
-}  # fmt: skip
+}
 
 _ALIASES = {
-    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16",
-    "fp32": "float32", "f32": "float32", "float": "float32", "single": "float32",
-    "fp64": "float64", "f64": "float64", "double": "float64",
-    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "f8_e4m3": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn",
-    "e4m3fnuz": "float8_e4m3fnuz", "fp8_e5m2": "float8_e5m2", "f8_e5m2": "float8_e5m2",
-    "e5m2": "float8_e5m2", "e5m2fnuz": "float8_e5m2fnuz",
-    "e8m0": "float8_e8m0fnu", "e8m0fnu": "float8_e8m0fnu", "f8_e8m0": "float8_e8m0fnu",
-    "char": "int8", "byte": "uint8", "short": "int16", "int": "int32", "long": "int64",
-    "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
-    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
-    "cfloat": "complex64", "c64": "complex64", "cdouble": "complex128", "c128": "complex128",
-}  # fmt: skip
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "single": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "f8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn",
+    "e4m3fn": "float8_e4m3fn",
+    "e4m3fnuz": "float8_e4m3fnuz",
+    "fp8_e5m2": "float8_e5m2",
+    "f8_e5m2": "float8_e5m2",
+    "e5m2": "float8_e5m2",
+    "e5m2fnuz": "float8_e5m2fnuz",
+    "e8m0": "float8_e8m0fnu",
+    "e8m0fnu": "float8_e8m0fnu",
+    "f8_e8m0": "float8_e8m0fnu",
+    "char": "int8",
+    "byte": "uint8",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "i8": "int8",
+    "i16": "int16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "u16": "uint16",
+    "u32": "uint32",
+    "u64": "uint64",
+    "cfloat": "complex64",
+    "c64": "complex64",
+    "cdouble": "complex128",
+    "c128": "complex128",
+}
 
 
 @functools.lru_cache(maxsize=256)

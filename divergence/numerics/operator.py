@@ -80,9 +80,15 @@ def sum_rounding(num_terms: int) -> float:
 
 
 def measure_operator(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *, num_terms: int = 1,
-    of_gradient: bool = False, cancels: bool = False, before: Columns | None = None,
-) -> OperatorErrors | None:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    truth: torch.Tensor | None,
+    *,
+    num_terms: int = 1,
+    of_gradient: bool = False,
+    cancels: bool = False,
+    before: Columns | None = None,
+) -> OperatorErrors | None:
     """None where nothing finite is left. All have equally many numbers, in the same order.
 
     ``of_gradient``: rows below the median one are held against that. Terms of a gradient cancel
@@ -189,9 +195,11 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def _masked_alone(
-    a: tuple[torch.Tensor, float], b: tuple[torch.Tensor, float], truth: torch.Tensor,
+    a: tuple[torch.Tensor, float],
+    b: tuple[torch.Tensor, float],
+    truth: torch.Tensor,
     shape: tuple[int, ...],
-) -> tuple[Masked | None, torch.Tensor]:  # fmt: skip
+) -> tuple[Masked | None, torch.Tensor]:
     """What one side masks while the other has a score there, and where. ``a``, ``b``: values (T, D)
     and the largest finite number of the dtype. A number of either is right where the truth has the
     like."""

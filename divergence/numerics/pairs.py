@@ -159,9 +159,7 @@ class _Pair:
         self.row_nonfinite = np.zeros(self.a.num_rows, np.uint8)
 
     def _sums(self, rows: Rows) -> Sums:
-        arrays = (
-            self.row_a, self.row_d, self.row_update, self.row_finite, self.row_nonfinite
-        )  # fmt: skip
+        arrays = (self.row_a, self.row_d, self.row_update, self.row_finite, self.row_nonfinite)
         if self.there is not None:
             sums = Sums(self.a, self.b, self.base, dtype=self.dtype, rows=arrays)
             return self.there.gather(sums, rows)
@@ -564,9 +562,11 @@ class _Block:
             sums = (x[place][rest].sum() for x in (self.row_d, self.row_a))
             columns["rel_l2_without_sinks"][place] = float(root_ratios(*map(np.asarray, sums)))
         always = {
-            "numel": n, "num_finite": n, "num_rows": self.rows,
+            "numel": n,
+            "num_finite": n,
+            "num_rows": self.rows,
             "ulp_format": None if form is None else form.name,
-        }  # fmt: skip
+        }
         lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in columns.values()]
         names = tuple(columns)
         row_norms, row_diffs = norms, np.sqrt(self.row_d)
@@ -804,9 +804,12 @@ def against_many(
         good = np.asarray(np.isfinite(by_pair[[0, 1, 2, 3, 6]]).all(axis=(0, 2)))
         rows = np.arange(by_pair.shape[2])
     fields = derived | {
-        "sink": sink, "channels": channels, "peaks": channels[:, :3].max(axis=2),
-        "row_index": [rows] * count, "alike": [np.ones(len(rows), bool)] * count,
-    }  # fmt: skip
+        "sink": sink,
+        "channels": channels,
+        "peaks": channels[:, :3].max(axis=2),
+        "row_index": [rows] * count,
+        "alike": [np.ones(len(rows), bool)] * count,
+    }
     each = [fields[name] for name in AgainstTruth.__struct_fields__]
     columns_of = [[None] * count if values is None else list(values) for values in each]
     return [

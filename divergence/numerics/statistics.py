@@ -47,9 +47,12 @@ class Certainty(msgspec.Struct, frozen=True, kw_only=True):
     def excludes_zero(self) -> bool:
         """Do interval and p value both say that it is not 0?"""
         return (
-            self.low is not None and self.high is not None and not self.low <= 0 <= self.high
-            and self.p_value is not None and self.p_value <= _LEVEL
-        )  # fmt: skip
+            self.low is not None
+            and self.high is not None
+            and not self.low <= 0 <= self.high
+            and self.p_value is not None
+            and self.p_value <= _LEVEL
+        )
 
 
 def certainty_of(values: np.ndarray) -> Certainty:
@@ -80,9 +83,13 @@ def certainty_of(values: np.ndarray) -> Certainty:
             hits += int((np.abs((signs * values).mean(axis=1)) >= wanted).sum())
         p_value = (hits + 1) / (_DRAWS + 1)
     return Certainty(
-        num_prompts=num, mean=mean, low=float(low), high=float(high), p_value=p_value,
+        num_prompts=num,
+        mean=mean,
+        low=float(low),
+        high=float(high),
+        p_value=p_value,
         smallest_shift=z * spread / math.sqrt(num),
-    )  # fmt: skip
+    )
 
 
 def least_share(num: int, of: int) -> float:
@@ -180,9 +187,7 @@ class _Prompt:
         behind = self._sum(stays, stays) - stays @ own
         behind += self.alike * gone * (gone - 1) + 2 * other * num * gone
         across = self._sum(first, stays) + other * n * gone
-        mmd: np.ndarray = (
-            within / (n * (n - 1)) + behind / (m * (m - 1)) - 2 * across / (n * m)
-        )  # fmt: skip
+        mmd: np.ndarray = within / (n * (n - 1)) + behind / (m * (m - 1)) - 2 * across / (n * m)
         return mmd
 
     def _sum(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -202,10 +207,12 @@ def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, seed: int = 0)
     enough = ways >= math.log(2 / LEVEL)
     p_value = float((mmds >= mmds[0] - 1e-12).mean())
     return TwoSample(
-        num_prompts=len(pairs), num_answers=sum(len(answers) for answers, _ in pairs),
-        mmd=float(mmds[0]), p_value=p_value if enough else None,
+        num_prompts=len(pairs),
+        num_answers=sum(len(answers) for answers, _ in pairs),
+        mmd=float(mmds[0]),
+        p_value=p_value if enough else None,
         smallest_share=_smallest_share(prompts, pairs, mmds, generator) if enough else None,
-    )  # fmt: skip
+    )
 
 
 def _smallest_share(

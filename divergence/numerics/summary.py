@@ -64,14 +64,23 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def summary_of(
-    count: int, low: float, high: float, mean: float, rms: float,
-    num_nan: int, num_posinf: int, num_neginf: int, num_zero: int,
-) -> Summary:  # fmt: skip
+    count: int,
+    low: float,
+    high: float,
+    mean: float,
+    rms: float,
+    num_nan: int,
+    num_posinf: int,
+    num_neginf: int,
+    num_zero: int,
+) -> Summary:
     """Of ``count`` finite elements, and of what is none."""
     counts = {
-        "num_nan": num_nan, "num_posinf": num_posinf, "num_neginf": num_neginf,
+        "num_nan": num_nan,
+        "num_posinf": num_posinf,
+        "num_neginf": num_neginf,
         "num_zero": num_zero,
-    }  # fmt: skip
+    }
     if not count:
         return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
     top = max(abs(low), abs(high))
@@ -172,10 +181,16 @@ class _Tally:
     def summary(self) -> Summary:
         num = max(1, self.count)
         return summary_of(
-            self.count, self.low, self.high, math.ldexp(self.total / num, self.exponent),
+            self.count,
+            self.low,
+            self.high,
+            math.ldexp(self.total / num, self.exponent),
             math.ldexp(math.sqrt(self.squares / num), self.exponent),
-            self.num_nan, self.num_posinf, self.num_neginf, self.num_zero,
-        )  # fmt: skip
+            self.num_nan,
+            self.num_posinf,
+            self.num_neginf,
+            self.num_zero,
+        )
 
 
 _STACKED = ("float64", "float32", "float16", "bfloat16")
@@ -244,9 +259,15 @@ def _stacked(stack: torch.Tensor, kernel: Kernel) -> list[Summary | None]:
         zero = values == 0
         zeros = zero.sum(axis=1) if zero.any() else np.zeros(len(x), np.int64)
     columns = zip(
-        plain.tolist(), low.tolist(), high.tolist(), mean.tolist(), rms.tolist(), top.tolist(),
-        zeros.tolist(), strict=True,
-    )  # fmt: skip
+        plain.tolist(),
+        low.tolist(),
+        high.tolist(),
+        mean.tolist(),
+        rms.tolist(),
+        top.tolist(),
+        zeros.tolist(),
+        strict=True,
+    )
     return [
         Summary(min=a, max=b, mean=m, rms=r, absmax=t, num_zero=z) if ok else None
         for ok, a, b, m, r, t, z in columns

@@ -505,9 +505,17 @@ def gather(sums: Sums, rows: Rows, *, block: int = BLOCK) -> Sums:
 
 
 NONFINITE = (
-    "a_nan", "a_inf", "a_neginf", "b_nan", "b_inf", "b_neginf",
-    "differ", "a_alone", "b_alone", "mask_alike",
-)  # fmt: skip
+    "a_nan",
+    "a_inf",
+    "a_neginf",
+    "b_nan",
+    "b_inf",
+    "b_neginf",
+    "differ",
+    "a_alone",
+    "b_alone",
+    "mask_alike",
+)
 """What is counted. ``a_inf``: infinities of both signs, ``a_neginf`` those below; ``differ``:
 places where the sides do not agree; ``a_alone``: of them, those where b is finite."""
 
@@ -602,14 +610,19 @@ def following_of(mine: np.ndarray, other: np.ndarray) -> Following | None:
     delta, ratio = np.exp(other) - np.exp(mine), mine - other
     varies = len(mine) > 1 and mine.std() > 0 and other.std() > 0
     return Following(
-        num_tokens=len(mine), delta_p_mean=float(delta.mean()), delta_p_error=standard_error(delta),
+        num_tokens=len(mine),
+        delta_p_mean=float(delta.mean()),
+        delta_p_error=standard_error(delta),
         delta_p_rms=math.sqrt(float((delta * delta).mean())),
-        delta_p_p1=quantile(delta, 0.01), delta_p_p99=quantile(delta, 0.99),
+        delta_p_p1=quantile(delta, 0.01),
+        delta_p_p99=quantile(delta, 0.99),
         delta_logprob_mean=float(np.abs(ratio).mean()),
-        base=_exp(-float(mine.mean())), other=_exp(-float(other.mean())),
-        ln_ratio=float(ratio.mean()), ln_ratio_error=standard_error(ratio),
+        base=_exp(-float(mine.mean())),
+        other=_exp(-float(other.mean())),
+        ln_ratio=float(ratio.mean()),
+        ln_ratio_error=standard_error(ratio),
         ln_correlation=float(np.corrcoef(mine, other)[0, 1]) if varies else None,
-    )  # fmt: skip
+    )
 
 
 def quantile(values: np.ndarray, share: float) -> float:

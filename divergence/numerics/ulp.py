@@ -310,9 +310,16 @@ class InBlocks:
     """Masked distances of one block after another, in numpy: any format."""
 
     def __init__(
-        self, a: Grid, b: Grid, form: Format, *, rows: Rows, smallest_key: int, check: bool,
+        self,
+        a: Grid,
+        b: Grid,
+        form: Format,
+        *,
+        rows: Rows,
+        smallest_key: int,
+        check: bool,
         block: int = BLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``check``: leave out what is not finite on both sides."""
         self._a, self._b, self._form, self._check = a, b, form, check
         self._smallest_key = smallest_key

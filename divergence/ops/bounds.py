@@ -254,8 +254,9 @@ def _attention(bound: Bound) -> None:
 def _forward(bound: Bound) -> None:
     """(B, T, H, D) each; of several lengths packed into one none."""
     lengths = ("cum_seq", "cu_seq", "seqused", "block_table", "seqlen_k")
-    packed = [name for name in bound if bound[name] is not None
-              and any(word in name for word in lengths)]  # fmt: skip
+    packed = [
+        name for name in bound if bound[name] is not None and any(word in name for word in lengths)
+    ]
     fits(not packed, f"{', '.join(packed)} given")
     shapes = [bound[name].transpose(1, 2).shape for name in ("query", "key", "value")]
     same_sequences(*shapes)
@@ -348,19 +349,45 @@ _CHECKS: dict[str, Callable[[Bound], object]] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _loss),
     "embedding_dense_backward": _embedding_gradient,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_gradient,
-    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_reduce", "gather", "scatter",
-                     "scatter_add", "scatter_reduce"), _along),
+    **dict.fromkeys(
+        (
+            "index_select",
+            "index_add",
+            "index_copy",
+            "index_reduce",
+            "gather",
+            "scatter",
+            "scatter_add",
+            "scatter_reduce",
+        ),
+        _along,
+    ),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _index),
     **dict.fromkeys(("take", "put"), _take),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _ends),
-    **{f"_scaled_dot_product_{name}": _attention for name in (
-        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
-        "fused_attention_overrideable")},
+    **{
+        f"_scaled_dot_product_{name}": _attention
+        for name in (
+            "flash_attention",
+            "flash_attention_for_cpu",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    },
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), normalized_axes),
     **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fourier),
-    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "batch_norm",
-                     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-                     "cudnn_batch_norm"), _batch_norm),
+    **dict.fromkeys(
+        (
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "batch_norm",
+            "_native_batch_norm_legit_functional",
+            "_native_batch_norm_legit_no_training",
+            "cudnn_batch_norm",
+        ),
+        _batch_norm,
+    ),
     "_weight_norm_interface": _weight_norm,
     "_scaled_dot_product_attention_math_for_mps": _attention,
     "bincount": _bincount,
@@ -371,4 +398,4 @@ _CHECKS: dict[str, Callable[[Bound], object]] = {
     "native_group_norm": _group_norm,
     "repeat_interleave": _repeats,
     "searchsorted": _searched,
-}  # fmt: skip
+}

@@ -608,9 +608,13 @@ def replay(
     interrupts it, a readable run is left behind.
     """
     given = plain_wishes(
-        sites=sites, device=device, trust_remote_code=trust_remote_code, label=label, force=force,
+        sites=sites,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        label=label,
+        force=force,
         command=command,
-    )  # fmt: skip
+    )
     sites, device = given["sites"], given["device"]
     source = Run.open(run)
     if source.manifest.settings.compute_dtype is not None:
@@ -636,10 +640,14 @@ def replay(
     ) as determinism:
         # the source's model and tokens; this machine's environment and switches
         settings = msgspec.structs.replace(
-            theirs.settings, device=device, device_map=None, switches=determinism.switches,
-            nondeterministic_warnings=[], cpu_fallbacks=[],
+            theirs.settings,
+            device=device,
+            device_map=None,
+            switches=determinism.switches,
+            nondeterministic_warnings=[],
+            cpu_fallbacks=[],
             compute_dtype="float64" if truth else None,
-        )  # fmt: skip
+        )
         label = label or ("float64 truth" if truth else None)
         manifest = Manifest(
             **provenance(device, command=command, like=theirs, label=label),
@@ -664,9 +672,14 @@ def replay(
                 on_progress("replay", number, len(calls), call.path)
                 try:
                     _run_one(
-                        source, call, weights, writer, device, asked_for(operators, device),
+                        source,
+                        call,
+                        weights,
+                        writer,
+                        device,
+                        asked_for(operators, device),
                         truth=truth,
-                    )  # fmt: skip
+                    )
                 except Refusal as refusal:
                     skipped[refusal.reason] = skipped.get(refusal.reason, 0) + 1
                     details[refusal.reason] += (

@@ -335,8 +335,12 @@ def what_differs(
 
 _PORTABLE = frozenset("float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split())
 """What every release of safetensors stores under its own name."""
-_PACKAGES = {"npu": "torch_npu", "torchvision": "torchvision", "vllm": "vllm",
-             "transformers": "transformers.integrations.moe"}  # fmt: skip
+_PACKAGES = {
+    "npu": "torch_npu",
+    "torchvision": "torchvision",
+    "vllm": "vllm",
+    "transformers": "transformers.integrations.moe",
+}
 """Namespace of operators → the package whose import registers them."""
 _SWITCH = re.compile(r"torch\.backends(\.[a-z][a-z0-9_]*)+")
 
@@ -429,15 +433,22 @@ def script_text(
     if written is not None:
         meant["written"] = node(written)
     text = _SCRIPT.format(
-        title=_comment(title), site=_comment(site), kind=_kind(device),
-        written=back(literal(written)), **fixed,
+        title=_comment(title),
+        site=_comment(site),
+        kind=_kind(device),
+        written=back(literal(written)),
+        **fixed,
         **{name: _table(value) for name, value in tables.items()},
         **{name: literal(value) for name, value in values.items()},
-    )  # fmt: skip
+    )
     template = _SCRIPT.format(
-        title="", site="", kind="", written=back(place("written")), **fixed,
+        title="",
+        site="",
+        kind="",
+        written=back(place("written")),
+        **fixed,
         **{name: place(name) for name in tables | values},
-    )  # fmt: skip
+    )
     check_script(text, template, meant)
     return text
 
@@ -799,8 +810,16 @@ def report_text(
     facts = _facts(call, sides)
     if facts:
         lines += ["", "## Arithmetic of this operation, as probed", "", *facts]
-    lines += ["", "## How to run", "", "```", "pip install torch safetensors",
-              "python repro.py         # or: python repro.py cuda", "```", ""]  # fmt: skip
+    lines += [
+        "",
+        "## How to run",
+        "",
+        "```",
+        "pip install torch safetensors",
+        "python repro.py         # or: python repro.py cuda",
+        "```",
+        "",
+    ]
     lines.append(
         "`inputs.safetensors` holds the inputs bit by bit, `expected.safetensors` what "
         f"{code_span(sides[0].label)} gave"
@@ -987,9 +1006,14 @@ def repro(
         title = title_of(call.call, sides, stores, called=called, values=values)
         device = (other or source).manifest.environment.device_type
         text = script_text(
-            call.call, source.manifest, expected,
-            site=call.first.site, title=title, device=device, has_truth=bool(true),
-        )  # fmt: skip
+            call.call,
+            source.manifest,
+            expected,
+            site=call.first.site,
+            title=title,
+            device=device,
+            has_truth=bool(true),
+        )
     except Refusal as refusal:
         raise UsageError(
             f"{call.path} cannot be run alone: {refusal.reason}",
@@ -997,20 +1021,29 @@ def repro(
             hint="choose another operator, or give --model PATH for its weights",
         ) from refusal
     report = report_text(
-        call.call, sides, stores,
+        call.call,
+        sides,
+        stores,
         site=call.first.site,
         where=f"{pass_} pass, sample {call.first.sample}, step {call.first.step}",
-        truth=made_by, called=called, values=values,
-    )  # fmt: skip
+        truth=made_by,
+        called=called,
+        values=values,
+    )
     inputs = dict(zip(operand_names(call.call), operands, strict=True))
     files = _write(out, text, report, inputs, expected, true)
     return Reproducer(
-        path=out, title=title, site=call.first.site, operator=call.call.operator,
-        sample=call.first.sample, step=call.first.step, files=files,
+        path=out,
+        title=title,
+        site=call.first.site,
+        operator=call.call.operator,
+        sample=call.first.sample,
+        step=call.first.step,
+        files=files,
         from_truth=dict(sides[0].from_truth),
         against=dict(sides[1].from_first) if other is not None else {},
         notes=tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _calls_at(
@@ -1053,9 +1086,12 @@ def _calls_at(
 
 
 def _truth(
-    true_run: Run | None, call_alone: RecordedCall, operands: list[torch.Tensor],
-    notes: list[str], asked: frozenset[str],
-) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
+    true_run: Run | None,
+    call_alone: RecordedCall,
+    operands: list[torch.Tensor],
+    notes: list[str],
+    asked: frozenset[str],
+) -> tuple[dict[str, torch.Tensor], str | None]:
     """The right results by port and what computed them; empty where that cannot be had. The
     operator is run here in any case: what is not safe to run comes into no script."""
     try:
@@ -1135,9 +1171,13 @@ def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSi
 
 
 def _other_side(
-    source: Run, other: Run, call: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
+    source: Run,
+    other: Run,
+    call: RecordedCall,
+    operands: list[torch.Tensor],
+    expected: Tensors,
     true: Tensors,
-) -> RunSide:  # fmt: skip
+) -> RunSide:
     """The other run's results at the same call, given the same. Raises UsageError otherwise."""
     pass_ = _pass_of(other, source, call.first.pass_)
     results: dict[str, Any] = {}
@@ -1149,8 +1189,11 @@ def _other_side(
         return _side(other, results, true, expected)
     # of other inputs or scalars its result would be no fault of its operator
     first = call.first
-    theirs = [c for c in recorded_calls(other, pass_) if c.path == call.path
-              and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
+    theirs = [
+        c
+        for c in recorded_calls(other, pass_)
+        if c.path == call.path and (c.first.sample, c.first.step) == (first.sample, first.step)
+    ]
     differs: str | None = "its call was not recorded there"
     if theirs:
         differs = what_differs(call, operands, other, theirs[0])

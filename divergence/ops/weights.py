@@ -53,15 +53,17 @@ class Weights:
     def _in_model(self, name: str) -> torch.Tensor | None:
         if self._loaded is None:
             model = self._manifest.model
-            module = load_model(Loading(
-                self._source,
-                task=model.task,
-                # whose code is trusted is read at the revision that the user sees, not the run's
-                revision=None if self._trust else recorded_revision(self._manifest),
-                dtype=model.dtype,
-                attn_implementation=recorded_attention(self._manifest) or "eager",
-                trust_remote_code=self._trust,
-            )).module  # fmt: skip
+            module = load_model(
+                Loading(
+                    self._source,
+                    task=model.task,
+                    # whose code is trusted is read at the revision that the user sees
+                    revision=None if self._trust else recorded_revision(self._manifest),
+                    dtype=model.dtype,
+                    attn_implementation=recorded_attention(self._manifest) or "eager",
+                    trust_remote_code=self._trust,
+                )
+            ).module
             self._loaded = dict(module.named_parameters(remove_duplicate=False))
             self._loaded |= dict(module.named_buffers(remove_duplicate=False))
         loaded = self._loaded.get(name)

@@ -90,9 +90,14 @@ class Option(msgspec.Struct, frozen=True):
 
 
 def option(
-    words: str, help: str, panel: str | None = None, *, default: Any = None,
-    also: Option | None = None, **details: Any,
-) -> Any:  # fmt: skip
+    words: str,
+    help: str,
+    panel: str | None = None,
+    *,
+    default: Any = None,
+    also: Option | None = None,
+    **details: Any,
+) -> Any:
     """Declares a field of ``Options``, or a parameter of a command; ``...`` as its default is none.
     ``also``: the other way of a switch that can be turned both ways."""
     ways = (Option(words, help, panel, **details), *filter(None, [also]))
@@ -173,10 +178,14 @@ def fields_of(kind: type[Options]) -> tuple[Field, ...]:
         first, *others = field.metadata["options"]
         if first.recorded and "." not in first.recorded:
             first = msgspec.structs.replace(first, recorded=f"{first.recorded}.{field.name}")
-        fields.append(Field(
-            name=field.name, type=hints[field.name], default=field.default,
-            options=(first, *others),
-        ))  # fmt: skip
+        fields.append(
+            Field(
+                name=field.name,
+                type=hints[field.name],
+                default=field.default,
+                options=(first, *others),
+            )
+        )
     _FIELDS[kind] = tuple(fields)
     return _FIELDS[kind]
 

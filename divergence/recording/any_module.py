@@ -57,9 +57,12 @@ class Recording:
     """What ``record`` hands out."""
 
     def __init__(
-        self, module: torch.nn.Module, recorders: Sequence[Recorder], manifest: Manifest,
+        self,
+        module: torch.nn.Module,
+        recorders: Sequence[Recorder],
+        manifest: Manifest,
         like: Run | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._module, self._recorders, self._manifest = module, recorders, manifest
         self._like = like
 
@@ -188,15 +191,19 @@ def record(
         model=identity,
         tokens=Tokens(samples=[], groups=[]),
         settings=Settings(
-            deterministic=torch.are_deterministic_algorithms_enabled(), seed=0, device=device,
-            max_new_tokens=1, batch=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            seed=0,
+            device=device,
+            max_new_tokens=1,
+            batch=False,
         ),
         plan=Plan(
-            passes=["free"] if source is None else ["free", "anchored"], sites=selection.sites,
+            passes=["free"] if source is None else ["free", "anchored"],
+            sites=selection.sites,
             anchored_to=None if source is None else source.manifest.id,
             modules={path: note for path, note in notes.items() if path in selection.hooked},
         ),
-    )  # fmt: skip
+    )
     with RunWriter(place, manifest, force=force) as writer:
         how: dict[str, Any] = {"wanted": selection.wanted, "hooked": selection.hooked}
         recorders = [Recorder(module, notes, sink=writer, **how)]
@@ -209,15 +216,23 @@ def record(
         recording = Recording(module, recorders, manifest, source)
         yield recording
         if not recorders[0].num_emitted:
-            raise UsageError("no step was made, or no tensor passed the sites", where=str(out),
-                             hint="with record(module, out=...) as r: r.step(x)")  # fmt: skip
+            raise UsageError(
+                "no step was made, or no tensor passed the sites",
+                where=str(out),
+                hint="with record(module, out=...) as r: r.step(x)",
+            )
     Run.open(place)
 
 
 def capture_inputs(
-    module: object, inputs: Sequence[Inputs] | None, *, out: str | Path,
-    sites: str | Sequence[str], label: str | None, force: bool,
-) -> Run:  # fmt: skip
+    module: object,
+    inputs: Sequence[Inputs] | None,
+    *,
+    out: str | Path,
+    sites: str | Sequence[str],
+    label: str | None,
+    force: bool,
+) -> Run:
     """The run of ``module``, one step for each of ``inputs``. Raises what ``record`` raises, and
     UsageError for inputs that are none."""
     if not isinstance(module, torch.nn.Module):
@@ -244,9 +259,10 @@ def refuse_beside_inputs(options: CaptureOptions, like: object) -> None:
     """Raise UsageError where an option was given that a module alone cannot follow."""
     given = ["like"] if like is not None else []
     given += [
-        name for name, value in vars(options).items()
+        name
+        for name, value in vars(options).items()
         if value != getattr(CaptureOptions(), name) and name not in _APPLY
-    ]  # fmt: skip
+    ]
     if given:
         raise UsageError(
             f"{', '.join(given)}: a module is run as it is, on its inputs",

@@ -195,19 +195,40 @@ def capture(
     Whatever interrupts it, a readable run is left behind.
     """
     groups: dict[str, Any] = {
-        "loading": loading, "batching": batching, "recording": recording, "machine": machine,
-        "training": training, **{name: old.pop(name) for name in GROUPS if name in old},
-    }  # fmt: skip
+        "loading": loading,
+        "batching": batching,
+        "recording": recording,
+        "machine": machine,
+        "training": training,
+        **{name: old.pop(name) for name in GROUPS if name in old},
+    }
     command = old.pop("command", None)
     if old:
         moved = renamed("capture", old, beside=inspect.signature(capture).parameters)
         warnings.warn(moved, RenamedWarning, stacklevel=2)
     return make_run(
-        model, out=out, inputs=inputs, like=like, force=force, command=command, progress=progress,
-        prepare=prepare, prompts=prompts, max_new_tokens=max_new_tokens, dtype=dtype, device=device,
-        attn_implementation=attn_implementation, engine=engine, sites=sites, store=store,
-        truth=truth, seed=seed, plants=plants, probe=probe, **{**ungrouped(groups), **old},
-    )  # fmt: skip
+        model,
+        out=out,
+        inputs=inputs,
+        like=like,
+        force=force,
+        command=command,
+        progress=progress,
+        prepare=prepare,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        engine=engine,
+        sites=sites,
+        store=store,
+        truth=truth,
+        seed=seed,
+        plants=plants,
+        probe=probe,
+        **{**ungrouped(groups), **old},
+    )
 
 
 def _with_groups(function: Callable[..., Run]) -> inspect.Signature:
@@ -248,13 +269,24 @@ def make_run(
     for source in sources():
         if getattr(options, source.option) is not None:
             made: Run = placed(source.function)(
-                model, options=options, like=None if like is None else Run.open(like), out=out,
-                force=force, command=command, progress=progress, inputs=inputs, prepare=prepare,
-            )  # fmt: skip
+                model,
+                options=options,
+                like=None if like is None else Run.open(like),
+                out=out,
+                force=force,
+                command=command,
+                progress=progress,
+                inputs=inputs,
+                prepare=prepare,
+            )
             return made
         # what belongs to it means nothing by itself
-        fields = {field.name: field.option for kind in GROUPS.values() for field in fields_of(kind)
-                  if source.option in kind.__dataclass_fields__}  # fmt: skip
+        fields = {
+            field.name: field.option
+            for kind in GROUPS.values()
+            for field in fields_of(kind)
+            if source.option in kind.__dataclass_fields__
+        }
         for field in given_fields(options):
             if field.name in fields:
                 needed = fields[source.option].words
@@ -265,10 +297,18 @@ def make_run(
         return capture_inputs(model, inputs, out=out, sites=sites, label=options.label, force=force)
     like = None if like is None else Run.open(like)
     if (suite := suite_meant(model, like)) is not None:
-        return capture_cases(suite, CaseRequest(
-            out=out, like=like, options=options, force=force, command=command,
-            progress=progress or silent,
-        ), prepare=prepare)  # fmt: skip
+        return capture_cases(
+            suite,
+            CaseRequest(
+                out=out,
+                like=like,
+                options=options,
+                force=force,
+                command=command,
+                progress=progress or silent,
+            ),
+            prepare=prepare,
+        )
     refuse_options(None, options)
     request = resolve_request(model, like=like, options=options)
     return _execute(
@@ -317,10 +357,18 @@ def truth(
         chosen = CaptureOptions(
             label=options.label or "float64 truth", seed=0, deterministic=True, probe=False
         )
-        return truth_of_cases(suite, CaseRequest(
-            out=out, like=recorded, options=chosen, force=force, command=command,
-            progress=progress or silent,
-        ), options)  # fmt: skip
+        return truth_of_cases(
+            suite,
+            CaseRequest(
+                out=out,
+                like=recorded,
+                options=chosen,
+                force=force,
+                command=command,
+                progress=progress or silent,
+            ),
+            options,
+        )
     attention = recorded.manifest.model.attn_implementation
     if options.attn_implementation is None and attention not in (None, "eager", "sdpa"):
         options = dataclasses.replace(options, attn_implementation="eager")
@@ -332,9 +380,13 @@ def truth(
         values |= {"engine": engine.name, "engine_options": dict(engine.options)}
     request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))
     return _execute(
-        request, out=out, force=force, command=command, progress=progress,
+        request,
+        out=out,
+        force=force,
+        command=command,
+        progress=progress,
         compute_dtype=torch.float64,
-    )  # fmt: skip
+    )
 
 
 def _execute(
@@ -689,9 +741,12 @@ class Capture:
         writer.update_manifest()
 
     def _recorder(
-        self, sink: Any, planned: Pass, anchor: Anchor | None = None,
+        self,
+        sink: Any,
+        planned: Pass,
+        anchor: Anchor | None = None,
         allowance: Allowance | None = None,
-    ) -> Recorder:  # fmt: skip
+    ) -> Recorder:
         request, task = self.request, self.loaded.task
         # In a wide pass one forward may take minutes: progress goes by blocks. (Of an
         # encoder-decoder not each forward passes every block.)

@@ -99,9 +99,15 @@ class CaseRequest:
 
     @contextlib.contextmanager
     def recording(
-        self, plan: Plan, *, device: str, source: str, kind: str, ranks: Ranks | None = None,
+        self,
+        plan: Plan,
+        *,
+        device: str,
+        source: str,
+        kind: str,
+        ranks: Ranks | None = None,
         num_runs: int = 1,
-    ) -> Iterator[CaseWriter]:  # fmt: skip
+    ) -> Iterator[CaseWriter]:
         """A run that is written case by case, under the switches that were asked for. ``kind``
         stands for a model's class. Nothing is generated: one sample stands for the cases. Of
         several ranks each writes its part."""
@@ -112,25 +118,37 @@ class CaseRequest:
             manifest = Manifest(
                 **provenance(device, label=self.options.label, command=self.command, like=like),
                 model=ModelIdentity(
-                    source=source, model_class=kind, task="operators", config_digest="",
-                    dtype="float32", num_parameters=0, digest="",
+                    source=source,
+                    model_class=kind,
+                    task="operators",
+                    config_digest="",
+                    dtype="float32",
+                    num_parameters=0,
+                    digest="",
                 ),
                 tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
                 settings=Settings(
-                    deterministic=self.deterministic, seed=self.seed, device=device,
-                    max_new_tokens=0, batch=False, switches=determinism.switches,
+                    deterministic=self.deterministic,
+                    seed=self.seed,
+                    device=device,
+                    max_new_tokens=0,
+                    batch=False,
+                    switches=determinism.switches,
                 ),
                 plan=plan,
-            )  # fmt: skip
+            )
             manifest.repeatability.num_runs = num_runs
             if ranks is not None:
                 manifest.mesh = ranks.mesh_of(manifest.environment)
             if self.options.probe and (ranks is None or ranks.is_first):
                 manifest.arithmetic = probed(device, self.progress)
             write = partial(
-                RunWriter, self.out, manifest, force=self.force,
+                RunWriter,
+                self.out,
+                manifest,
+                force=self.force,
                 rank=0 if ranks is None else ranks.rank,
-            )  # fmt: skip
+            )
             with started(ranks, write) as writer:
                 try:
                     pass_: PassName = "free" if plan.replayed_pass is None else "replayed"
@@ -166,15 +184,25 @@ class CaseWriter:
             counts.first_difference = counts.first_difference or where
 
     def put(
-        self, site: str, tensor: torch.Tensor, call: Call | None = None, *,
+        self,
+        site: str,
+        tensor: torch.Tensor,
+        call: Call | None = None,
+        *,
         placement: Placement | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``placement``: of what several ranks record, which part this one is."""
         item = CapturedTensor(tensor.detach().to("cpu", copy=True).contiguous())
         self.writer.put(
-            item, pass_=self.pass_, sample=0, step=0, site=site, order=self.order, call=call,
+            item,
+            pass_=self.pass_,
+            sample=0,
+            step=0,
+            site=site,
+            order=self.order,
+            call=call,
             placement=None if placement is None else (placement,),
-        )  # fmt: skip
+        )
         self.order += 1
 
     def done(self, progress: Progress, *, num_written: int, what: str) -> None:
@@ -303,9 +331,10 @@ def pairs_of(wishes: Wishes) -> list[tuple[str, Any]]:
         if not what or (equals and not where):
             raise UsageError(
                 f"--impl {wish!r} has nothing {'before' if what else 'behind'} its '='"
-                if equals else "--impl has no name",
+                if equals
+                else "--impl has no name",
                 hint="NAME, WHERE=NAME or WHERE=MODULE:FUNCTION",
-            )  # fmt: skip
+            )
         pairs.append((where, what))
     return pairs
 

@@ -172,8 +172,11 @@ def _decorated(node: ast.FunctionDef, inner: types.FunctionType) -> bool:
 
 
 def replaced_in_torch() -> Iterator[tuple[str, list[types.FunctionType]]]:
-    holders = {"torch": torch, "torch.nn.functional": torch.nn.functional,
-               "torch.Tensor": torch.Tensor}  # fmt: skip
+    holders = {
+        "torch": torch,
+        "torch.nn.functional": torch.nn.functional,
+        "torch.Tensor": torch.Tensor,
+    }
     for holder, names in _TORCH_FUNCTIONS.items():
         for name in names:
             chain = layers(getattr(holders[holder], name, None))
@@ -209,15 +212,25 @@ def kernels_replaced() -> list[str]:
 
 
 _QUANTIZED = {
-    "bitsandbytes": "bitsandbytes", "auto_gptq": "GPTQ", "gptqmodel": "GPTQ", "awq": "AWQ",
-    "hqq": "HQQ", "quanto": "quanto", "optimum": "optimum", "aqlm": "AQLM", "eetq": "EETQ",
-    "compressed_tensors": "compressed-tensors", "torchao": "torchao", "fbgemm_gpu": "FBGEMM",
-}  # fmt: skip
+    "bitsandbytes": "bitsandbytes",
+    "auto_gptq": "GPTQ",
+    "gptqmodel": "GPTQ",
+    "awq": "AWQ",
+    "hqq": "HQQ",
+    "quanto": "quanto",
+    "optimum": "optimum",
+    "aqlm": "AQLM",
+    "eetq": "EETQ",
+    "compressed_tensors": "compressed-tensors",
+    "torchao": "torchao",
+    "fbgemm_gpu": "FBGEMM",
+}
 """Package of a module's class, or of its weight's → what it is called."""
 _PARALLEL = {
-    "DataParallel": "DataParallel", "DistributedDataParallel": "DDP",
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DDP",
     "FullyShardedDataParallel": "FSDP",
-}  # fmt: skip
+}
 
 
 _MOST_VALUES = 3
@@ -386,10 +399,11 @@ def _by_class(model: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
         groups.setdefault(_own_class(type(module)), {})[path or ROOT] = module
     names = Counter(kind.__name__ for kind in groups)
     return {
-        kind.__name__ if names[kind.__name__] == 1
+        kind.__name__
+        if names[kind.__name__] == 1
         else f"{module_text(kind.__module__)}.{kind.__name__}": (kind, modules)
         for kind, modules in groups.items()
-    }  # fmt: skip
+    }
 
 
 def note_other_numbers(model: nn.Module, notes: Mapping[str, CodeNote], sample: int) -> None:

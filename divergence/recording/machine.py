@@ -36,20 +36,44 @@ from divergence.run.site import did_you_mean
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MAKERS = {
-    0x41: "Arm", 0x42: "Broadcom", 0x43: "Cavium", 0x46: "Fujitsu", 0x48: "HiSilicon",
-    0x4E: "NVIDIA", 0x50: "Ampere", 0x51: "Qualcomm", 0x61: "Apple", 0x6D: "Microsoft",
-    0x70: "Phytium", 0xC0: "Ampere",
-}  # fmt: skip
+    0x41: "Arm",
+    0x42: "Broadcom",
+    0x43: "Cavium",
+    0x46: "Fujitsu",
+    0x48: "HiSilicon",
+    0x4E: "NVIDIA",
+    0x50: "Ampere",
+    0x51: "Qualcomm",
+    0x61: "Apple",
+    0x6D: "Microsoft",
+    0x70: "Phytium",
+    0xC0: "Ampere",
+}
 _PARTS = {
-    (0x41, 0xD03): "Cortex-A53", (0x41, 0xD07): "Cortex-A57", (0x41, 0xD08): "Cortex-A72",
-    (0x41, 0xD09): "Cortex-A73", (0x41, 0xD0A): "Cortex-A75", (0x41, 0xD0B): "Cortex-A76",
-    (0x41, 0xD0C): "Neoverse-N1", (0x41, 0xD40): "Neoverse-V1", (0x41, 0xD49): "Neoverse-N2",
-    (0x41, 0xD4F): "Neoverse-V2", (0x41, 0xD83): "Neoverse-V3AE", (0x41, 0xD84): "Neoverse-V3",
-    (0x41, 0xD8E): "Neoverse-N3", (0x43, 0x0AF): "ThunderX2-99xx", (0x46, 0x001): "A64FX",
-    (0x48, 0xD01): "TaiShan-v110", (0x48, 0xD02): "TaiShan-v120", (0x4E, 0x004): "Carmel",
-    (0xC0, 0xAC3): "Ampere-1", (0xC0, 0xAC4): "Ampere-1a", (0x6D, 0xD49): "Azure Cobalt 100",
-    (0x70, 0x663): "FTC663", (0x70, 0x862): "FTC862",
-}  # fmt: skip
+    (0x41, 0xD03): "Cortex-A53",
+    (0x41, 0xD07): "Cortex-A57",
+    (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD09): "Cortex-A73",
+    (0x41, 0xD0A): "Cortex-A75",
+    (0x41, 0xD0B): "Cortex-A76",
+    (0x41, 0xD0C): "Neoverse-N1",
+    (0x41, 0xD40): "Neoverse-V1",
+    (0x41, 0xD49): "Neoverse-N2",
+    (0x41, 0xD4F): "Neoverse-V2",
+    (0x41, 0xD83): "Neoverse-V3AE",
+    (0x41, 0xD84): "Neoverse-V3",
+    (0x41, 0xD8E): "Neoverse-N3",
+    (0x43, 0x0AF): "ThunderX2-99xx",
+    (0x46, 0x001): "A64FX",
+    (0x48, 0xD01): "TaiShan-v110",
+    (0x48, 0xD02): "TaiShan-v120",
+    (0x4E, 0x004): "Carmel",
+    (0xC0, 0xAC3): "Ampere-1",
+    (0xC0, 0xAC4): "Ampere-1a",
+    (0x6D, 0xD49): "Azure Cobalt 100",
+    (0x70, 0x663): "FTC663",
+    (0x70, 0x862): "FTC862",
+}
 _BUILD = (
     ("compiler", r"^\s*-?\s*((?:GCC|clang|MSVC|Clang|AppleClang) \S+)"),
     ("C++", r"C\+\+ Version: (\d+)"),
@@ -608,9 +632,13 @@ def _is_legacy(name: str) -> bool:
 
 
 def _note(
-    state: Determinism, name: str, asked: str, found: str, status: SwitchStatus,
+    state: Determinism,
+    name: str,
+    asked: str,
+    found: str,
+    status: SwitchStatus,
     note: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     state.switches.append(Switch(name=name, asked=asked, found=found, status=status, note=note))
 
 
@@ -648,9 +676,12 @@ def _read(name: str) -> object:
 
 
 def _set(
-    state: Determinism, undo: list[tuple[str, object]], name: str, wanted: object,
+    state: Determinism,
+    undo: list[tuple[str, object]],
+    name: str,
+    wanted: object,
     before: object = None,
-) -> None:  # fmt: skip
+) -> None:
     label, asked = f"torch.{name}", str(wanted).lower()
     try:
         old = _now(name) if before is None else before

@@ -224,9 +224,13 @@ class Recorder(Hook):
 
     @contextlib.contextmanager
     def held(
-        self, sink: Sink | None, *, step: int, num_told: int,
+        self,
+        sink: Sink | None,
+        *,
+        step: int,
+        num_told: int,
         anchored: Callable[[Anchor], Anchor] | None = None,
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """The next forward is ``step``, or several from there on, for which ``anchored`` changes
         the anchor; copies of what it gives go to ``sink`` alone, or nowhere. Progress is told
         ``num_told`` times."""
@@ -491,22 +495,34 @@ class Recorder(Hook):
         if self.lane.step == 0 or not self._forwards.cached:
             own_alone = self.lane.step > 0  # without a cache: its own token of the whole sequence
             tensor, positions = narrowed(
-                tensor, tokens=self.lane.num_tokens, batch=self._batch, positions=self._positions,
+                tensor,
+                tokens=self.lane.num_tokens,
+                batch=self._batch,
+                positions=self._positions,
                 num_kept=1 if own_alone else self._num_kept or 0,
                 deciding=path in self._logit_paths,
-            )  # fmt: skip
+            )
             if positions is not None:
                 return self.lane.keep(tensor), positions
         return self._recent.kept(tensor, self.lane.keep), None
 
     def _put(
-        self, site: str, item: CapturedTensor, call: Call | None = None,
+        self,
+        site: str,
+        item: CapturedTensor,
+        call: Call | None = None,
         positions: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lane.sink.put(
-            item, pass_=self._pass, sample=self._sample, step=self.lane.step, site=site,
-            order=self.lane.order, positions=positions, call=call,
-        )  # fmt: skip
+            item,
+            pass_=self._pass,
+            sample=self._sample,
+            step=self.lane.step,
+            site=site,
+            order=self.lane.order,
+            positions=positions,
+            call=call,
+        )
         self.lane.order += 1
         self.num_emitted += 1
 

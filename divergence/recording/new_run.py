@@ -65,9 +65,15 @@ class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
     ) -> PlannedSite:
         """A case of a suite, by its first tensor; the bytes are those of all its inputs."""
         return cls(
-            site=path, role=operator, shape=shape, dtype=dtype, bytes_prefill=num_bytes,
-            bytes_per_step=0, num_steps=1, bytes=num_bytes,
-        )  # fmt: skip
+            site=path,
+            role=operator,
+            shape=shape,
+            dtype=dtype,
+            bytes_prefill=num_bytes,
+            bytes_per_step=0,
+            num_steps=1,
+            bytes=num_bytes,
+        )
 
 
 def unlike(

@@ -250,10 +250,11 @@ def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOpti
         return options
     if like is None or options.pad_left:
         raise UsageError(
-            "--pad-right needs --like" if like is None
+            "--pad-right needs --like"
+            if like is None
             else "--pad-left and --pad-right both place the pads",
             hint="divergence capture --like RUN -o OTHER --pad-right 8",
-        )  # fmt: skip
+        )
     plan, settings = like.manifest.plan, like.manifest.settings
     if options.positions or plan.positions:
         raise UsageError("--pad-right: --positions count from the pads' end", hint="leave it out")
@@ -352,11 +353,13 @@ def plan_options(given: dict[str, Any]) -> dict[str, Options]:
             continue
         kind = placed(place)
         for plan in domain.plans:
-            chosen[plan] = kind(**{
-                field.name: _plain(field.name, given.pop(field.name), field.type)
-                for field in fields_of(kind)
-                if field.name in given
-            })  # fmt: skip
+            chosen[plan] = kind(
+                **{
+                    field.name: _plain(field.name, given.pop(field.name), field.type)
+                    for field in fields_of(kind)
+                    if field.name in given
+                }
+            )
     return chosen
 
 

@@ -433,8 +433,13 @@ class Division:
         """Adds up all ranks' sizes, warnings and repeatability, once all have written.
         ``record_digests``: of this rank's file; those of all go into the manifest."""
         repeated, settings = manifest.repeatability, manifest.settings
-        own = (manifest.sizes, repeated, settings.nondeterministic_warnings,
-                settings.cpu_fallbacks, record_digests)  # fmt: skip
+        own = (
+            manifest.sizes,
+            repeated,
+            settings.nondeterministic_warnings,
+            settings.cpu_fallbacks,
+            record_digests,
+        )
         for rank, (sizes, other, warnings, fallbacks, digests) in enumerate(self.ranks.gather(own)):
             manifest.record_digests |= digests
             if rank == self.ranks.rank:
@@ -463,16 +468,29 @@ class _Share:
         self._division, self._sink = division, sink
 
     def put(
-        self, item: CapturedTensor, *, pass_: Any, sample: int, step: int, site: str, order: int,
+        self,
+        item: CapturedTensor,
+        *,
+        pass_: Any,
+        sample: int,
+        step: int,
+        site: str,
+        order: int,
         **rest: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         division = self._division
         if not division.answers(sample, site):
             return
         self._sink.put(
-            item, pass_=pass_, sample=sample, step=step, site=site, order=division.order(order),
-            placement=division.place(site, item, sample=sample, step=step, pass_=pass_), **rest,
-        )  # fmt: skip
+            item,
+            pass_=pass_,
+            sample=sample,
+            step=step,
+            site=site,
+            order=division.order(order),
+            placement=division.place(site, item, sample=sample, step=step, pass_=pass_),
+            **rest,
+        )
 
 
 class LocalKeeper:

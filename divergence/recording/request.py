@@ -71,8 +71,14 @@ class Request(CaptureOptions):
     @property
     def loading(self) -> Loading:
         """How the model is loaded, but for the device and the ranks that are there."""
-        names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code",
-                 "device_map")  # fmt: skip
+        names = (
+            "task",
+            "revision",
+            "dtype",
+            "attn_implementation",
+            "trust_remote_code",
+            "device_map",
+        )
         return Loading(self.model, **{name: getattr(self, name) for name in names})
 
     @property
@@ -133,10 +139,13 @@ def resolve_request(
         options = replace(options, batch=True)
     if options.hooks is False:  # nothing is seen but what the model returns
         given = {
-            "--sites": options.sites, "--plant": options.plants,
-            "--substitute": options.substitutes, "--whole": options.whole,
-            "--escalate": options.escalate, "--weights": options.weights,
-        }  # fmt: skip
+            "--sites": options.sites,
+            "--plant": options.plants,
+            "--substitute": options.substitutes,
+            "--whole": options.whole,
+            "--escalate": options.escalate,
+            "--weights": options.weights,
+        }
         named = [option for option, value in given.items() if value]
         if named:
             raise UsageError(
@@ -247,9 +256,13 @@ def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, An
         again = [words[source.option] for source in sources()]
         raise UsageError(
             f"no model ran here for {run.path}: it holds log-probabilities alone",
-            hint="; ".join(["--model PATH names this machine's copy",
-                            *(f"{words} records it again" for words in again)]),
-        )  # fmt: skip
+            hint="; ".join(
+                [
+                    "--model PATH names this machine's copy",
+                    *(f"{words} records it again" for words in again),
+                ]
+            ),
+        )
     transformers = EngineNote(name=DEFAULT, version="")
     engine = transformers if served else recorded.engine or transformers
     narrow = identity.dtype.startswith("float8")
@@ -281,9 +294,13 @@ def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, An
             used[name] = choose(name, given, recorded_value, allowed)
     used["attn_implementation"] = used["attn_implementation"] or "eager"
     return used | {
-        "like": run, "named": model is not None, "engine_named": options.engine is not None,
-        "prompts": [], "overrides": overrides, "store": store,
-    }  # fmt: skip
+        "like": run,
+        "named": model is not None,
+        "engine_named": options.engine is not None,
+        "prompts": [],
+        "overrides": overrides,
+        "store": store,
+    }
 
 
 def _check_recorded(run: Run) -> None:
@@ -295,10 +312,12 @@ def _check_recorded(run: Run) -> None:
             f"{run.path} holds no token ids to be forced through a model: its source, "
             f"{manifest.engine.name if manifest.engine else 'a file'}, gave texts alone",
             where=str(run.path),
-            hint=("capture the model with the same prompts, and compare its answers as text: "
-                  "divergence capture MODEL --prompts FILE -o RUN",
-                  "or capture the server where it tells ids (vLLM's return_token_ids, sglang)"),
-        )  # fmt: skip
+            hint=(
+                "capture the model with the same prompts, and compare its answers as text: "
+                "divergence capture MODEL --prompts FILE -o RUN",
+                "or capture the server where it tells ids (vLLM's return_token_ids, sglang)",
+            ),
+        )
     if empty or not manifest.tokens.samples:
         raise RunFormatError(
             f"{run.path} cannot be repeated: "

@@ -50,9 +50,12 @@ class SiteSelection:
     stand for its regular expressions, which may be anything, and are not matched."""
 
     def __init__(
-        self, sites: Sequence[str], notes: Mapping[str, ModuleNote],
-        *, recorded: Collection[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sites: Sequence[str],
+        notes: Mapping[str, ModuleNote],
+        *,
+        recorded: Collection[str] | None = None,
+    ) -> None:
         self.sites = expand_sites(sites or ["blocks"])
         self._notes = notes
         self._modules = "modules" in self.sites

@@ -716,9 +716,10 @@ def _not_called(model: torch.nn.Module, called: set[int]) -> dict[str, int]:
     """By path of the outermost such module: how many numbers its own parameters hold."""
     reached = {
         id(parameter)
-        for module in model.modules() if id(module) in called
+        for module in model.modules()
+        if id(module) in called
         for parameter in module.parameters(recurse=False)
-    }  # fmt: skip
+    }
     counts: dict[str, int] = {}
 
     def visit(module: torch.nn.Module, path: str, parent_called: bool) -> None:

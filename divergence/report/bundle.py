@@ -185,26 +185,42 @@ def _readme(report: Report, machines: Mapping[str, Environment], files: Mapping[
         for name, item in machines.items()
     )
     lines = [
-        f"# {top.word}", "", _code(top.text), "",
+        f"# {top.word}",
+        "",
+        _code(top.text),
+        "",
         "One model was run twice on the same tokens, and what its modules computed was compared "
-        f"({devices}). Begin with report.md.", "",
-    ]  # fmt: skip
+        f"({devices}). Begin with report.md.",
+        "",
+    ]
     if "reproducer/repro.py" in files:
         told = files.get("reproducer/report.md", b"").decode("utf-8", "replace")
         title = told.partition("\n")[0].removeprefix("# ").replace("`", "")
         lines += [
-            "## Run it alone", "",
+            "## Run it alone",
+            "",
             *([f"What it shows: {_code(title)}", ""] if title else []),
-            "```", "pip install torch safetensors", "python reproducer/repro.py", "```", "",
+            "```",
+            "pip install torch safetensors",
+            "python reproducer/repro.py",
+            "```",
+            "",
             "It lays the recorded inputs out as they lay, sets the recorded switches, runs one "
             "operator and prints how far its result is from the recorded one and from float64. "
-            "Neither the model nor divergence is needed.", "",
-        ]  # fmt: skip
+            "Neither the model nor divergence is needed.",
+            "",
+        ]
     lines += ["## Files", "", "| file | what it is |", "|---|---|"]
-    lines += [f"| {name} | {what} |" for name, what in _CONTENTS.items()
-              if name == "report.md" or name in files]  # fmt: skip
-    lines += ["", "The runs themselves are not in here, and no weights. Paths, the names of the "
-              "sender's host and user, and keys were taken out of all text."]  # fmt: skip
+    lines += [
+        f"| {name} | {what} |"
+        for name, what in _CONTENTS.items()
+        if name == "report.md" or name in files
+    ]
+    lines += [
+        "",
+        "The runs themselves are not in here, and no weights. Paths, the names of the "
+        "sender's host and user, and keys were taken out of all text.",
+    ]
     return "\n".join(lines) + "\n"
 
 

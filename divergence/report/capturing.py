@@ -90,9 +90,11 @@ def _loss(records: Sequence[Record]) -> str:
     parts = [
         record.summary.mean * record.shape[0]
         for record in records
-        if record.site == site and record.pass_ == "free"
-        and record.summary is not None and record.summary.mean is not None
-    ]  # fmt: skip
+        if record.site == site
+        and record.pass_ == "free"
+        and record.summary is not None
+        and record.summary.mean is not None
+    ]
     return f": loss {sum(parts):.6g}" if parts else ""
 
 
@@ -111,16 +113,33 @@ def plan_document(plan: dict[str, Any]) -> Document:
     )
     notes = [named("note", note) for note in plan.get("notes") or []]
     table = Table(
-        columns=("site", Column("role", absent="-"), Column("shape", shape_text), "dtype", "steps",
-                 Column("size", size)),
-        rows=[(row["site"], row["role"] or None, row["shape"], row["dtype"], row["num_steps"],
-               row["bytes"]) for row in plan["rows"]], widest=48,
-    )  # fmt: skip
+        columns=(
+            "site",
+            Column("role", absent="-"),
+            Column("shape", shape_text),
+            "dtype",
+            "steps",
+            Column("size", size),
+        ),
+        rows=[
+            (
+                row["site"],
+                row["role"] or None,
+                row["shape"],
+                row["dtype"],
+                row["num_steps"],
+                row["bytes"],
+            )
+            for row in plan["rows"]
+        ],
+        widest=48,
+    )
     parts = [
         section
         for field, package in added("plans").items()
         if plan.get(field)
         for section in placed(f"{package}.sections:sections")(plan[field])
     ]
-    return Document(headline=Headline("DRY RUN", text, "bold", notes),
-                    sections=[*parts, Section(body=[table])])  # fmt: skip
+    return Document(
+        headline=Headline("DRY RUN", text, "bold", notes), sections=[*parts, Section(body=[table])]
+    )

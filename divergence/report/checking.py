@@ -59,10 +59,17 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
         flipped = count(result.num_ties, "flipped token")
         told.append(("ties", f"{flipped} counted as equal: within the policy's tie", ""))
     told += [("note", note, "yellow") for note in result.notes if not brief]
-    return Document(headline=Headline(
-        word, text, "bold green" if result.passed else "bold red",
-        [Sentence(text, f"{label}:", style=style, indent=2, hang=4) for label, text, style in told],
-    ))  # fmt: skip
+    return Document(
+        headline=Headline(
+            word,
+            text,
+            "bold green" if result.passed else "bold red",
+            [
+                Sentence(text, f"{label}:", style=style, indent=2, hang=4)
+                for label, text, style in told
+            ],
+        )
+    )
 
 
 def blessing_lines(blessing: Blessing, *, asked: bool = False) -> list[Line]:
@@ -143,9 +150,13 @@ def checked_page(result: CheckResult) -> CheckPage:
     if num_bad:
         headline = f"FAILED: {num_bad} of {len(cases)} rules of {policy} are not met"
     return CheckPage(
-        golden=printable(result.report.reference.path), new=printable(result.report.candidate.path),
-        policy=policy, headline=headline, cases=cases, report=result.report,
-    )  # fmt: skip
+        golden=printable(result.report.reference.path),
+        new=printable(result.report.candidate.path),
+        policy=policy,
+        headline=headline,
+        cases=cases,
+        report=result.report,
+    )
 
 
 def stopped_page(error: DivergenceError, golden: str, new: str) -> CheckPage:
@@ -158,10 +169,13 @@ def stopped_page(error: DivergenceError, golden: str, new: str) -> CheckPage:
         evidence=tuple(printable(text) for text in (error.where, *hints) if text),
     )
     return CheckPage(
-        golden=printable(golden), new=printable(new), policy="policy",
-        headline=f"{HEADLINES['incomparable']}: {case.text}", cases=(case,),
+        golden=printable(golden),
+        new=printable(new),
+        policy="policy",
+        headline=f"{HEADLINES['incomparable']}: {case.text}",
+        cases=(case,),
         report=getattr(error, "report", None),
-    )  # fmt: skip
+    )
 
 
 def screen_text(page: CheckPage) -> list[str]:
@@ -176,9 +190,10 @@ def _rules(result: CheckResult) -> Iterator[RuleOutcome]:
     verdict = report.verdict
     excused = ", which its known differences excuse" if result.excused else ""
     facts = (
-        verdict.summary, *(why.text for why in verdict.evidence),
+        verdict.summary,
+        *(why.text for why in verdict.evidence),
         *(f"next: {tip}" for tip in verdict.next[:1]),
-    )  # fmt: skip
+    )
     yield _case(result, "verdicts", f"the verdict is {verdict.kind}{excused}", facts)
     if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
         yield _case(result, "whole", "the new run's whole pass has a verdict that is allowed")
@@ -220,9 +235,12 @@ def _case(
     if len(evidence) > _MOST:
         evidence = [*evidence[:_MOST], f"{len(evidence) - _MOST:,} more: check --json has them all"]
     return RuleOutcome(
-        rule=rule, status="failed", text=printable(failures[0].text) + more,
-        evidence=tuple(map(printable, evidence)), failures=failures,
-    )  # fmt: skip
+        rule=rule,
+        status="failed",
+        text=printable(failures[0].text) + more,
+        evidence=tuple(map(printable, evidence)),
+        failures=failures,
+    )
 
 
 def _known(result: CheckResult) -> Iterator[RuleOutcome]:
@@ -348,9 +366,10 @@ def summary_markdown(page: CheckPage) -> str:
     ordered = [*page.bad, *(case for case in page.cases if case not in page.bad)]
     state = Column("", lambda status: _STATES[status], own=True)
     table = Table(
-        columns=("rule", state, Column("what was found", _shortened)), most=_MOST_ROWS,
+        columns=("rule", state, Column("what was found", _shortened)),
+        most=_MOST_ROWS,
         rows=[(case.rule, case.status, case.text) for case in ordered],
-    )  # fmt: skip
+    )
     lines += table.markdown()
     screen = screen_text(page)
     if screen:

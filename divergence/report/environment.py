@@ -43,8 +43,15 @@ def check_json(result: Any) -> str:
     Its report is the one that `compare --json` gives.
     """
     keys = (
-        "passed", "num_ties", "excused", "known", "notes", "failures", "policy", "report",
-    )  # fmt: skip
+        "passed",
+        "num_ties",
+        "excused",
+        "known",
+        "notes",
+        "failures",
+        "policy",
+        "report",
+    )
     answer = {key: msgspec.to_builtins(getattr(result, key)) for key in keys}
     return strict_json({"schema_version": REPORT_SCHEMA_VERSION} | answer)
 
@@ -69,8 +76,11 @@ def csv_columns() -> list[str]:
 
 
 _NESTED: dict[str, type[msgspec.Struct]] = {
-    "logits": LogitsDiff, "nonfinite": NonfiniteCount, "truth": TruthDiff, "estimated": Estimate,
-}  # fmt: skip
+    "logits": LogitsDiff,
+    "nonfinite": NonfiniteCount,
+    "truth": TruthDiff,
+    "estimated": Estimate,
+}
 
 
 def report_csv(report: Report) -> str:
@@ -147,12 +157,15 @@ def switch_sentences(
     return [
         Sentence(told + hint, "switches", indent=2, hang=14),
         *(
-            Sentence(f"{item.name}: asked {item.asked}, found {item.found}{note[item.name]}",
-                     item.status, hang=14)
+            Sentence(
+                f"{item.name}: asked {item.asked}, found {item.found}{note[item.name]}",
+                item.status,
+                hang=14,
+            )
             for item in switches
             if verbose or item.status == "refused"
         ),
-    ]  # fmt: skip
+    ]
 
 
 def fallbacks(settings: Settings) -> list[Sentence]:
@@ -200,10 +213,14 @@ TITLES = {
 """Probe → heading, in the order shown."""
 
 _USUAL = (
-    "to nearest, ties to even", "kept in, kept out", "23 bits (float32)", "invariant",
-    "24 bits (float32), rounded to nearest", "the same bits at M=1 and M=16",
+    "to nearest, ties to even",
+    "kept in, kept out",
+    "23 bits (float32)",
+    "invariant",
+    "24 bits (float32), rounded to nearest",
+    "the same bits at M=1 and M=16",
     "same bits alone and in a vector",
-)  # fmt: skip
+)
 _USUAL_ULP = 1.0
 
 
@@ -218,8 +235,11 @@ def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = Fals
     groups = grouped(facts, lambda fact: fact.probe)
     for probe in [name for name in dict.fromkeys([*TITLES, *groups]) if name in groups]:
         group = groups[probe]
-        rows = [(fact.subject, _answer(fact, verbose=verbose)) for fact in group
-                if verbose or not _usual(fact)]  # fmt: skip
+        rows = [
+            (fact.subject, _answer(fact, verbose=verbose))
+            for fact in group
+            if verbose or not _usual(fact)
+        ]
         parts = [f"{len(group) - len(rows)} as usual"] * (len(rows) < len(group))
         if rows and not verbose:
             parts += [": ".join(rows[0]), *[f"{len(rows) - 1} more"] * (len(rows) > 1)]
@@ -266,7 +286,9 @@ def selftest_document(result: Selftest, *, verbose: bool = False) -> Document:
     return Document(
         headline=Headline(result.device, text, "red" if result.failed else "green"),
         known=[named("machine", machine.detail)],
-        sections=[Section(title="steps", body=steps),
-                  Section(title="steps that are ok", body=done, verbose=True),
-                  dataclasses.replace(machine, body=[*machine.body, *switches], verbose=True)],
-    )  # fmt: skip
+        sections=[
+            Section(title="steps", body=steps),
+            Section(title="steps that are ok", body=done, verbose=True),
+            dataclasses.replace(machine, body=[*machine.body, *switches], verbose=True),
+        ],
+    )

@@ -29,9 +29,13 @@ from divergence.words import HEADLINES
 # What `divergence selfcheck` says: one sentence, one line a variation, what looks closer.
 
 _WORDS = {
-    "identical": "good", "within_floor": "good", "suspected": "flagged", "diverged": "wrong",
-    "undetermined": "below", "not_run": "below",
-}  # fmt: skip
+    "identical": "good",
+    "within_floor": "good",
+    "suspected": "flagged",
+    "diverged": "wrong",
+    "undetermined": "below",
+    "not_run": "below",
+}
 
 
 def agreement(result: SelfcheckResult) -> tuple[str, str]:
@@ -79,33 +83,47 @@ def selfcheck_document(result: SelfcheckResult) -> Document:
     )
     told = [(way.name, way.summary) for way in result.lines if way.summary]
     ways = Section(
-        id="ways", heading="Ways of running", body=[_ways(result)],
+        id="ways",
+        heading="Ways of running",
+        body=[_ways(result)],
         lead="Each is a run like the base run with one thing changed.",
-    )  # fmt: skip
-    said = Section(id="verdicts", title="verdicts", heading="What compare says of each",
-                   verbose=True, body=[named(*item, indent=2) for item in told])  # fmt: skip
+    )
+    said = Section(
+        id="verdicts",
+        title="verdicts",
+        heading="What compare says of each",
+        verbose=True,
+        body=[named(*item, indent=2) for item in told],
+    )
     doubtful = result.diverged + result.with_status("suspected", "undetermined")
     unlike = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
     text, style = agreement(result)
     return Document(
-        headline=Headline("", text, style), known=[named("base run", ran)],
+        headline=Headline("", text, style),
+        known=[named("base run", ran)],
         sections=[ways, said],
         next=list(dict.fromkeys(command for way in unlike for command in way.next)),
-    )  # fmt: skip
+    )
 
 
 def _ways(result: SelfcheckResult) -> Table:
     return Table(
-        caption="Ways of running", num_left=3, indent=0, widest=50, whole=True,
+        caption="Ways of running",
+        num_left=3,
+        indent=0,
+        widest=50,
+        whole=True,
         columns=("line", "what is changed", "result"),
         rows=[
-            (way.name,
-             way.changed if way.against == "base" else f"{way.changed} (against {way.against})",
-             _result(way))
+            (
+                way.name,
+                way.changed if way.against == "base" else f"{way.changed} (against {way.against})",
+                _result(way),
+            )
             for way in result.lines
         ],
         marks=[_WORDS.get(way.status, "") for way in result.lines],
-    )  # fmt: skip
+    )
 
 
 def _place(way: SelfcheckLine) -> str:
@@ -157,10 +175,11 @@ def sensitivity_document(result: Sensitivity) -> Document:
     """One sentence a fault, what they rest on, the tables, and what would see smaller faults."""
     first, *others = (_seen(result, fault) for fault in result.phrases)
     sizes = Section(
-        id="sizes", heading="The smallest fault that is seen",
+        id="sizes",
+        heading="The smallest fault that is seen",
         lead="Faults of growing size were planted in what B recorded, until compare saw them.",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
-    )  # fmt: skip
+    )
     basis = Section(
         id="basis", heading="What it rests on", body=[*_setup(result), _units(result)], verbose=True
     )
@@ -170,19 +189,29 @@ def sensitivity_document(result: Sensitivity) -> Document:
     seen = f"{tokens}, {len(result.blocks)} of {count(result.num_blocks, 'block')}"
     return Document(
         headline=Headline(
-            "", first, "green", [Sentence(text, indent=0, hang=0) for text in others]),
+            "", first, "green", [Sentence(text, indent=0, hang=0) for text in others]
+        ),
         known=[named("pair", f"{result.reference.path} / {other}, {seen}")],
-        sections=[sizes, basis, _reasons(result), *_confirmations(result),
-                  Section(id="notes", heading="Notes", body=notes)],
+        sections=[
+            sizes,
+            basis,
+            _reasons(result),
+            *_confirmations(result),
+            Section(id="notes", heading="Notes", body=notes),
+        ],
         next=result.next,
-    )  # fmt: skip
+    )
 
 
 def _units(result: Sensitivity) -> Table:
     return Table(
-        caption="A size is a share of", title="a size is a share of", columns=("fault", "unit"),
-        rows=list(result.units.items()), num_left=2, bare=True,
-    )  # fmt: skip
+        caption="A size is a share of",
+        title="a size is a share of",
+        columns=("fault", "unit"),
+        rows=list(result.units.items()),
+        num_left=2,
+        bare=True,
+    )
 
 
 def _seen(result: Sensitivity, fault: str) -> str:
@@ -230,9 +259,12 @@ def _setup(result: Sensitivity) -> list[Sentence]:
         ("truth", result.truth or "none: the two sides are held against a rounding model"),
         *([("floor", f"widened by {runs}")] if result.num_floor_runs else []),
         ("unplanted", f"{HEADLINES[result.verdict.kind]}: {result.verdict.summary}"),
-        ("trials", f"{result.num_trials:,} on recorded tensors of {tokens}, "
-                   f"in {len(result.blocks)} of {count(blocks, 'block')}"),
-    ]  # fmt: skip
+        (
+            "trials",
+            f"{result.num_trials:,} on recorded tensors of {tokens}, "
+            f"in {len(result.blocks)} of {count(blocks, 'block')}",
+        ),
+    ]
     return [named(*row) for row in rows]
 
 
@@ -243,15 +275,19 @@ def _sizes(result: Sensitivity) -> list[Table]:
     tables = []
     for escalated in (False, True)[: 1 + result.escalated]:
         what = deep if escalated else f"anchored pass, {result.dtype}"
-        tables.append(Table(
-            caption=f"Smallest size seen, {what}", title="smallest size seen", widest=44,
-            detail=f"{deep}: faults of formula or data" if escalated else what,
-            columns=("block", *result.phrases),
-            rows=[
-                (block, *(_size(sizes[block, fault], escalated) for fault in result.phrases))
-                for block in result.blocks
-            ],
-        ))  # fmt: skip
+        tables.append(
+            Table(
+                caption=f"Smallest size seen, {what}",
+                title="smallest size seen",
+                widest=44,
+                detail=f"{deep}: faults of formula or data" if escalated else what,
+                columns=("block", *result.phrases),
+                rows=[
+                    (block, *(_size(sizes[block, fault], escalated) for fault in result.phrases))
+                    for block in result.blocks
+                ],
+            )
+        )
     return tables
 
 
@@ -274,11 +310,16 @@ def _size_plots(result: Sensitivity) -> list[Plot]:
         seen = [value for value in lines[0].values if value is not None]
         worst = f"up to {share(max(seen))}" if seen else "in no block"
         legend = [("line anchored", f"in {result.dtype}"), ("line free", "escalated, float32")]
-        plots.append(Plot(
-            id=f"size-{fault}", title=fault, names=names, lines=lines,
-            described=f"The smallest size that is seen, by block: {worst}.",
-            legend=legend[: len(lines)],
-        ))  # fmt: skip
+        plots.append(
+            Plot(
+                id=f"size-{fault}",
+                title=fault,
+                names=names,
+                lines=lines,
+                described=f"The smallest size that is seen, by block: {worst}.",
+                legend=legend[: len(lines)],
+            )
+        )
     return plots
 
 
@@ -302,13 +343,19 @@ def _confirmations(result: Sensitivity) -> list[Section]:
     what = "as expected" if not wrong else f"{wrong} NOT as expected"
     words = {True: "seen", False: "not seen"}
     table = Table(
-        caption="Planted for real", num_left=4, columns=("fault", "plant", "expected", "found"),
+        caption="Planted for real",
+        num_left=4,
+        columns=("fault", "plant", "expected", "found"),
         rows=[
-            (f"{confirmation.fault} {share(confirmation.size)}", confirmation.plant,
-             words[confirmation.expected], f"{words[confirmation.seen]} ({confirmation.verdict})")
+            (
+                f"{confirmation.fault} {share(confirmation.size)}",
+                confirmation.plant,
+                words[confirmation.expected],
+                f"{words[confirmation.seen]} ({confirmation.verdict})",
+            )
             for confirmation in result.confirmations
         ],
-    )  # fmt: skip
+    )
     detail = f"{count(len(result.confirmations), 'capture')}, {what}"
     section = Section(id="confirmed", title="planted for real", detail=detail, body=[table])
     return [section] if result.confirmations else []

@@ -72,9 +72,10 @@ def run_document(
         state = f"INCOMPLETE (stopped by {manifest.stopped_by or 'a crash'})"
         style = "bold yellow"
     top = [
-        named("run",
-              f"{manifest.id}, made {manifest.created} by divergence {manifest.tool_version}"),
-    ]  # fmt: skip
+        named(
+            "run", f"{manifest.id}, made {manifest.created} by divergence {manifest.tool_version}"
+        ),
+    ]
     if manifest.digest is None:
         before = "recorded before digests" if manifest.schema_version < 8 else "without digests"
         text = f"{before} of manifest and records: changes to them go unseen"
@@ -121,10 +122,13 @@ def run_document(
     sections += audit_sections(audit, alone=True, every=verbose)
     looks = [command_line("inspect", path, site=records[0].site)] if records else []
     return Document(
-        headline=Headline(state, f"{path}, {count(len(records), 'record')}, {stored(manifest)}",
-                          style),
-        known=top, sections=sections, next=[*following(path, manifest), *looks],
-    )  # fmt: skip
+        headline=Headline(
+            state, f"{path}, {count(len(records), 'record')}, {stored(manifest)}", style
+        ),
+        known=top,
+        sections=sections,
+        next=[*following(path, manifest), *looks],
+    )
 
 
 def _setting(name: str, text: str) -> Sentence:
@@ -280,9 +284,12 @@ def _records(records: Sequence[Record]) -> Section:
         recorded += f", {held.num_nonfinite:,} nan or inf" if held.num_nonfinite else ""
         rows.append((held.site, held.dtype, shape_text(held.shape), recorded))
     table = Table(
-        columns=("site", "dtype", "first shape", "recorded"), rows=rows, widest=44,
-        most=MAX_SITES, more="-v lists them",
-    )  # fmt: skip
+        columns=("site", "dtype", "first shape", "recorded"),
+        rows=rows,
+        widest=44,
+        most=MAX_SITES,
+        more="-v lists them",
+    )
     detail = ", ".join(f"{num:,} {name}" for name, num in count_passes(records).items())
     return Section(title="records", detail=detail, body=[table])
 
@@ -324,11 +331,20 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
             summary = record.summary or _NOTHING
             num_inf = summary.num_posinf + summary.num_neginf
             special = f"{summary.num_nan:,}/{num_inf:,}/{summary.num_zero:,}"
-            rows.append((
-                *[record.rank] * ranks, record.pass_, record.sample, record.step,
-                shape_text(record.shape), summary.min, summary.max, summary.mean, summary.rms,
-                None if record.summary is None else special,
-            ))  # fmt: skip
+            rows.append(
+                (
+                    *[record.rank] * ranks,
+                    record.pass_,
+                    record.sample,
+                    record.step,
+                    shape_text(record.shape),
+                    summary.min,
+                    summary.max,
+                    summary.mean,
+                    summary.rms,
+                    None if record.summary is None else special,
+                )
+            )
         numbers = [Column(title, "{:.4g}".format) for title in ("min", "max", "mean", "rms")]
         columns: list[Column | str] = [
             *["rank"] * ranks,
@@ -340,11 +356,14 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
             "nan/inf/zero",
         ]
         calls = [record.call for record in group if record.call is not None]
-        sections.append(Section(
-            title=site, detail=f"{group[0].dtype}, {count(len(group), 'record')}",
-            # shapes of a call are the first forward's
-            body=[Table(columns=columns, rows=rows), *(_call(calls[0]) if calls else ())],
-        ))  # fmt: skip
+        sections.append(
+            Section(
+                title=site,
+                detail=f"{group[0].dtype}, {count(len(group), 'record')}",
+                # shapes of a call are the first forward's
+                body=[Table(columns=columns, rows=rows), *(_call(calls[0]) if calls else ())],
+            )
+        )
     text = f"{path}: {count(len(records), 'record')} of {count(len(by_site), 'site')}"
     return Document(headline=Headline("", text, "bold"), sections=sections)
 
@@ -360,9 +379,8 @@ def _call(call: Call) -> list[Sentence]:
     told: set[int] = set()
     for name, value in call.arguments.items():
         numbers = [  # a stranger's run may hold anything there
-            n for n in operand_indices(call, name)
-            if type(n) is int and 0 <= n < len(call.operands)
-        ]  # fmt: skip
+            n for n in operand_indices(call, name) if type(n) is int and 0 <= n < len(call.operands)
+        ]
         if not numbers:
             short = json.dumps(value)
             if isinstance(value, dict) and len(value) == 1:
@@ -372,8 +390,11 @@ def _call(call: Call) -> list[Sentence]:
             full = name if len(numbers) == 1 else f"{name}.{place}"
             rows.append(("operand", f"{full}: {_operand(call.operands[number])}"))
             told.add(number)
-    rows += [("operand", _operand(operand))
-             for number, operand in enumerate(call.operands) if number not in told]  # fmt: skip
+    rows += [
+        ("operand", _operand(operand))
+        for number, operand in enumerate(call.operands)
+        if number not in told
+    ]
     return [named(name, text, indent=2, width=13) for name, text in rows]
 
 

@@ -24,10 +24,16 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
     """The operator, or why there is none, the descent, its proof, and what to run next. ``every``:
     with what was found on each level."""
     truth = "A's own" if result.truth == result.reference else result.truth
-    runs = [("A", result.reference), ("B", result.candidate), ("truth", truth),
-            ("runs in", result.out)]  # fmt: skip
-    sections = [descent_section(result, brief=not every),
-                Section(body=[named(name, run) for name, run in runs if run])]  # fmt: skip
+    runs = [
+        ("A", result.reference),
+        ("B", result.candidate),
+        ("truth", truth),
+        ("runs in", result.out),
+    ]
+    sections = [
+        descent_section(result, brief=not every),
+        Section(body=[named(name, run) for name, run in runs if run]),
+    ]
     if result.report is not None:
         told = [item for level in result.levels for item in level.because]
         shown = [item for item in result.report.verdict.evidence if item not in told]
@@ -100,10 +106,12 @@ def descent_section(result: Localization, *, brief: bool = False) -> Section:
     rows = [(level.level, _level(level, named=sided, brief=brief)) for level in result.levels]
     proof = _proof(result, brief=brief)
     return Section(
-        id="descent", title="descent", heading="The descent",
+        id="descent",
+        title="descent",
+        heading="The descent",
         lead="From the block to the operator, and its proof.",
         body=[named(*row, indent=2) for row in (*rows, *proof)],
-    )  # fmt: skip
+    )
 
 
 def _level(level: Level, *, named: bool, brief: bool) -> str:
@@ -135,8 +143,13 @@ def _proof(result: Localization, *, brief: bool) -> list[tuple[str, str]]:
     if causal is not None and measured and math.isfinite(causal.largest_limit_usage):
         after = limit_share(causal.largest_limit_usage)
         before = limit_share(causal.before) if math.isfinite(causal.before) else "beyond any"
-        rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
-                     f"{after} (before {before})"))  # fmt: skip
+        rows.append(
+            (
+                "cause",
+                "after the substitution, the largest share of a limit behind it is "
+                f"{after} (before {before})",
+            )
+        )
     if result.alone:
         parts = [f"{letter(own.side)} has {times(own.times)}" for own in result.alone]
         text = f"on its own inputs {' and '.join(parts)} the error of an ideal one, against float64"

@@ -37,9 +37,16 @@ MAX_NAMED = 8
 """Runs of one group that are named."""
 _MOST_ON_PAGE = 1000
 _COLUMNS = (
-    "run", "machine", "verdict", "from", Column("wrong", letter),
-    Column("of limit", limit_share), Column("logits L2", decimal), Column("top-1", share), "tokens",
-)  # fmt: skip
+    "run",
+    "machine",
+    "verdict",
+    "from",
+    Column("wrong", letter),
+    Column("of limit", limit_share),
+    Column("logits L2", decimal),
+    Column("top-1", share),
+    "tokens",
+)
 
 
 def matrix_document(
@@ -115,11 +122,15 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
     shown = [row for number, row in enumerate(rows) if number not in hidden]
     words = {"diverged": "wrong", "silent": "below"}
     table = Table(
-        caption="Each run against the first", columns=_COLUMNS, grid=True, gives=(1, 3, 0),
-        num_left=5, names=True,
+        caption="Each run against the first",
+        columns=_COLUMNS,
+        grid=True,
+        gives=(1, 3, 0),
+        num_left=5,
+        names=True,
         rows=[(path.removeprefix(prefix), *values[1:]) for path, _, values in shown],
         marks=["odd " * (path in matrix.odd) + words.get(state, "") for path, state, _ in shown],
-    )  # fmt: skip
+    )
     body: list[Block] = [Figures([_usage(matrix)], choose=True)] if page else []
     body.append(table)
     if hidden:
@@ -130,10 +141,12 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
         body.append(Sentence("each against the first; > odd, ! diverged, ? not told", style="dim"))
     chosen = matrix.rows[: _MOST_ON_PAGE if page else 0]
     return Section(
-        id="runs", heading="Runs", body=body,
+        id="runs",
+        heading="Runs",
+        body=body,
         parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in chosen],
         lead=f"{count(len(matrix.rows), 'run')}, each compared with {first.path}.",
-    )  # fmt: skip
+    )
 
 
 def _usage(matrix: Matrix) -> Plot:
@@ -149,14 +162,19 @@ def _usage(matrix: Matrix) -> Plot:
         says.append(f"{row.path}: {', '.join(parts)}")
     flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
     return Plot(
-        id="usage", title="How far each run is from the first", says=says, wide=True,
+        id="usage",
+        title="How far each run is from the first",
+        says=says,
+        wide=True,
         described="The largest share of any limit, by the order in which runs were given: "
         f"{len(flagged)} beyond it.",
-        blocks=[row.path for row in rows], names=[str(n) for n in range(1, len(rows) + 1)],
-        legend=[("dot run", "a run"), ("band floor", "within the limit")], flagged=flagged,
+        blocks=[row.path for row in rows],
+        names=[str(n) for n in range(1, len(rows) + 1)],
+        legend=[("dot run", "a run"), ("band floor", "within the limit")],
+        flagged=flagged,
         lines=[PlotLine(kind="run", values=[row.limit_usage for row in rows])],
         band=([1.0] * len(rows), [None] * len(rows)),
-    )  # fmt: skip
+    )
 
 
 def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
@@ -181,13 +199,24 @@ def _among(matrix: Matrix) -> list[Section]:
         problem = f"not compared: {(check.problem or '').partition(chr(10))[0]}"
         rows.append((check.reference, check.candidate, _called(check.verdict, problem)))
     table = Table(
-        caption="The other runs with one another", columns=("run", "and run", "verdict"), rows=rows,
-        num_left=3, bare=True,
-    )  # fmt: skip
-    return [Section(
-        id="among", title="among themselves", body=[table],
-        detail="who agrees with whom, where the first is odd",
-    )] if rows else []  # fmt: skip
+        caption="The other runs with one another",
+        columns=("run", "and run", "verdict"),
+        rows=rows,
+        num_left=3,
+        bare=True,
+    )
+    return (
+        [
+            Section(
+                id="among",
+                title="among themselves",
+                body=[table],
+                detail="who agrees with whom, where the first is odd",
+            )
+        ]
+        if rows
+        else []
+    )
 
 
 def _called(verdict: VerdictKind | None, otherwise: str) -> str:
@@ -197,8 +226,13 @@ def _called(verdict: VerdictKind | None, otherwise: str) -> str:
 def _values(row: MatrixRow) -> tuple[object, ...]:
     run, onset = row.run, row.onset
     return (
-        row.path, run and run.label, _called(row.verdict, "not compared" if run else "unreadable"),
-        onset and (onset.block or onset.site), row.side, row.limit_usage, row.logits_rel_l2,
+        row.path,
+        run and run.label,
+        _called(row.verdict, "not compared" if run else "unreadable"),
+        onset and (onset.block or onset.site),
+        row.side,
+        row.limit_usage,
+        row.logits_rel_l2,
         row.top1_agreement,
         None if row.num_tokens is None else f"{row.num_equal}/{row.num_tokens}",
-    )  # fmt: skip
+    )

@@ -44,9 +44,12 @@ from divergence.report.summary import (
 
 
 def page(
-    report: Report, background: Background, *, above: Document | None = None,
+    report: Report,
+    background: Background,
+    *,
+    above: Document | None = None,
     command_name: str = "compare",
-) -> str:  # fmt: skip
+) -> str:
     """The whole file, as text. ``above``: another command's answer that rests on this report
     (`check`, `localize`), and comes first."""
     packed, num_kept = attached(report)
@@ -64,17 +67,23 @@ def page(
     whole = dataclasses.replace(document(report, background=background), sides=sides)
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(
-        command_name, f"{answer} · {a[:60]} / {b[:60]}",
-        [whole] if above is None else [above, whole], attachment=packed, data_lead=data_lead,
-        made_by=report.tool_version, columns=csv_columns(),
-    )  # fmt: skip
+        command_name,
+        f"{answer} · {a[:60]} / {b[:60]}",
+        [whole] if above is None else [above, whole],
+        attachment=packed,
+        data_lead=data_lead,
+        made_by=report.tool_version,
+        columns=csv_columns(),
+    )
 
 
 def _side(letter: str, run: RunSummary) -> Side:
     return Side(
-        letter=letter, name=run.label or run.path, warnings=[item.text for item in states(run)],
+        letter=letter,
+        name=run.label or run.path,
+        warnings=[item.text for item in states(run)],
         facts=[("model", model_name(run)), ("computed", computed(run)), ("run", run.path)],
-    )  # fmt: skip
+    )
 
 
 _SHORT = {
@@ -95,10 +104,15 @@ _TRIES = 6
 def attached(report: Report) -> tuple[bytes, int]:
     """The JSON, and how many results of sites it holds."""
     # what the verdict rests on first, then by the share of a limit, then by the difference
-    ranked = sorted(report.sites, key=lambda site: (
-        not site.flagged, not (site.nonfinite is not None and site.nonfinite.total > 0),
-        -_size(site.usage), -_size(site.rel_l2),
-    ))  # fmt: skip
+    ranked = sorted(
+        report.sites,
+        key=lambda site: (
+            not site.flagged,
+            not (site.nonfinite is not None and site.nonfinite.total > 0),
+            -_size(site.usage),
+            -_size(site.rel_l2),
+        ),
+    )
     most = min(len(ranked), _MOST_RESULTS)
     data = b""
     for _ in range(_TRIES):
@@ -139,9 +153,10 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
         return page(answer, background)
     assert isinstance(answer, Localization)
     top = Document(
-        headline=localized.headline_of(answer), sections=[localized.descent_section(answer)],
+        headline=localized.headline_of(answer),
+        sections=[localized.descent_section(answer)],
         next=answer.commands,
-    )  # fmt: skip
+    )
     if answer.report is None:
         return _framed(answer, [top], made_by=__version__)
     return page(answer.report, background, above=top, command_name="localize")
@@ -151,9 +166,13 @@ def _framed(answer: Any, documents: list[Document], **parts: str) -> str:
     """A page of documents alone. ``parts``: others of ``frame``."""
     made_by = parts.pop("made_by") if "made_by" in parts else answer.tool_version
     return frame(
-        answer.COMMAND, str(documents[0].headline)[:120], documents,
-        attachment=answer.to_json().encode(), made_by=made_by, **parts,
-    )  # fmt: skip
+        answer.COMMAND,
+        str(documents[0].headline)[:120],
+        documents,
+        attachment=answer.to_json().encode(),
+        made_by=made_by,
+        **parts,
+    )
 
 
 # A report as a picture, and what a notebook shows of it.

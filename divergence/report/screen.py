@@ -63,8 +63,10 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
     quiet = is_quiet(report)
     wrong = None if quiet else _wrong_rows(whole.sections, num_rows)
     num_why = 1 if quiet or wrong else _MOST_WHY + min(0, num_rows)
-    why = [named("" if number else "found" if quiet else "because", shortened(text, _MOST_OF_FACT))
-           for number, text in enumerate(whole.why[:num_why])]  # fmt: skip
+    why = [
+        named("" if number else "found" if quiet else "because", shortened(text, _MOST_OF_FACT))
+        for number, text in enumerate(whole.why[:num_why])
+    ]
     inner = [item.detail for item in whole.sections if item.id not in _OF_ALL and item.detail]
     num = report.coverage.num_compared
     what = "; ".join([*(inner[:1] or [count(num, "tensor")]), *lacking(report.coverage)])
@@ -74,11 +76,13 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
         table, legend = wrong
         wrong, hint = (dataclasses.replace(table, detail=hint[0].text), legend), []
     return dataclasses.replace(
-        whole, why=(), next=[command.alone for command in report.verdict.commands[:1]],
+        whole,
+        why=(),
+        next=[command.alone for command in report.verdict.commands[:1]],
         headline=dataclasses.replace(whole.headline, facts=[*whole.headline.facts, *why]),
         known=[*_runs(report), *whole.known, named("compared", what), *hint],
         sections=[Section(body=wrong or ())],
-    )  # fmt: skip
+    )
 
 
 def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence | None] | None:
@@ -91,10 +95,14 @@ def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence
             if not wrong:
                 continue
             cut_down = dataclasses.replace(
-                block, rows=[block.rows[number] for number in wrong], most=most, below={},
-                marks=[block.marks[number] for number in wrong], more="-v lists them",
+                block,
+                rows=[block.rows[number] for number in wrong],
+                most=most,
+                below={},
+                marks=[block.marks[number] for number in wrong],
+                more="-v lists them",
                 title=f"worst of {block.title or section.title}",
-            )  # fmt: skip
+            )
             legend = following if isinstance(following, Sentence) else None
             return cut_down, legend if legend is not None and legend.style == "dim" else None
     return None
@@ -105,14 +113,22 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     # the first fact behind a verdict that is more than that all is well
     most = num_rows if verdict.kind in _BY_REASONS else min(1, num_rows)
     told = [item["what"] for finding in report.findings for item in finding.headline]
-    facts = [] if is_quiet(report) else [
-        item for item in verdict.evidence[:most] if item["what"] is None or item["what"] not in told
-    ]  # fmt: skip
+    facts = (
+        []
+        if is_quiet(report)
+        else [
+            item
+            for item in verdict.evidence[:most]
+            if item["what"] is None or item["what"] not in told
+        ]
+    )
     # the line of the onset names the place already
     place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
-    why = [named("" if number else "because", shortened(text, _MOST_OF_FACT))
-           for number, text in enumerate(texts)]  # fmt: skip
+    why = [
+        named("" if number else "because", shortened(text, _MOST_OF_FACT))
+        for number, text in enumerate(texts)
+    ]
     worst = _worst(report, max(1, num_rows))
     every = any(site.block for site in report.sites)
     rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
@@ -136,10 +152,11 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
             Sentence(command.alone, indent=0, hang=12, whole=True) for command in commands
         ]
     return Document(
-        headline=dataclasses.replace(whole.headline, facts=answer), known=known,
+        headline=dataclasses.replace(whole.headline, facts=answer),
+        known=known,
         sections=[Section(body=body)],
         next=[] if is_quiet(report) else [command.alone for command in commands],
-    )  # fmt: skip
+    )
 
 
 def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:
@@ -170,8 +187,9 @@ def _runs(report: Report) -> list[Sentence]:
 
 def _states(run: RunSummary) -> list[Sentence]:
     """Each on one line: a run may have many planted faults."""
-    return [dataclasses.replace(item, text=shortened(item.text, WIDTH - 12))
-            for item in states(run)]  # fmt: skip
+    return [
+        dataclasses.replace(item, text=shortened(item.text, WIDTH - 12)) for item in states(run)
+    ]
 
 
 def _model(run: RunSummary) -> str:
@@ -205,23 +223,34 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
         sides = max(len(row.errors) for row, _ in shown)
         titles = ("A's error", "B's error") if sides == 2 else ("error",)
         rows = [
-            (*(decimal(error) for error in row.errors if not num_bad(row.worst)),
-             *["-"] * (sides - len(row.errors) * (not num_bad(row.worst))),
-             "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else "",
-             cut(row.worst.site, 40) + "  !" * (row.flagged or num_bad(row.worst) > 0), place)
+            (
+                *(decimal(error) for error in row.errors if not num_bad(row.worst)),
+                *["-"] * (sides - len(row.errors) * (not num_bad(row.worst))),
+                "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else "",
+                cut(row.worst.site, 40) + "  !" * (row.flagged or num_bad(row.worst) > 0),
+                place,
+            )
             for row, place in shown
-        ]  # fmt: skip
+        ]
         more = ", the others equal bit for bit" * same
         return Table(
-            title=f"worst of {count(len(every), 'place')}{more}", rows=rows, num_left=sides + 3,
-            columns=(*titles, "of its limit" if judged else "", "where", ""), widest=44,
-        )  # fmt: skip
+            title=f"worst of {count(len(every), 'place')}{more}",
+            rows=rows,
+            num_left=sides + 3,
+            columns=(*titles, "of its limit" if judged else "", "where", ""),
+            widest=44,
+        )
     ((row, place),) = shown
     onset = report.verdict.onset
     where = "" if onset and onset.site == row.worst.site else f"{cut(row.worst.site, 40)}, "
-    sizes = [f"{name}{decimal(error)}" for name, error in
-             zip(("A's error ", "B's ") if len(row.errors) == 2 else ("error ",), row.errors,
-                 strict=False)]  # fmt: skip
+    sizes = [
+        f"{name}{decimal(error)}"
+        for name, error in zip(
+            ("A's error ", "B's ") if len(row.errors) == 2 else ("error ",),
+            row.errors,
+            strict=False,
+        )
+    ]
     if row.flagged and len(sizes) == 2 and max(row.errors) < 1.5 * min(row.errors):
         # the typical token's are alike, and another one is off
         sizes = [f"one token's error {times(row.worst.ratio_max)} what rounding makes"]

@@ -41,9 +41,12 @@ VERDICT_STYLES = {
 
 
 def document(
-    report: Report, *, every: bool = False, verbose: bool = False,
+    report: Report,
+    *,
+    every: bool = False,
+    verbose: bool = False,
     background: Background | None = None,
-) -> Document:  # fmt: skip
+) -> Document:
     """The whole answer. ``every``: nothing is elided; ``verbose``: also what was the same.
     ``background``: what the report does not hold, given for a page, where the figures of what was
     found come before the settings."""
@@ -62,7 +65,7 @@ def document(
         *(() if background is None else (*_machines(background), *_findings(report))),
         *_coverage(report, full=verbose or page),
         *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
-    ]  # fmt: skip
+    ]
     return dataclasses.replace(opening_of(report), sections=sections)
 
 
@@ -77,10 +80,14 @@ def opening_of(report: Report) -> Document:
     return Document(
         headline=dataclasses.replace(top, facts=[*facts, *_asked(report), confidence, *seen]),
         why=[fact.text for fact in report.verdict.evidence],
-        known=[*_settings(preflight), *_tokens(report), *explained_facts(report),
-               *_compared(report)],
+        known=[
+            *_settings(preflight),
+            *_tokens(report),
+            *explained_facts(report),
+            *_compared(report),
+        ],
         next=report.verdict.next,
-    )  # fmt: skip
+    )
 
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
@@ -180,9 +187,10 @@ def unseen(report: Report) -> list[str]:
         # ``errors below 0.94% of a block's output (step 3.7%, token 4.8%, channel 0.28%)``
         least = []
         for what, size_seen in (
-            ("step", seen.forward), ("token", seen.token),
+            ("step", seen.forward),
+            ("token", seen.token),
             ("channel", seen.channel),
-        ):  # fmt: skip
+        ):
             least += [] if size_seen is None else [f"{what} {share(size_seen)}"]
         parts = f" ({', '.join(least)})" if least else ""
         lone = "" if seen.token is not None else "; a single token alone is not judged"
@@ -236,9 +244,10 @@ _WIDTH = 86
 def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
     """What differs; planted faults stand beside their run."""
     differ = [
-        line for line in preflight
+        line
+        for line in preflight
         if line.status in ("differs", "blocking") and line.check != "planted faults"
-    ]  # fmt: skip
+    ]
     unknown = [line.check for line in preflight if line.status == "unknown"]
     shown: list[str] = []
     for text in map(_setting, differ):
@@ -256,8 +265,13 @@ def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
 
 
 _DIGESTED = (
-    "weights", "code", "config", "derived tensors", "tokenizer", "chat template",
-)  # fmt: skip
+    "weights",
+    "code",
+    "config",
+    "derived tensors",
+    "tokenizer",
+    "chat template",
+)
 """Settings whose values are digests: what differs stands in the detail."""
 
 
@@ -271,9 +285,11 @@ def _setting(item: PreflightLine) -> str:
 
 
 _STATES = {
-    "blocking": ("BLOCKS", "blocks"), "differs": ("differs", "below"),
-    "unknown": ("unknown", "below"), "same": ("same", ""),
-}  # fmt: skip
+    "blocking": ("BLOCKS", "blocks"),
+    "differs": ("differs", "below"),
+    "unknown": ("unknown", "below"),
+    "same": ("same", ""),
+}
 
 
 def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list[Section]:
@@ -300,12 +316,17 @@ def _table_of(caption: str, rows: Iterable[PreflightLine], folded: str = "") -> 
     state = Column("status", face="terminal" if alone else "")
     detail = ["detail"] * any(row.detail for row in rows)
     return Table(
-        caption=caption, num_left=5, folded=folded, listed=True,
+        caption=caption,
+        num_left=5,
+        folded=folded,
+        listed=True,
         columns=("setting", state, "A", "B", *detail),
-        rows=[(row.check, _STATES[row.status][0], row.reference, row.candidate, row.detail or "")
-              for row in rows],
+        rows=[
+            (row.check, _STATES[row.status][0], row.reference, row.candidate, row.detail or "")
+            for row in rows
+        ],
         marks=[_STATES[row.status][1] for row in rows],
-    )  # fmt: skip
+    )
 
 
 # The tokens in one line; what was compared, in one line and in full.
@@ -403,12 +424,25 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
         )
     )
     tables = [
-        Table(caption="By pass", columns=("pass", "what", "compared"), rows=passes, widest=66,
-              num_left=3, bare=True),
-        Table(caption="Not compared", columns=("", "where", "why"), rows=unmatched, widest=66,
-              num_left=3, bare=True, most=12,
-              folded=f"{count(len(unmatched), 'tensor')} not compared"),
-    ]  # fmt: skip
+        Table(
+            caption="By pass",
+            columns=("pass", "what", "compared"),
+            rows=passes,
+            widest=66,
+            num_left=3,
+            bare=True,
+        ),
+        Table(
+            caption="Not compared",
+            columns=("", "where", "why"),
+            rows=unmatched,
+            widest=66,
+            num_left=3,
+            bare=True,
+            most=12,
+            folded=f"{count(len(unmatched), 'tensor')} not compared",
+        ),
+    ]
     shown = [table for table in tables if table.rows]
     return [
         Section(
@@ -425,7 +459,10 @@ def _machines(background: Background) -> list[Section]:
     if not any(sides):
         return []
     facts = {
-        name: {} if side is None else machine_of(side.environment) | {
+        name: {}
+        if side is None
+        else machine_of(side.environment)
+        | {
             "processes": side.processes,
             "engine": None if side.engine is None else side.engine.name,
             "attention": side.model.attn_implementation,
@@ -435,7 +472,7 @@ def _machines(background: Background) -> list[Section]:
             "command": side.command,
         }
         for name, side in zip("AB", sides, strict=True)
-    }  # fmt: skip
+    }
     tables = machine_tables(facts)
     num = sum(len(table.rows) for table in tables)
     apart = sum(len(table.rows) for table in tables if not table.folded)
@@ -484,19 +521,29 @@ def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]
 def _findings(report: Report) -> list[Section]:
     findings = report.findings
     table = Table(
-        caption="Findings", columns=("finding", "role", "what was found"), num_left=3,
+        caption="Findings",
+        columns=("finding", "role", "what was found"),
+        num_left=3,
         folded=count(len(findings), "finding"),
         rows=[(item.claim.replace("_", " "), item.role, item.summary) for item in findings],
         below={
             number: [Sentence(fact.text) for fact in (*item.evidence, *item.beside)]
             for number, item in enumerate(findings)
         },
-    )  # fmt: skip
-    return [Section(
-        id="findings", title="All findings", body=[table],
-        lead="What each analysis found. The verdict was made of these; a hint or a context is a "
-        "place to look, and no fault.",
-    )] if findings else []  # fmt: skip
+    )
+    return (
+        [
+            Section(
+                id="findings",
+                title="All findings",
+                body=[table],
+                lead="What each analysis found. The verdict was made of these; a hint or a context "
+                "is a place to look, and no fault.",
+            )
+        ]
+        if findings
+        else []
+    )
 
 
 # What the analyses show.

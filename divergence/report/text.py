@@ -20,9 +20,15 @@ from divergence.layout import (
 from divergence.words import list_names, markdown_code, printable
 
 _STYLES = {
-    "onset": "bold red", "odd": "bold red", "wrong": "bold red", "flagged": "yellow",
-    "below": "yellow", "differs": "yellow", "good": "green", "blocks": "red",
-}  # fmt: skip
+    "onset": "bold red",
+    "odd": "bold red",
+    "wrong": "bold red",
+    "flagged": "yellow",
+    "below": "yellow",
+    "differs": "yellow",
+    "good": "green",
+    "blocks": "red",
+}
 _MOST_NAMED = 3
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
@@ -35,8 +41,11 @@ def document_lines(whole: Document, *, verbose: bool = False, every: bool = Fals
         lines += [BLANK, *map(sentence_line, whole.known)]
     why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
     shown = [section for section in whole.sections if verbose or every or not section.verbose]
-    left = [section.title or section.heading[:1].lower() + section.heading[1:]
-            for section in whole.sections if section not in shown and section.body]  # fmt: skip
+    left = [
+        section.title or section.heading[:1].lower() + section.heading[1:]
+        for section in whole.sections
+        if section not in shown and section.body
+    ]
     if sections := sections_lines([*[why] * bool(whole.why), *shown], every):
         lines += [BLANK, *sections[:-1]]
     if left:
@@ -126,8 +135,11 @@ def table_lines(table: Table) -> list[Line]:
     """Titles where there are any, rows, what stands below a row, and how many rows are not here."""
     cells = [tuple(map(printable, row)) for row in table.cells()]
     titles = [table.titles] if any(table.titles) and not table.bare else []
-    rows = _grid(table, [*titles, *cells]) if table.grid else columns(
-        [*titles, *cells], indent=table.indent, widest=table.widest)  # fmt: skip
+    rows = (
+        _grid(table, [*titles, *cells])
+        if table.grid
+        else columns([*titles, *cells], indent=table.indent, widest=table.widest)
+    )
     lines = [_styled(row, "dim") for row in rows[: len(titles)]]
     for number, row in enumerate(rows[len(titles) :]):
         words = table.marks[number].split() if number < len(table.marks) else ()
@@ -161,9 +173,12 @@ def _grid(table: Table, rows: list[tuple[str, ...]]) -> list[Line]:
             break
         widths[column] -= 1
     return [
-        line("    ", "  ".join(
-            (cut(cell, size).ljust if at_left else cut(cell, size).rjust)(size)
-            for cell, size, at_left in zip(row, widths, table.is_word, strict=True)
-        ).rstrip())
+        line(
+            "    ",
+            "  ".join(
+                (cut(cell, size).ljust if at_left else cut(cell, size).rjust)(size)
+                for cell, size, at_left in zip(row, widths, table.is_word, strict=True)
+            ).rstrip(),
+        )
         for row in rows
-    ]  # fmt: skip
+    ]

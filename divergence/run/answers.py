@@ -115,9 +115,12 @@ def _ids_of(tokens: list[Token]) -> list[int] | None:
 
 def _with_top(own: Token, listed: Iterable[Token]) -> Token:
     """The token with those that are ``listed`` at its place, the likeliest first."""
-    return replace(own, top=sorted(
-        listed, key=lambda token: -math.inf if token.logprob is None else -token.logprob
-    ))  # fmt: skip
+    return replace(
+        own,
+        top=sorted(
+            listed, key=lambda token: -math.inf if token.logprob is None else -token.logprob
+        ),
+    )
 
 
 def _told(item: Any) -> Token:
@@ -177,11 +180,13 @@ def _openai_answer(
     elif len(ids) == len(tokens):
         tokens = [replace(token, id=number) for token, number in zip(tokens, ids, strict=True)]
     return ServerAnswer(
-        text=text, tokens=tokens, prompt_ids=prompt_ids,
+        text=text,
+        tokens=tokens,
+        prompt_ids=prompt_ids,
         num_prompt=_id(_dict(response.get("usage")).get("prompt_tokens")),
         prompt=_prompt_of(_list(scored), prompt_ids),
         model=name if isinstance(name := response.get("model"), str) and name else None,
-    )  # fmt: skip
+    )
 
 
 def _prompt_of(scored: list[Any], ids: list[int] | None) -> list[Token]:
@@ -213,10 +218,12 @@ def sglang_answer(response: dict[str, Any]) -> ServerAnswer:
 
     prompt = rows("input_token_logprobs")
     return ServerAnswer(
-        text=str(response.get("text") or ""), tokens=rows("output_token_logprobs"), prompt=prompt,
+        text=str(response.get("text") or ""),
+        tokens=rows("output_token_logprobs"),
+        prompt=prompt,
         prompt_ids=_ids_of(prompt),
         num_prompt=_id(said.get("prompt_tokens")),
-    )  # fmt: skip
+    )
 
 
 def _entry(value: Any) -> Token:
@@ -228,9 +235,10 @@ def _entry(value: Any) -> Token:
 def llama_answer(response: dict[str, Any]) -> ServerAnswer:
     tokens = _rows(response.get("completion_probabilities"))
     return ServerAnswer(
-        text=str(response.get("content") or ""), tokens=tokens,
+        text=str(response.get("content") or ""),
+        tokens=tokens,
         num_prompt=_id(response.get("tokens_evaluated")),
-    )  # fmt: skip
+    )
 
 
 def tgi_answer(response: dict[str, Any]) -> ServerAnswer:
@@ -242,10 +250,12 @@ def tgi_answer(response: dict[str, Any]) -> ServerAnswer:
     ]
     prompt = [_told(item) for item in _list(details.get("prefill"))]
     return ServerAnswer(
-        text=str(response.get("generated_text") or ""), tokens=tokens, prompt=prompt,
+        text=str(response.get("generated_text") or ""),
+        tokens=tokens,
+        prompt=prompt,
         prompt_ids=_ids_of(prompt),
         num_prompt=len(prompt) or None,
-    )  # fmt: skip
+    )
 
 
 # An answer as the scores of a run: which token is where, by which number.
@@ -302,6 +312,9 @@ def scores_from(
         for _, token in scored
     ]
     return Scores(
-        prompt_ids=prompt, generated_ids=answer, positions=[place for place, _ in scored],
-        logprobs=[float(token.logprob or 0.0) for _, token in scored], top=top,
-    )  # fmt: skip
+        prompt_ids=prompt,
+        generated_ids=answer,
+        positions=[place for place, _ in scored],
+        logprobs=[float(token.logprob or 0.0) for _, token in scored],
+        top=top,
+    )

@@ -63,9 +63,14 @@ class LocalBlob(Blob):
     """A stretch of a local file. ``offset``: where in the file it begins."""
 
     def __init__(
-        self, path: Path, *, offset: int = 0, size: int | None = None, name: str | None = None,
+        self,
+        path: Path,
+        *,
+        offset: int = 0,
+        size: int | None = None,
+        name: str | None = None,
         mapped: _Map | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = path
         self.offset = offset
         self.size = os.stat(path).st_size if size is None else size
@@ -248,9 +253,13 @@ _AHEAD_BYTES = 1 << 16
 """What is fetched at a time of an archive's own structure."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a zip member
 _COMPRESSED = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz",
-    b"7z\xbc\xaf": "7-Zip", b"Rar!": "RAR",
-}  # fmt: skip
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"7z\xbc\xaf": "7-Zip",
+    b"Rar!": "RAR",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,22 +345,25 @@ def members_of(archive: Blob, kind: str) -> dict[str, Member]:
             raise _too_many(archive)
         named[name] = member
     if MANIFEST not in named:
-        folders = [n.partition("/")[0] for n in named if n.count("/") == 1
-                   and n.endswith("/" + MANIFEST)]  # fmt: skip
+        folders = [
+            n.partition("/")[0] for n in named if n.count("/") == 1 and n.endswith("/" + MANIFEST)
+        ]
         if len(folders) == 1:  # `tar cf run.tar run`
             prefix = folders[0] + "/"
             return {
-                name.removeprefix(prefix): member for name, member in named.items()
+                name.removeprefix(prefix): member
+                for name, member in named.items()
                 if name.startswith(prefix)
-            }  # fmt: skip
+            }
     return named
 
 
 def _too_many(archive: Blob) -> RunFormatError:
     return RunFormatError(
-        f"the archive holds more than {MAX_MEMBERS:,} files", where=archive.name,
+        f"the archive holds more than {MAX_MEMBERS:,} files",
+        where=archive.name,
         hint="it is no run: a run's tensors lie many to a file (`divergence pack RUN` makes one)",
-    )  # fmt: skip
+    )
 
 
 def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
@@ -408,9 +420,12 @@ def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
         if name.endswith("/"):
             continue
         member = Member(
-            begin=entry.header_offset, size=entry.file_size, in_zip=True, deflated=deflated,
+            begin=entry.header_offset,
+            size=entry.file_size,
+            in_zip=True,
+            deflated=deflated,
             packed_bytes=entry.compress_size,
-        )  # fmt: skip
+        )
         yield name, member
 
 
@@ -458,13 +473,15 @@ class _Inflating(io.RawIOBase):
 
 def _damaged(archive: Blob, what: str) -> RunFormatError:
     return RunFormatError(
-        f"the archive cannot be read: {what}", where=archive.name,
+        f"the archive cannot be read: {what}",
+        where=archive.name,
         hint="copy it again; `divergence pack RUN` makes one that can",
-    )  # fmt: skip
+    )
 
 
 def _link(archive: Blob, name: str) -> RunFormatError:
     return RunFormatError(
-        f"{name[:80]!r} is a link, which a run may not contain", where=archive.name,
+        f"{name[:80]!r} is a link, which a run may not contain",
+        where=archive.name,
         hint="pack it with links resolved, for example: tar -h",
-    )  # fmt: skip
+    )

@@ -224,8 +224,21 @@ class CapturedTensor:
     """``tensor``: a host tensor that nobody writes to any more, or the shape of one whose bytes
     are copied into ``slot``. ``num_bytes``, ``dtype`` and ``shape`` stay when the bytes go."""
 
-    __slots__ = ("_tensor", "checksum", "digest", "dtype", "fold", "num_bytes", "place",
-                 "placement", "reduced", "shape", "sketch", "slot", "summary")  # fmt: skip
+    __slots__ = (
+        "_tensor",
+        "checksum",
+        "digest",
+        "dtype",
+        "fold",
+        "num_bytes",
+        "place",
+        "placement",
+        "reduced",
+        "shape",
+        "sketch",
+        "slot",
+        "summary",
+    )
 
     def __init__(self, tensor: torch.Tensor, slot: Slot | None = None) -> None:
         self.slot = slot
@@ -276,9 +289,17 @@ class Reduced:
 
 if TYPE_CHECKING:
     Put = tuple[
-        CapturedTensor, int, PassName, int, int, str, int, tuple[int, ...] | None, Call | None,
+        CapturedTensor,
+        int,
+        PassName,
+        int,
+        int,
+        str,
+        int,
+        tuple[int, ...] | None,
+        Call | None,
         tuple[Placement, ...] | None,
-    ]  # fmt: skip
+    ]
     """What the writer was given: a tensor, the bytes of its own, and the fields of its record."""
 
 _NAMES: dict[torch.dtype, str] = {}

@@ -63,22 +63,35 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def command(
-    name: str, *operands: object, ranks: int | None = None, note: Fact | str = "",
-    by_hand: bool = False, pair: tuple[str, object, object] | None = None, **options: Value,
-) -> Command:  # fmt: skip
+    name: str,
+    *operands: object,
+    ranks: int | None = None,
+    note: Fact | str = "",
+    by_hand: bool = False,
+    pair: tuple[str, object, object] | None = None,
+    **options: Value,
+) -> Command:
     """The command of this name; options as in ``command_words``."""
     return Command(
-        name=name, operands=[str(operand) for operand in operands],
-        options=_plain_options(options), ranks=ranks,
-        pair=[str(word) for word in pair or ()], by_hand=by_hand,
+        name=name,
+        operands=[str(operand) for operand in operands],
+        options=_plain_options(options),
+        ranks=ranks,
+        pair=[str(word) for word in pair or ()],
+        by_hand=by_hand,
         note=note if isinstance(note, Fact) else plain(note) if note else None,
-    )  # fmt: skip
+    )
 
 
 def command_line(
-    name: str, *operands: object, ranks: int | None = None, note: Fact | str = "",
-    by_hand: bool = False, pair: tuple[str, object, object] | None = None, **options: Value,
-) -> str:  # fmt: skip
+    name: str,
+    *operands: object,
+    ranks: int | None = None,
+    note: Fact | str = "",
+    by_hand: bool = False,
+    pair: tuple[str, object, object] | None = None,
+    **options: Value,
+) -> str:
     """``command``, ready for a shell."""
     return command(
         name, *operands, ranks=ranks, note=note, by_hand=by_hand, pair=pair, **options

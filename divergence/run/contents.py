@@ -283,9 +283,11 @@ class Digests:
             return cls(cuts, None, None)
         checksums = [r.checksum or "" for r in records]
         return cls(
-            cuts, _all(r.xxh3 for r in records), _all(r.fold for r in records),
+            cuts,
+            _all(r.xxh3 for r in records),
+            _all(r.fold for r in records),
             _all(text[6:] if text.startswith("crc32:") else None for text in checksums),
-        )  # fmt: skip
+        )
 
 
 def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:
@@ -399,21 +401,23 @@ def read_manifest(store: Store) -> Manifest:
     raw = next(filter(_RAW.search, manifest.plan.modules), None)
     if raw is not None:
         raise RunFormatError(
-            f"the module {raw!r} is not written as the sites of runs write it", where=where,
+            f"the module {raw!r} is not written as the sites of runs write it",
+            where=where,
             hint="the first versions of divergence wrote such names as they are, and a site of "
             "them may mean two things: capture again",
-        )  # fmt: skip
+        )
     return manifest
 
 
 def _changed(name: str, where: str) -> RunFormatError:
     return RunFormatError(
-        f"{name} is not as it was when the run was written: its digest does not fit", where=where,
+        f"{name} is not as it was when the run was written: its digest does not fit",
+        where=where,
         hint=(
             "copy it again: some of its bytes were damaged or changed",
             "or, if it was edited on purpose, take digest and record_digests out of manifest.json",
         ),
-    )  # fmt: skip
+    )
 
 
 def check_digest(store: Store, manifest: Manifest, name: str, digest: str | None = None) -> None:

@@ -49,12 +49,20 @@ _ALIGNED = 16
 _MAX_KEY = 1 << 32
 """Python's hashes of larger integers can be made equal, and a table of such keys takes forever."""
 _STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
-}  # fmt: skip
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
 
 
 def load_torch(archive: Blob) -> Any:
@@ -64,26 +72,37 @@ def load_torch(archive: Blob) -> Any:
     if archive.read(0, 2) != b"PK":
         raise DumpError(
             "the file is none of torch.save, or a bare pickle, which could run code",
-            where=where, hint="save it by torch.save as torch does since 1.6",
-        )  # fmt: skip
+            where=where,
+            hint="save it by torch.save as torch does since 1.6",
+        )
     try:
         members = members_of(archive, "zip")
         if any(member.deflated for member in members.values()):
-            raise DumpError("the file holds compressed members; torch.save writes none",
-                            where=where)  # fmt: skip
+            raise DumpError(
+                "the file holds compressed members; torch.save writes none", where=where
+            )
         files = {name: member.part(archive, name) for name, member in members.items()}
     except RunFormatError as error:
-        raise DumpError(error.message.replace("archive", "file"), where=where,
-                        hint=f"it may have been cut off: {_AGAIN}") from error  # fmt: skip
+        raise DumpError(
+            error.message.replace("archive", "file"),
+            where=where,
+            hint=f"it may have been cut off: {_AGAIN}",
+        ) from error
     pickles = [name for name in files if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1:
-        raise DumpError(f"the file holds {len(pickles)} members called data.pkl, not one",
-                        where=where, hint="save it by torch.save")  # fmt: skip
+        raise DumpError(
+            f"the file holds {len(pickles)} members called data.pkl, not one",
+            where=where,
+            hint="save it by torch.save",
+        )
     folder = pickles[0].removesuffix("data.pkl")
     order = files.get(f"{folder}byteorder")
     if order is not None and order.read(0, 9) != b"little":
-        raise DumpError("the file was written by a big-endian machine, and is not read",
-                        where=where, hint="save it on a little-endian machine")  # fmt: skip
+        raise DumpError(
+            "the file was written by a big-endian machine, and is not read",
+            where=where,
+            hint="save it on a little-endian machine",
+        )
     return _Pickle(files, folder, where).value(files[pickles[0]])
 
 
@@ -159,8 +178,10 @@ class _Pickle:
                 case name if name in _CONSTANTS:
                     stack.append(arg)
                 case name:
-                    raise DumpError(f"its pickle holds {name}, which torch.save does not write",
-                                    where=self._where)  # fmt: skip
+                    raise DumpError(
+                        f"its pickle holds {name}, which torch.save does not write",
+                        where=self._where,
+                    )
         raise DumpError("its pickle has no end", where=self._where, hint=_AGAIN)
 
     def _add(self, target: Any, items: list[Any]) -> None:
@@ -171,8 +192,9 @@ class _Pickle:
             raise DumpError("its pickle adds to what is no list or table", where=self._where)
         for key, item in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < _MAX_KEY):
-                raise DumpError(f"a table in it has a key of type {type(key).__name__}",
-                                where=self._where)  # fmt: skip
+                raise DumpError(
+                    f"a table in it has a key of type {type(key).__name__}", where=self._where
+                )
             target[key] = item
 
     def _global(self, module: str, name: str) -> Any:
@@ -188,13 +210,15 @@ class _Pickle:
         if f"{module}.{name}".startswith(("torch._utils._rebuild_", "torch._tensor._rebuild_")):
             raise DumpError(
                 "the file holds a sparse, quantised, nested or empty tensor, or one of a class of "
-                f"its own, not plain numbers: {name}", where=self._where,
+                f"its own, not plain numbers: {name}",
+                where=self._where,
                 hint="save tensor.detach().cpu().to_dense()",
-            )  # fmt: skip
+            )
         raise DumpError(
             f"the file is not plain tensors: it names {module}.{name}, which is code",
-            where=self._where, hint="save tensors alone: nothing that a file names is called",
-        )  # fmt: skip
+            where=self._where,
+            hint="save tensors alone: nothing that a file names is called",
+        )
 
     def _storage(self, kind: str, dtype: Any, key: str, location: str, num: int) -> _Storage:
         """A storage by what the pickle says of it. ``num``: of its elements; torch writes more
@@ -203,8 +227,9 @@ class _Pickle:
             raise DumpError("its pickle names what is no storage", where=self._where)
         blob = self._files.get(f"{self._folder}data/{key}")
         if blob is None or location == "meta":
-            raise DumpError(f"the bytes of storage {key!r} are missing", where=self._where,
-                            hint=_AGAIN)  # fmt: skip
+            raise DumpError(
+                f"the bytes of storage {key!r} are missing", where=self._where, hint=_AGAIN
+            )
         if key not in self._bytes:
             data = torch.empty(0, dtype=torch.uint8)
             if blob.size:
@@ -214,28 +239,47 @@ class _Pickle:
         return _Storage(self._bytes[key], dtype)
 
     def tensor(
-        self, storage: _Storage, offset: int, size: Sequence[int], stride: Sequence[int],
-        requires_grad: bool = False, hooks: Any = None, metadata: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        storage: _Storage,
+        offset: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        requires_grad: bool = False,
+        hooks: Any = None,
+        metadata: Any = None,
+    ) -> torch.Tensor:
         """A tensor of a storage (torch._utils._rebuild_tensor_v2)."""
         return self.tensor_v3(storage, offset, size, stride, False, None, storage.dtype, metadata)
 
     def tensor_v3(
-        self, storage: _Storage, offset: int, size: Sequence[int], stride: Sequence[int],
-        requires_grad: bool, hooks: Any, dtype: torch.dtype, metadata: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        storage: _Storage,
+        offset: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        requires_grad: bool,
+        hooks: Any,
+        dtype: torch.dtype,
+        metadata: Any = None,
+    ) -> torch.Tensor:
         """The same, of a dtype that has no storage of its own name."""
         if metadata:
             raise DumpError(
                 "the file holds a conjugated or negated view of a tensor, not plain numbers",
-                where=self._where, hint="save tensor.resolve_conj().resolve_neg()",
-            )  # fmt: skip
+                where=self._where,
+                hint="save tensor.resolve_conj().resolve_neg()",
+            )
         if len(size) != len(stride) or len(size) > _MAX_AXES:
-            raise DumpError(f"the file holds a tensor of {len(size)} axes and {len(stride)} "
-                            "strides", where=self._where)  # fmt: skip
+            raise DumpError(
+                f"the file holds a tensor of {len(size)} axes and {len(stride)} strides",
+                where=self._where,
+            )
         if not all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *size, *stride)):
-            raise DumpError("the file holds a tensor whose shape, strides or offset are negative "
-                            "or no integers", where=self._where)  # fmt: skip
+            raise DumpError(
+                "the file holds a tensor whose shape, strides or offset are negative "
+                "or no integers",
+                where=self._where,
+            )
         num = storage.bytes.numel() // dtype.itemsize
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if math.prod(size) == 0:
@@ -243,17 +287,30 @@ class _Pickle:
         if last >= num:
             raise DumpError(
                 f"a tensor of shape {list(size)} ends at element {last + 1} of {num} in its "
-                "storage", where=self._where, hint=_AGAIN,
-            )  # fmt: skip
+                "storage",
+                where=self._where,
+                hint=_AGAIN,
+            )
         flat = storage.bytes[: num * dtype.itemsize].view(dtype)
         return flat.as_strided(tuple(size), tuple(stride), offset)
 
 
 _SINGLE: dict[str, Any] = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_CONSTANTS = frozenset({
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE",
-    "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
-})  # fmt: skip
+_CONSTANTS = frozenset(
+    {
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+    }
+)
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _Pickle.tensor,
     "torch._utils._rebuild_tensor_v2": _Pickle.tensor,
@@ -348,16 +405,19 @@ def _npy(blob: Blob) -> torch.Tensor:
     match = _HEADER.fullmatch(b"".join(text.split()))
     if head[:6] != b"\x93NUMPY" or match is None or None in match.groups()[2::2]:
         raise DumpError(
-            "the file cannot be read as one array of numbers", where=blob.name,
+            "the file cannot be read as one array of numbers",
+            where=blob.name,
             hint="it may be half written, an archive of several arrays, or hold objects",
-        )  # fmt: skip
+        )
     shape = tuple(int(size.rstrip(b"L")) for size in match["shape"].split(b",") if size)
     dtype = numpy.dtype(match["descr"].decode())
     num_bytes = math.prod(shape) * dtype.itemsize
     if dtype.kind not in "biufc" or begin + length + num_bytes > blob.size:
-        raise DumpError(f"the file cannot be read as one array of {dtype}: it is to hold "
-                        f"{num_bytes:,} bytes", where=blob.name,
-                        hint=_HALF_WRITTEN)  # fmt: skip
+        raise DumpError(
+            f"the file cannot be read as one array of {dtype}: it is to hold {num_bytes:,} bytes",
+            where=blob.name,
+            hint=_HALF_WRITTEN,
+        )
     order: Literal["F", "C"] = "F" if match["fortran"] == b"True" else "C"
     array: numpy.ndarray = numpy.frombuffer(blob.view(begin + length, num_bytes), dtype)
     array = array.reshape(shape, order=order)
@@ -374,8 +434,9 @@ def _safetensors(blob: Blob) -> dict[str, torch.Tensor]:
             if entry.dtype not in names or min(entry.shape, default=0) < 0:
                 raise DumpError(
                     f"tensor {key} is of dtype {entry.dtype} and shape {list(entry.shape)}, which "
-                    "is not known", where=blob.name,
-                )  # fmt: skip
+                    "is not known",
+                    where=blob.name,
+                )
             form = FORMATS[names[entry.dtype]]
             if entry.num_bytes != math.prod(entry.shape) * form.itemsize:
                 raise DumpError(
@@ -472,8 +533,9 @@ class DumpFolder:
         self._place = str(path)
         size = path.stat().st_size
         if not size:
-            raise DumpError("the file is empty: the dump is half written", where=str(path),
-                            hint=_AGAIN)  # fmt: skip
+            raise DumpError(
+                "the file is empty: the dump is half written", where=str(path), hint=_AGAIN
+            )
         self.budget.expand(size, disk=disk_bytes(path), where=str(path))
         return path
 
@@ -496,14 +558,16 @@ def _walk(root: Path) -> list[str]:
                         names.append(name)
                     else:
                         raise DumpError(
-                            "a dump may hold no symbolic link, pipe or device", where=entry.path,
+                            "a dump may hold no symbolic link, pipe or device",
+                            where=entry.path,
                             hint="copy the files themselves (cp -rL)",
-                        )  # fmt: skip
+                        )
                     if len(names) + len(folders) > _MAX_FILES:
                         raise DumpError(f"more than {_MAX_FILES:,} files", where=str(root))
         except OSError as error:
-            raise DumpError(f"cannot be read: {error.strerror}",
-                            where=str(root / folder)) from error  # fmt: skip
+            raise DumpError(
+                f"cannot be read: {error.strerror}", where=str(root / folder)
+            ) from error
     return names
 
 

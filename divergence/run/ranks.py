@@ -155,9 +155,12 @@ def merged(summaries: Sequence[Summary], numels: Sequence[int]) -> Summary:
     finite = [
         (s.min, s.max, s.mean, s.rms, s.absmax, numel - s.num_nan - s.num_posinf - s.num_neginf)
         for s, numel in zip(summaries, numels, strict=True)
-        if s.min is not None and s.max is not None and s.mean is not None
-        and s.rms is not None and s.absmax is not None
-    ]  # fmt: skip
+        if s.min is not None
+        and s.max is not None
+        and s.mean is not None
+        and s.rms is not None
+        and s.absmax is not None
+    ]
     total = sum(count for *_, count in finite)
     if not total:
         return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
@@ -371,13 +374,16 @@ class UnshardedRun(View):
                 first = best[0]
                 self.disagreements.append(
                     RankDisagreement(
-                        pass_=first.pass_, sample=first.sample, step=first.step, site=first.site,
+                        pass_=first.pass_,
+                        sample=first.sample,
+                        step=first.step,
+                        site=first.site,
                         order=first.order,
                         ranks=tuple(sorted(record.rank for v in odd for record in v)),
                         peers=tuple(record.rank for record in best),
                         records=(first, *(v[0] for v in odd)),
                     )
-                )  # fmt: skip
+                )
         return agreed
 
     def _record(self, members: Sequence[Record], whole: Joined | Record) -> Record:

@@ -76,9 +76,14 @@ class Run:
     """
 
     def __init__(
-        self, path: Location, manifest: Manifest, records: Sequence[Record], *,
-        torn_tail: bool = False, store: Store | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: Location,
+        manifest: Manifest,
+        records: Sequence[Record],
+        *,
+        torn_tail: bool = False,
+        store: Store | None = None,
+    ) -> None:
         self.path = path
         self._store = store
         self.manifest = manifest
@@ -445,18 +450,24 @@ def own_truth(run: Run) -> Run | None:
     return Run(
         run.path,
         replaced(
-            manifest, id=f"{manifest.id} (its own truth)", like=manifest.id,
-            complete=manifest.complete and stopped_by is None, stopped_by=stopped_by,
+            manifest,
+            id=f"{manifest.id} (its own truth)",
+            like=manifest.id,
+            complete=manifest.complete and stopped_by is None,
+            stopped_by=stopped_by,
             settings=replaced(manifest.settings, compute_dtype="float64"),
             plan=replaced(
-                manifest.plan, passes=passes[::-1],  # free first
+                manifest.plan,
+                passes=passes[::-1],  # free first
                 anchored_to=manifest.id if "anchored" in passes else None,
-                plants=[], substitutes=[], truth=None,
+                plants=[],
+                substitutes=[],
+                truth=None,
             ),
         ),
         records,
         store=run._opened(),
-    )  # fmt: skip
+    )
 
 
 def without_passes(run: Run, passes: Collection[str]) -> Run:
@@ -551,9 +562,11 @@ class Overlay(View):
         for record, tensor in changed:
             array = self._changed[record.coordinates] = as_array(tensor)
             records[record.coordinates] = msgspec.structs.replace(
-                record, xxh3=digest_array(array), shape=array.shape,
+                record,
+                xxh3=digest_array(array),
+                shape=array.shape,
                 dtype=format_of(array.dtype).name,
-            )  # fmt: skip
+            )
         together = list(records.values())
         if whole:
             together = [records.get(record.coordinates, record) for record in run.records]

@@ -126,9 +126,11 @@ def checked_name(name: str, *, where: str) -> str:
 def checked_file(root: Path, name: str) -> Path:
     """``root/name`` if it is a regular file reached through no symbolic link inside the run."""
     return inside(
-        root, checked_name(name, where=str(root)), error=RunFormatError,
+        root,
+        checked_name(name, where=str(root)),
+        error=RunFormatError,
         hint="copy the whole run directory; a run is not complete without it",
-    )  # fmt: skip
+    )
 
 
 # One line of records.jsonl: what was seen at one site in one forward.
@@ -149,9 +151,13 @@ Json = Annotated[object, msgspec.Meta(extra_json_schema={"description": _SAID})]
 
 
 class Operand(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
     gc=False,
-):  # fmt: skip
+):
     """One tensor argument of a call."""
 
     site: str | None = None
@@ -179,9 +185,13 @@ class Operand(
 
 
 class Call(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
     gc=False,
-):  # fmt: skip
+):
     """One operator as it was run, with its arguments."""
 
     operator: str
@@ -269,9 +279,13 @@ Two axes that divide the same dimension divide it one within the other, the firs
 
 
 class Record(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
     gc=False,
-):  # fmt: skip
+):
     """One captured tensor.
 
     At least one of ``xxh3`` and ``fold`` is set, but where another tool kept statistics alone.
@@ -354,8 +368,25 @@ class RecordCheck:
     def all(self, records: Sequence[Record]) -> None:
         """Checks records, at least one. Raises UnsoundError where one is not sound."""
         # by columns: record by record it takes as long as decoding them
-        (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, _, positions, _,
-         placements, _) = zip(*map(msgspec.structs.astuple, records), strict=True)  # fmt: skip
+        (
+            _,
+            samples,
+            _,
+            sites,
+            _,
+            shapes,
+            dtypes,
+            _,
+            places,
+            xxh3s,
+            folds,
+            _,
+            _,
+            positions,
+            _,
+            placements,
+            _,
+        ) = zip(*map(msgspec.structs.astuple, records), strict=True)
         new_sites = set(sites) - self._sites
         new_kinds = set(zip(dtypes, shapes, strict=True)) - self._kinds
         sound = (
@@ -427,13 +458,15 @@ def _are_digests(texts: Sequence[str | None]) -> bool:
 # and ``1 / math.sqrt(head_dim)``). So are two fillings of a mask that are both far below every
 # score (-inf, finfo.min), and an axis counted from the front and from the end.
 
-_NOT_OPERANDS = frozenset({"device", "layout", "memory_format", "pin_memory", "non_blocking",
-                           "generator", "copy"})  # fmt: skip
+_NOT_OPERANDS = frozenset(
+    {"device", "layout", "memory_format", "pin_memory", "non_blocking", "generator", "copy"}
+)
 _SAME_NUMBER = 2 * 2.0**-24
 _AXES = frozenset({"dim", "dims", "dim0", "dim1"})
 _FILLINGS = frozenset({"value", "other", "fill_value"})
-_INTEGERS = frozenset({"other", "alpha", "beta", "exponent", "value", "fill_value", "self", "scale",
-                       "min", "max"})  # fmt: skip
+_INTEGERS = frozenset(
+    {"other", "alpha", "beta", "exponent", "value", "fill_value", "self", "scale", "min", "max"}
+)
 """Arguments whose integers enter the arithmetic; others are sizes, axes and counts."""
 _BELOW = -1e4
 """Far below every score; finfo.min of float16 is -65504."""
@@ -469,10 +502,11 @@ def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
         if _same(_from_front(name, mine, reference), _from_front(name, other, candidate)):
             continue
         is_number = all(
-            name in _INTEGERS if type(value) is int
+            name in _INTEGERS
+            if type(value) is int
             else type(value) is float or (isinstance(value, dict) and set(value) == {"float"})
             for value in (mine, other)
-        )  # fmt: skip
+        )
         differing.append(
             OtherScalar(argument=name, reference=mine, candidate=other, is_number=is_number)
         )

@@ -95,8 +95,9 @@ def web_options(url: str, *, refused: type[RunError]) -> dict[str, Any]:
         if _nearness(address[0]) > nearest:
             raise refused(
                 f"the server sends on to {address[0]}, which is nearer to this machine than itself",
-                where=url, hint="if that is meant: give the URL that it sends to",
-            )  # fmt: skip
+                where=url,
+                hint="if that is meant: give the URL that it sends to",
+            )
         return socket.socket(family, kind, protocol)
 
     async def client(**_: Any) -> aiohttp.ClientSession:
@@ -105,8 +106,9 @@ def web_options(url: str, *, refused: type[RunError]) -> dict[str, Any]:
             timeout=aiohttp.ClientTimeout(
                 total=REQUEST_S, sock_connect=SILENCE_S, sock_read=SILENCE_S
             ),
-            headers={"Accept-Encoding": "identity"}, response_class=Bounded,
-        )  # fmt: skip
+            headers={"Accept-Encoding": "identity"},
+            response_class=Bounded,
+        )
 
     return {"get_client": client, "skip_instance_cache": True}
 
@@ -190,15 +192,17 @@ class Remote:
             names |= linked(page, f"{path.rstrip('/')}/", base)
         if len(names) > MAX_LINKED:
             raise self._refused(
-                f"the server lists over {MAX_LINKED:,} files of a run", where=str(self.url),
+                f"the server lists over {MAX_LINKED:,} files of a run",
+                where=str(self.url),
                 hint="pack the run: divergence pack",
-            )  # fmt: skip
+            )
         for name in sorted(names) or [""]:
             if time.monotonic() > deadline:
                 raise self._refused(
                     f"the server takes over {REQUEST_S} s to say how large its files are",
-                    where=str(self.url), hint="pack the run: divergence pack",
-                )  # fmt: skip
+                    where=str(self.url),
+                    hint="pack the run: divergence pack",
+                )
             if (there := self.look(name)) is not None:
                 objects[name] = there
         return objects
@@ -211,9 +215,10 @@ class Remote:
                 self._try(lambda: self._fs.info(bucket), "looking at the bucket")
             except FileNotFoundError as error:
                 raise self._refused(
-                    f"there is no bucket {bucket!r}", where=str(self.url),
+                    f"there is no bucket {bucket!r}",
+                    where=str(self.url),
                     hint="is its name right? divergence makes none",
-                ) from error  # fmt: skip
+                ) from error
 
     def look(self, name: str = "") -> Object | None:
         """What is at ``name`` now; None where nothing is."""
@@ -246,9 +251,10 @@ class Remote:
             return self._try(once, "reading", name)
         except FileNotFoundError as error:
             raise self._refused(
-                "the object is gone, or its store is", where=str(self._shown(name)),
+                "the object is gone, or its store is",
+                where=str(self._shown(name)),
                 hint="was it removed while it was read?",
-            ) from error  # fmt: skip
+            ) from error
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Store an object: whole, or not at all."""
@@ -260,9 +266,10 @@ class Remote:
             self._try(action, "writing", name)
         except FileNotFoundError as error:
             raise self._refused(
-                f"nothing can be stored there: {_text(error)}", where=str(self._shown(name)),
+                f"nothing can be stored there: {_text(error)}",
+                where=str(self._shown(name)),
                 hint="is the bucket's name right, and does it exist?",
-            ) from error  # fmt: skip
+            ) from error
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are gone already do not matter."""

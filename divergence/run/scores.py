@@ -80,7 +80,7 @@ class Scores:
             raise DumpError(
                 f"a token has {width - 1:,} likeliest ones beside it, and most of {num:,} have few",
                 where=where,
-            )  # fmt: skip
+            )
         values = torch.full((1, num, width), math.nan)
         tokens = torch.full((1, num, width), -1, dtype=torch.int32)
         for row, (position, value) in enumerate(zip(self.positions, self.logprobs, strict=True)):
@@ -90,9 +90,10 @@ class Scores:
                     raise DumpError(f"{token} is no token id", where=where)
                 if logprob > 1e-3:
                     raise DumpError(
-                        f"{logprob:.6g} is no log-probability, which is never above 0", where=where,
+                        f"{logprob:.6g} is no log-probability, which is never above 0",
+                        where=where,
                         hint="natural logarithms are expected, not probabilities or logits",
-                    )  # fmt: skip
+                    )
             values[0, row, : len(entries)] = torch.tensor([logprob for _, logprob in entries])
             tokens[0, row, : len(entries)] = torch.tensor([token for token, _ in entries])
         return values, tokens
@@ -113,10 +114,19 @@ class ScoreSource:
 
 
 def foreign_manifest(
-    tokens: Tokens, plan: Plan, *, tool: str, label: str, command: str | None, dtype: str,
-    source: str = UNKNOWN, task: Task = "causal-lm", engine: EngineNote | None = None,
-    settings_dtype: str | None = None, **settings: Any,
-) -> Manifest:  # fmt: skip
+    tokens: Tokens,
+    plan: Plan,
+    *,
+    tool: str,
+    label: str,
+    command: str | None,
+    dtype: str,
+    source: str = UNKNOWN,
+    task: Task = "causal-lm",
+    engine: EngineNote | None = None,
+    settings_dtype: str | None = None,
+    **settings: Any,
+) -> Manifest:
     """The manifest of a run that this tool did not execute: what nobody told of it is unknown.
     ``tool``: what of this tool made it."""
     unknown: dict[str, Any] = {"deterministic": False, "seed": 0, "device": UNKNOWN, "batch": False}
@@ -126,18 +136,30 @@ def foreign_manifest(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,
         model=ModelIdentity(
-            source=source, model_class="", task=task, config_digest="", dtype=dtype,
-            num_parameters=0, digest="",
+            source=source,
+            model_class="",
+            task=task,
+            config_digest="",
+            dtype=dtype,
+            num_parameters=0,
+            digest="",
         ),
         engine=engine,
         tokens=tokens,
         settings=Settings(**unknown | {"dtype": settings_dtype} | settings),
         environment=Environment(
-            label=label, platform="", python="", device_type=UNKNOWN, device_name=UNKNOWN, cpu="",
-            cpu_capability="", num_threads=0, versions={},
+            label=label,
+            platform="",
+            python="",
+            device_type=UNKNOWN,
+            device_name=UNKNOWN,
+            cpu="",
+            cpu_capability="",
+            num_threads=0,
+            versions={},
         ),
         plan=plan,
-    )  # fmt: skip
+    )
 
 
 def scores_manifest(
@@ -152,16 +174,24 @@ def scores_manifest(
 ) -> Manifest:
     """The manifest of such a run. ``tool``: what of this tool made it."""
     tokens = Tokens(
-        samples=list(samples), groups=[[number] for number in range(len(samples))],
-        forced_by=forced_by, texts=dict(texts or {}),
-    )  # fmt: skip
+        samples=list(samples),
+        groups=[[number] for number in range(len(samples))],
+        forced_by=forced_by,
+        texts=dict(texts or {}),
+    )
     return foreign_manifest(
-        tokens, Plan(passes=["free"], sites=[LOGPROBS]), tool=tool, label=label, command=command,
+        tokens,
+        Plan(passes=["free"], sites=[LOGPROBS]),
+        tool=tool,
+        label=label,
+        command=command,
         source=source.model,
         engine=EngineNote(name=source.engine, version=source.version, facts=dict(source.facts)),
-        seed=source.seed, max_new_tokens=source.max_new_tokens,
-        dtype="float32", settings_dtype=source.dtype,  # that of the numbers, and of the model
-    )  # fmt: skip
+        seed=source.seed,
+        max_new_tokens=source.max_new_tokens,
+        dtype="float32",
+        settings_dtype=source.dtype,  # that of the numbers, and of the model
+    )
 
 
 def put_scores(writer: RunWriter, sample: int, scores: Scores, *, where: str) -> None:
@@ -172,6 +202,11 @@ def put_scores(writer: RunWriter, sample: int, scores: Scores, *, where: str) ->
     pair = zip((LOGPROBS_SITE, LOGPROB_IDS_SITE), scores.tensors(where), strict=True)
     for order, (site, tensor) in enumerate(pair):
         writer.put(
-            CapturedTensor(tensor), pass_="free", sample=sample, step=0, site=site, order=order,
+            CapturedTensor(tensor),
+            pass_="free",
+            sample=sample,
+            step=0,
+            site=site,
+            order=order,
             positions=positions,
-        )  # fmt: skip
+        )

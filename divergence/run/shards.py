@@ -438,9 +438,15 @@ class _Archive(Store):
     """One file that holds the run's files."""
 
     def __init__(
-        self, place: Location, archive: Blob, kind: str, *, ranges: Ranges | None = None,
-        remote: Remote | None = None, found: Object | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        place: Location,
+        archive: Blob,
+        kind: str,
+        *,
+        ranges: Ranges | None = None,
+        remote: Remote | None = None,
+        found: Object | None = None,
+    ) -> None:
         self.place = place
         self.far = ranges is not None
         self._archive, self._ranges = archive, ranges
@@ -496,9 +502,10 @@ class _Archive(Store):
     def _member(self, name: str) -> Member:
         if checked_name(name, where=str(self.place)) not in self._members:
             raise RunFormatError(
-                f"{name} is missing", where=str(self.place),
+                f"{name} is missing",
+                where=str(self.place),
                 hint="pack the whole run; a run is not complete without it",
-            )  # fmt: skip
+            )
         return self._members[name]
 
 
@@ -521,9 +528,10 @@ class _Objects(Store):
     def blob(self, name: str) -> Blob:
         if checked_name(name, where=str(self.place)) not in self._objects:
             raise RunFormatError(
-                f"{name} is missing", where=str(self.place),
+                f"{name} is missing",
+                where=str(self.place),
                 hint="copy the whole run; a run is not complete without it",
-            )  # fmt: skip
+            )
         size = self._objects[name].size
         return _RemoteBlob(self._ranges, name, size=size, shown=self.where(name))
 

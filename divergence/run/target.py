@@ -285,9 +285,9 @@ def pack(
     target = _packing_beside(source.path, ".tar") if out is None else location_of(out)
     if archive_kind(target) is None:
         raise UsageError(
-            f"{target} is not the name of an archive", hint="it ends in .tar or .zip; a run is "
-            "copied into a directory by `divergence unpack`",
-        )  # fmt: skip
+            f"{target} is not the name of an archive",
+            hint="it ends in .tar or .zip; a run is copied into a directory by `divergence unpack`",
+        )
     if same_location(source.path, target):
         raise RunExistsError(f"{target} is the run that is to be packed")
     with _writing(target):
@@ -516,9 +516,10 @@ def _writing(target: Location) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunWriteError(
-            f"writing failed: {error.strerror or error}", where=str(target),
+            f"writing failed: {error.strerror or error}",
+            where=str(target),
             hint="free some space or choose another place with -o; nothing was left there",
-        ) from error  # fmt: skip
+        ) from error
 
 
 # Where a run is written: a directory, an archive or an object store.

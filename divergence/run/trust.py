@@ -15,9 +15,13 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.run.manifest import EngineValue, Manifest
 
 ATTENTION = (
-    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
     "flex_attention",
-)  # fmt: skip
+)
 """transformers' own. Every other name may be a repository of kernels, which is code."""
 
 _REVISION = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
@@ -70,9 +74,10 @@ def recorded_seed(manifest: Manifest) -> int:
     if -(2**63) <= seed < 2**64:
         return seed
     raise RunFormatError(
-        "the run names a seed that does not fit 64 bits", where="settings.seed",
+        "the run names a seed that does not fit 64 bits",
+        where="settings.seed",
         hint="it was changed by hand; take one of your own: --seed 0",
-    )  # fmt: skip
+    )
 
 
 def recorded_sites(manifest: Manifest) -> list[str]:

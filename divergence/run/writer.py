@@ -639,12 +639,24 @@ class RunWriter:
         # Python passes more than 15 keywords in a dict of its own, which takes five times as long
         records = [
             Record(
-                pass_=pass_, sample=sample, step=step, site=site, order=order, shape=item.shape,
-                dtype=item.dtype, summary=item.summary, place=item.place, xxh3=item.digest,
-                fold=item.fold, sketch=item.sketch, rank=self._rank, positions=positions, call=call,
+                pass_=pass_,
+                sample=sample,
+                step=step,
+                site=site,
+                order=order,
+                shape=item.shape,
+                dtype=item.dtype,
+                summary=item.summary,
+                place=item.place,
+                xxh3=item.digest,
+                fold=item.fold,
+                sketch=item.sketch,
+                rank=self._rank,
+                positions=positions,
+                call=call,
             )
             for item, _, pass_, sample, step, site, order, positions, call, _ in batch
-        ]  # fmt: skip
+        ]
         for index, entry in enumerate(batch):
             if entry[-1] is not None:
                 records[index] = msgspec.structs.replace(records[index], placement=entry[-1])

@@ -16,8 +16,10 @@ def test_every_way_that_needs_no_other_package_is_measured():
     ways = ["blocks", "modules:stats", "hooks modules"]
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *options, "--ways", *ways],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][1:]
     assert [row.split("|")[1].strip() for row in rows] == ways
     assert "not run" not in done.stdout

@@ -64,6 +64,8 @@ def test_every_kind_of_run_for_a_while():
     """Also behind a web server, in processes of their own that may hang or crash."""
     done = subprocess.run(
         [sys.executable, PROGRAM, "--seconds", "30", "--seed", "1"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

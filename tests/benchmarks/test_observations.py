@@ -148,8 +148,17 @@ def test_the_program_says_what_it_does():
 def test_a_line_that_was_cut_short_costs_its_own_pair_alone(tmp_path):
     """A recording that is killed in the middle of a line goes on: the pair is made again."""
     store = Store(tmp_path)
-    line = Line(kind="trust", key="a", planted={}, row=None, answers={}, why_not={}, bits=12,
-                seconds=1.0, num_bytes=0)  # fmt: skip
+    line = Line(
+        kind="trust",
+        key="a",
+        planted={},
+        row=None,
+        answers={},
+        why_not={},
+        bits=12,
+        seconds=1.0,
+        num_bytes=0,
+    )
     store.add(line)
     file = tmp_path / "answers" / "trust.jsonl"
     file.write_bytes(file.read_bytes() + file.read_bytes()[:20])
@@ -162,8 +171,11 @@ def test_replaying_nothing_is_no_success(tmp_path):
     for arguments in (["replay", "--store", str(tmp_path)], ["replay", "--kinds", "nosuch"]):
         done = subprocess.run(
             [sys.executable, "benchmarks/observations.py", *arguments],
-            cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode and "Traceback" not in done.stderr
 
 

@@ -39,10 +39,14 @@ def bench(tmp_path_factory):
         key = (architecture, dtype, ties)
         if key not in made:
             made[key] = operator_localization.Bench(
-                tmp_path_factory.mktemp("bench"), architecture, dtype,
-                ("here", "eager", "there", "sdpa"), 1, ties=ties,
+                tmp_path_factory.mktemp("bench"),
+                architecture,
+                dtype,
+                ("here", "eager", "there", "sdpa"),
+                1,
+                ties=ties,
                 machines={"here": Here(), "there": Here()},
-            )  # fmt: skip
+            )
         return made[key]
 
     return make

@@ -25,16 +25,24 @@ def test_a_case_says_where_it_comes_from_and_what_is_right(case):
 
 
 FAULT = Case(
-    name="fault", report="a/b#1", letter="K", cause="", place=r"layers\.2\b", unit="prompt 1",
+    name="fault",
+    report="a/b#1",
+    letter="K",
+    cause="",
+    place=r"layers\.2\b",
+    unit="prompt 1",
     words=("window", ("its width", r"of \d")),
-)  # fmt: skip
+)
 QUIET = Case(
     name="quiet", report="a/b#1", letter="R", cause="", kinds=("within_floor",), side="neither"
 )
 RIGHT = {
-    "kind": "localized", "place": "model.layers.2:out", "unit": "prompt 1, step 0",
-    "side": "candidate", "text": "a window of 5",
-}  # fmt: skip
+    "kind": "localized",
+    "place": "model.layers.2:out",
+    "unit": "prompt 1, step 0",
+    "side": "candidate",
+    "text": "a window of 5",
+}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,18 @@ from benchmarks.training_memory import KEPT, ROOT, off
 def test_the_plan_holds(row):
     """Parameters, gradients and optimizer state within 5%, activations and peak within 15%, bytes
     sent within 1%: one process, or two on gloo."""
-    command = [sys.executable, str(ROOT / "benchmarks/training_memory.py"), "--json", "--hidden",
-               "256", "--ranks", "1", "2", "--rows", row]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/training_memory.py"),
+        "--json",
+        "--hidden",
+        "256",
+        "--ranks",
+        "1",
+        "2",
+        "--rows",
+        row,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (found,) = json.loads(done.stdout.splitlines()[-1])
     for part in KEPT:

@@ -66,11 +66,21 @@ def test_every_case_has_a_name_of_its_own_and_a_sentence():
 
 @pytest.mark.parametrize(
     "name",
-    ["one_step_of_one_prompt", "before_head",
-     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-         "one_head_of_one_prompt", "nan_in_both_and_fault", "missing_layer", "healthy_passes",
-         "one_prompt_of_reference"))],
-)  # fmt: skip
+    [
+        "one_step_of_one_prompt",
+        "before_head",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "one_head_of_one_prompt",
+                "nan_in_both_and_fault",
+                "missing_layer",
+                "healthy_passes",
+                "one_prompt_of_reference",
+            )
+        ),
+    ],
+)
 def test_cases_that_hold(name, tmp_path):
     """Faults in one prompt, outside the blocks and in the architecture are told."""
     (case,) = [case for case in trust.CASES if case.name == name]

@@ -17,9 +17,17 @@ from benchmarks.two_machines import Play, Step, play
 def answer(**values):
     level = {"level": "block", "verdict": "localized", "site": "model.layers.0:out"}
     return {
-        "levels": [level], "operator": None, "side": None, "stopped": None, "refused": False,
-        "commands": [], "contradiction": None, "doubt": None, "causal": None, **values,
-    }  # fmt: skip
+        "levels": [level],
+        "operator": None,
+        "side": None,
+        "stopped": None,
+        "refused": False,
+        "commands": [],
+        "contradiction": None,
+        "doubt": None,
+        "causal": None,
+        **values,
+    }
 
 
 def operator(site):

@@ -386,8 +386,17 @@ def test_a_prompt_beyond_the_models_positions(refused, tiny_model, tmp_path):
 def test_a_selection_that_records_nothing(refused, llama):
     """A port that no module has is an error, not an empty run that passes."""
     said = ("nothing was recorded", "--sites modules --dry-run")
-    refused("capture", llama, "-o", "x", *SHORT, "--sites", "model.layers.0:out.nowhere",
-            said=said, leaves=("x",))  # fmt: skip
+    refused(
+        "capture",
+        llama,
+        "-o",
+        "x",
+        *SHORT,
+        "--sites",
+        "model.layers.0:out.nowhere",
+        said=said,
+        leaves=("x",),
+    )
 
 
 def test_a_model_without_a_tokenizer(refused, invoke, model_copy, tmp_path):
@@ -630,7 +639,14 @@ def test_a_model_whose_code_mixes_dtypes(refused, tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"input_ids": [5, 6, 7]}\n')
     refused(
-        "capture", tmp_path / "xlnet", "-o", "x", "--dtype", "bfloat16", "--prompts", prompts,
+        "capture",
+        tmp_path / "xlnet",
+        "-o",
+        "x",
+        "--dtype",
+        "bfloat16",
+        "--prompts",
+        prompts,
         said=("the forward pass failed", "mixes dtypes", "--dtype float32"),
         leaves=("x",),
-    )  # fmt: skip
+    )

@@ -23,12 +23,21 @@ def runs(llama, tmp_path_factory):
     (home / "one-two" / "repro").mkdir(parents=True)
     pair = {"reference": one.manifest.id, "candidate": two.manifest.id}
     (home / "one-two" / "pair.json").write_text(json.dumps(pair))
-    level = Level(level="operator", verdict="localized", site="aten.mm#2:out", side="candidate",
-                  why=f"in {home}/one")  # fmt: skip
+    level = Level(
+        level="operator",
+        verdict="localized",
+        site="aten.mm#2:out",
+        side="candidate",
+        why=f"in {home}/one",
+    )
     descent = Localization(
-        reference="one", candidate="two", out=str(home / "one-two"), side="candidate",
-        levels=[level], stopped="no operator is beyond its limit",
-    )  # fmt: skip
+        reference="one",
+        candidate="two",
+        out=str(home / "one-two"),
+        side="candidate",
+        levels=[level],
+        stopped="no operator is beyond its limit",
+    )
     (home / "one-two" / "localize.json").write_text(descent.to_json())
     (home / "one-two" / "repro" / "repro.py").write_text("print('alone')\n")
     (home / "one-two" / "repro" / "report.md").write_text("# `aten.mm`: 1 against 2\n\nmore")

@@ -27,7 +27,9 @@ def make_manifest(**changes) -> Manifest:
         "id": "0123",
         "complete": True,
         "model": {
-            "source": "tiny/[llama]", "model_class": "LlamaForCausalLM", "dtype": "bfloat16",
+            "source": "tiny/[llama]",
+            "model_class": "LlamaForCausalLM",
+            "dtype": "bfloat16",
             "num_parameters": 1234,
         },
         "tokens": Tokens(
@@ -35,15 +37,23 @@ def make_manifest(**changes) -> Manifest:
             groups=[[0]],
             texts={"3": " a", "4": "\n"},
         ),
-        "settings": {"max_new_tokens": 2, "switches": [
-            Switch(name="tf32", asked="off", found="on", status="refused", note="fixed here")
-        ]},
+        "settings": {
+            "max_new_tokens": 2,
+            "switches": [
+                Switch(name="tf32", asked="off", found="on", status="refused", note="fixed here")
+            ],
+        },
         "environment": {
-            "label": "box", "device_name": "CPU", "cpu": "CPU", "cpu_capability": "AVX2",
-            "num_threads": 2, "versions": {"torch": "2.6"}, "variables": {"OMP_NUM_THREADS": "1"},
+            "label": "box",
+            "device_name": "CPU",
+            "cpu": "CPU",
+            "cpu_capability": "AVX2",
+            "num_threads": 2,
+            "versions": {"torch": "2.6"},
+            "variables": {"OMP_NUM_THREADS": "1"},
         },
         "sizes": Sizes(num_records=2, num_shards=1, stored_bytes=2048, seen_bytes=4096),
-    }  # fmt: skip
+    }
     return by_hand.manifest(**values | changes)
 
 
@@ -98,8 +108,14 @@ def capturing(replace_api, monkeypatch):
             "num_steps": 3,
             "bytes": 48,
         }
-        plan = {"rows": [row], "num_sites": 1, "num_steps": 3, "total_bytes": 48, "notes": ["n"],
-                "parts": {}}  # fmt: skip
+        plan = {
+            "rows": [row],
+            "num_sites": 1,
+            "num_steps": 3,
+            "total_bytes": 48,
+            "notes": ["n"],
+            "parts": {},
+        }
         return msgspec.defstruct("DryRun", list(plan))(**plan)
 
     importlib.import_module("divergence.recording.dry_run")  # it takes more of the API than that

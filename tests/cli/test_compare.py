@@ -215,19 +215,25 @@ def matching(monkeypatch, reports):
             MatrixRow(path="b", problem="gone")
             if kind is None
             else MatrixRow(
-                path="b", run=reports.make_run("b"), verdict=kind, report=reports.make_report(),
+                path="b",
+                run=reports.make_run("b"),
+                verdict=kind,
+                report=reports.make_report(),
                 problem="other weights" if kind == "incomparable" else None,
             )
             for kind in kinds
-        ]  # fmt: skip
+        ]
         calls = []
 
         def compare_many(*args, **options):
             calls.append((args, options))
             return Matrix(
-                tool_version="0", reference=reports.make_run("a"), rows=rows, agreement="so so",
+                tool_version="0",
+                reference=reports.make_run("a"),
+                rows=rows,
+                agreement="so so",
                 groups=[AgreementGroup(runs=["a"])],
-            )  # fmt: skip
+            )
 
         monkeypatch.setattr(many, "compare_many", compare_many)
         return calls

@@ -24,8 +24,10 @@ def in_process(monkeypatch, own_truths):
 
         ran.append((arguments, variables))
         with pytest.raises(SystemExit) as ended:
-            app([*arguments, "--quiet", *(["--no-probe"] if arguments[0] == "capture" else [])],
-                prog_name="divergence")  # fmt: skip
+            app(
+                [*arguments, "--quiet", *(["--no-probe"] if arguments[0] == "capture" else [])],
+                prog_name="divergence",
+            )
         assert ended.value.code in (0, None), arguments
 
     monkeypatch.setattr(demo, "_run", run)

@@ -10,9 +10,12 @@ def golden(tmp_path_factory, llama):
     from divergence import capture
 
     return capture(
-        str(llama), out=tmp_path_factory.mktemp("golden") / "a", prompts=["Snow fell"],
-        max_new_tokens=2, probe=False,
-    )  # fmt: skip
+        str(llama),
+        out=tmp_path_factory.mktemp("golden") / "a",
+        prompts=["Snow fell"],
+        max_new_tokens=2,
+        probe=False,
+    )
 
 
 @pytest.mark.parametrize(

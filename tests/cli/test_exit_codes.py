@@ -21,9 +21,13 @@ def ended(program: str, *words: object, cwd: Path = ROOT) -> subprocess.Complete
     """The command line in a process of its own, after ``program``."""
     code = f"import sys\n{program}\nfrom divergence.__main__ import run\nrun()"
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], cwd=cwd, capture_output=True, text=True,
-        timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def test_one_place_gives_the_exit_code_of_a_verdict():
@@ -56,11 +60,16 @@ def test_a_command_without_memory_ends_with_3(megabytes, tmp_path):
 @pytest.mark.parametrize(
     "error",
     [
-        "MemoryError()", "SystemError('x')", "RecursionError('x')", "GeneratorExit()",
-        "SystemExit(1)", "BaseException('x')", "ImportError('libcudart.so: not there')",
+        "MemoryError()",
+        "SystemError('x')",
+        "RecursionError('x')",
+        "GeneratorExit()",
+        "SystemExit(1)",
+        "BaseException('x')",
+        "ImportError('libcudart.so: not there')",
         "RuntimeError('[enforce fail at alloc_cpu.cpp:117] no')",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("where", ["divergence.cli.main", "divergence.cli.compare"])
 def test_an_error_at_any_import_is_no_verdict(error, where):
     """Of the command line itself, and of a command's module."""
@@ -90,8 +99,10 @@ def test_an_error_while_an_error_is_told_and_at_the_end():
     """Neither is a verdict, nor is an answer that cannot be written at the very end (120)."""
     done = ended(
         "import divergence.cli.main as m\ndef broken(*a, **k): raise MemoryError\nm._say = broken",
-        "compare", "no-run", "b",
-    )  # fmt: skip
+        "compare",
+        "no-run",
+        "b",
+    )
     assert (done.returncode, "memory ran out" in done.stderr) == (3, True)
     program = "import atexit\natexit.register(lambda: 1 / 0)"
     assert ended(program, "--version").returncode == 0
@@ -129,9 +140,13 @@ divergence.cli.compare.settings = stop"""
 def test_what_memory_that_ran_out_looks_like():
     """Libraries say it in their own ways, and others make errors of those."""
     text = "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"
-    for error in (MemoryError(), RuntimeError(text), RuntimeError("CUDA out of memory"),
-                  type("OutOfMemoryError", (RuntimeError,), {})("x"),
-                  OSError(12, "Cannot allocate memory")):  # fmt: skip
+    for error in (
+        MemoryError(),
+        RuntimeError(text),
+        RuntimeError("CUDA out of memory"),
+        type("OutOfMemoryError", (RuntimeError,), {})("x"),
+        OSError(12, "Cannot allocate memory"),
+    ):
         assert isinstance(exhausted(error), ExhaustedError)
         try:
             raise ModelError("the model cannot be loaded", hint="a smaller --dtype") from error

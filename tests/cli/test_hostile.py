@@ -30,13 +30,26 @@ EVIL = "x\nFORGED: the runs agree\r\x1b[2J\x1b[31m\u202e\u2028\x85\x07|`<b>y"
 OPERATOR = "model.layers.0.mlp/aten.mul:out"
 
 MEANT = {
-    ("ModelIdentity", "dtype"), ("ModelIdentity", "task"),
-    ("Settings", "compute_dtype"), ("Plan", "replayed_pass"), ("Plan", "only_changed"),
-    ("Place", "shard"), ("Place", "key"), ("Record", "dtype"), ("Operand", "dtype"),
-    ("Operand", "site"), ("Operand", "origin"), ("Operand", "weight"), ("Call", "operator"),
-    ("Plan", "anchored_to"), ("Plan", "plants"), ("Plan", "steps"), ("Plan", "positions"),
-    ("Manifest", "digest"), ("Manifest", "record_digests"),
-}  # fmt: skip
+    ("ModelIdentity", "dtype"),
+    ("ModelIdentity", "task"),
+    ("Settings", "compute_dtype"),
+    ("Plan", "replayed_pass"),
+    ("Plan", "only_changed"),
+    ("Place", "shard"),
+    ("Place", "key"),
+    ("Record", "dtype"),
+    ("Operand", "dtype"),
+    ("Operand", "site"),
+    ("Operand", "origin"),
+    ("Operand", "weight"),
+    ("Call", "operator"),
+    ("Plan", "anchored_to"),
+    ("Plan", "plants"),
+    ("Plan", "steps"),
+    ("Plan", "positions"),
+    ("Manifest", "digest"),
+    ("Manifest", "record_digests"),
+}
 """Words that make the run another one, or none: planted one by one."""
 
 At = Callable[[tuple[str, str]], bool]
@@ -143,10 +156,11 @@ def rewrite(source: Path, target: Path, change, change_record=None) -> Path:
 
 def evil_run(source: Path, target: Path, at: At = lambda owner: owner not in MEANT) -> Path:
     return rewrite(
-        source, target,
+        source,
+        target,
         lambda value: planted(Manifest, value, at=at),
         lambda value: planted(Record, value, at=at),
-    )  # fmt: skip
+    )
 
 
 def assert_harmless(*texts: str) -> None:
@@ -160,23 +174,37 @@ def assert_harmless(*texts: str) -> None:
 
 def commands(one: Path, two: Path) -> list[tuple[object, ...]]:
     return [
-        ("inspect", two), ("inspect", two, "-v"), ("inspect", two, "--json"),
-        ("inspect", two, "--site", "*"), ("inspect", two, "--verify"),
-        ("compare", one, two), ("compare", one, two, "-v", "--all"),
-        ("compare", one, two, "--json"), ("compare", two, one, "--force"), ("compare", two),
-        ("compare", one, two, "--force", "--csv", "-"), ("compare", one, two, one, "--force"),
-        ("compare", one, one, "--truth", two), ("compare", one, two, "--floor", two),
-        ("check", one, two), ("check", one, two, "-v"), ("check", one, two, "--json"),
+        ("inspect", two),
+        ("inspect", two, "-v"),
+        ("inspect", two, "--json"),
+        ("inspect", two, "--site", "*"),
+        ("inspect", two, "--verify"),
+        ("compare", one, two),
+        ("compare", one, two, "-v", "--all"),
+        ("compare", one, two, "--json"),
+        ("compare", two, one, "--force"),
+        ("compare", two),
+        ("compare", one, two, "--force", "--csv", "-"),
+        ("compare", one, two, one, "--force"),
+        ("compare", one, one, "--truth", two),
+        ("compare", one, two, "--floor", two),
+        ("check", one, two),
+        ("check", one, two, "-v"),
+        ("check", one, two, "--json"),
         ("check", one, two, "--bless"),
-        ("localize", one, two, "-o", "work"), ("capture", "--like", two, "-o", "again"),
-        ("truth", two, "-o", "truth"), ("replay", two, "-o", "replayed"),
+        ("localize", one, two, "-o", "work"),
+        ("capture", "--like", two, "-o", "again"),
+        ("truth", two, "-o", "truth"),
+        ("replay", two, "-o", "replayed"),
         ("capture", "--like", two, "--dry-run"),
         ("repro", two, "--site", OPERATOR, "-o", "repro"),
         ("repro", two, "--against", one, "--site", OPERATOR, "-o", "repro2"),
-        ("pack", two, "-o", "packed.tar"), ("compare", one, two, "-vv"),
-        ("sensitivity", one, "--candidate", two), ("sensitivity", two, "--candidate", one),
+        ("pack", two, "-o", "packed.tar"),
+        ("compare", one, two, "-vv"),
+        ("sensitivity", one, "--candidate", two),
+        ("sensitivity", two, "--candidate", one),
         ("doctor", one, two),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
@@ -247,10 +275,13 @@ def _with(group: str, **changes: object):
     return lambda value: value | {group: value[group] | changes}
 
 
-HUGE = {"mesh": (_with_mesh, "a mesh of more than"), "pads": (_with_pads, "beyond any batch"),
-        "labels": (_with_labels, "one label for each prompt id"),
-        "steps": (_with("settings", max_new_tokens=2**62), "more than 16777216 new tokens"),
-        "rate": (_with("training", learning_rate=-1e308), "training.learning_rate")}  # fmt: skip
+HUGE = {
+    "mesh": (_with_mesh, "a mesh of more than"),
+    "pads": (_with_pads, "beyond any batch"),
+    "labels": (_with_labels, "one label for each prompt id"),
+    "steps": (_with("settings", max_new_tokens=2**62), "more than 16777216 new tokens"),
+    "rate": (_with("training", learning_rate=-1e308), "training.learning_rate"),
+}
 
 BOUNDED = {
     "name": _with("plan", plants=["x" * 100_000], only_changed="y" * 100_000),
@@ -264,9 +295,12 @@ def test_a_long_text_or_a_large_number_is_shown_in_part(runs, invoke, tmp_path, 
     """Nobody reads 100,000 letters, and a terminal takes long to draw them."""
     run = rewrite(runs / "b", tmp_path / "long", BOUNDED[name])
     for command in (
-        ("inspect", run, "-v"), ("compare", runs / "a", run), ("truth", run, "-o", "t"),
-        ("capture", "--like", run, "--dry-run"), ("doctor", runs / "a", run),
-    ):  # fmt: skip
+        ("inspect", run, "-v"),
+        ("compare", runs / "a", run),
+        ("truth", run, "-o", "t"),
+        ("capture", "--like", run, "--dry-run"),
+        ("doctor", runs / "a", run),
+    ):
         code, out, err = invoke(*command)
         assert code in (0, 1, 2), (command, err[-300:])
         assert max(map(len, f"{out}\n{err}".split("\n"))) < 15_000, command
@@ -289,10 +323,19 @@ def test_a_pattern_of_a_run_is_no_more_work_than_another(runs, invoke, tmp_path)
     sites that it holds."""
     run = rewrite(runs / "a", tmp_path / "slow", _with_pattern)
     more = rewrite(
-        runs / "b", tmp_path / "more",
-        lambda value: value | {"plan": value["plan"] | {"modules": value["plan"]["modules"] | {
-            "a" * 200 + ".x": {"kind": "X", "role": "block"}}}},
-    )  # fmt: skip
+        runs / "b",
+        tmp_path / "more",
+        lambda value: (
+            value
+            | {
+                "plan": value["plan"]
+                | {
+                    "modules": value["plan"]["modules"]
+                    | {"a" * 200 + ".x": {"kind": "X", "role": "block"}}
+                }
+            }
+        ),
+    )
     with lines_of_python(3_000_000):
         assert invoke("compare", run, more)[0] == 0
         assert invoke("capture", "--like", run, "-o", "x")[0] == 0

@@ -42,22 +42,35 @@ NAMES = [
 
 
 def made(
-    path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None,
-    block: str | None = None, **plan,
-) -> Run:  # fmt: skip
+    path: Path,
+    evil: str,
+    *,
+    offset: float = 0.0,
+    mesh: Mesh | None = None,
+    block: str | None = None,
+    **plan,
+) -> Run:
     """A run of one block that is called ``evil``, as a stranger would write it. ``block``: the name
     as it stands in the run, escaped where it is not given."""
     block = escape_path(evil) if block is None else block
     manifest = by_hand.manifest(
-        id=f"{hash((str(path), offset)) & (2**64 - 1):032x}", command=f"divergence capture {evil}",
-        model={"source": evil, "dtype": "bfloat16",
-               "attn_implementation": evil if offset else "eager"},
-        prompts=[[0]], settings={"max_new_tokens": 2},
+        id=f"{hash((str(path), offset)) & (2**64 - 1):032x}",
+        command=f"divergence capture {evil}",
+        model={
+            "source": evil,
+            "dtype": "bfloat16",
+            "attn_implementation": evil if offset else "eager",
+        },
+        prompts=[[0]],
+        settings={"max_new_tokens": 2},
         environment={"label": evil, "versions": {"torch": "2.13.0"}},
-        plan={"sites": ["blocks", block],
-              "modules": {block: ModuleNote(kind="B", role="block")}, **plan},
+        plan={
+            "sites": ["blocks", block],
+            "modules": {block: ModuleNote(kind="B", role="block")},
+            **plan,
+        },
         mesh=mesh,
-    )  # fmt: skip
+    )
     with RunWriter(path, manifest) as writer:
         for order, port in enumerate(("in", "out")):
             writer.put(
@@ -115,10 +128,16 @@ def test_every_advice_quotes_what_a_run_says(evil, tmp_path):
     pairs = [Advice(a, b), Advice(b, a, truth=a), WithinAdvice(b), Advice(a, Run.open(b.path))]
     for advice in pairs:
         for function, given in (
-            ("certainty", ([evil],)), ("in_full", ([evil],)), ("into_block", (evil,)),
-            ("truth", ()), ("escalate", ()), ("operator", (evil, evil, None)),
-            ("operator_input", (evil, None)), ("look_at", (evil,)), ("made_alike", (True,)),
-        ):  # fmt: skip
+            ("certainty", ([evil],)),
+            ("in_full", ([evil],)),
+            ("into_block", (evil,)),
+            ("truth", ()),
+            ("escalate", ()),
+            ("operator", (evil, evil, None)),
+            ("operator_input", (evil, None)),
+            ("look_at", (evil,)),
+            ("made_alike", (True,)),
+        ):
             texts += [item.text for item in getattr(advice, function)(*given)]
     texts += [item.text for item in pairs[2].whole()]
     assert f"--mesh {quoted(f'{evil}=2')}" in " ".join(texts) or evil.startswith("-")
@@ -134,15 +153,26 @@ def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
     a, b, c = paths
     texts = []
     for words in (
-        ("compare", a, b), ("compare", a), ("compare", a, b, c), ("compare", a, a),
-        ("compare", a, b, "--truth", c), ("compare", a, b, "--floor", b), ("check", a, b),
-        ("check", a, a), ("inspect", a), ("inspect", a, "--site", "nowhere:out"),
-        ("localize", a, b, "-o", "out"), ("sensitivity", a, "--candidate", b),
-        ("replay", a, "-o", "r"), ("repro", a, "-o", "r", "--site", f"{evil}:out"),
+        ("compare", a, b),
+        ("compare", a),
+        ("compare", a, b, c),
+        ("compare", a, a),
+        ("compare", a, b, "--truth", c),
+        ("compare", a, b, "--floor", b),
+        ("check", a, b),
+        ("check", a, a),
+        ("inspect", a),
+        ("inspect", a, "--site", "nowhere:out"),
+        ("localize", a, b, "-o", "out"),
+        ("sensitivity", a, "--candidate", b),
+        ("replay", a, "-o", "r"),
+        ("repro", a, "-o", "r", "--site", f"{evil}:out"),
         ("repro", a, "-o", "r", "--site", f"{escape_path(evil)}:out"),
-        ("ranks", a), ("unpack", a, "-o", "x.tar"), ("pack", a, "-o", "a.tar"),
+        ("ranks", a),
+        ("unpack", a, "-o", "x.tar"),
+        ("pack", a, "-o", "a.tar"),
         ("capture", "--like", a, "-o", a),
-    ):  # fmt: skip
+    ):
         code, out, err = invoke(*words)
         assert code in (0, 1, 2), err
         texts += [*out.splitlines(), *err.splitlines()]

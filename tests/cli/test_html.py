@@ -59,10 +59,13 @@ def test_the_error_of_each_token(runs):
     clean, faulty, _ = positions.floors
     assert set(clean) == {0.0} and min(faulty) > 1
     (site,) = (
-        one for one in report.sites
-        if one.site == "model.layers.1:out" and one.pass_ == "anchored" and one.step == 0
+        one
+        for one in report.sites
+        if one.site == "model.layers.1:out"
+        and one.pass_ == "anchored"
+        and one.step == 0
         and one.sample == sample
-    )  # fmt: skip
+    )
     assert max(faulty) * site.floor == pytest.approx(site.token_rel_l2_max)
 
 

@@ -11,9 +11,13 @@ def test_inspect_says_in_which_dtype_the_parts_ran(invoke, tiny_model, tmp_path)
     """As text with one column, in JSON under ``audit``, and not where one site is asked for."""
     path = str(tmp_path / "a")
     capture(
-        str(tiny_model("llama")), out=path, prompts=["A bridge."], max_new_tokens=1,
-        attn_implementation="eager", sites=["ops@model.layers.1"],
-    )  # fmt: skip
+        str(tiny_model("llama")),
+        out=path,
+        prompts=["A bridge."],
+        max_new_tokens=1,
+        attn_implementation="eager",
+        sites=["ops@model.layers.1"],
+    )
     code, out, _ = invoke("inspect", path)
     assert code == 0
     assert "precision  in which dtype each part ran" in out
@@ -39,9 +43,12 @@ def test_inspect_of_an_operator_tells_how_it_was_called(invoke, tiny_model, tmp_
     """Its name, the line of Python, and of each operand where its value is from."""
     path = str(tmp_path / "a")
     capture(
-        str(tiny_model("llama")), out=path, prompts=["A bridge."], max_new_tokens=1,
+        str(tiny_model("llama")),
+        out=path,
+        prompts=["A bridge."],
+        max_new_tokens=1,
         sites=["ops@model.layers.1.mlp"],
-    )  # fmt: skip
+    )
     code, out, _ = invoke("inspect", path, "--site", "model.layers.1.mlp.down_proj/aten.mm:out")
     assert code == 0
     text = " ".join(out.split())

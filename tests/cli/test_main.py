@@ -168,8 +168,10 @@ def test_long_work_tells_where_it_is(invoke, replace_api, monkeypatch, asked, va
 
     def compare(*_, progress, **__):
         for event, done, total, detail in (
-            ("read", 0, None, ""), ("measure", 1, 4, "model.norm"), ("measure", 2, 4, "lm_head"),
-        ):  # fmt: skip
+            ("read", 0, None, ""),
+            ("measure", 1, 4, "model.norm"),
+            ("measure", 2, 4, "lm_head"),
+        ):
             progress(event, done, total, detail)
         raise UsageError("enough")
 

@@ -12,8 +12,13 @@ from divergence.recording.engines.load import Loading, load_model
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory, llama):
-    return capture(llama, out=tmp_path_factory.mktemp("next") / "a", prompts=["Snow fell on"],
-                   max_new_tokens=2, probe=False)  # fmt: skip
+    return capture(
+        llama,
+        out=tmp_path_factory.mktemp("next") / "a",
+        prompts=["Snow fell on"],
+        max_new_tokens=2,
+        probe=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +70,14 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
         mlp.forward = lambda x: forward(x) * 1.05
 
     prepare = {"reference": (change, None), "candidate": (None, change)}[faulty]
-    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell on"], max_new_tokens=2,
-                probe=False, prepare=prepare[0])  # fmt: skip
+    a = capture(
+        llama,
+        out=tmp_path / "a",
+        prompts=["Snow fell on"],
+        max_new_tokens=2,
+        probe=False,
+        prepare=prepare[0],
+    )
     b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare[1])
     offered = [c for c in compare(a, b).verdict.next if c.startswith("divergence truth ")]
     assert any("-deep" not in command for command in offered) == (faulty == "candidate")
@@ -75,8 +86,15 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
 def test_nothing_is_offered_that_cannot_work(tmp_path, llama, invoke):
     """No measuring of runs that have no tensor in common, no repeating of a run that no capture
     makes, nothing of a damaged run."""
-    model = capture(llama, out=tmp_path / "model", prompts=["Snow fell on"], max_new_tokens=1,
-                    probe=False, dtype="float32", truth="no")  # fmt: skip
+    model = capture(
+        llama,
+        out=tmp_path / "model",
+        prompts=["Snow fell on"],
+        max_new_tokens=1,
+        probe=False,
+        dtype="float32",
+        truth="no",
+    )
     suite = capture("suite:quick", out=tmp_path / "suite", sites=["argmax.float32.odd*"])
     apart = compare(model, suite).verdict
     assert apart.kind == "incomparable" and not any("--force" in text for text in apart.next)
@@ -113,8 +131,15 @@ CASES = {
 )
 def test_every_command_that_compare_offers_works(tmp_path, llama, follow, case, store):
     """In the order in which the whole answer prints them."""
-    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell on", "One"], max_new_tokens=2,
-                probe=False, store=store, dtype="float32")  # fmt: skip
+    a = capture(
+        llama,
+        out=tmp_path / "a",
+        prompts=["Snow fell on", "One"],
+        max_new_tokens=2,
+        probe=False,
+        store=store,
+        dtype="float32",
+    )
     capture(like=a, out=tmp_path / "b", probe=False, **CASES[case])
     tried = follow("compare", "a", "b", "-v")
     assert tried or case == "healthy"
@@ -134,8 +159,16 @@ def test_every_command_that_compare_offers_works(tmp_path, llama, follow, case, 
 )
 def test_every_command_that_others_offer_works(tmp_path, llama, follow, words, needed):
     """Of one run, of many, and of what makes a run."""
-    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell on"], max_new_tokens=2, probe=False,
-                recording=RecordOptions(whole=True), dtype="float32", truth="full")  # fmt: skip
+    a = capture(
+        llama,
+        out=tmp_path / "a",
+        prompts=["Snow fell on"],
+        max_new_tokens=2,
+        probe=False,
+        recording=RecordOptions(whole=True),
+        dtype="float32",
+        truth="full",
+    )
     capture(like=a, out=tmp_path / "b", probe=False, plants=["model.layers.1.mlp:out=scale:1.3"])
     tried = follow(*words.split())
     assert not needed or any(command.split()[1] == needed for command in tried), tried
@@ -186,8 +219,10 @@ def test_every_command_that_an_experiment_offers_works(tmp_path, llama, invoke, 
         "import torch\n\n\ndef rms_norm(x, weight, eps):\n    return x * weight\n"
     )
     (tmp_path / "prompts.txt").write_text("Snow fell on the town\n")
-    *first, last = ([str(llama) if word == "MODEL" else word for word in command.split()]
-                    for command in JOURNEYS[journey])  # fmt: skip
+    *first, last = (
+        [str(llama) if word == "MODEL" else word for word in command.split()]
+        for command in JOURNEYS[journey]
+    )
     for words in first:
         code, _, err = invoke(*words)
         assert code == 0, err

@@ -48,8 +48,9 @@ def test_replay_compare_and_inspect(invoke, runs):
 
 def test_replay_as_json(invoke, runs):
     """The manifest of what was made, with the command that made it."""
-    code, out, _ = invoke("replay", runs / "a", "-o", "a2", "--device", "cpu", "--site", SITE,
-                          "--json")  # fmt: skip
+    code, out, _ = invoke(
+        "replay", runs / "a", "-o", "a2", "--device", "cpu", "--site", SITE, "--json"
+    )
     manifest = json.loads(out)["manifest"]
     assert code == 0
     assert manifest["plan"]["replayed_pass"] == "free"
@@ -113,8 +114,12 @@ def test_repro(invoke, runs, tmp_path):
     assert answer["operator"] == "aten.mm.default"
     assert answer["path"] == "bug"
     assert set(answer["from_truth"]["out"]) == {
-        "max_abs", "rel_l2", "max_ulp", "num_different", "numel",
-    }  # fmt: skip
+        "max_abs",
+        "rel_l2",
+        "max_ulp",
+        "num_different",
+        "numel",
+    }
 
 
 def test_the_api_has_them(runs, tmp_path):

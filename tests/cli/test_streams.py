@@ -29,17 +29,24 @@ def shell(runs: Path, command: str, redirected: str) -> subprocess.CompletedProc
     """One command with its streams redirected by a shell."""
     return subprocess.run(
         ["sh", "-c", f"cd {runs}; {' '.join(PYTHON)} {command} {redirected}"],
-        env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "redirected"),
-    [pytest.param("check a b", ">&-", marks=pytest.mark.slow), ("check a b", ">/dev/full"),
-     ("inspect a --json", ">/dev/full"),
-     ("inspect a", ">&- 2>&-"), ("inspect a", ">/dev/full 2>/dev/full"),
-     ("check --help", ">/dev/full")],
-)  # fmt: skip
+    [
+        pytest.param("check a b", ">&-", marks=pytest.mark.slow),
+        ("check a b", ">/dev/full"),
+        ("inspect a --json", ">/dev/full"),
+        ("inspect a", ">&- 2>&-"),
+        ("inspect a", ">/dev/full 2>/dev/full"),
+        ("check --help", ">/dev/full"),
+    ],
+)
 def test_an_answer_that_has_nowhere_to_go_is_2(runs, command, redirected):
     """Not 1: equal runs have not diverged. Not 3: nothing is wrong with the tool."""
     done = shell(runs, command, redirected)
@@ -50,10 +57,14 @@ def test_an_answer_that_has_nowhere_to_go_is_2(runs, command, redirected):
 
 @pytest.mark.parametrize(
     ("command", "redirected", "code"),
-    [pytest.param("check a b", "2>&-", 0, marks=pytest.mark.slow),
-     ("check a c", "2>/dev/full", 1), ("inspect nothing", "2>&-", 2),
-     ("inspect nothing", "2>/dev/full", 2), ("inspect a", "<&-", 0)],
-)  # fmt: skip
+    [
+        pytest.param("check a b", "2>&-", 0, marks=pytest.mark.slow),
+        ("check a c", "2>/dev/full", 1),
+        ("inspect nothing", "2>&-", 2),
+        ("inspect nothing", "2>/dev/full", 2),
+        ("inspect a", "<&-", 0),
+    ],
+)
 def test_what_is_for_people_changes_no_exit_code(runs, command, redirected, code):
     """stderr closed or full, stdin closed."""
     done = shell(runs, command, redirected)
@@ -82,8 +93,12 @@ builtins.__import__ = interrupted
 run()
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=runs, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", program],
+        cwd=runs,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": str(HERE)},
-    )  # fmt: skip
+    )
     assert done.returncode == 130, done.stderr
     assert done.stderr == "interrupted\n"

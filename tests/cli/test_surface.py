@@ -71,8 +71,12 @@ def test_capture_shows_first_what_every_capture_needs():
     rows = surface.describe(surface.commands()["capture"])
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     assert panels[-6:] == [
-        "Repeating a run", "What is recorded", "Other forms of the same forwards",
-        "A server in place of a model", "Training", "Output",
-    ]  # fmt: skip
+        "Repeating a run",
+        "What is recorded",
+        "Other forms of the same forwards",
+        "A server in place of a model",
+        "Training",
+        "Output",
+    ]
     repeating = [row["names"] for row in rows if row["panel"] == "Repeating a run"]
     assert repeating[:2] == [["--like"], ["--model"]]

@@ -141,10 +141,13 @@ def test_a_model_that_tries_everything(invoke, hostile, model_in_run, tmp_path):
     config = json.loads((model / "config.json").read_text())
     config |= {
         "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "elsewhere/repo--evil.M"},
-        "_attn_implementation": KERNEL, "attn_implementation": KERNEL, "use_kernels": True,
-        "_attn_implementation_internal": KERNEL, "_name_or_path": "elsewhere/repo",
+        "_attn_implementation": KERNEL,
+        "attn_implementation": KERNEL,
+        "use_kernels": True,
+        "_attn_implementation_internal": KERNEL,
+        "_name_or_path": "elsewhere/repo",
         "custom_generate": "elsewhere/repo",
-    }  # fmt: skip
+    }
     (model / "config.json").write_text(json.dumps(config))
     (model / "generation_config.json").write_text('{"custom_generate": "elsewhere/repo"}')
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())

@@ -77,8 +77,10 @@ def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path):
 
 def test_a_run_that_can_anchor_is_left_as_it_is(llama, tmp_path):
     """Captured apart: only the candidate is made again."""
-    a, b = (capture(llama, out=tmp_path / name, max_new_tokens=1, attn_implementation=kernel)
-            for name, kernel in (("a", "eager"), ("b", "sdpa")))  # fmt: skip
+    a, b = (
+        capture(llama, out=tmp_path / name, max_new_tokens=1, attn_implementation=kernel)
+        for name, kernel in (("a", "eager"), ("b", "sdpa"))
+    )
     assert len(compare(a, b).verdict.next) == 2
 
 
@@ -201,9 +203,7 @@ def test_places_beside_archives_and_urls(llama, tmp_path):
     assert beside("of me/a.zip", "-deep") == "of me/a-deep.zip"
     assert beside("s3://bucket/A.TAR", "-truth") == "s3://bucket/A-truth.TAR"
     run = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
-    for place, folder in (
-        (Path("runs/b.zip"), "runs/b"), (Url("s3://bucket/runs/b.tar"), "b")
-    ):  # fmt: skip
+    for place, folder in ((Path("runs/b.zip"), "runs/b"), (Url("s3://bucket/runs/b.tar"), "b")):
         there = SimpleNamespace(
             path=place, manifest=run.manifest, records=run.records, has_bytes=run.has_bytes
         )

@@ -202,9 +202,11 @@ def test_inner_sites_raise_no_alarm(recorded, tmp_path):
 def test_inner_sites_raise_no_alarm_anywhere(recorded, tmp_path):
     """In every architecture, under the oldest kernels and fused attention."""
     inner_sites(
-        tiny.ARCHITECTURES, recorded, tmp_path,
+        tiny.ARCHITECTURES,
+        recorded,
+        tmp_path,
         lambda runs: repeat_elsewhere(runs, tmp_path, MACHINES["oldest"], attention="sdpa"),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

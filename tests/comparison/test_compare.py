@@ -363,9 +363,10 @@ def test_pads_are_masked(run, replay):
     one = run(prompts=PROMPTS, batch=True)
     two = replay(one, plants=["model.layers.1:out=noise:0.1"])
     site = next(
-        s for s in compare(one, two).sites
+        s
+        for s in compare(one, two).sites
         if (s.pass_, s.site, s.step) == ("free", "model.layers.1:out", 0)
-    )  # fmt: skip
+    )
     pads = [s.num_left_pad for s in one.manifest.tokens.samples]
     assert site.num_masked == sum(pads) > 0
     a, b = (r.read(r.find(("free", 0, 0, site.site))).double() for r in (one, two))
@@ -485,8 +486,9 @@ def test_the_worst_token_of_a_padded_batch_is_found_by_sample_and_position(tiny_
         max_new_tokens=1,
         device="cpu",
     )
-    b = capture(like=a, out=tmp_path / "b", device="cpu",
-                plants=["model.layers.1:out=channel:3:1.5"])  # fmt: skip
+    b = capture(
+        like=a, out=tmp_path / "b", device="cpu", plants=["model.layers.1:out=channel:3:1.5"]
+    )
     report = compare(a, b)
     site = next(s for s in report.sites if s.pass_ == "anchored" and s.site == "model.layers.1:out")
     record = a.find(("free", 0, 0, "model.layers.1:out"))

@@ -49,37 +49,55 @@ KINDS = {
 
 
 def onset(block="h.3", site=None, pass_="anchored"):
-    return Onset(site=site or f"{block}:out", block=block, sample=0, step=0, position=None,
-                 pass_=pass_)  # fmt: skip
+    return Onset(
+        site=site or f"{block}:out", block=block, sample=0, step=0, position=None, pass_=pass_
+    )
 
 
 def finding(claim, *, order=0, equal_inputs=False, side=None, met=True, block="h.3"):
     """A finding that convicts, as an analysis would make it."""
     quiet = claim in ("equal", "drift", "within_rounding", "not_known", "operators_fine")
     return Finding(
-        claim=claim, kind=KINDS[claim], headline=[plain(claim)],
+        claim=claim,
+        kind=KINDS[claim],
+        headline=[plain(claim)],
         onset=None if quiet else onset(block),
-        place=(0, 0, order), equal_inputs=equal_inputs, side=side,
-        rests_on=[check("clear", met, "near its limit")], evidence=[plain(f"{claim}!")],
+        place=(0, 0, order),
+        equal_inputs=equal_inputs,
+        side=side,
+        rests_on=[check("clear", met, "near its limit")],
+        evidence=[plain(f"{claim}!")],
         beside=[plain(f"also {claim}")],
-    )  # fmt: skip
+    )
 
 
 def operator(side, *, block="h.3", met=True):
     return Finding(
-        claim="operator_off", role="refines", kind="localized", headline=[plain("an operator")],
-        onset=onset(block, f"{block}/aten.mm:out"), equal_inputs=True, side=side,
-        rests_on=[check("clear", met, "")], evidence=[plain("operator!")],
-    )  # fmt: skip
+        claim="operator_off",
+        role="refines",
+        kind="localized",
+        headline=[plain("an operator")],
+        onset=onset(block, f"{block}/aten.mm:out"),
+        equal_inputs=True,
+        side=side,
+        rests_on=[check("clear", met, "")],
+        evidence=[plain("operator!")],
+    )
 
 
 def rank(*, order=0, block="h.3", site=None):
     return Finding(
-        claim="replicas_disagree", kind="localized", headline=[plain("rank 1 disagrees")],
-        onset=onset(block, site), place=(0, 0, order), equal_inputs=True, side="candidate",
-        rests_on=[check("bytes", True, "")], evidence=[plain("rank!")],
+        claim="replicas_disagree",
+        kind="localized",
+        headline=[plain("rank 1 disagrees")],
+        onset=onset(block, site),
+        place=(0, 0, order),
+        equal_inputs=True,
+        side="candidate",
+        rests_on=[check("bytes", True, "")],
+        evidence=[plain("rank!")],
         addition=[plain("rank 1 disagrees")],
-    )  # fmt: skip
+    )
 
 
 HINT = Finding(claim="stands_out", role="hints", evidence=[plain("look at h.5")])
@@ -89,10 +107,12 @@ CONTEXT = Finding(claim="context", role="context", evidence=[plain("estimated")]
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pair for one, two in itertools.combinations(LINES, 2)
-        for pair in itertools.product(one, two) if "error_between" not in pair
+        pair
+        for one, two in itertools.combinations(LINES, 2)
+        for pair in itertools.product(one, two)
+        if "error_between" not in pair
     ],
-)  # fmt: skip
+)
 def test_the_table_decides(first, second):
     """Of two claims of different lines the upper one is the verdict, whatever happens first."""
     verdict = decide([finding(second, order=0), finding(first, order=9)]).verdict
@@ -117,9 +137,11 @@ def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 9), st.booleans()),
-        min_size=1, max_size=5, unique_by=lambda one: one[0],
+        min_size=1,
+        max_size=5,
+        unique_by=lambda one: one[0],
     )
-)  # fmt: skip
+)
 @settings(max_examples=300, deadline=None)
 def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
     """What stands below the verdict's claim in the table may be told beside it, and no more."""
@@ -134,9 +156,15 @@ def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
     assert decide(kept).verdict.summary == verdict.summary
 
 
-@given(st.permutations([
-    *(finding(claim, order=n) for n, claim in enumerate(KINDS)), HINT, CONTEXT,
-]))  # fmt: skip
+@given(
+    st.permutations(
+        [
+            *(finding(claim, order=n) for n, claim in enumerate(KINDS)),
+            HINT,
+            CONTEXT,
+        ]
+    )
+)
 @settings(max_examples=50, deadline=None)
 def test_the_order_of_findings_does_not_matter(findings):
     """Kind, onset, side and confidence are those of the same findings in any order."""
@@ -149,16 +177,16 @@ def test_the_order_of_findings_does_not_matter(findings):
 def test_a_hint_never_changes_the_kind(claim):
     """It is a place to look."""
     for hint in (HINT, CONTEXT):
-        without, with_hint = (decide(found).verdict for found in (
-            [finding(claim)], [finding(claim), hint]))  # fmt: skip
+        without, with_hint = (
+            decide(found).verdict for found in ([finding(claim)], [finding(claim), hint])
+        )
         assert (without.kind, without.confidence) == (with_hint.kind, with_hint.confidence)
 
 
 def test_of_one_line_the_earliest_decides_and_the_exact_one_where_they_meet():
     """An integer that differs before a block is its cause; behind it, a consequence."""
     block = finding("error_made_here", order=4, equal_inputs=True)
-    for order, summary in ((3, "integers_differ"), (4, "integers_differ"),
-                           (5, "error_made_here")):  # fmt: skip
+    for order, summary in ((3, "integers_differ"), (4, "integers_differ"), (5, "error_made_here")):
         found = decide([block, finding("integers_differ", order=order)]).verdict
         assert found.summary == summary
         assert "also integers_differ" in [fact.text for fact in found.evidence]
@@ -226,14 +254,19 @@ def test_what_is_off_behind_a_rank_in_its_own_block_is_not_said_to_be_made_there
 def test_explanations_change_neither_kind_nor_onset():
     """They say why. One that abstains takes the side away, and with it some confidence."""
     verdict = decide([finding("error_made_here", side="candidate")]).verdict
-    why = Finding(claim="explanation", role="explains", about_onset=True,
-                  evidence=[plain("why")])  # fmt: skip
+    why = Finding(claim="explanation", role="explains", about_onset=True, evidence=[plain("why")])
     told = worded(explained(verdict, [why]))
     assert (told.kind, told.onset, told.confidence) == (
-        verdict.kind, verdict.onset, verdict.confidence)  # fmt: skip
+        verdict.kind,
+        verdict.onset,
+        verdict.confidence,
+    )
     assert [fact.text for fact in told.evidence][:2] == ["error_made_here!", "why"]
-    unsure = Finding(claim="side_not_told", role="abstains",
-                     rests_on=[check("truth_of_reference_code", False, "")])  # fmt: skip
+    unsure = Finding(
+        claim="side_not_told",
+        role="abstains",
+        rests_on=[check("truth_of_reference_code", False, "")],
+    )
     told = worded(explained(verdict, [unsure]))
     assert (told.side, told.confidence) == (None, "medium")
 
@@ -275,8 +308,11 @@ def test_the_documented_table_is_the_one_in_the_code():
     """docs/verdicts.md lists the claims in the order of their ranks, and every claim once."""
     text = (DOCS / "verdicts.md").read_text(encoding="utf-8")
     table = text.partition("<!-- precedence -->")[2].partition("<!-- end -->")[0]
-    rows = [re.findall(r"`([a-z_]+)`", row.split("|")[2]) for row in table.splitlines()
-            if row.startswith("| ") and "`" in row]  # fmt: skip
+    rows = [
+        re.findall(r"`([a-z_]+)`", row.split("|")[2])
+        for row in table.splitlines()
+        if row.startswith("| ") and "`" in row
+    ]
     assert rows == LINES
     told = set(re.findall(r"`([a-z_]+)`", text))
     made = {
@@ -300,9 +336,11 @@ def test_a_claim_of_a_domain_stands_where_it_says(monkeypatch):
 def test_other_codes_explain_what_differs(kind):
     """No side is wrong by it, nothing is certain, and no kernel is blamed in the first sentence."""
     line = PreflightLine(
-        check="quantization", status="differs", reference="none",
+        check="quantization",
+        status="differs",
+        reference="none",
         candidate="W8A8: int8 weights per channel",
-    )  # fmt: skip
+    )
     found = finding(kind, side="candidate" if kind == "error_made_here" else None)
     verdict = decide([found], [line]).verdict
     assert verdict.summary.startswith("A is not quantised and B is W8A8: what differs is what")
@@ -357,13 +395,19 @@ def test_schemes_of_one_name_are_told_apart(one, other, said):
 def test_a_drift_where_every_part_only_rounds_is_the_models_own(at, only_rounds, kind):
     """The last parts of free runs enlarge rounding: it is said, and confidence is medium."""
     quiet = Finding(
-        claim="within_rounding", kind="within_floor", headline=[plain("only rounding")],
-        only_rounds=only_rounds, side="neither",
-    )  # fmt: skip
+        claim="within_rounding",
+        kind="within_floor",
+        headline=[plain("only rounding")],
+        only_rounds=only_rounds,
+        side="neither",
+    )
     drift = Finding(
-        claim="drift", kind="drift", headline=[plain("a token flips")], accumulated_at=at,
+        claim="drift",
+        kind="drift",
+        headline=[plain("a token flips")],
+        accumulated_at=at,
         rests_on=[check("anchored", False, plain("seen in free runs"))],
-    )  # fmt: skip
+    )
     verdict = decide([quiet, drift]).verdict
     assert verdict.kind == kind
     assert [item.code for item in verdict.evidence].count("enlarged") == (kind != "drift")

@@ -45,9 +45,13 @@ def reference(tmp_path_factory, tiny_model):
 def other_machine(run, out, architecture, **options):
     attention = "sdpa" if architecture in OTHER_KERNELS else None
     return capture(
-        like=run, out=out, attn_implementation=attention, force=True,
-        loading=LoadOptions(trust_remote_code=architecture == "remote-code"), **options,
-    )  # fmt: skip
+        like=run,
+        out=out,
+        attn_implementation=attention,
+        force=True,
+        loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
+        **options,
+    )
 
 
 def places(blocks):
@@ -61,9 +65,11 @@ def places(blocks):
 @pytest.mark.parametrize("fault", ["scale:1.2", "noise:0.02"])
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("t5", "mamba2", "gemma3") else [])
-     for name in tiny.ARCHITECTURES],
-)  # fmt: skip
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("t5", "mamba2", "gemma3") else [])
+        for name in tiny.ARCHITECTURES
+    ],
+)
 def test_a_fault_is_found_in_its_block(architecture, fault, reference, tmp_path):
     """A block whose output is wrong is named, among blocks that round otherwise."""
     run, blocks = reference(architecture)
@@ -90,9 +96,17 @@ def test_a_fault_is_found_in_16_bits(architecture, dtype, reference, tmp_path):
 
 @pytest.mark.parametrize(
     "fault",
-    ["bias:0.1", "cast:float8_e4m3fn", "cast:int8", "channel:3:1.5", "noise:0.003", "roll",
-     "scale:1.001", "zero:0-15"],
-)  # fmt: skip
+    [
+        "bias:0.1",
+        "cast:float8_e4m3fn",
+        "cast:int8",
+        "channel:3:1.5",
+        "noise:0.003",
+        "roll",
+        "scale:1.001",
+        "zero:0-15",
+    ],
+)
 def test_every_kind_of_fault_is_found_in_float32(fault, reference, tmp_path):
     """Quantised, noisy, shifted, cut: in float32 the smallest of them is far above rounding."""
     run, blocks = reference("llama")
@@ -156,9 +170,12 @@ def test_free_runs_alone_find_a_fault_in_float32(architecture, reference, tmp_pa
 def test_inner_sites_name_the_operator(tmp_path, tiny_model):
     """With --sites modules the onset is the module inside the block."""
     run = capture(
-        str(tiny_model("llama", dtype="float32")), out=tmp_path / "a", prompts=[PROMPT],
-        max_new_tokens=2, sites=["modules"],
-    )  # fmt: skip
+        str(tiny_model("llama", dtype="float32")),
+        out=tmp_path / "a",
+        prompts=[PROMPT],
+        max_new_tokens=2,
+        sites=["modules"],
+    )
     site = "model.layers.1.mlp.up_proj:out"
     faulty = other_machine(run, tmp_path / "b", "llama", plants=[f"{site}=scale:1.2"])
     verdict = compare(run, faulty).verdict
@@ -181,9 +198,11 @@ def test_anchoring_is_exact(reference, tmp_path):
         }
 
     before, after = anchored(healthy), anchored(faulty)
-    changed = {site for (_, _, site) in before if any(
-        before[key] != after[key] for key in before if key[2] == site
-    )}  # fmt: skip
+    changed = {
+        site
+        for (_, _, site) in before
+        if any(before[key] != after[key] for key in before if key[2] == site)
+    }
     assert before.keys() == after.keys()
     assert changed == {f"{blocks[1]}:out"}
     assert any(value[0] > 0 for value in before.values())
@@ -263,8 +282,11 @@ def test_prompts_beside_a_wrong_one_are_not_blamed_on_the_other_side(
     )
     healthy = modeling_llama.create_causal_mask
     with monkeypatch.context() as patch:
-        patch.setattr(modeling_llama, "create_causal_mask",
-                      lambda **given: healthy(**given | {"attention_mask": None}))  # fmt: skip
+        patch.setattr(
+            modeling_llama,
+            "create_causal_mask",
+            lambda **given: healthy(**given | {"attention_mask": None}),
+        )
         b = capture(like=a, out=tmp_path / "b")
     verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")

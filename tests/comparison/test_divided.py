@@ -33,9 +33,11 @@ HALVES, COPIES, ALONE = "shard:2", "replicate", None
 def manifest(axes, number, **plan):
     mesh = Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
     return by_hand.manifest(
-        id=f"{number:032x}", prompts=[[1, 2, 3, 4]] * 4, plan={"sites": ["*"], **plan},
+        id=f"{number:032x}",
+        prompts=[[1, 2, 3, 4]] * 4,
+        plan={"sites": ["*"], **plan},
         mesh=mesh if axes else None,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -58,8 +60,15 @@ def run_of(tmp_path):
             for writer, tensor in zip(writers, tensors, strict=True):
                 if tensor is not None:
                     words = word if isinstance(word, tuple) else word and (word,)
-                    writer.put(CapturedTensor(tensor.contiguous()), pass_="free", sample=sample,
-                               step=0, site=site, order=order, placement=words)  # fmt: skip
+                    writer.put(
+                        CapturedTensor(tensor.contiguous()),
+                        pass_="free",
+                        sample=sample,
+                        step=0,
+                        site=site,
+                        order=order,
+                        placement=words,
+                    )
         for writer in reversed(writers):
             writer.flush()
             if writer is not writers[0]:
@@ -151,10 +160,11 @@ def test_fingerprints_look_at_every_part(run_of):
     """A tensor in parts counts by the digests of all its parts; in one piece it is another thing,
     and where a part has none, nothing is said of the run."""
     one, two = (
-        unsharded(run_of({"tp": 2}, [("x:out", COPIES, (WHOLE, WHOLE)),
-                                     ("m:out", HALVES, (LEFT, right))]))
+        unsharded(
+            run_of({"tp": 2}, [("x:out", COPIES, (WHOLE, WHOLE)), ("m:out", HALVES, (LEFT, right))])
+        )
         for right in (RIGHT, RIGHT + 1)
-    )  # fmt: skip
+    )
     found = fingerprints([one, one, two])
     assert found[0] == found[1] != found[2]
 
@@ -198,8 +208,11 @@ def check_of(a, b):
 
 def test_copies_that_agree_are_counted(run_of):
     """Each tensor that several ranks hold alike, once; what is divided or held alone is none."""
-    sites = [("a:out", COPIES, (WHOLE, WHOLE)), ("b:out", HALVES, (LEFT, RIGHT)),
-             ("c:out", COPIES, (OFF, OFF))]  # fmt: skip
+    sites = [
+        ("a:out", COPIES, (WHOLE, WHOLE)),
+        ("b:out", HALVES, (LEFT, RIGHT)),
+        ("c:out", COPIES, (OFF, OFF)),
+    ]
     one = run_of({}, [("a:out", ALONE, (WHOLE,)), ("c:out", ALONE, (OFF,))])
     check, first = check_of(one, run_of({"tp": 2}, sites))
     assert (check.side, check.num_tensors, check.num_different, first) == ("candidate", 2, 0, None)
@@ -211,8 +224,11 @@ def test_of_two_copies_the_other_run_tells(run_of, wrong, swapped):
     """Whichever rank is off, on whichever side, at the first place in order."""
     copies = [WHOLE, WHOLE]
     copies[wrong] = OFF
-    sites = [("a:out", COPIES, (WHOLE, WHOLE)), ("b:out", COPIES, copies),
-             ("c:out", COPIES, copies)]  # fmt: skip
+    sites = [
+        ("a:out", COPIES, (WHOLE, WHOLE)),
+        ("b:out", COPIES, copies),
+        ("c:out", COPIES, copies),
+    ]
     one = run_of({}, [(f"{name}:out", ALONE, (WHOLE,)) for name in "abc"])
     two = run_of({"dp": 2}, sites)
     pair = (two, one) if swapped else (one, two)
@@ -265,8 +281,10 @@ def test_the_share_is_that_of_the_onset_s_own_sample(run_of):
     """Another sample, of which rounding alone differs, in the other rank's share, is not asked."""
     rounded = LEFT * (1 + 2.0**-22)
     one = run_of({}, [((n, "m:out"), ALONE, (WHOLE,)) for n in (0, 1)])
-    two = run_of({"tp": 2}, [((0, "m:out"), HALVES, (rounded, RIGHT)),
-                             ((1, "m:out"), HALVES, (LEFT, RIGHT * 4))])  # fmt: skip
+    two = run_of(
+        {"tp": 2},
+        [((0, "m:out"), HALVES, (rounded, RIGHT)), ((1, "m:out"), HALVES, (LEFT, RIGHT * 4))],
+    )
     for pair, side in (((one, two), "candidate"), ((two, one), "reference")):
         verdict = compare(*pair).verdict
         assert verdict.onset.sample == 1

@@ -39,8 +39,15 @@ def leaving_early(model):
 
 
 def captured(model, out, prepare=None, **options):
-    return capture(str(model), out=out, prompts=PROMPTS, max_new_tokens=2, probe=False,
-                   prepare=prepare, **options)  # fmt: skip
+    return capture(
+        str(model),
+        out=out,
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        probe=False,
+        prepare=prepare,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("name", ["vision_tower", "audio_tower"])
@@ -68,9 +75,14 @@ def test_a_window_longer_than_the_prompts_is_named(tmp_path):
     """Nothing of a sliding window is seen that holds every token; a shorter one is reached."""
     for window, names in ((64, ["sliding_window"]), (4, [])):
         config = transformers.MistralConfig(
-            vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, sliding_window=window,
-        )  # fmt: skip
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=window,
+        )
         model = tmp_path / f"model{window}"
         torch.manual_seed(0)
         transformers.MistralForCausalLM(config).save_pretrained(model)
@@ -81,9 +93,15 @@ def test_a_window_longer_than_the_prompts_is_named(tmp_path):
 def test_experts_that_no_token_went_to_are_counted(tmp_path):
     """Of 32 experts two tokens of two each reach no more than a few."""
     config = transformers.MixtralConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=32, sliding_window=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=32,
+        sliding_window=None,
+    )
     torch.manual_seed(0)
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     runs = [captured(tmp_path / "model", tmp_path / side) for side in "ab"]

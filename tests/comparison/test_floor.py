@@ -30,9 +30,13 @@ def captured(tmp_path_factory, tiny_model):
         if key not in made:
             made[key] = divergence.capture(
                 str(tiny_model("llama", dtype=dtype, num_blocks=6)),
-                out=tmp_path_factory.mktemp("floor-") / "a", prompts=PROMPTS, max_new_tokens=4,
-                plants=list(plants), probe=False, **{"truth": "floor"} | options,
-            )  # fmt: skip
+                out=tmp_path_factory.mktemp("floor-") / "a",
+                prompts=PROMPTS,
+                max_new_tokens=4,
+                plants=list(plants),
+                probe=False,
+                **{"truth": "floor"} | options,
+            )
         return made[key]
 
     return capture
@@ -126,9 +130,13 @@ def test_it_is_small(tiny_model, tmp_path):
     """It takes at most a hundredth of what blocks as wide as models' take."""
     run = divergence.capture(
         str(tiny_model("llama", dtype="bfloat16", num_blocks=3, hidden=1024)),
-        out=tmp_path / "a", prompts=[" ".join(map(str, range(n, n + 120))) for n in (100, 500)],
-        max_new_tokens=1, truth="floor", sites=["blocks"], probe=False,
-    )  # fmt: skip
+        out=tmp_path / "a",
+        prompts=[" ".join(map(str, range(n, n + 120))) for n in (100, 500)],
+        max_new_tokens=1,
+        truth="floor",
+        sites=["blocks"],
+        probe=False,
+    )
     sums = [record for record in run.records if record.pass_ == "floor"]
     assert 0 < sum(record.num_bytes for record in sums) <= run.manifest.sizes.stored_bytes / 100
 
@@ -136,13 +144,19 @@ def test_it_is_small(tiny_model, tmp_path):
 def test_what_does_not_fit_is_said(llama, tmp_path, monkeypatch):
     """Where the inputs find no room for the time of the capture there is no floor, and why."""
     notes = []
-    monkeypatch.setattr("divergence.recording.passes.shutil.disk_usage",
-                        lambda place: type("Usage", (), {"free": 100}))  # fmt: skip
+    monkeypatch.setattr(
+        "divergence.recording.passes.shutil.disk_usage",
+        lambda place: type("Usage", (), {"free": 100}),
+    )
     run = divergence.capture(
-        str(llama), out=tmp_path / "a", prompts=PROMPTS, store="sketch", truth="floor",
+        str(llama),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        store="sketch",
+        truth="floor",
         progress=lambda kind, done, total, text: notes.append(text) if kind == "note" else None,
         probe=False,
-    )  # fmt: skip
+    )
     assert run.manifest.complete
     assert run.manifest.plan.passes == ["free"]
     assert [note for note in notes if note.startswith("no truth: ") and "TMPDIR" in note]

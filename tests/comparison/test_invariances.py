@@ -25,9 +25,15 @@ def runs(tmp_path_factory, tiny_model):
         key = family, dtype, len(prompts)
         if key not in made:
             made[key] = capture(
-                tiny_model(family), out=tmp_path_factory.mktemp("a") / "a", prompts=prompts,
-                max_new_tokens=4, dtype=dtype, probe=False, truth="full", store="full",
-            )  # fmt: skip
+                tiny_model(family),
+                out=tmp_path_factory.mktemp("a") / "a",
+                prompts=prompts,
+                max_new_tokens=4,
+                dtype=dtype,
+                probe=False,
+                truth="full",
+                store="full",
+            )
         return made[key]
 
     return make
@@ -111,9 +117,15 @@ def test_a_constant_of_each_row_of_scores_is_no_fault(tiny_model, tmp_path):
     """An attention that shifts its scores, where its operators were recorded."""
     softmax = torch.nn.functional.softmax
     a = capture(
-        tiny_model("llama"), out=tmp_path / "a", prompts=PROMPTS[:1], dtype="float32", probe=False,
-        attn_implementation="eager", sites=["blocks", "ops@model.layers.1"], truth="full",
-    )  # fmt: skip
+        tiny_model("llama"),
+        out=tmp_path / "a",
+        prompts=PROMPTS[:1],
+        dtype="float32",
+        probe=False,
+        attn_implementation="eager",
+        sites=["blocks", "ops@model.layers.1"],
+        truth="full",
+    )
 
     def prepare(model):
         attention = model.model.layers[1].self_attn
@@ -179,14 +191,27 @@ def test_a_constant_before_a_cap_is_a_fault(tmp_path):
 
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, intermediate_size=128, final_logit_softcapping=5.0,
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        final_logit_softcapping=5.0,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
     prompts = [list(range(3, 20)), [77, 300, 12]]
-    a = capture(tmp_path / "model", out=tmp_path / "a", prompts=prompts, dtype="float32",
-                probe=False, truth="full", store="full")  # fmt: skip
+    a = capture(
+        tmp_path / "model",
+        out=tmp_path / "a",
+        prompts=prompts,
+        dtype="float32",
+        probe=False,
+        truth="full",
+        store="full",
+    )
     report = report_of(a, tmp_path, with_logits(a_bias_of_one_size))
     assert report.verdict.kind == "localized" and report.verdict.side == "candidate"
     assert report.verdict.onset.site == "lm_head:out"
@@ -357,10 +382,16 @@ def inner(tmp_path_factory, tiny_model):
     def make(dtype):
         if dtype not in made:
             made[dtype] = capture(
-                tiny_model("llama"), out=tmp_path_factory.mktemp("a") / "a", prompts=PROMPTS,
-                max_new_tokens=3, dtype=dtype, probe=False, truth="full", store="full",
+                tiny_model("llama"),
+                out=tmp_path_factory.mktemp("a") / "a",
+                prompts=PROMPTS,
+                max_new_tokens=3,
+                dtype=dtype,
+                probe=False,
+                truth="full",
+                store="full",
                 sites="modules",
-            )  # fmt: skip
+            )
         return made[dtype]
 
     return make

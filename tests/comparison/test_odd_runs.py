@@ -98,8 +98,13 @@ def test_a_run_of_some_blocks_cannot_anchor(llama, tmp_path):
 def test_printed_commands_repeat_what_makes_the_candidate_special(llama, tmp_path):
     """A candidate of another dtype, attention and fault is captured like that again."""
     a = capture(llama, out=tmp_path / "a", max_new_tokens=1)
-    b = capture(llama, out=tmp_path / "b", max_new_tokens=1, attn_implementation="sdpa",
-                plants=["model.layers.1:out=scale:1.5"])  # fmt: skip
+    b = capture(
+        llama,
+        out=tmp_path / "b",
+        max_new_tokens=1,
+        attn_implementation="sdpa",
+        plants=["model.layers.1:out=scale:1.5"],
+    )
     command = compare(a, b).verdict.next[0]
     assert "--attn-implementation sdpa" in command
     assert "--plant model.layers.1:out=scale:1.5" in command

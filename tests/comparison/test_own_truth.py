@@ -29,9 +29,10 @@ def runs(tmp_path_factory, tiny_model):
     )
     made = {"a": a}
     for name, options in {
-        "healthy": {}, "faulty": {"plants": [FAULT]},
+        "healthy": {},
+        "faulty": {"plants": [FAULT]},
         "other": {"attn_implementation": "sdpa", "threads": 1},
-    }.items():  # fmt: skip
+    }.items():
         made[name] = divergence.capture(like=a, out=folder / name, probe=False, **options)
     made["apart"] = divergence.truth(a, out=folder / "apart")
     return made
@@ -109,9 +110,12 @@ def prefill_alone(tmp_path_factory, tiny_model):
         patch.setattr("divergence.recording.api.LEAST_SECONDS", 0.0)
         return divergence.capture(
             str(tiny_model("llama", dtype="bfloat16", num_blocks=6)),
-            out=tmp_path_factory.mktemp("part-") / "a", prompts=PROMPTS, max_new_tokens=6,
-            truth="auto", probe=False,
-        )  # fmt: skip
+            out=tmp_path_factory.mktemp("part-") / "a",
+            prompts=PROMPTS,
+            max_new_tokens=6,
+            truth="auto",
+            probe=False,
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,15 +130,18 @@ def prefill_alone(tmp_path_factory, tiny_model):
         ([f"model.layers.{n}.mlp:out=scale:1.3" for n in range(6)], "systematic", "candidate", 0),
     ],
     ids=["healthy", "everywhere", "other-prompt", "other-step", "later", "channel", "systematic"],
-)  # fmt: skip
+)
 def test_what_it_does_not_hold_is_judged_without_it(
     prefill_alone, tmp_path, plants, kind, side, block
 ):
     """A truth of few forwards excuses nothing in the others, and names no side there."""
     b = divergence.capture(
-        like=prefill_alone, out=tmp_path / "b", plants=plants, probe=False,
+        like=prefill_alone,
+        out=tmp_path / "b",
+        plants=plants,
+        probe=False,
         attn_implementation=None if plants else "sdpa",
-    )  # fmt: skip
+    )
     report = divergence.compare(prefill_alone, b)
     assert (report.verdict.kind, report.verdict.side) == (kind, side)
     if block is not None:
@@ -187,8 +194,15 @@ def test_code_that_was_replaced_on_its_own_side_blames_nobody(tiny_model, tmp_pa
     model = str(tiny_model("llama", dtype="bfloat16", num_blocks=6))
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama.LlamaMLP, "forward", wrong)
-        a = divergence.capture(model, out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=4,
-                               truth="full", probe=False, prepare=prepare)  # fmt: skip
+        a = divergence.capture(
+            model,
+            out=tmp_path / "a",
+            prompts=PROMPTS,
+            max_new_tokens=4,
+            truth="full",
+            probe=False,
+            prepare=prepare,
+        )
     b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
     verdict = divergence.compare(a, b).verdict
     assert (verdict.kind, verdict.side) == ("localized", None)

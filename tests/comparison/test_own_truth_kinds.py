@@ -24,7 +24,8 @@ STEP = {"train": True, "truth": "full"}
         ("llama", STEPS | {"attn_implementation": "eager"}),
         ("llama", STEPS | {"sites": ["blocks", "ops@model.layers.1"]}),
         pytest.param(
-            "llama", STEPS | {"engine": "quantize", "engine_options": ["scheme=int8"]},
+            "llama",
+            STEPS | {"engine": "quantize", "engine_options": ["scheme=int8"]},
             marks=pytest.mark.whole,
         ),
         ("llama", STEP),
@@ -36,13 +37,16 @@ STEP = {"train": True, "truth": "full"}
         ("mamba", STEPS),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_it_names_the_side(own_truths, tiny_model, tmp_path, architecture, options, dtype):
     """With two commands and a compare: a fault of B is B's, at its block, and health is health."""
     a = divergence.capture(
-        str(tiny_model(architecture, dtype=dtype)), out=tmp_path / "a", prompts=PROMPTS,
-        probe=False, **options,
-    )  # fmt: skip
+        str(tiny_model(architecture, dtype=dtype)),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        probe=False,
+        **options,
+    )
     assert "truth" in a.manifest.plan.passes
     blocks = [path for path, note in a.manifest.plan.modules.items() if note.role == "block"]
     block = blocks[1]

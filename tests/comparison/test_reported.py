@@ -13,9 +13,14 @@ from divergence import capture, compare
 
 PROMPTS = [[(13 * n + 7 * k) % 400 + 3 for k in range(count)] for n, count in enumerate((24, 40))]
 LLAMA = transformers.LlamaConfig(
-    vocab_size=512, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
-    num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=128,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=256,
+    initializer_range=0.08,
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +72,15 @@ def test_operators_of_sharp_attention_raise_no_alarm(seed, model, tmp_path):
                 layer.self_attn.k_proj.weight *= 8
 
     sites = ["blocks", "ops@model.layers.1", "ops@model.layers.3"]
-    a = capture(model(LLAMA, sharp), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=2,
-                sites=sites, truth="full", probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA, sharp),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        sites=sites,
+        truth="full",
+        probe=False,
+    )
     b = capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False)
     report = compare(a, b)
     assert is_healthy(report)
@@ -87,24 +99,46 @@ def test_massive_channels_raise_no_alarm(dtype, truth, model, tmp_path):
                 mlp = made.model.layers[number].mlp
                 mlp.down_proj.weight[17] *= 300
 
-    a = capture(model(LLAMA, massive), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-                dtype=dtype, truth=truth, probe=False)  # fmt: skip
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", prepare=another_order,
-                probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA, massive),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype=dtype,
+        truth=truth,
+        probe=False,
+    )
+    b = capture(
+        like=a, out=tmp_path / "b", attn_implementation="sdpa", prepare=another_order, probe=False
+    )
     assert is_healthy(compare(a, b))
 
 
 CPM_ANT = transformers.CpmAntConfig(
-    vocab_size=512, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=128,
-    num_hidden_layers=4, prompt_length=4, prompt_types=4, segment_types=4,
-    position_bias_num_buckets=32, position_bias_max_distance=128,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=64,
+    num_attention_heads=4,
+    dim_head=16,
+    dim_ff=128,
+    num_hidden_layers=4,
+    prompt_length=4,
+    prompt_types=4,
+    segment_types=4,
+    position_bias_num_buckets=32,
+    position_bias_max_distance=128,
+)
 
 
 def test_a_model_with_its_own_position_bias_raises_no_alarm(model, tmp_path):
     """CPM-Ant in float32: buckets of positions, and prompts of its own before the text."""
-    a = capture(model(CPM_ANT), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-                dtype="float32", probe=False)  # fmt: skip
+    a = capture(
+        model(CPM_ANT),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="float32",
+        probe=False,
+    )
     b = capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False)
     assert is_healthy(compare(a, b))
 
@@ -117,8 +151,15 @@ def test_without_a_truth_the_end_of_a_long_tail_of_tokens_is_no_answer(seed, mod
         torch.manual_seed(seed)
         made.load_state_dict(transformers.AutoModelForCausalLM.from_config(CPM_ANT).state_dict())
 
-    a = capture(model(CPM_ANT, drawn), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-                dtype="float32", truth="no", probe=False)  # fmt: skip
+    a = capture(
+        model(CPM_ANT, drawn),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="float32",
+        truth="no",
+        probe=False,
+    )
     b = capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False)
     verdict = compare(a, b).verdict
     assert verdict.kind in ("within_floor", "undetermined")
@@ -134,8 +175,15 @@ def test_a_state_of_single_numbers_raises_no_alarm(model, tmp_path):
         vocab_size=256, hidden_size=64, num_hidden_layers=4, context_length=256
     )
     prompts = [[(13 * n + 7 * k) % 200 + 3 for k in range(c)] for n, c in enumerate((24, 37, 12))]
-    a = capture(model(config), out=tmp_path / "a", prompts=prompts, max_new_tokens=3,
-                dtype="float32", truth="no", probe=False)  # fmt: skip
+    a = capture(
+        model(config),
+        out=tmp_path / "a",
+        prompts=prompts,
+        max_new_tokens=3,
+        dtype="float32",
+        truth="no",
+        probe=False,
+    )
     assert is_healthy(
         compare(a, capture(like=a, out=tmp_path / "b", prepare=another_order, probe=False))
     )
@@ -152,9 +200,15 @@ def sharp(made):
 @pytest.fixture(scope="module")
 def sharp_run(model, tmp_path_factory):
     prompts = [[(13 * n + 7 * k) % 400 + 3 for k in range(c)] for n, c in enumerate((24, 40, 60))]
-    return capture(model(LLAMA, sharp), out=tmp_path_factory.mktemp("sharp") / "a",
-                   prompts=prompts, max_new_tokens=3, dtype="float32", truth="full",
-                   probe=False)  # fmt: skip
+    return capture(
+        model(LLAMA, sharp),
+        out=tmp_path_factory.mktemp("sharp") / "a",
+        prompts=prompts,
+        max_new_tokens=3,
+        dtype="float32",
+        truth="full",
+        probe=False,
+    )
 
 
 def test_tokens_of_sharp_attention_accuse_nobody(sharp_run, tmp_path):
@@ -191,8 +245,15 @@ def test_a_bad_token_beside_sharp_attention_is_found(sharp_run, tmp_path):
 @pytest.mark.parametrize("truth", ["auto", "no"])
 def test_a_block_that_alone_differs_is_named_for_sure(truth, model, tmp_path):
     """Beside blocks that agree bit for bit a few floors are no rounding."""
-    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-                dtype="float32", truth=truth, probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="float32",
+        truth=truth,
+        probe=False,
+    )
 
     def prepare(made):
         mlp = made.model.layers[2].mlp
@@ -208,8 +269,15 @@ def test_a_block_that_alone_differs_is_named_for_sure(truth, model, tmp_path):
 def test_a_race_is_said_with_the_calls_that_it_hits_and_how_many(truth, model, tmp_path):
     """One product reads a quarter of its input before it is there, in some calls and not in others:
     no prompt and no step of them is off as a whole."""
-    a = capture(model(LLAMA), out=tmp_path / "a", prompts=[*PROMPTS, *PROMPTS[::-1]],
-                max_new_tokens=7, dtype="float32", truth=truth, probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA),
+        out=tmp_path / "a",
+        prompts=[*PROMPTS, *PROMPTS[::-1]],
+        max_new_tokens=7,
+        dtype="float32",
+        truth=truth,
+        probe=False,
+    )
     hit = []
 
     def race(made):
@@ -256,8 +324,15 @@ def bad_token(position, factor, blocks=range(5)):
 )
 def test_a_bad_token_of_every_prompt_is_in_the_first_line(blocks, truth, model, tmp_path):
     """It has the same number in all of them: what is special is the place, not the prompt."""
-    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=2,
-                dtype="float32", truth=truth, probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        dtype="float32",
+        truth=truth,
+        probe=False,
+    )
     b = capture(like=a, out=tmp_path / "b", prepare=bad_token(5, 1.0003, blocks), probe=False)
     verdict = compare(a, b).verdict
     assert verdict.kind == ("systematic" if len(blocks) > 1 else "localized")
@@ -266,8 +341,15 @@ def test_a_bad_token_of_every_prompt_is_in_the_first_line(blocks, truth, model, 
 
 def test_the_first_of_blocks_that_are_off_alike_is_not_named_alone(model, tmp_path):
     """Without a truth, one of five passes its limit, and the others are not far from it."""
-    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-                dtype="bfloat16", truth="no", probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="bfloat16",
+        truth="no",
+        probe=False,
+    )
 
     def prepare(made):
         for number, block in enumerate(made.model.layers):
@@ -280,8 +362,15 @@ def test_the_first_of_blocks_that_are_off_alike_is_not_named_alone(model, tmp_pa
 
 def test_one_step_that_holds_all_that_differs_is_told(model, tmp_path):
     """Within the limit of a token, and yet all else is equal bit for bit."""
-    a = capture(model(LLAMA), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=6,
-                dtype="bfloat16", truth="no", probe=False)  # fmt: skip
+    a = capture(
+        model(LLAMA),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=6,
+        dtype="bfloat16",
+        truth="no",
+        probe=False,
+    )
 
     def prepare(made):
         steps = {"number": 0}

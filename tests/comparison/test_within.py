@@ -143,9 +143,11 @@ def test_a_wrong_cache_is_found(fault, block, step, dtype, whole_run):
 def test_pads_are_not_counted_in_the_position(architecture, whole_run):
     """The short prompt of a batch: its wrong token is named by its place in its own sequence."""
     run = whole_run(
-        architecture, batch=True, prompts=["Snow falls.", TEXT],
+        architecture,
+        batch=True,
+        prompts=["Snow falls.", TEXT],
         prepare=lambda model: stale_entry(model, 2),
-    )  # fmt: skip
+    )
     onset = compare(run).verdict.onset
     assert run.manifest.tokens.samples[0].num_left_pad > 0
     length = len(run.manifest.tokens.samples[0].prompt_ids)

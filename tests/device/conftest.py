@@ -53,8 +53,12 @@ def on_device(
         done = subprocess.run(
             [sys.executable, FOLDER / "programs" / "commands.py", program, work, llama],
             env=device_environment | environment,
-            cwd=work, capture_output=True, text=True, timeout=500, check=False,
-        )  # fmt: skip
+            cwd=work,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
         assert done.returncode == 0, f"{program}: {done.stderr[-3000:]}"
         return json.loads((work / "answers.json").read_text())
 

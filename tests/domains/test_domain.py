@@ -36,9 +36,10 @@ def announced(tmp_path, monkeypatch):
     points = []
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(
-        importlib.metadata, "entry_points",
+        importlib.metadata,
+        "entry_points",
         lambda group: [point for point in points if group == domain.FOLDER],
-    )  # fmt: skip
+    )
 
     def install(name: str, text: str) -> None:
         (tmp_path / f"{name}.py").write_text(text)

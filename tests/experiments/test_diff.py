@@ -46,9 +46,15 @@ def _made(llama, tmp_path_factory):
     steps = []
     folder = tmp_path_factory.mktemp("diff") / "d"
     result = diff(
-        llama, out=folder, attn_implementation=("eager", "sdpa"), dtype="bfloat16",
-        prompts=PROMPTS, max_new_tokens=2, quiet=True, on_step=lambda *step: steps.append(step),
-    )  # fmt: skip
+        llama,
+        out=folder,
+        attn_implementation=("eager", "sdpa"),
+        dtype="bfloat16",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        quiet=True,
+        on_step=lambda *step: steps.append(step),
+    )
     return result, steps
 
 
@@ -75,9 +81,15 @@ def test_again_nothing_is_done_twice(made, llama):
     first, _ = made
     steps = []
     again = diff(
-        llama, out=first.folder, attn_implementation=("eager", "sdpa"), dtype="bfloat16",
-        prompts=PROMPTS, max_new_tokens=2, quiet=True, on_step=lambda *step: steps.append(step),
-    )  # fmt: skip
+        llama,
+        out=first.folder,
+        attn_implementation=("eager", "sdpa"),
+        dtype="bfloat16",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        quiet=True,
+        on_step=lambda *step: steps.append(step),
+    )
     assert [step[2] for step in steps] == [True, True]
     assert again.report.verdict == first.report.verdict
 
@@ -92,9 +104,15 @@ def test_a_model_at_home_is_known_again(made, llama, monkeypatch):
         file.write_text(file.read_text().replace(f"{llama.parent}/", "~/"))
     done = []
     diff(
-        llama, out=first.folder, attn_implementation=("eager", "sdpa"), dtype="bfloat16",
-        prompts=PROMPTS, max_new_tokens=2, quiet=True, on_step=lambda *step: done.append(step[2]),
-    )  # fmt: skip
+        llama,
+        out=first.folder,
+        attn_implementation=("eager", "sdpa"),
+        dtype="bfloat16",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        quiet=True,
+        on_step=lambda *step: done.append(step[2]),
+    )
     assert done == [True, True]
 
 
@@ -139,9 +157,15 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(_Steps, "_process", note)
     monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
     result = diff(
-        llama, out=tmp_path / "d", env_a="X=1", env_b=("X=2", "Y=a b"), dtype="float32",
-        prompts=PROMPTS, max_new_tokens=1, quiet=True,
-    )  # fmt: skip
+        llama,
+        out=tmp_path / "d",
+        env_a="X=1",
+        env_b=("X=2", "Y=a b"),
+        dtype="float32",
+        prompts=PROMPTS,
+        max_new_tokens=1,
+        quiet=True,
+    )
     assert variables[:2] == [{"X": "1"}, {"X": "2", "Y": "a b"}]
     labels = [Run.open(result.folder / name).manifest.environment.label for name in ("a", "b")]
     assert labels == ["X=1", "X=2 Y=a b"]
@@ -157,12 +181,17 @@ def test_a_second_diff_takes_the_reference_of_the_first(llama, tmp_path, here, m
         """(was A there, the id of A, what was said)"""
         done, said[:] = [], []
         result = diff(
-            model, out=tmp_path / name, attn_implementation=("eager", "sdpa"), dtype="float32",
-            prompts=PROMPTS, max_new_tokens=1, quiet=True,
+            model,
+            out=tmp_path / name,
+            attn_implementation=("eager", "sdpa"),
+            dtype="float32",
+            prompts=PROMPTS,
+            max_new_tokens=1,
+            quiet=True,
             on_step=lambda *step: done.append(step[2]),
             progress=lambda event, *rest: said.append(rest[-1]) if event == "taken" else None,
             **more,
-        )  # fmt: skip
+        )
         told = [text for text in said if text.startswith(str(tmp_path / name / "a"))]
         return done, Run.open(result.folder / "a").manifest.id, "".join(told)
 

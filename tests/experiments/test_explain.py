@@ -40,9 +40,11 @@ def run(tmp_path_factory, llama):
             )
         if (*first, plants) not in made:
             made[*first, plants] = capture(
-                like=made[first], out=folder / str(len(made)), plants=plants,
+                like=made[first],
+                out=folder / str(len(made)),
+                plants=plants,
                 attn_implementation="sdpa",
-            )  # fmt: skip
+            )
         return made[first], made[*first, plants]
 
     return make
@@ -105,8 +107,9 @@ def test_the_second_sample_of_a_batch_is_explained(run, monkeypatch):
 
 def test_a_faulty_reference_disturbs_the_candidates_model(llama, tmp_path):
     """Where the truth blames the reference, its error is put into the candidate's run."""
-    a = capture(str(llama), out=tmp_path / "a", prompts=PROMPTS[:1], max_new_tokens=3,
-                plants=[FAULT])  # fmt: skip
+    a = capture(
+        str(llama), out=tmp_path / "a", prompts=PROMPTS[:1], max_new_tokens=3, plants=[FAULT]
+    )
     b = capture(like=a, out=tmp_path / "b")
     truth = make_truth(a, out=tmp_path / "truth")
     report = compare(a, b, truth=truth)

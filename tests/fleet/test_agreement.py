@@ -97,9 +97,19 @@ def test_the_sentence_says_what_is_known():
 
 
 def record(site, digest, *, pass_="free", kind="xxh3", **changes):
-    values = {"pass_": pass_, "sample": 0, "step": 0, "site": site, "rank": 0, "dtype": "float32",
-              "shape": (2,), "positions": None, "xxh3": None, "fold": None,
-              "checksum": None}  # fmt: skip
+    values = {
+        "pass_": pass_,
+        "sample": 0,
+        "step": 0,
+        "site": site,
+        "rank": 0,
+        "dtype": "float32",
+        "shape": (2,),
+        "positions": None,
+        "xxh3": None,
+        "fold": None,
+        "checksum": None,
+    }
     return SimpleNamespace(**values | {kind: digest} | changes)
 
 
@@ -163,6 +173,7 @@ def test_what_only_the_odd_machine_has():
     group = [machine(num_threads=2), machine(num_threads=4, label="n")]
     odd = machine(num_threads=8, versions={"torch": "2.12"}, variables={"MKL_CBWR": "AVX2"})
     assert list(map(sentence, only_there([odd], group))) == [
-        "torch: 2.12 (the others: 2.13)", "MKL_CBWR: AVX2 (the others: -)"
-    ]  # fmt: skip
+        "torch: 2.12 (the others: 2.13)",
+        "MKL_CBWR: AVX2 (the others: -)",
+    ]
     assert only_there([group[0]], group[:1]) == []

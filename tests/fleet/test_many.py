@@ -34,8 +34,11 @@ def fleet(tmp_path_factory, tiny_model):
     model = str(tiny_model("llama", num_blocks=4))
     capture(model, out=folder / "a", max_new_tokens=3, machine=MachineOptions(label="alpha"))
     for name, options in {
-        "b": {}, "c": {}, "d": {"plants": PLANT}, "e": OTHER_KERNELS,
-    }.items():  # fmt: skip
+        "b": {},
+        "c": {},
+        "d": {"plants": PLANT},
+        "e": OTHER_KERNELS,
+    }.items():
         capture(
             like=folder / "a", out=folder / name, machine=MachineOptions(label=name * 3), **options
         )
@@ -65,8 +68,10 @@ def test_each_row_is_the_comparison_with_the_first(fleet):
         alone = compare(fleet / "a", fleet / name, truth=fleet / "truth")
         assert row.report.to_json() == alone.to_json()
         assert (row.verdict, row.onset, row.side) == (
-            alone.verdict.kind, alone.verdict.onset, alone.verdict.side
-        )  # fmt: skip
+            alone.verdict.kind,
+            alone.verdict.onset,
+            alone.verdict.side,
+        )
     same, faulty = matrix.rows
     assert (same.verdict, same.logits_rel_l2, same.top1_agreement) == ("identical", 0.0, 1.0)
     assert (same.num_equal, same.num_tokens) == (3, 3)
@@ -110,8 +115,9 @@ def test_candidates_are_compared_with_one_another_only_where_it_matters(fleet):
     b is bit for bit a and costs none."""
     matrix = compare_many(fleet / "d", [fleet / "a", fleet / "b", fleet / "e"])
     assert names(matrix.odd) == ["d"]
-    checks = [(*names([check.reference, check.candidate]), check.verdict)
-              for check in matrix.cross_checks]  # fmt: skip
+    checks = [
+        (*names([check.reference, check.candidate]), check.verdict) for check in matrix.cross_checks
+    ]
     assert checks == [("a", "e", "within_floor")]
 
 
@@ -138,8 +144,13 @@ def test_one_bad_run_costs_its_own_row(fleet, tmp_path):
     assert "other weights" in said[3]
     assert said[4:] == [None, None]
     assert [row.verdict for row in matrix.rows] == [
-        None, None, None, "incomparable", "localized", "identical"
-    ]  # fmt: skip
+        None,
+        None,
+        None,
+        "incomparable",
+        "localized",
+        "identical",
+    ]
     assert names(matrix.odd) == ["d"]
     assert matrix.agreement.endswith("(4 could not tell)")
 

@@ -103,9 +103,13 @@ def test_a_terminal_is_asked_before_a_golden_is_replaced(
 def test_a_run_that_was_made_like_another_golden_does_not_pass(runs, llama, tmp_path):
     """What it was captured for, its blocks in equal inputs, is not compared then."""
     other = capture(
-        llama, out=tmp_path / "other", prompts=["Snow fell"], max_new_tokens=2, probe=False,
+        llama,
+        out=tmp_path / "other",
+        prompts=["Snow fell"],
+        max_new_tokens=2,
+        probe=False,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     result = check(other, runs / "anchored")
     assert [failure.rule for failure in result.failures] == ["anchored"]
     assert f"divergence capture --like {other.path}" in result.failures[0].text

@@ -74,8 +74,14 @@ def test_a_policy_may_warn_of_other_code_instead(golden, tmp_path):
 
 def test_another_kernel_of_attention_explains_other_code(golden, tmp_path):
     """What another setting brings along is no fault of the code."""
-    new = capture(like=golden, out=tmp_path / "new", attn_implementation="sdpa", prepare=scaled,
-                  recording=RecordOptions(anchor=False), probe=False)  # fmt: skip
+    new = capture(
+        like=golden,
+        out=tmp_path / "new",
+        attn_implementation="sdpa",
+        prepare=scaled,
+        recording=RecordOptions(anchor=False),
+        probe=False,
+    )
     assert not [item for item in check(golden, new).failures if item.rule == "preflight"]
 
 

@@ -23,8 +23,9 @@ TODAY = datetime.date(2027, 1, 31)
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory, tiny_model):
     folder = str(tiny_model("llama", dtype="float32"))
-    return capture(folder, out=tmp_path_factory.mktemp("g") / "run", prompts=PROMPTS,
-                   max_new_tokens=2)  # fmt: skip
+    return capture(
+        folder, out=tmp_path_factory.mktemp("g") / "run", prompts=PROMPTS, max_new_tokens=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +106,13 @@ def test_operators_in_a_known_block_are_known(golden, again, tmp_path_factory):
     """What they make ends in the block's output, which is no larger than known; in another block
     they are not."""
     sites = {"sites": ["blocks", "ops@model.layers.1"]}
-    base = capture(golden.manifest.model.source, out=tmp_path_factory.mktemp("o") / "run",
-                   prompts=PROMPTS, max_new_tokens=2, **sites)  # fmt: skip
+    base = capture(
+        golden.manifest.model.source,
+        out=tmp_path_factory.mktemp("o") / "run",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        **sites,
+    )
     new = capture(like=base, out=tmp_path_factory.mktemp("o") / "run", plants=[FAULT])
     result = check(base, new, policy=policy(ENTRY))
     assert "/" in result.report.verdict.onset.site
@@ -148,9 +154,13 @@ def test_drift_beside_a_known_difference_fails(golden, again):
     result = check(golden, again(FAULT), policy=policy(ENTRY))
     report = result.report
     last = max(
-        (s for s in report.sites if s.pass_ == "free" and s.role == "block" and s.step == 0
-         and s.site.endswith(":out")), key=lambda s: s.order,
-    )  # fmt: skip
+        (
+            s
+            for s in report.sites
+            if s.pass_ == "free" and s.role == "block" and s.step == 0 and s.site.endswith(":out")
+        ),
+        key=lambda s: s.order,
+    )
     number = report.sites.index(last)
     far = 1e6 * last.token_rel_l2_median
     report.sites[number] = msgspec.structs.replace(last, token_rel_l2_median=far)

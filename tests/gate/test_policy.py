@@ -331,11 +331,18 @@ def test_coverage_is_the_least_of_all_passes(reports):
     """What one pass lacks is not made up for by another; each lack is a failure of its own."""
     passes = [
         PassCoverage(pass_="free", what="tensors", num_reference=90, num_compared=90),
-        PassCoverage(pass_="free", what="operators", num_reference=4, num_compared=1,
-                     num_missing=3, why=plain("none recorded"), reason="none recorded"),
+        PassCoverage(
+            pass_="free",
+            what="operators",
+            num_reference=4,
+            num_compared=1,
+            num_missing=3,
+            why=plain("none recorded"),
+            reason="none recorded",
+        ),
         PassCoverage(pass_="free", what="tensors", num_reference=2, num_compared=2, num_extra=2),
         PassCoverage(pass_="free", what="tokens", num_reference=0, num_compared=0),
-    ]  # fmt: skip
+    ]
     coverage = Coverage(
         num_compared=90, num_only_reference=0, num_only_candidate=0, num_skipped=0, passes=passes
     )

@@ -60,9 +60,13 @@ def _group(scheme: str, target: str) -> dict[str, Any]:
 
 
 def build(
-    source: Path, folder: Path, scheme: str, *, ignore: tuple[str, ...] = ("lm_head",),
+    source: Path,
+    folder: Path,
+    scheme: str,
+    *,
+    ignore: tuple[str, ...] = ("lm_head",),
     keys: bool = False,
-) -> Path:  # fmt: skip
+) -> Path:
     """The model of ``source`` with the weights of its Linear modules quantised, in ``folder``.
 
     Scales are in the dtype of the weights. ``ignore``: module paths that stay as they are; routers

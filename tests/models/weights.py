@@ -29,9 +29,14 @@ _RELU2_RMS = 1.22
 
 
 def _dense(
-    at: Checkpoint, name: str, rows: int, columns: int, *, gain: float = 1.0,
+    at: Checkpoint,
+    name: str,
+    rows: int,
+    columns: int,
+    *,
+    gain: float = 1.0,
     transposed: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """A linear layer with a bias, as BERT and GPT-2 have it; GPT-2 stores (in, out)."""
     shape = (columns, rows) if transposed else (rows, columns)
     at.draw(name + ".weight", *shape, std=gain / math.sqrt(columns))

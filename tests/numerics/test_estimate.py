@@ -17,9 +17,11 @@ def both(a, b, pooled=0, **more):
     base = more.pop("base", None)
     exact = measure_pair(a, b, base=base, **more)
     found = estimate_pair(
-        *(sketch_tensor(x, K, num_pooled=pooled) for x in (a, b)), num_features=a.shape[-1],
-        base=None if base is None else sketch_tensor(base, K), **more,
-    )  # fmt: skip
+        *(sketch_tensor(x, K, num_pooled=pooled) for x in (a, b)),
+        num_features=a.shape[-1],
+        base=None if base is None else sketch_tensor(base, K),
+        **more,
+    )
     return exact, found
 
 

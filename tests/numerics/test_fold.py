@@ -6,7 +6,7 @@ import torch
 
 from divergence.numerics import summaries as fold
 from divergence.numerics.kernels import has_compiled
-from divergence.numerics.summaries import (  # fmt: skip
+from divergence.numerics.summaries import (
     CHUNK,
     MASK64,
     SEEDS,
@@ -20,9 +20,19 @@ from divergence.numerics.summaries import (  # fmt: skip
 )
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 GAMMA = 0x9E3779B97F4A7C15
 
 

@@ -52,11 +52,19 @@ def test_integer_constants_are_torchs(name):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("bfloat16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("BF16", "bfloat16"),
-        ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("float", "float32"),
-        ("double", "float64"), ("F8_E4M3", "float8_e4m3fn"), ("I64", "int64"), ("bool", "bool"),
+        ("bfloat16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("double", "float64"),
+        ("F8_E4M3", "float8_e4m3fn"),
+        ("I64", "int64"),
+        ("bool", "bool"),
     ],
-)  # fmt: skip
+)
 def test_usual_names_are_understood(text, name):
     """torch's, safetensors' and short names lead to one format."""
     assert format_named(text).name == name

@@ -14,14 +14,22 @@ REL = 1e-6
 _ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, 1e-7]
 
 _TRIPLES = [(name,) * 3 for name in ("bfloat16", "float16", "float32", "float64")] + [
-    ("bfloat16", "float32", "bfloat16"), ("float32", "float64", "float16")
-]  # fmt: skip
+    ("bfloat16", "float32", "bfloat16"),
+    ("float32", "float64", "float16"),
+]
 
 
 _NEAR = {
-    "gain", "one_minus_cosine", "cosine", "sqnr_db",  # within 1e-6 of another scale
-    "max_abs_index", "worst_row", "worst_channel", "max_abs_reference", "max_abs_candidate",  # ties
-}  # fmt: skip
+    "gain",
+    "one_minus_cosine",
+    "cosine",
+    "sqnr_db",  # within 1e-6 of another scale
+    "max_abs_index",
+    "worst_row",
+    "worst_channel",
+    "max_abs_reference",
+    "max_abs_candidate",  # ties
+}
 
 
 def _noise(shape, seed=0):

@@ -20,9 +20,11 @@ from divergence.numerics.pairs import (
 REL = 1e-12
 _ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, 1e-7]
 _TRIPLES = [(name,) * 3 for name in ("bfloat16", "float16", "float32", "float64", "int64")] + [
-    ("bfloat16", "float32", "bfloat16"), ("float32", "float64", "float16"),
-    ("float8_e4m3fn", "bfloat16", "float32"), ("bool", "bool", "bool"),
-]  # fmt: skip
+    ("bfloat16", "float32", "bfloat16"),
+    ("float32", "float64", "float16"),
+    ("float8_e4m3fn", "bfloat16", "float32"),
+    ("bool", "bool", "bool"),
+]
 
 
 def noise(shape, seed=0):
@@ -125,9 +127,10 @@ def test_many_against_a_truth_as_each_alone(shape, dtype, based):
     both = against_many(a, a, truth, base), against_many(a, same, truth, base)
     for one, two in zip(*both, strict=True):
         assert one is two is None or all(
-            np.array_equal(getattr(one, name), getattr(two, name)) for name in one.__slots__
+            np.array_equal(getattr(one, name), getattr(two, name))
+            for name in one.__slots__
             if getattr(one, name) is not None
-        )  # fmt: skip
+        )
     found = against_many(a, b, truth, base)
     assert [one is None for one in found] == [n == 2 for n in range(shape[0])]
     for n, many in enumerate(found):

@@ -108,8 +108,12 @@ def stored(tensor: torch.Tensor) -> tuple[str, memoryview, tuple[int, ...]]:
 
 def test_many_rows_alone():
     """Single rows of many tensors are stacked, and give what each gives alone."""
-    tensors = [torch.randn(1, 1, 128), torch.randn(1, 3, 128), torch.randn(1, 1, 128),
-               torch.randn(1, 1, 256).bfloat16()]  # fmt: skip
+    tensors = [
+        torch.randn(1, 1, 128),
+        torch.randn(1, 3, 128),
+        torch.randn(1, 1, 128),
+        torch.randn(1, 1, 256).bfloat16(),
+    ]
     found = sketch_many([*map(stored, tensors)], [8] * 4, [0] * 4)
     for tensor, one in zip(tensors, found, strict=True):
         assert torch.equal(one.rows, sketch_tensor(tensor, 8).rows)
@@ -127,12 +131,22 @@ def test_rows(shape, rows):
 
 @pytest.mark.parametrize(
     "features, dtype, k",
-    [(1024, "bfloat16", 8), (2047, "bfloat16", 8), (2048, "bfloat16", 16), (8192, "float32", 64),
-     (151936, "float32", 64), (64, "bfloat16", 8), (32, "bfloat16", None), (32, "float32", 8),
-     (16, "float32", None), (1024, "int64", None), (1024, "float64", None),
-     (1024, "complex64", None)],
+    [
+        (1024, "bfloat16", 8),
+        (2047, "bfloat16", 8),
+        (2048, "bfloat16", 16),
+        (8192, "float32", 64),
+        (151936, "float32", 64),
+        (64, "bfloat16", 8),
+        (32, "bfloat16", None),
+        (32, "float32", 8),
+        (16, "float32", None),
+        (1024, "int64", None),
+        (1024, "float64", None),
+        (1024, "complex64", None),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_how_many_projections(features, dtype, k):
     """A power of two, one for some 128 features; none where bytes would hardly be saved."""
     form = format_named(dtype)
@@ -157,11 +171,20 @@ def test_few_rows(rows, features, k):
 
 @pytest.mark.parametrize(
     "shape, k, number",
-    [((1, 128, 1024), 8, 64), ((1, 128, 2048), 16, 128), ((4, 512, 4096), 32, 128),
-     ((1, 16, 1024), 8, 64), ((1, 8, 1024), 8, 32), ((40, 1024), 8, 64), ((1, 1, 1024), 64, 0),
-     ((1, 4, 128, 128), 64, 0), ((1, 16, 64), 8, 0), ((300000,), 64, 0)],
+    [
+        ((1, 128, 1024), 8, 64),
+        ((1, 128, 2048), 16, 128),
+        ((4, 512, 4096), 32, 128),
+        ((1, 16, 1024), 8, 64),
+        ((1, 8, 1024), 8, 32),
+        ((40, 1024), 8, 64),
+        ((1, 1, 1024), 64, 0),
+        ((1, 4, 128, 128), 64, 0),
+        ((1, 16, 64), 8, 0),
+        ((300000,), 64, 0),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_how_many_pooled_sums(shape, k, number):
     """Few of a block's bytes; none of rows alone, nor where they are no more than a row has."""
     assert num_pooled(shape, k) == number

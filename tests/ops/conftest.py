@@ -28,9 +28,10 @@ def manifest(**changes: Any) -> Manifest:
         "prompts": [[1, 2]],
         "environment": {"versions": {"torch": "2.13.0"}},
         "plan": {
-            "sites": ["ops@block"], "modules": {"block": ModuleNote(kind="Block", role="block")},
+            "sites": ["ops@block"],
+            "modules": {"block": ModuleNote(kind="Block", role="block")},
         },
-    }  # fmt: skip
+    }
     return by_hand.manifest(**values | changes)
 
 
@@ -110,9 +111,11 @@ class _Recorder(TorchDispatchMode):
         for name, weight in self._weights.items():
             if tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
                 return Operand(
-                    weight=name, xxh3=digest_tensor(weight), offset=tensor.storage_offset(),
+                    weight=name,
+                    xxh3=digest_tensor(weight),
+                    offset=tensor.storage_offset(),
                     **layout,
-                )  # fmt: skip
+                )
         site = f"{path}:in.{number}"
         self._put(site, tensor)
         return Operand(site=site, **layout)

@@ -45,8 +45,9 @@ def test_any_view_of_memory_can_be_made_again(shape, strides, bytes_):
     """Whatever its strides, and wherever it begins."""
     stride = strides[: len(shape)]
     view = torch.arange(200.0).as_strided(shape, stride)
-    found = laid_out(view.clone(memory_format=torch.contiguous_format), stride,
-                     misalignment_bytes=bytes_)  # fmt: skip
+    found = laid_out(
+        view.clone(memory_format=torch.contiguous_format), stride, misalignment_bytes=bytes_
+    )
     assert torch.equal(found, view)
     if view.numel():
         assert found.stride() == tuple(stride)

@@ -48,8 +48,14 @@ def test_fused_attention(causal, masked):
     out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
         *given.values(), 0.0, causal, attn_mask=mask
     )
-    bound = given | {"grad_out": g, "out": out, "logsumexp": sums, "dropout_p": 0.0,
-                     "is_causal": causal, "attn_mask": mask}  # fmt: skip
+    bound = given | {
+        "grad_out": g,
+        "out": out,
+        "logsumexp": sums,
+        "dropout_p": 0.0,
+        "is_causal": causal,
+        "attn_mask": mask,
+    }
     check_bounds(ATTENTION, bound)
     for one, two in zip(defined(ATTENTION, **bound), right, strict=True):
         torch.testing.assert_close(one, two)
@@ -73,26 +79,51 @@ def test_others_are_not_run_unasked():
 
 
 GOOD = {
-    "_softmax_backward_data": {"grad_output": (2, 3), "output": (2, 3), "dim": -1,
-                               "input_dtype": torch.float32},
+    "_softmax_backward_data": {
+        "grad_output": (2, 3),
+        "output": (2, 3),
+        "dim": -1,
+        "input_dtype": torch.float32,
+    },
     "native_layer_norm_backward": {
-        "grad_out": (2, 3), "input": (2, 3), "normalized_shape": [3], "mean": (2, 1),
-        "rstd": (2, 1), "weight": (3,), "bias": (3,), "output_mask": [True, True, True]},
-    "embedding_dense_backward": {"grad_output": (2, 3), "indices": [0, 4], "num_weights": 5,
-                                 "padding_idx": -1, "scale_grad_by_freq": False},
+        "grad_out": (2, 3),
+        "input": (2, 3),
+        "normalized_shape": [3],
+        "mean": (2, 1),
+        "rstd": (2, 1),
+        "weight": (3,),
+        "bias": (3,),
+        "output_mask": [True, True, True],
+    },
+    "embedding_dense_backward": {
+        "grad_output": (2, 3),
+        "indices": [0, 4],
+        "num_weights": 5,
+        "padding_idx": -1,
+        "scale_grad_by_freq": False,
+    },
     "nll_loss_backward": {
-        "grad_output": (2,), "self": (2, 4), "target": [-100, 3], "weight": None, "reduction": 0,
-        "ignore_index": -100, "total_weight": ()},
-}  # fmt: skip
+        "grad_output": (2,),
+        "self": (2, 4),
+        "target": [-100, 3],
+        "weight": None,
+        "reduction": 0,
+        "ignore_index": -100,
+        "total_weight": (),
+    },
+}
 
 
 def laid(bound):
     """Tensors of these shapes; lists of numbers as indices."""
     return {
-        name: torch.zeros(value) if isinstance(value, tuple)
-        else torch.tensor(value) if name in ("indices", "target") else value
+        name: torch.zeros(value)
+        if isinstance(value, tuple)
+        else torch.tensor(value)
+        if name in ("indices", "target")
+        else value
         for name, value in bound.items()
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -102,19 +133,22 @@ def test_what_fits_is_run(name):
     operator(**laid(GOOD[name]))
 
 
-@pytest.mark.parametrize(("name", "bad"), [
-    ("_softmax_backward_data", {"output": (2, 2)}),
-    ("_softmax_backward_data", {"dim": 2}),
-    ("native_layer_norm_backward", {"mean": (1, 1)}),
-    ("native_layer_norm_backward", {"weight": (2,)}),
-    ("native_layer_norm_backward", {"normalized_shape": [2]}),
-    ("native_layer_norm_backward", {"grad_out": (1, 3)}),
-    ("embedding_dense_backward", {"indices": [0, 5]}),
-    ("embedding_dense_backward", {"indices": [-1, 0]}),
-    ("embedding_dense_backward", {"indices": [0, 1, 2]}),
-    ("nll_loss_backward", {"target": [0, 4]}),
-    ("nll_loss_backward", {"target": [0]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("_softmax_backward_data", {"output": (2, 2)}),
+        ("_softmax_backward_data", {"dim": 2}),
+        ("native_layer_norm_backward", {"mean": (1, 1)}),
+        ("native_layer_norm_backward", {"weight": (2,)}),
+        ("native_layer_norm_backward", {"normalized_shape": [2]}),
+        ("native_layer_norm_backward", {"grad_out": (1, 3)}),
+        ("embedding_dense_backward", {"indices": [0, 5]}),
+        ("embedding_dense_backward", {"indices": [-1, 0]}),
+        ("embedding_dense_backward", {"indices": [0, 1, 2]}),
+        ("nll_loss_backward", {"target": [0, 4]}),
+        ("nll_loss_backward", {"target": [0]}),
+    ],
+)
 def test_what_leads_out_of_its_operands_is_refused(name, bad):
     with pytest.raises(Unsafe, match="cannot be given this"):
         check_bounds(getattr(aten, name).default, laid(GOOD[name] | bad))

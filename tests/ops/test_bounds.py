@@ -44,9 +44,11 @@ def run(operator: str, tensors: list[torch.Tensor], /, *, wide=False, namespaces
     arguments = {name: named(value) for name, value in arguments.items()}
     return execute_ports(
         Call(operator=operator, arguments=arguments, operands=operands),
-        [one.contiguous() for one in tensors], device="cpu", namespaces=namespaces,
+        [one.contiguous() for one in tensors],
+        device="cpu",
+        namespaces=namespaces,
         compute_dtype=torch.float64 if wide else None,
-    )  # fmt: skip
+    )
 
 
 def named_ids(value):
@@ -59,34 +61,53 @@ def named_ids(value):
         ("aten._reshape_alias.default", {"self": "T0", "size": [4096], "stride": [1]}),
         ("aten._reshape_alias_copy.default", {"self": "T0", "size": [64, 64], "stride": [640, 1]}),
         ("aten.as_strided.default", {"self": "T0", "size": [64], "stride": [1]}),
-        ("aten.as_strided_copy.default",
-         {"self": "T0", "size": [2], "stride": [-1], "storage_offset": 99}),
+        (
+            "aten.as_strided_copy.default",
+            {"self": "T0", "size": [2], "stride": [-1], "storage_offset": 99},
+        ),
         ("aten.as_strided_.default", {"self": "T0", "size": [64], "stride": [1]}),
-        ("aten.as_strided_scatter.default",
-         {"self": "T0", "src": "T0", "size": [3, 4], "stride": [9, 9]}),
+        (
+            "aten.as_strided_scatter.default",
+            {"self": "T0", "src": "T0", "size": [3, 4], "stride": [9, 9]},
+        ),
         ("aten.set_.source_Tensor", {"self": "T0", "source": "T0"}),
-        ("aten.set_.source_Tensor_storage_offset",
-         {"self": "T0", "source": "T0", "storage_offset": 9, "size": [9], "stride": [1]}),
-        ("aten._nested_view_from_buffer.default",
-         {"self": "T0", "nested_size": "T0", "nested_strides": "T0", "offsets": "T0"}),
+        (
+            "aten.set_.source_Tensor_storage_offset",
+            {"self": "T0", "source": "T0", "storage_offset": 9, "size": [9], "stride": [1]},
+        ),
+        (
+            "aten._nested_view_from_buffer.default",
+            {"self": "T0", "nested_size": "T0", "nested_strides": "T0", "offsets": "T0"},
+        ),
         ("aten._unsafe_index.Tensor", {"self": "T0", "indices": ["T1"]}),
         ("aten._resize_output_.default", {"self": "T0", "size": [99], "device": {"device": "cpu"}}),
         ("aten._sparse_coo_tensor_unsafe.default", {"indices": "T1", "values": "T0", "size": [9]}),
         ("aten._cholesky_solve_helper.default", {"self": "T0", "A": "T0", "upper": False}),
-        ("aten._pack_padded_sequence.default",
-         {"input": "T0", "lengths": "T1", "batch_first": False}),
-        ("aten.max_pool2d_with_indices_backward.default",
-         {"grad_output": "T0", "self": "T0", "kernel_size": [1], "stride": [1], "padding": [0],
-          "dilation": [1], "ceil_mode": False, "indices": "T1"}),
+        (
+            "aten._pack_padded_sequence.default",
+            {"input": "T0", "lengths": "T1", "batch_first": False},
+        ),
+        (
+            "aten.max_pool2d_with_indices_backward.default",
+            {
+                "grad_output": "T0",
+                "self": "T0",
+                "kernel_size": [1],
+                "stride": [1],
+                "padding": [0],
+                "dilation": [1],
+                "ceil_mode": False,
+                "indices": "T1",
+            },
+        ),
         ("aten.view.default", {"self": "T0", "size": [12]}),
         ("aten._logcumsumexp.out", {"self": "T0", "dim": 1, "out": "T1"}),
         ("aten.mvlgamma.default", {"self": "T0", "p": 10**9}),
         ("aten.clone.out", {"self": "T0", "out": "T1"}),
-        ("prims.as_strided.default",
-         {"a": "T0", "size": [64], "stride": [1], "storage_offset": 0}),
+        ("prims.as_strided.default", {"a": "T0", "size": [64], "stride": [1], "storage_offset": 0}),
     ],
     ids=named_ids,
-)  # fmt: skip
+)
 def test_what_sees_raw_memory_is_never_run(operator, arguments):
     """Whoever asks."""
     for namespaces in (None, {"cpu"}):
@@ -111,8 +132,11 @@ def test_torch_s_other_namespaces_are_not_run(space):
         ("aten.index_select.default", I, {"self": "T0", "dim": 9, "index": "T1"}),
         ("aten.gather.default", S.reshape(1, 2), {"self": "T0", "dim": 0, "index": "T1"}),
         ("aten.scatter.src", S.reshape(1, 2), {"self": "T0", "dim": 0, "index": "T1", "src": "T0"}),
-        ("aten.scatter_add_.default", -S.reshape(1, 2),
-         {"self": "T0", "dim": 0, "index": "T1", "src": "T0"}),
+        (
+            "aten.scatter_add_.default",
+            -S.reshape(1, 2),
+            {"self": "T0", "dim": 0, "index": "T1", "src": "T0"},
+        ),
         ("aten.index_add.default", S, {"self": "T0", "dim": 0, "index": "T1", "source": "T0"}),
         ("aten.index_copy_.default", S, {"self": "T0", "dim": 0, "index": "T1", "source": "T0"}),
         ("aten.index_fill.int_Scalar", S, {"self": "T0", "dim": 0, "index": "T1", "value": 1}),
@@ -120,15 +144,18 @@ def test_torch_s_other_namespaces_are_not_run(space):
         ("aten.index.Tensor", S + 1, {"self": "T0", "indices": [None, "T1"]}),
         ("aten.index.Tensor", torch.ones(4, dtype=torch.bool), {"self": "T0", "indices": ["T1"]}),
         ("aten.index_put_.default", -S - 1, {"self": "T0", "indices": ["T1"], "values": "T0"}),
-        ("aten._index_put_impl_.default", S,
-         {"self": "T0", "indices": ["T1"], "values": "T0", "unsafe": True}),
+        (
+            "aten._index_put_impl_.default",
+            S,
+            {"self": "T0", "indices": ["T1"], "values": "T0", "unsafe": True},
+        ),
         ("aten.take.default", S * 4, {"self": "T0", "index": "T1"}),
         ("aten.repeat_interleave.Tensor", -S, {"repeats": "T1"}),
         ("aten.repeat_interleave.Tensor", S, {"repeats": "T1", "output_size": 9}),
         ("aten.searchsorted.Tensor", S, {"sorted_sequence": "T1", "self": "T0", "sorter": "T1"}),
     ],
     ids=named_ids,
-)  # fmt: skip
+)
 def test_indices_lie_within_what_they_point_into(operator, index, arguments):
     """Checked here, whatever the kernel of a device checks."""
     with pytest.raises(Unsafe, match="cannot be given this"):
@@ -173,34 +200,81 @@ def test_operands_of_attention_belong_together(tensors, wide):
 @pytest.mark.parametrize(
     ("operator", "tensors", "arguments"),
     [
-        ("_fused_rms_norm", [X, X[0, :2]],
-         {"input": "T0", "normalized_shape": [4], "weight": "T1", "eps": 1e-6}),
-        ("_fused_rms_norm", [X],
-         {"input": "T0", "normalized_shape": [400], "weight": None, "eps": 1e-6}),
-        ("native_layer_norm", [X, X[0, :2]],
-         {"input": "T0", "normalized_shape": [4], "weight": "T1", "bias": None, "eps": 1e-6}),
-        ("native_group_norm", [X],
-         {"input": "T0", "weight": None, "bias": None, "N": 3, "C": 4, "HxW": 99, "group": 2,
-          "eps": 1e-6}),
-        ("_fft_c2r", [X.to(torch.complex64)],
-         {"self": "T0", "dim": [1], "normalization": 0, "last_dim_size": 4096}),
+        (
+            "_fused_rms_norm",
+            [X, X[0, :2]],
+            {"input": "T0", "normalized_shape": [4], "weight": "T1", "eps": 1e-6},
+        ),
+        (
+            "_fused_rms_norm",
+            [X],
+            {"input": "T0", "normalized_shape": [400], "weight": None, "eps": 1e-6},
+        ),
+        (
+            "native_layer_norm",
+            [X, X[0, :2]],
+            {"input": "T0", "normalized_shape": [4], "weight": "T1", "bias": None, "eps": 1e-6},
+        ),
+        (
+            "native_group_norm",
+            [X],
+            {
+                "input": "T0",
+                "weight": None,
+                "bias": None,
+                "N": 3,
+                "C": 4,
+                "HxW": 99,
+                "group": 2,
+                "eps": 1e-6,
+            },
+        ),
+        (
+            "_fft_c2r",
+            [X.to(torch.complex64)],
+            {"self": "T0", "dim": [1], "normalization": 0, "last_dim_size": 4096},
+        ),
         ("_fft_r2c", [X], {"self": "T0", "dim": [7], "normalization": 0, "onesided": True}),
         ("_fft_c2c", [X], {"self": "T0", "dim": [0], "normalization": 0, "forward": True}),
         ("_weight_norm_interface", [X, X[:, :0]], {"v": "T0", "g": "T1", "dim": 0}),
-        ("native_batch_norm", [X],
-         {"input": "T0", "weight": None, "bias": None, "running_mean": None, "running_var": None,
-          "training": False, "momentum": 0.1, "eps": 1e-6}),
-        ("_native_batch_norm_legit_no_training", [X, X[0, :3]],
-         {"input": "T0", "weight": None, "bias": None, "running_mean": "T1", "running_var": "T1",
-          "momentum": 0.1, "eps": 1e-6}),
+        (
+            "native_batch_norm",
+            [X],
+            {
+                "input": "T0",
+                "weight": None,
+                "bias": None,
+                "running_mean": None,
+                "running_var": None,
+                "training": False,
+                "momentum": 0.1,
+                "eps": 1e-6,
+            },
+        ),
+        (
+            "_native_batch_norm_legit_no_training",
+            [X, X[0, :3]],
+            {
+                "input": "T0",
+                "weight": None,
+                "bias": None,
+                "running_mean": "T1",
+                "running_var": "T1",
+                "momentum": 0.1,
+                "eps": 1e-6,
+            },
+        ),
         ("_foreach_copy", [X], {"self": [], "src": ["T0"]}),
         ("zeros_like", [X], {"self": "T0", "memory_format": -7}),
         ("sum", [X], {"self": "T0", "dtype": 999}),
-        ("_grouped_mm", [X.bfloat16(), X.bfloat16()[None].mT, torch.tensor([9]).int()],
-         {"self": "T0", "mat2": "T1", "offs": "T2"}),
+        (
+            "_grouped_mm",
+            [X.bfloat16(), X.bfloat16()[None].mT, torch.tensor([9]).int()],
+            {"self": "T0", "mat2": "T1", "offs": "T2"},
+        ),
     ],
     ids=named_ids,
-)  # fmt: skip
+)
 def test_shapes_of_private_operators_fit(operator, tensors, arguments):
     """Weights of another length, and axes that are not there, are read beyond their ends."""
     with pytest.raises(Unsafe, match="cannot be given this"):
@@ -287,9 +361,10 @@ def test_all_of_this_holds_in_replay_and_repro(record, tmp_path):
     with RunWriter(tmp_path / "bad", manifest) as writer:
         for one in source.records:
             call = one.call and msgspec.structs.replace(
-                one.call, operator="aten._reshape_alias_copy.default",
+                one.call,
+                operator="aten._reshape_alias_copy.default",
                 arguments={"self": {"tensor": 0}, "size": [4096], "stride": [1]},
-            )  # fmt: skip
+            )
             writer.put(
                 CapturedTensor(source.read(one)),
                 pass_=one.pass_,

@@ -28,9 +28,13 @@ def same_bits(run: Run, again: Run) -> None:
 def test_a_block_gives_the_recorded_bits(tiny_model, tmp_path, dtype, attention):
     """In prefill (many rows) and decode (one row, another kernel), whatever the layout."""
     run = capture(
-        str(tiny_model("llama", dtype=dtype)), out=tmp_path / "run", sites=[f"ops@{BLOCK}"],
-        recording=RecordOptions(weights=True), attn_implementation=attention, **OPTIONS,
-    )  # fmt: skip
+        str(tiny_model("llama", dtype=dtype)),
+        out=tmp_path / "run",
+        sites=[f"ops@{BLOCK}"],
+        recording=RecordOptions(weights=True),
+        attn_implementation=attention,
+        **OPTIONS,
+    )
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
 
 
@@ -40,9 +44,13 @@ def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architectur
     """Every float32 result lies within a few roundings of the same operator in float64, and every
     index and mask is the same: no definition in float64 is of another operator."""
     run = capture(
-        str(tiny_model(architecture, dtype="float32")), out=tmp_path / "run", sites=["ops@*"],
-        recording=RecordOptions(weights=True), attn_implementation=attention, **OPTIONS,
-    )  # fmt: skip
+        str(tiny_model(architecture, dtype="float32")),
+        out=tmp_path / "run",
+        sites=["ops@*"],
+        recording=RecordOptions(weights=True),
+        attn_implementation=attention,
+        **OPTIONS,
+    )
     truth = replay(run, out=tmp_path / "truth", truth=True)
     assert not truth.manifest.plan.skipped_operators
     for record in truth.records:
@@ -61,9 +69,12 @@ def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architectur
 def test_experts_that_transformers_runs_itself(tiny_model, tmp_path):
     """Its own operator for grouped products is found again, in float64 too."""
     run = capture(
-        str(tiny_model("mixtral", dtype="bfloat16")), out=tmp_path / "run",
-        sites=[f"ops@{BLOCK}"], recording=RecordOptions(weights=True), **OPTIONS,
-    )  # fmt: skip
+        str(tiny_model("mixtral", dtype="bfloat16")),
+        out=tmp_path / "run",
+        sites=[f"ops@{BLOCK}"],
+        recording=RecordOptions(weights=True),
+        **OPTIONS,
+    )
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
     truth = replay(run, out=tmp_path / "truth", truth=True)
     assert len(truth.records) == sum("/" in r.site and ":out" in r.site for r in run.records)
@@ -88,18 +99,22 @@ def test_an_anchored_pass_is_replayed_first(tiny_model, tmp_path):
 @pytest.fixture(scope="module")
 def without_weights(tmp_path_factory, tiny_model) -> Run:
     return capture(
-        str(tiny_model("llama", dtype="bfloat16")), out=tmp_path_factory.mktemp("no") / "run",
-        sites=[f"ops@{BLOCK}"], **OPTIONS,
-    )  # fmt: skip
+        str(tiny_model("llama", dtype="bfloat16")),
+        out=tmp_path_factory.mktemp("no") / "run",
+        sites=[f"ops@{BLOCK}"],
+        **OPTIONS,
+    )
 
 
 def test_weights_that_were_not_stored_are_counted(without_weights, tmp_path):
     """What needs none is run; the rest is left out by reason, and some of it named."""
     notes = []
     again = replay(
-        without_weights, out=tmp_path / "again", device="cpu",
+        without_weights,
+        out=tmp_path / "again",
+        device="cpu",
         progress=lambda event, done, total, detail: event == "note" and notes.append(detail),
-    )  # fmt: skip
+    )
     products = Counter(r.call.operator for r in without_weights.records if r.call is not None)
     ((reason, number),) = again.manifest.plan.skipped_operators.items()
     assert reason == "its weight was not stored (capture --weights, or --model PATH)"
@@ -117,18 +132,22 @@ def test_weights_that_were_not_stored_are_counted(without_weights, tmp_path):
 def test_weights_come_from_the_model(without_weights, tiny_model, tmp_path):
     """By name and digest: the same bits as in the capture, from the files alone."""
     again = replay(
-        without_weights, out=tmp_path / "again", device="cpu",
+        without_weights,
+        out=tmp_path / "again",
+        device="cpu",
         model=tiny_model("llama", dtype="bfloat16"),
-    )  # fmt: skip
+    )
     same_bits(without_weights, again)
 
 
 def test_other_weights_of_that_name_are_not_used(without_weights, tiny_model, tmp_path):
     """Another model's do not stand in for the recorded ones."""
     again = replay(
-        without_weights, out=tmp_path / "again", device="cpu",
+        without_weights,
+        out=tmp_path / "again",
+        device="cpu",
         model=tiny_model("llama", dtype="bfloat16", seed=1),
-    )  # fmt: skip
+    )
     assert set(again.manifest.plan.skipped_operators) == {"--model has another weight of that name"}
 
 

@@ -32,9 +32,11 @@ def run(operator: str, tensors: list[torch.Tensor], /, wide: bool = False, **arg
     values = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     before = [value.clone() for value in values]
     found = execute_ports(
-        call(operator, tensors, **arguments), values, device="cpu",
+        call(operator, tensors, **arguments),
+        values,
+        device="cpu",
         compute_dtype=torch.float64 if wide else None,
-    )  # fmt: skip
+    )
     assert all(torch.equal(a, b) for a, b in zip(values, before, strict=True)), "operands changed"
     return tuple(found.values())
 
@@ -58,15 +60,20 @@ def test_a_matrix_product_with_a_transposed_operand():
     ("operator", "arguments", "wanted"),
     [
         ("aten.add_.Scalar", {"other": 1}, X + 1),
-        ("aten.masked_fill_.Scalar", {"mask": {"tensor": 1}, "value": {"float": "-inf"}},
-         X.masked_fill(X > 0, -math.inf)),
+        (
+            "aten.masked_fill_.Scalar",
+            {"mask": {"tensor": 1}, "value": {"float": "-inf"}},
+            X.masked_fill(X > 0, -math.inf),
+        ),
         ("aten.copy_.default", {"src": {"tensor": 2}}, torch.zeros(3, 4)),
-        ("aten.index_put_.default",
-         {"indices": [None, {"tensor": 3}], "values": {"tensor": 4}},
-         X.index_put((torch.arange(3)[:, None], torch.tensor([0, 2])), torch.tensor(7.0))),
+        (
+            "aten.index_put_.default",
+            {"indices": [None, {"tensor": 3}], "values": {"tensor": 4}},
+            X.index_put((torch.arange(3)[:, None], torch.tensor([0, 2])), torch.tensor(7.0)),
+        ),
     ],
     ids=["add_", "masked_fill_", "copy_", "index_put_"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
 def test_in_place(operator, arguments, wanted, wide):
     """It writes into its own copy; what was written is the result, unrounded in float64."""
@@ -84,8 +91,13 @@ def test_in_place_in_float64_is_not_rounded():
 
 def test_out_overloads():
     """The result lies in a copy of the tensor that was given to hold it."""
-    (found,) = run("aten.add.out", [X, X, torch.empty(3, 4).zero_()],
-                   self=T, other={"tensor": 1}, out={"tensor": 2})  # fmt: skip
+    (found,) = run(
+        "aten.add.out",
+        [X, X, torch.empty(3, 4).zero_()],
+        self=T,
+        other={"tensor": 1},
+        out={"tensor": 2},
+    )
     assert torch.equal(found, X + X)
 
 
@@ -138,8 +150,9 @@ def test_requests_for_a_narrower_dtype_are_widened():
     """A cast to bfloat16 rounds nothing in a truth, and a cast to 8 bits does."""
     (cast,) = run("aten._to_copy.default", [X / 3], wide=True, self=T, dtype={"dtype": "bfloat16"})
     assert torch.equal(cast, (X / 3).double())
-    (total,) = run("aten.sum.dim_IntList", [X / 3], wide=True, self=T, dim=[0],
-                   dtype={"dtype": "bfloat16"})  # fmt: skip
+    (total,) = run(
+        "aten.sum.dim_IntList", [X / 3], wide=True, self=T, dim=[0], dtype={"dtype": "bfloat16"}
+    )
     assert total.dtype == torch.float64
     (code,) = run("aten._to_copy.default", [X], wide=True, self=T, dtype={"dtype": "float8_e4m3fn"})
     assert code.dtype == torch.float8_e4m3fn
@@ -148,9 +161,14 @@ def test_requests_for_a_narrower_dtype_are_widened():
 def test_the_device_is_replaced():
     """A constant made on the other machine's device is made on this one."""
     (found,) = run(
-        "aten.arange.default", [], end=3, device={"device": "cuda:7"}, dtype={"dtype": "int64"},
-        pin_memory=False, layout={"layout": "strided"},
-    )  # fmt: skip
+        "aten.arange.default",
+        [],
+        end=3,
+        device={"device": "cuda:7"},
+        dtype={"dtype": "int64"},
+        pin_memory=False,
+        layout={"layout": "strided"},
+    )
     assert found.tolist() == [0, 1, 2]
 
 
@@ -162,8 +180,11 @@ def test_attention_without_a_float64_kernel():
     for more in ({"is_causal": True}, {"scale": 0.3}):
         out, lse = run(
             "aten._scaled_dot_product_flash_attention_for_cpu.default",
-            narrow, wide=True, **names, **more,
-        )  # fmt: skip
+            narrow,
+            wide=True,
+            **names,
+            **more,
+        )
         wanted = torch.nn.functional.scaled_dot_product_attention(
             *(tensor.double() for tensor in narrow), enable_gqa=True, **more
         )
@@ -173,16 +194,24 @@ def test_attention_without_a_float64_kernel():
 
 def test_half_to_float():
     """A softmax that was asked for float32 of float16 is wide."""
-    (found,) = run("aten._softmax.default", [X.half()], wide=True, self=T, dim=-1,
-                   half_to_float=True)  # fmt: skip
+    (found,) = run(
+        "aten._softmax.default", [X.half()], wide=True, self=T, dim=-1, half_to_float=True
+    )
     torch.testing.assert_close(found, X.half().double().softmax(-1), rtol=1e-15, atol=1e-15)
 
 
 def test_a_norm_without_eps_keeps_the_formula():
     """Its eps is float32's, also where float64 computes it."""
     tiny = torch.full((2, 4), 1e-4)
-    found, _ = run("aten._fused_rms_norm.default", [tiny], wide=True, input=T,
-                   normalized_shape=[4], weight=None, eps=None)  # fmt: skip
+    found, _ = run(
+        "aten._fused_rms_norm.default",
+        [tiny],
+        wide=True,
+        input=T,
+        normalized_shape=[4],
+        weight=None,
+        eps=None,
+    )
     wide = tiny.double()
     wanted = wide / (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)

@@ -56,9 +56,17 @@ from divergence.run.manifest import Manifest
 from divergence.words import Progress
 
 KINDS = [
-    CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions,
-    LocalizeOptions, ReproOptions, SelfcheckOptions, SelftestOptions, SensitivityOptions,
-]  # fmt: skip
+    CaptureOptions,
+    TruthOptions,
+    CompareOptions,
+    CheckOptions,
+    ReplayOptions,
+    LocalizeOptions,
+    ReproOptions,
+    SelfcheckOptions,
+    SelftestOptions,
+    SensitivityOptions,
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +104,11 @@ def test_a_new_option_is_a_parameter_of_the_command(given):
     """With its words and its help."""
     assert "--colour" in given("--help")["help"]
     assert given("--colour", "red", "--shape", "a", "--shape", "b", "--no-tidy", "--seed", "0") == {
-        "colour": "red", "shapes": ["a", "b"], "tidy": False, "seed": 0,
-    }  # fmt: skip
+        "colour": "red",
+        "shapes": ["a", "b"],
+        "tidy": False,
+        "seed": 0,
+    }
     assert given() == {}
 
 
@@ -128,8 +139,9 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
     words = {"shape": ["a"], "no_tidy": True, "colour": "red", "batch": True}
     assert command_options(Mine, values) == words
     assert recorded_in(Mine(colour="red", seed=3), "settings", Mine).items() >= {
-        ("colour", "red"), ("seed", 3),
-    }  # fmt: skip
+        ("colour", "red"),
+        ("seed", 3),
+    }
 
 
 @pytest.mark.parametrize(
@@ -226,8 +238,9 @@ def made(monkeypatch):
 def test_groups_and_what_they_were_are_the_same(made):
     """A name of earlier versions says in one line where it is now, and works."""
     groups = {
-        "batching": BatchOptions(batch=True, pad_left=2), "loading": LoadOptions(revision="main"),
-    }  # fmt: skip
+        "batching": BatchOptions(batch=True, pad_left=2),
+        "loading": LoadOptions(revision="main"),
+    }
     capture("m", out="a", **groups)
     with pytest.warns(RenamedWarning) as told:
         capture("m", out="a", batch=True, pad_left=2, revision="main")

@@ -360,8 +360,9 @@ def test_a_class_of_the_same_name_is_told_apart(model):
     notes = code_notes(model)
     assert "LlamaMLP" not in notes
     assert {name for name in notes if name.endswith(".LlamaMLP")} == {
-        "transformers.models.llama.modeling_llama.LlamaMLP", f"{__name__}.LlamaMLP",
-    }  # fmt: skip
+        "transformers.models.llama.modeling_llama.LlamaMLP",
+        f"{__name__}.LlamaMLP",
+    }
 
 
 # --- what stands around a module ---------------------------------------------------------------

@@ -30,10 +30,12 @@ def captured(folder, out, prepare, said=None, **options):
     said = [] if said is None else said
     options = {"prompts": PROMPT, "max_new_tokens": 2, "probe": False} | options
     return capture(
-        folder, out=out, prepare=prepare,
+        folder,
+        out=out,
+        prepare=prepare,
         progress=lambda event, done, total, detail: event == "note" and said.append(detail),
         **options,
-    )  # fmt: skip
+    )
 
 
 def compile_mlps(model, backend="eager"):
@@ -65,10 +67,13 @@ def test_sites_inside_a_compiled_module_are_recorded(folder, plain, tmp_path):
     """Torch does not trace the hooks; that they divide the graph is said."""
     said = []
     run = captured(
-        folder, tmp_path / "a",
-        lambda model: model.model.layers[1].mlp.compile(backend="eager"), said,
-        sites=["blocks", "model.layers.1.mlp.*"], max_new_tokens=1,
-    )  # fmt: skip
+        folder,
+        tmp_path / "a",
+        lambda model: model.model.layers[1].mlp.compile(backend="eager"),
+        said,
+        sites=["blocks", "model.layers.1.mlp.*"],
+        max_new_tokens=1,
+    )
     sites = {record.site for record in run.records}
     assert {"model.layers.1.mlp.down_proj:out", "model.layers.1.mlp.up_proj:in"} <= sites
     assert any("its graph is divided" in text for text in said)
@@ -98,9 +103,10 @@ def test_a_compiled_model_may_be_returned(tiny_model, tmp_path):
     a, b = (
         captured(folder, tmp_path / name, prepare, sites=[site], max_new_tokens=1)
         for name, prepare in (
-            ("a", None), ("b", lambda model: torch.compile(model, backend="eager"))
+            ("a", None),
+            ("b", lambda model: torch.compile(model, backend="eager")),
         )
-    )  # fmt: skip
+    )
     assert {record.site for record in b.records} == {site}
     assert b.manifest.plan.compiled["."].num_graphs > 0
     place = ("free", 0, 0, site)

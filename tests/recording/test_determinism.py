@@ -114,8 +114,13 @@ def test_what_chooses_kernels_is_told():
     found = {s.name: s for s in state.switches}
     assert found["torch.backends.cuda.flash_sdp_enabled()"].found == "true"
     assert found["torch.backends.cuda.preferred_blas_library()"].asked == "-"
-    assert {"TORCH_NPU_USE_COMPATIBLE_IMPL", "TORCH_NPU_LAZY_FUSION", "HCCL_OP_EXPANSION_MODE",
-            "TORCH_NPU_FALLBACK_CPU_DISABLE", "INF_NAN_MODE_ENABLE"} <= set(VARIABLES)  # fmt: skip
+    assert {
+        "TORCH_NPU_USE_COMPATIBLE_IMPL",
+        "TORCH_NPU_LAZY_FUSION",
+        "HCCL_OP_EXPANSION_MODE",
+        "TORCH_NPU_FALLBACK_CPU_DISABLE",
+        "INF_NAN_MODE_ENABLE",
+    } <= set(VARIABLES)
 
 
 TEXTS = {

@@ -37,13 +37,16 @@ UNKNOWN_ARM = GRAVITON.replace("0xd4f", "0xfff").replace("0x41", "0x99")
 @pytest.mark.parametrize(
     ("text", "name", "model"),
     [
-        (INTEL, "Intel(R) Xeon(R) Processor @ 2.60GHz",
-         "GenuineIntel family 6 model 143 stepping 8"),
+        (
+            INTEL,
+            "Intel(R) Xeon(R) Processor @ 2.60GHz",
+            "GenuineIntel family 6 model 143 stepping 8",
+        ),
         (GRAVITON, "Arm Neoverse-V2", "Arm Neoverse-V2 (0x41/0xd4f) r0p1"),
         (UNKNOWN_ARM, "maker 0x99 part 0xfff", "maker 0x99 part 0xfff (0x99/0xfff) r0p1"),
     ],
     ids=["intel", "arm", "unknown"],
-)  # fmt: skip
+)
 def test_a_processor_is_named_as_it_names_itself(text, name, model, tmp_path, monkeypatch):
     """By its brand string, or by implementer and part; clouds hide the first more often."""
     path = tmp_path / "cpuinfo"
@@ -70,9 +73,15 @@ def test_the_build_of_torch_is_recorded(monkeypatch):
     )
     monkeypatch.setattr(torch.__config__, "show", lambda: show)
     assert torch_build() == {
-        "compiler": "GCC 13.3", "C++": "201703", "MKL": "2024.2-Product", "oneDNN": "v3.7.1",
-        "BLAS": "open", "LAPACK": "open", "ACL": "ON", "flags": "-O3 -ffast-math",
-    }  # fmt: skip
+        "compiler": "GCC 13.3",
+        "C++": "201703",
+        "MKL": "2024.2-Product",
+        "oneDNN": "v3.7.1",
+        "BLAS": "open",
+        "LAPACK": "open",
+        "ACL": "ON",
+        "flags": "-O3 -ffast-math",
+    }
 
 
 def test_variables_are_recorded_by_the_list_and_without_paths(monkeypatch):
@@ -91,17 +100,21 @@ def test_variables_are_recorded_by_the_list_and_without_paths(monkeypatch):
 
 def test_a_configuration_is_plain_data_without_paths_and_secrets():
     """One level of dotted keys; what is long stands as its digest."""
-    values = config_values({
-        "rope_scaling": {"factor": 8.0, "type": "yarn"},
-        "layer_types": ["full", "sliding"],
-        "name_or_path": "/home/somebody/model",
-        "auto_map": {"AutoModel": "/home/somebody/x.py"},
-        "hf_token": "hf_secret", "vocab_file": "vocab.json", "pad_token_id": 0,
-        "id2label": {str(n): f"L{n}" for n in range(1000)},
-        "limit": float("inf"),
-        "dtype": torch.float32,
-        "nothing": None,
-    })  # fmt: skip
+    values = config_values(
+        {
+            "rope_scaling": {"factor": 8.0, "type": "yarn"},
+            "layer_types": ["full", "sliding"],
+            "name_or_path": "/home/somebody/model",
+            "auto_map": {"AutoModel": "/home/somebody/x.py"},
+            "hf_token": "hf_secret",
+            "vocab_file": "vocab.json",
+            "pad_token_id": 0,
+            "id2label": {str(n): f"L{n}" for n in range(1000)},
+            "limit": float("inf"),
+            "dtype": torch.float32,
+            "nothing": None,
+        }
+    )
     assert values["rope_scaling.factor"] == 8.0
     assert values["layer_types"] == ["full", "sliding"]
     assert values["pad_token_id"] == 0

@@ -186,9 +186,14 @@ def own(tiny_model, tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("own-")
     prompts = ["Kernels differ.", "So do machines."]
     return capture(
-        str(tiny_model("llama")), out=folder / "run", prompts=prompts, max_new_tokens=3,
-        dtype="bfloat16", recording=RecordOptions(escalate=True), truth="full",
-    )  # fmt: skip
+        str(tiny_model("llama")),
+        out=folder / "run",
+        prompts=prompts,
+        max_new_tokens=3,
+        dtype="bfloat16",
+        recording=RecordOptions(escalate=True),
+        truth="full",
+    )
 
 
 def test_a_run_is_escalated_from_its_own_free_pass(own):
@@ -231,10 +236,15 @@ def test_both_sides_escalated_are_sure(own, tmp_path):
 def test_a_fault_of_a_below_its_floor_is_as_s(own, tiny_model, tmp_path):
     """A's own escalated pass is held against the truth that A carries."""
     bad = capture(
-        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ."],
-        max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="full",
+        str(tiny_model("llama")),
+        out=tmp_path / "a",
+        prompts=["Kernels differ."],
+        max_new_tokens=3,
+        dtype="bfloat16",
+        recording=RecordOptions(escalate=True),
+        truth="full",
         plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.001"],
-    )  # fmt: skip
+    )
     b = capture(like=bad, out=tmp_path / "b", recording=RecordOptions(escalate=True))
     verdict = compare(bad, b).verdict
     assert (verdict.kind, verdict.side, verdict.onset.block) == ("localized", "reference", BLOCK)
@@ -252,10 +262,16 @@ def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
     """Its own free pass has no inputs to start from: said, and the run is whole without it."""
     notes: list[str] = []
     run = capture(
-        str(tiny_model("llama")), out=tmp_path / "run", prompts=["x"], max_new_tokens=2,
-        dtype="bfloat16", recording=RecordOptions(escalate=True), store="hash", truth="no",
+        str(tiny_model("llama")),
+        out=tmp_path / "run",
+        prompts=["x"],
+        max_new_tokens=2,
+        dtype="bfloat16",
+        recording=RecordOptions(escalate=True),
+        store="hash",
+        truth="no",
         progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
-    )  # fmt: skip
+    )
     assert run.manifest.plan.passes == ["free"]
     assert "no escalated pass: without --like it repeats this run's own free pass" in notes[0]
 
@@ -271,9 +287,14 @@ def test_what_the_truth_does_not_reach_is_held_against_the_other(
     for name in ("LEAST_SECONDS", "SHARE"):
         monkeypatch.setattr(f"divergence.recording.api.{name}", 0.0)
     a = capture(
-        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ.", "Machines too."],
-        max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="auto",
-    )  # fmt: skip
+        str(tiny_model("llama")),
+        out=tmp_path / "a",
+        prompts=["Kernels differ.", "Machines too."],
+        max_new_tokens=3,
+        dtype="bfloat16",
+        recording=RecordOptions(escalate=True),
+        truth="auto",
+    )
     assert a.manifest.plan.truth.num_steps == [1, 0]
     b = capture(
         like=a,
@@ -290,15 +311,22 @@ def test_what_the_truth_does_not_reach_is_held_against_the_other(
 def test_an_input_s_fault_is_planted_once(tiny_model, tmp_path):
     """The free pass has the planted input already, and its block is not blamed for it."""
     bad = capture(
-        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ."],
-        max_new_tokens=3, dtype="bfloat16", recording=RecordOptions(escalate=True), truth="full",
+        str(tiny_model("llama")),
+        out=tmp_path / "a",
+        prompts=["Kernels differ."],
+        max_new_tokens=3,
+        dtype="bfloat16",
+        recording=RecordOptions(escalate=True),
+        truth="full",
         plants=[f"{BLOCK}:in=scale:1.05"],
-    )  # fmt: skip
+    )
     b = capture(like=bad, out=tmp_path / "b", recording=RecordOptions(escalate=True))
     verdict = compare(bad, b).verdict
     assert (verdict.kind, verdict.side, verdict.onset.site) == (
-        "localized", "reference", f"{BLOCK}:in",
-    )  # fmt: skip
+        "localized",
+        "reference",
+        f"{BLOCK}:in",
+    )
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -198,9 +198,12 @@ def test_a_side_stream_waits_for_what_was_computed(monkeypatch):
     assert isinstance(side.copy(Target(), "tensor"), Event)
     beside = side._stream
     assert said == [
-        ("wait", "own"), ("on", beside), ("copy", "tensor", True), ("record", beside),
+        ("wait", "own"),
+        ("on", beside),
+        ("copy", "tensor", True),
+        ("record", beside),
         ("off", beside),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

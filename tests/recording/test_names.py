@@ -55,8 +55,9 @@ def test_blocks_of_any_name_are_compared(llama, tmp_path, name):
     report = check(golden, new).report
     assert (report.verdict.kind, report.verdict.confidence) == ("identical", "high")
     assert {(s.pass_, s.block) for s in report.sites if s.site == f"{path}.1:out"} == {
-        ("free", f"{path}.1"), ("anchored", f"{path}.1"),
-    }  # fmt: skip
+        ("free", f"{path}.1"),
+        ("anchored", f"{path}.1"),
+    }
     plants = [f"{path}.1:out=scale:-3.7"]
     wrong = capture(like=golden, out=tmp_path / "c", prepare=prepare, plants=plants)
     result = check(golden, wrong)

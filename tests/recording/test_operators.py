@@ -21,10 +21,14 @@ class Seen:
     def __init__(self, module, *inputs, weights=False):
         self.tensors, self.calls = {}, {}
         recorder = OperatorRecorder(
-            module, {"."}, emit=self._emit, call_of=lambda path: "", active=lambda: True,
+            module,
+            {"."},
+            emit=self._emit,
+            call_of=lambda path: "",
+            active=lambda: True,
             keep=CopyKeeper().keep,
             weights=weights,
-        )  # fmt: skip
+        )
         with torch.no_grad(), recorder.installed():
             self.result = module(*inputs)
         self.skipped = recorder.skipped
@@ -169,8 +173,13 @@ def test_weights_are_named_and_stored_on_request():
 def test_the_result_is_not_changed_by_recording(llama, tmp_path):
     """Not a bit, in a real model and every dtype."""
     for dtype in ("float32", "bfloat16"):
-        a = capture(llama, out=tmp_path / f"a-{dtype}", prompts=["one two three"], dtype=dtype,
-                    max_new_tokens=2)  # fmt: skip
+        a = capture(
+            llama,
+            out=tmp_path / f"a-{dtype}",
+            prompts=["one two three"],
+            dtype=dtype,
+            max_new_tokens=2,
+        )
         b = capture(like=a, out=tmp_path / f"b-{dtype}")
         ops = capture(like=a, out=tmp_path / f"o-{dtype}", sites=["blocks", f"ops@{BLOCK}"])
         for record in b.records:
@@ -181,8 +190,9 @@ def test_the_result_is_not_changed_by_recording(llama, tmp_path):
 def recorded(llama, tmp_path_factory) -> tuple[Run, Run, Run]:
     """A run, its block's operators, and the truth of both."""
     folder = tmp_path_factory.mktemp("operators")
-    a = capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2,
-                dtype="bfloat16")  # fmt: skip
+    a = capture(
+        llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2, dtype="bfloat16"
+    )
     ops = capture(
         like=a, out=folder / "ops", sites=[f"ops@{BLOCK}"], recording=RecordOptions(weights=True)
     )
@@ -196,8 +206,9 @@ def test_operators_are_recorded_in_the_anchored_pass_of_one_block(recorded):
     assert {record.pass_ for record in calls} == {"anchored"}
     assert {record.step for record in calls} == {0, 1}
     assert all(record.site.startswith(BLOCK) for record in calls)
-    (first,) = [r for r in calls if r.site == f"{BLOCK}.input_layernorm/aten._to_copy:out"
-                and r.step == 0]  # fmt: skip
+    (first,) = [
+        r for r in calls if r.site == f"{BLOCK}.input_layernorm/aten._to_copy:out" and r.step == 0
+    ]
     assert first.call.operands[0].origin == f"{BLOCK}:in"
     assert first.call.source.startswith("modeling_llama.py:")
     assert ops.find(("anchored", 0, 0, f"{BLOCK}:out")) is not None
@@ -371,8 +382,14 @@ def test_a_substitute_of_another_size_is_refused(recorded, llama, tmp_path):
     """With both sizes and the operator."""
     a, _, _ = recorded
     site = f"{BLOCK}.mlp.down_proj/aten.mm:out"
-    longer = capture(llama, out=tmp_path / "longer", prompts=["one two three four five six"],
-                     max_new_tokens=1, dtype="bfloat16", sites=[f"ops@{BLOCK}"])  # fmt: skip
+    longer = capture(
+        llama,
+        out=tmp_path / "longer",
+        prompts=["one two three four five six"],
+        max_new_tokens=1,
+        dtype="bfloat16",
+        sites=[f"ops@{BLOCK}"],
+    )
     with pytest.raises(UsageError, match=r"down_proj/aten.mm gives \(\d+, 64\) here, and \("):
         capture(
             like=a,
@@ -391,7 +408,12 @@ def test_a_compiled_module_is_said_to_be_recorded_uncompiled(llama, tmp_path):
         mlp.compile(backend="eager")
 
     capture(
-        llama, out=tmp_path / "a", prompts=["one"], max_new_tokens=1, sites=[f"ops@{BLOCK}"],
-        prepare=prepare, progress=lambda event, done, total, detail: said.append(detail),
-    )  # fmt: skip
+        llama,
+        out=tmp_path / "a",
+        prompts=["one"],
+        max_new_tokens=1,
+        sites=[f"ops@{BLOCK}"],
+        prepare=prepare,
+        progress=lambda event, done, total, detail: said.append(detail),
+    )
     assert any(f"{BLOCK}.mlp runs through torch.compile" in text for text in said)

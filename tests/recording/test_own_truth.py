@@ -192,8 +192,11 @@ def test_a_fault_far_beyond_rounding_is_said_at_capture(heard, llama):
 def test_a_residual_in_float32_of_16_bit_products_is_no_fault(heard, tiny_model):
     """A block hands on float32, and computes in bfloat16: that is what its rounding is."""
     run, notes = heard(tiny_model("mamba"), truth="auto", dtype="bfloat16")
-    (dtype,) = {r.dtype for r in run.records if r.coordinates[1:] == (0, 0, "backbone.layers.1:out")
-                and r.pass_ == "free"}  # fmt: skip
+    (dtype,) = {
+        r.dtype
+        for r in run.records
+        if r.coordinates[1:] == (0, 0, "backbone.layers.1:out") and r.pass_ == "free"
+    }
     assert (run.manifest.model.dtype, dtype) == ("bfloat16", "float32")
     assert not notes
 

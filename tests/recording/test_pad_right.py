@@ -14,9 +14,13 @@ PROMPTS = ["A bridge is built twice: once on paper", "Hello there", "one"]
 def base(tiny_model, tmp_path_factory):
     """A run of three prompts of unequal lengths, each by itself."""
     return capture(
-        tiny_model("llama"), out=tmp_path_factory.mktemp("base") / "a", dtype="float32",
-        prompts=PROMPTS, max_new_tokens=3, probe=False,
-    )  # fmt: skip
+        tiny_model("llama"),
+        out=tmp_path_factory.mktemp("base") / "a",
+        dtype="float32",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        probe=False,
+    )
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -55,9 +59,12 @@ def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path):
 
 def test_a_fault_is_found_behind_pads(base, tmp_path):
     b = capture(
-        like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=3, batch=True), probe=False,
+        like=base,
+        out=tmp_path / "b",
+        batching=BatchOptions(pad_right=3, batch=True),
+        probe=False,
         plants=["model.layers.1:out=scale:1.01"],
-    )  # fmt: skip
+    )
     assert compare(base, b).verdict.onset.block == "model.layers.1"
 
 

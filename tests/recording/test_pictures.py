@@ -10,13 +10,21 @@ from divergence import Run, capture, compare, truth
 from divergence.errors import ModelError
 
 TEXT = dict(
-    vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, intermediate_size=64,
-)  # fmt: skip
+    vocab_size=128,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 TOWER = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    image_size=16, patch_size=8,
-)  # fmt: skip
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=16,
+    patch_size=8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +50,9 @@ def test_prompts_of_text_run_the_text_of_a_model_with_pictures(llava, tmp_path):
     report = compare(a, b)
     assert report.verdict.kind == "identical"
     assert [each.name for each in report.not_exercised] == [
-        "model.vision_tower", "model.multi_modal_projector",
-    ]  # fmt: skip
+        "model.vision_tower",
+        "model.multi_modal_projector",
+    ]
     assert Run.open(truth(a, out=tmp_path / "t").path).manifest.complete
 
 
@@ -58,8 +67,9 @@ def test_a_fault_in_its_text_is_found(llava, tmp_path):
 
     verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=wrong)).verdict
     assert (verdict.side, verdict.onset.site) == (
-        "candidate", "model.language_model.layers.1:out",
-    )  # fmt: skip
+        "candidate",
+        "model.language_model.layers.1:out",
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,15 +79,25 @@ def test_a_fault_in_its_text_is_found(llava, tmp_path):
         (
             "WhisperForConditionalGeneration",
             hf.WhisperConfig(
-                vocab_size=128, d_model=32, encoder_layers=1, decoder_layers=1,
-                encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64,
-                decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=16, pad_token_id=0,
-                bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+                vocab_size=128,
+                d_model=32,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=64,
+                decoder_ffn_dim=64,
+                num_mel_bins=8,
+                max_source_positions=16,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                decoder_start_token_id=1,
             ),
             "input_features",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_model_of_pictures_or_sound_alone_says_so(tmp_path, name, config, reads):
     """Its files are whole; what its processor makes of a file runs it."""
     getattr(hf, name)(config).save_pretrained(tmp_path / "m")

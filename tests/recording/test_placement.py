@@ -31,12 +31,23 @@ PLAN = {
     "c.odd": "a style of tomorrow",
 }
 WHOLE = {
-    "b.q:in": (1, 4, 8), "b.q:out": (1, 4, 8), "b.o:in": (1, 4, 8), "b.o:out": (1, 4, 8),
-    "b.norm:out": (1, 4, 2, 4), "b.act:out": (1, 4, 8), "b:out.1": (1, 2, 4, 4), "b:in": (1, 4, 8),
-    "b.packed:in": (1, 4, 8), "b.packed:out": (1, 4, 16), "b.experts:out": (4, 8),
-    "b.experts.act:out": (8, 6), "b.experts.sum:out": (4, 8), "head:out": (1, 1, 32),
-    "c.act:out": (1, 4, 8), "c.odd:out": (1, 4, 8),
-}  # fmt: skip
+    "b.q:in": (1, 4, 8),
+    "b.q:out": (1, 4, 8),
+    "b.o:in": (1, 4, 8),
+    "b.o:out": (1, 4, 8),
+    "b.norm:out": (1, 4, 2, 4),
+    "b.act:out": (1, 4, 8),
+    "b:out.1": (1, 2, 4, 4),
+    "b:in": (1, 4, 8),
+    "b.packed:in": (1, 4, 8),
+    "b.packed:out": (1, 4, 16),
+    "b.experts:out": (4, 8),
+    "b.experts.act:out": (8, 6),
+    "b.experts.sum:out": (4, 8),
+    "head:out": (1, 1, 32),
+    "c.act:out": (1, 4, 8),
+    "c.odd:out": (1, 4, 8),
+}
 
 
 def placed(site: str, *shape: int, whole=WHOLE) -> str | None:
@@ -154,8 +165,13 @@ def test_what_any_rank_found_is_the_run_s():
 
     manifest, other = found(), found(num_different=1, first_difference="m:out (sample 1, step 0)")
     warned = other.settings
-    theirs = (other.sizes, other.repeatability, warned.nondeterministic_warnings,
-              warned.cpu_fallbacks, {"records-r00001.jsonl": "e"})  # fmt: skip
+    theirs = (
+        other.sizes,
+        other.repeatability,
+        warned.nondeterministic_warnings,
+        warned.cpu_fallbacks,
+        {"records-r00001.jsonl": "e"},
+    )
     division(gather=lambda mine: [mine, theirs]).count(manifest, {"records.jsonl": "d"})
     assert manifest.record_digests == {"records.jsonl": "d", "records-r00001.jsonl": "e"}
     assert (manifest.sizes.num_records, manifest.sizes.seen_bytes) == (6, 16)
@@ -182,18 +198,20 @@ def test_tensor_parallelism_needs_the_prefill(steps):
 @pytest.mark.parametrize(
     ("site", "stage"),
     [
-        (".:in.input_ids", 0), (".:out", 1), ("model:in", 0), ("model:out.0", 1),
-        ("model.layers.1:in", 1), ("model.rotary:out", 0),
+        (".:in.input_ids", 0),
+        (".:out", 1),
+        ("model:in", 0),
+        ("model:out.0", 1),
+        ("model.layers.1:in", 1),
+        ("model.rotary:out", 0),
     ],
-)  # fmt: skip
+)
 def test_which_stage_of_a_pipeline_answers(site, stage):
     """What holds blocks begins on the first stage and ends on the last; what several have is the
     first's; a block is its own stage's."""
     stages = {"model.layers.0": [0], "model.layers.1": [1], "model.rotary": [0, 1]}
     for own in (0, 1):
-        made = division(
-            idle=False, owns=lambda sample: True, places={"pp": own}, sizes={"pp": 2}
-        )  # fmt: skip
+        made = division(idle=False, owns=lambda sample: True, places={"pp": own}, sizes={"pp": 2})
         made._stages, made._containers, made._owned = stages, {".", "model"}, {}
         assert made.answers(0, site) == (own == stage)
         assert made.order(3) == 3 + own * 10**6

@@ -101,11 +101,20 @@ def test_a_capture_takes_no_more_than_its_buffer(
 ):
     """The growth of a process's peak resident memory, at several sizes and numbers of steps."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(captured("llama").path), str(tmp_path / "run"),
-         kernel, *map(str, (buffer_mib, steps, numel, sites))],
-        capture_output=True, text=True, timeout=300,
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            str(captured("llama").path),
+            str(tmp_path / "run"),
+            kernel,
+            *map(str, (buffer_mib, steps, numel, sites)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "MALLOC_ARENA_MAX": "2"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     grown, num_records, stored_bytes = json.loads(done.stdout)
     assert num_records == 2 * steps * sites
@@ -297,9 +306,13 @@ def test_the_volume_is_near_what_is_seen(tiny_model, tmp_path):
     """Within a factor of two of the bytes of every module's tensors (attention weights, which no
     parameter tells of, are small here)."""
     run = capture(
-        str(tiny_model("llama", hidden=256, num_blocks=2)), out=tmp_path / "run", prompts=PROMPT,
-        max_new_tokens=3, sites=["modules"], probe=False,
-    )  # fmt: skip
+        str(tiny_model("llama", hidden=256, num_blocks=2)),
+        out=tmp_path / "run",
+        prompts=PROMPT,
+        max_new_tokens=3,
+        sites=["modules"],
+        probe=False,
+    )
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(run.manifest.model.source)
@@ -335,19 +348,25 @@ def test_compiled_loops_are_within_the_bound():
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param("full", marks=pytest.mark.slow), "sketch",
+        pytest.param("full", marks=pytest.mark.slow),
+        "sketch",
         pytest.param("stats", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_the_run_is_the_same(tiny_model, tmp_path, monkeypatch, mode):
     """Digests are equal; statistics and sketches are, to rounding."""
     model = str(tiny_model("llama", hidden=256, num_blocks=2, dtype="bfloat16"))
 
     def captured(name):
         return capture(
-            model, out=tmp_path / name, prompts=PROMPT, max_new_tokens=3, sites=["modules"],
-            store=mode, probe=False,
-        )  # fmt: skip
+            model,
+            out=tmp_path / name,
+            prompts=PROMPT,
+            max_new_tokens=3,
+            sites=["modules"],
+            store=mode,
+            probe=False,
+        )
 
     one = captured("numpy")
     monkeypatch.setattr("divergence.numerics.kernels.WORTH_BYTES", 1)

@@ -31,10 +31,17 @@ def runs(model, tmp_path_factory):
     """One capture in each mode."""
     folder = tmp_path_factory.mktemp("modes")
     return {
-        mode: capture(model, out=folder / mode, prompts=PROMPT, max_new_tokens=3,
-                      sites=["modules"], store=mode, probe=False)
+        mode: capture(
+            model,
+            out=folder / mode,
+            prompts=PROMPT,
+            max_new_tokens=3,
+            sites=["modules"],
+            store=mode,
+            probe=False,
+        )
         for mode in MODES
-    }  # fmt: skip
+    }
 
 
 def notes_of(**options):
@@ -44,7 +51,7 @@ def notes_of(**options):
         probe=False,
         progress=lambda event, done, total, text: said.append(text) if event == "note" else 0,
     )
-    return said  # fmt: skip
+    return said
 
 
 def by_site(run):
@@ -131,15 +138,28 @@ def test_sketched_beside_a_full_run(runs, tmp_path):
 
 def test_no_whole_pass_without_bytes(model, tmp_path):
     """The whole pass needs this run's own bytes."""
-    said = notes_of(model=model, out=tmp_path / "a", prompts=PROMPT, max_new_tokens=3,
-                    store="sketch", whole=True)  # fmt: skip
+    said = notes_of(
+        model=model,
+        out=tmp_path / "a",
+        prompts=PROMPT,
+        max_new_tokens=3,
+        store="sketch",
+        whole=True,
+    )
     assert any("no whole pass" in text and "--store sketch" in text for text in said)
 
 
 def test_repeatability_without_bytes(model, tmp_path):
     """Whether a machine repeats itself is told by digests."""
-    run = capture(model, out=tmp_path / "a", prompts=PROMPT, max_new_tokens=2, store="hash",
-                  recording=RecordOptions(repeat=2), probe=False)  # fmt: skip
+    run = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=PROMPT,
+        max_new_tokens=2,
+        store="hash",
+        recording=RecordOptions(repeat=2),
+        probe=False,
+    )
     found = run.manifest.repeatability
     assert found.num_different == 0 < found.num_compared
 
@@ -238,9 +258,11 @@ def test_as_on_an_accelerator(runs, mode):
     """What a device computes where the tensor lies is what a host makes of its bytes."""
     keeper = ReducedKeeper(mode, CopyKeeper(), hosts=True)
     tensors = [
-        torch.randn(1, 9, 256).bfloat16(), torch.arange(5), torch.randn(1, 3, 1024),
+        torch.randn(1, 9, 256).bfloat16(),
+        torch.arange(5),
+        torch.randn(1, 3, 1024),
         torch.randn(2, 40, 256).bfloat16(),
-    ]  # fmt: skip
+    ]
     items = [keeper.keep(tensor) for tensor in tensors]
     stored = {}
 

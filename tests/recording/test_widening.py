@@ -284,21 +284,36 @@ OTHERS = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     # linear attention, which fills its matrices in place
     "qwen3_next": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
     },
     # masks by torch.tensor(torch.finfo(x.dtype).min), which float32 does not hold
     "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
     # low-rank attention, experts in groups
     "deepseek_v3": {
-        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
-        "topk_group": 1, "moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
-        "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -309,10 +324,18 @@ def test_unusual_architectures_widen(name):
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     sizes = {
-        "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
-        "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     config = AutoConfig.for_model(name, **sizes | OTHERS[name])
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="eager"
@@ -537,10 +560,12 @@ def test_grouped_products_of_a_backward_equal_a_loop():
     ends = torch.tensor([8, 8, 16], dtype=torch.int32)
     with Widening(WIDE):
         found = grouped_mm()(one, two, offs=ends)
-    right = torch.stack([
-        one[:, start:end].double() @ two[start:end].double()
-        for start, end in [(0, 8), (8, 8), (8, 16)]
-    ])  # fmt: skip
+    right = torch.stack(
+        [
+            one[:, start:end].double() @ two[start:end].double()
+            for start, end in [(0, 8), (8, 8), (8, 16)]
+        ]
+    )
     assert rel_l2(found, right) < 1e-15
 
 

@@ -55,13 +55,35 @@ def test_token_ids_are_taken_as_they_are(llama, tmp_path):
 
 
 BAD = [
-    {"label": 3}, {"max_new_tokens": True}, {"max_new_tokens": 1.5}, {"max_new_tokens": "2"},
-    {"dtype": 32}, {"device": 0}, {"sites": [3]}, {"sites": 3}, {"prompts": 3}, {"prompts": [3]},
-    {"prompts": [[1, "a"]]}, {"prompts": [[]]}, {"prompts": [[-1]]}, {"seed": "x"},
-    {"batch": 1}, {"deterministic": "yes"}, {"store": 1}, {"steps": 0}, {"revision": 1},
-    {"repeat": None}, {"chat": None}, {"prompts_file": 3}, {"weights": 1}, {"force": 1},
-    {"command": 1}, {"task": None}, {"mesh": 2}, {"positions": [0]},
-]  # fmt: skip
+    {"label": 3},
+    {"max_new_tokens": True},
+    {"max_new_tokens": 1.5},
+    {"max_new_tokens": "2"},
+    {"dtype": 32},
+    {"device": 0},
+    {"sites": [3]},
+    {"sites": 3},
+    {"prompts": 3},
+    {"prompts": [3]},
+    {"prompts": [[1, "a"]]},
+    {"prompts": [[]]},
+    {"prompts": [[-1]]},
+    {"seed": "x"},
+    {"batch": 1},
+    {"deterministic": "yes"},
+    {"store": 1},
+    {"steps": 0},
+    {"revision": 1},
+    {"repeat": None},
+    {"chat": None},
+    {"prompts_file": 3},
+    {"weights": 1},
+    {"force": 1},
+    {"command": 1},
+    {"task": None},
+    {"mesh": 2},
+    {"positions": [0]},
+]
 
 
 @pytest.mark.parametrize("wish", BAD, ids=str)
@@ -103,10 +125,11 @@ def switches() -> dict[str, object]:
         "mkldnn": backends.mkldnn.deterministic,
         "fp32": getattr(backends, "fp32_precision", None),
         "matmul": getattr(backends.mkldnn.matmul, "fp32_precision", None)
-        if hasattr(backends.mkldnn, "matmul") else None,
+        if hasattr(backends.mkldnn, "matmul")
+        else None,
         "fill": torch.utils.deterministic.fill_uninitialized_memory,
         "algorithms": torch.are_deterministic_algorithms_enabled(),
-    }  # fmt: skip
+    }
 
 
 def test_threads_put_every_switch_back():

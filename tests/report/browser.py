@@ -30,10 +30,19 @@ class Browser:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         words = [
-            binary, "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu",
-            "--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars", "--use-gl=disabled",
-            "--disable-extensions", f"--user-data-dir={self._profile}", "about:blank",
-        ]  # fmt: skip
+            binary,
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--use-gl=disabled",
+            "--disable-extensions",
+            f"--user-data-dir={self._profile}",
+            "about:blank",
+        ]
         high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_read, to_write)]
 
         def as_three_and_four() -> None:  # where the protocol's pipes are looked for
@@ -100,13 +109,23 @@ class Browser:
             self.wait_for("Page.loadEventFired")
 
     def resize(self, width: int, *, phone: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
-                  deviceScaleFactor=1, mobile=phone)  # fmt: skip
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
 
     def run(self, script: str) -> Any:
         """The value of an expression, awaited."""
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True,
-                           awaitPromise=True, userGesture=True)  # fmt: skip
+        answer = self.call(
+            "Runtime.evaluate",
+            expression=script,
+            returnByValue=True,
+            awaitPromise=True,
+            userGesture=True,
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -127,8 +146,12 @@ class Browser:
 
     def downloads_to(self, folder: Path) -> None:
         session, self._session = self._session, None
-        self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder),
-                  eventsEnabled=True)  # fmt: skip
+        self.call(
+            "Browser.setDownloadBehavior",
+            behavior="allow",
+            downloadPath=str(folder),
+            eventsEnabled=True,
+        )
         self._session = session
 
     def problems(self) -> list[str]:

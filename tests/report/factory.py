@@ -281,10 +281,21 @@ def make_large_report(num_blocks: int, num_steps: int, num_prompts: int) -> Repo
 
 
 _FILLED = (
-    "cosine", "one_minus_cosine", "max_abs", "max_abs_reference", "max_abs_candidate", "gain",
-    "gain_se", "ulp_p99", "ulp_max", "token_rel_l2_median", "token_rel_l2_p99", "token_rel_l2_max",
-    "channel_rel_l2_max", "update_rel_l2",
-)  # fmt: skip
+    "cosine",
+    "one_minus_cosine",
+    "max_abs",
+    "max_abs_reference",
+    "max_abs_candidate",
+    "gain",
+    "gain_se",
+    "ulp_p99",
+    "ulp_max",
+    "token_rel_l2_median",
+    "token_rel_l2_p99",
+    "token_rel_l2_max",
+    "channel_rel_l2_max",
+    "update_rel_l2",
+)
 """Figures that fill a result as a real one is filled: digits do not compress."""
 
 
@@ -331,9 +342,16 @@ def make_nonfinite_report() -> Report:
     )
     report.sites[2:] = [
         msgspec.structs.replace(
-            site, nonfinite=bad, rel_l2=NAN, one_minus_cosine=NAN, cosine=NAN, max_abs=INF,
-            sqnr_db=-INF, ratio=INF, flagged=True,
+            site,
+            nonfinite=bad,
+            rel_l2=NAN,
+            one_minus_cosine=NAN,
+            cosine=NAN,
+            max_abs=INF,
+            sqnr_db=-INF,
+            ratio=INF,
+            flagged=True,
         )
         for site in report.sites[2:]
-    ]  # fmt: skip
+    ]
     return report

@@ -23,10 +23,16 @@ def redaction():
 
 def machine(**changes):
     values = {
-        "label": "CPU", "platform": "Linux x86_64", "python": "3.12", "device_type": "cpu",
-        "device_name": "CPU", "cpu": "CPU", "cpu_capability": "AVX2", "num_threads": 2,
+        "label": "CPU",
+        "platform": "Linux x86_64",
+        "python": "3.12",
+        "device_type": "cpu",
+        "device_name": "CPU",
+        "cpu": "CPU",
+        "cpu_capability": "AVX2",
+        "num_threads": 2,
         "versions": {"torch": "2.8"},
-    }  # fmt: skip
+    }
     return Environment(**{**values, **changes})
 
 
@@ -72,13 +78,20 @@ def test_a_redacted_report_is_a_report(redaction, reports):
 def test_the_bundle_holds_both_machines_and_the_first_screen(redaction, reports):
     """Rows that differ first; the reproducer's files by their names."""
     files = bundle_files(
-        reports.make_long_report(), {"A": machine(), "B": machine(cpu="other")}, redaction,
+        reports.make_long_report(),
+        {"A": machine(), "B": machine(cpu="other")},
+        redaction,
         reproducer={"repro.py": b"# /home/al/x.py", "../evil": b"", "inputs.safetensors": b"1"},
-    )  # fmt: skip
+    )
     assert set(files) == {
-        "README.md", "report.md", "report.json", "report.html", "error.svg", "reproducer/repro.py",
+        "README.md",
+        "report.md",
+        "report.json",
+        "report.html",
+        "error.svg",
+        "reproducer/repro.py",
         "reproducer/inputs.safetensors",
-    }  # fmt: skip
+    }
     assert files["reproducer/repro.py"] == "# …/x.py".encode()
     text = files["report.md"].decode()
     assert text.startswith("# DIVERGED\n")

@@ -49,12 +49,13 @@ RUNS = {
 """What is done to the second run."""
 MADE = {
     "operators": {
-        "sites": ["blocks", "ops@model.layers.1"], "recording": RecordOptions(weights=True),
+        "sites": ["blocks", "ops@model.layers.1"],
+        "recording": RecordOptions(weights=True),
     },
     "training": {"training": TrainOptions(train=True), "max_new_tokens": None},
     "wrong reference": {"plants": [f"{MLP}=scale:1.2"]},
     **{store: {"store": store} for store in ("sketch", "stats", "hash")},
-}  # fmt: skip
+}
 """How the first run is made, where it is not as usual."""
 
 
@@ -70,8 +71,14 @@ def first(tmp_path_factory, llama):
     def make(case):
         folder = tmp_path_factory.mktemp("faces") / "a"
         options = {"max_new_tokens": 2} | MADE.get(case, {})
-        return capture(llama, out=folder, probe=False, dtype="float32",
-                       prompts=["Snow fell on", "One"], **options)  # fmt: skip
+        return capture(
+            llama,
+            out=folder,
+            probe=False,
+            dtype="float32",
+            prompts=["Snow fell on", "One"],
+            **options,
+        )
 
     return lambda case: make(case if case in MADE else "")
 
@@ -89,10 +96,15 @@ def of_log_probabilities(folder, way=0.0):
     for number in range(12):
         said = [-abs(draw.gauss(0, 1)) - 0.01 for _ in range(12)]
         trained = [min(-1e-4, value + way + 0.01 * draw.gauss(0, 1)) for value in said]
-        rows.append({
-            "prompt_ids": [3, 5, 7 + number], "response_ids": [draw.randrange(40) for _ in said],
-            "rollout_log_probs": said, "old_log_probs": trained, "response_mask": [1] * len(said),
-        })  # fmt: skip
+        rows.append(
+            {
+                "prompt_ids": [3, 5, 7 + number],
+                "response_ids": [draw.randrange(40) for _ in said],
+                "rollout_log_probs": said,
+                "old_log_probs": trained,
+                "response_mask": [1] * len(said),
+            }
+        )
     (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     make = functools.partial(import_dump, folder / "rollouts.jsonl")
     return make(out=folder / "a"), make(out=folder / "b", layout="trainer")
@@ -129,8 +141,10 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypat
     assert {"answer", "confidence", "compared"} <= told.keys()
     # elsewhere names of folders are not so long, and no fault is planted
     usual = {"path": "run", "model": "tiny", "plants": [], "substitutes": []}
-    sides = {side: msgspec.structs.replace(getattr(report, side), **usual)
-             for side in ("reference", "candidate")}  # fmt: skip
+    sides = {
+        side: msgspec.structs.replace(getattr(report, side), **usual)
+        for side in ("reference", "candidate")
+    }
     here = msgspec.structs.replace(report, **sides)
     lines = [piece for item in screen_lines(here) for piece in fold(item, MAX_WIDTH)]
     assert len(lines) <= (12 if is_quiet(report) else 18)
@@ -191,10 +205,13 @@ def faces(report) -> dict[str, str]:
 CASES = {
     "healthy": {"visible": Visible(block=5e-3, forward=0.02, token=0.03)},
     "faulty": {"kind": "localized", "side": "candidate"},
-    "no side": {"kind": "localized", "side": None,
-                "commands": [command("truth", "a", o="a-truth")]},
+    "no side": {
+        "kind": "localized",
+        "side": None,
+        "commands": [command("truth", "a", o="a-truth")],
+    },
     "stopped": {"kind": "incomparable"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -222,8 +239,11 @@ def test_the_first_screen_holds_on_every_face(reports, case):
 def test_what_was_compared_is_on_the_page_and_in_the_bundle(reports, make):
     """The settings, the tokens and how much was compared, as on the first screen."""
     shown = faces(getattr(reports, make)())
-    lines = [line for line in shown["screen"].splitlines()
-             if line.startswith(("settings", "tokens", "compared"))]  # fmt: skip
+    lines = [
+        line
+        for line in shown["screen"].splitlines()
+        if line.startswith(("settings", "tokens", "compared"))
+    ]
     assert len(lines) >= 2
     for line in lines:
         for face in ("page", "bundle"):
@@ -241,8 +261,14 @@ def test_the_bundle_begins_with_the_screens_first_word(reports):
 @pytest.mark.parametrize(("usage", "text"), [(0.0, "0%"), (0.56, "56%"), (3.1, "310%")])
 def test_the_share_of_a_limit_is_a_percentage_everywhere(reports, usage, text):
     """Below the limit and beyond it, on the first screen and on the page."""
-    site = reports.make_site("model.layers.0:out", block="model.layers.0", role="block",
-                             limit_usage=usage, usage=usage, flagged=usage > 1)  # fmt: skip
+    site = reports.make_site(
+        "model.layers.0:out",
+        block="model.layers.0",
+        role="block",
+        limit_usage=usage,
+        usage=usage,
+        flagged=usage > 1,
+    )
     other = reports.make_site("lm_head:out", order=1, limit_usage=0.0, usage=0.0)
     shown = faces(reports.make_report(sites=[site, other]))
     for face in ("screen", "page"):
@@ -253,14 +279,30 @@ def test_what_was_measured_in_the_free_pass_is_marked_wherever_rows_are_listed(r
     """A block that no anchored pass reached stands among those that one did: the first screen and
     the page say so in the same words."""
     sites = [
-        reports.make_site(f"model.layers.{n}:out", order=n, block=f"model.layers.{n}", role="block",
-                          pass_="anchored", limit_usage=0.5, usage=0.5)
+        reports.make_site(
+            f"model.layers.{n}:out",
+            order=n,
+            block=f"model.layers.{n}",
+            role="block",
+            pass_="anchored",
+            limit_usage=0.5,
+            usage=0.5,
+        )
         for n in range(3)
-    ]  # fmt: skip
+    ]
     sites.append(
-        reports.make_site("model.layers.3:out", order=3, block="model.layers.3", role="block",
-                          step=2, limit_usage=1.5, usage=1.5, flagged=True, worst_position=None)
-    )  # fmt: skip
+        reports.make_site(
+            "model.layers.3:out",
+            order=3,
+            block="model.layers.3",
+            role="block",
+            step=2,
+            limit_usage=1.5,
+            usage=1.5,
+            flagged=True,
+            worst_position=None,
+        )
+    )
     shown = faces(reports.make_report(sites=sites))
     for face in ("screen", "page"):
         (place,) = set(re.findall(r"prompt \d+, step \d+[^<\n]*?free pass", shown[face]))

@@ -31,11 +31,17 @@ def row(reports):
 
     def make(path, **changes):
         values = {
-            "path": path, "run": reports.make_run(path), "verdict": "within_floor",
-            "summary": "rounding", "confidence": "high", "limit_usage": 0.31,
+            "path": path,
+            "run": reports.make_run(path),
+            "verdict": "within_floor",
+            "summary": "rounding",
+            "confidence": "high",
+            "limit_usage": 0.31,
             "logits_rel_l2": 9.1e-3,
-            "top1_agreement": 1.0, "num_equal": 32, "num_tokens": 32,
-        }  # fmt: skip
+            "top1_agreement": 1.0,
+            "num_equal": 32,
+            "num_tokens": 32,
+        }
         return MatrixRow(**values | changes)
 
     return make
@@ -45,11 +51,21 @@ def row(reports):
 def matrix(row, reports):
     """A fleet of six: one odd machine, one that diverges elsewhere too, one that cannot be read."""
     faulty = row(
-        "runs/host-[17]", verdict="localized", side="candidate", limit_usage=7.4,
-        logits_rel_l2=0.044,        top1_agreement=0.9, num_equal=30,
-        onset=Onset(site="model.layers.30.mlp.down_proj:out", block="model.layers.30", sample=0,
-                    step=0, position=5),
-    )  # fmt: skip
+        "runs/host-[17]",
+        verdict="localized",
+        side="candidate",
+        limit_usage=7.4,
+        logits_rel_l2=0.044,
+        top1_agreement=0.9,
+        num_equal=30,
+        onset=Onset(
+            site="model.layers.30.mlp.down_proj:out",
+            block="model.layers.30",
+            sample=0,
+            step=0,
+            position=5,
+        ),
+    )
     gone = MatrixRow(path="runs/gone", problem="runs/gone does not exist\n  try:   a run")
     same = row("runs/same", verdict="identical", limit_usage=0.0, logits_rel_l2=0.0)
     return Matrix(
@@ -58,13 +74,14 @@ def matrix(row, reports):
         rows=[same, row("runs/b"), faulty, gone, row("runs/c", verdict="undetermined")],
         identical=[["runs/first", "runs/same"]],
         groups=[AgreementGroup(runs=["runs/first", "runs/same", "runs/b"])],
-        cross_checks=[CrossCheck(reference="runs/b", candidate="runs/c", verdict=None,
-                                 problem="why\nmore")],
+        cross_checks=[
+            CrossCheck(reference="runs/b", candidate="runs/c", verdict=None, problem="why\nmore")
+        ],
         odd=["runs/host-[17]"],
         agreement="3 of 4 runs agree as far as rounding goes; runs/host-[17] differs from them",
         only_odd=["driver: 12 (the others: 13)"],
         next=["divergence compare runs/first 'runs/host-[17]'"],
-    )  # fmt: skip
+    )
 
 
 def test_snapshot(matrix):
@@ -97,9 +114,11 @@ def test_quiet_is_who_is_odd(matrix):
 def test_the_first_word(matrix, row, groups, verdicts, word):
     """Nobody is odd: all agree, no majority, or nobody can tell."""
     matrix = msgspec.structs.replace(
-        matrix, odd=[], groups=[AgreementGroup(runs=runs) for runs in groups],
+        matrix,
+        odd=[],
+        groups=[AgreementGroup(runs=runs) for runs in groups],
         rows=[row(name, verdict=kind) for name, kind in zip("bc", verdicts, strict=True)],
-    )  # fmt: skip
+    )
     assert str(matrix_document(matrix).headline).startswith(f"{word}: ")
 
 
@@ -119,9 +138,13 @@ def test_names_give_way_to_numbers(matrix, row, reports):
     be, and no number is cut."""
     long = "x" * 80
     matrix.rows.append(
-        row(f"runs/{long}/last", run=reports.make_run("y", label=long), verdict="localized",
-            onset=Onset(site=f"{long}:out", block=None, sample=0, step=0, position=None))
-    )  # fmt: skip
+        row(
+            f"runs/{long}/last",
+            run=reports.make_run("y", label=long),
+            verdict="localized",
+            onset=Onset(site=f"{long}:out", block=None, sample=0, step=0, position=None),
+        )
+    )
     lines = text_of(document_lines(matrix_document(matrix))).splitlines()
     table = [line for line in lines if line.endswith(("tokens", "/32"))]
     assert len(table) == 6

@@ -98,9 +98,10 @@ def test_the_policy_allows_this_page_alone(reports):
     """Its own style and script by digest; no address, no handler, no style in an element."""
     found = made(reports.make_long_report())
     policy = next(
-        its["content"] for tag, its in found.tags
+        its["content"]
+        for tag, its in found.tags
         if tag == "meta" and its.get("http-equiv") == "Content-Security-Policy"
-    )  # fmt: skip
+    )
     assert policy.startswith("default-src 'none'; ")
     for kind in ("script", "style"):
         digest = base64.b64encode(hashlib.sha256(found.raw[kind].encode()).digest()).decode()
@@ -110,8 +111,9 @@ def test_the_policy_allows_this_page_alone(reports):
         assert not {"style", "src", "srcset", "action", "ping"} & set(attributes), tag
         assert not [name for name in attributes if name.startswith("on")], tag
         assert (attributes.get("href") or "#").startswith("#"), attributes
-    assert not re.search(r"innerHTML|insertAdjacent|document\.write|eval\(|Function\(",
-                         found.raw["script"])  # fmt: skip
+    assert not re.search(
+        r"innerHTML|insertAdjacent|document\.write|eval\(|Function\(", found.raw["script"]
+    )
 
 
 def test_sections_are_those_that_apply(reports):
@@ -120,18 +122,31 @@ def test_sections_are_those_that_apply(reports):
     assert {"verdict", "blocks", "tokens", "settings", "coverage", "download"} <= set(plain.ids())
     assert not {"operators", "precision", "ranks", "suite", "logits"} & set(plain.ids())
     result = OperatorResult(
-        site="model.layers.1/aten.mm#0", candidate_site="model.layers.1/aten.mm#0", match="exact",
-        operator="aten.mm", candidate_operator="aten.mm", block="model.layers.1", phase="prefill",
-        order=1, shape=(4, 4), reference_dtype="bfloat16", candidate_dtype="bfloat16", w=9.0,
-        limit_usage=3.0, verdict="candidate",
-    )  # fmt: skip
+        site="model.layers.1/aten.mm#0",
+        candidate_site="model.layers.1/aten.mm#0",
+        match="exact",
+        operator="aten.mm",
+        candidate_operator="aten.mm",
+        block="model.layers.1",
+        phase="prefill",
+        order=1,
+        shape=(4, 4),
+        reference_dtype="bfloat16",
+        candidate_dtype="bfloat16",
+        w=9.0,
+        limit_usage=3.0,
+        verdict="candidate",
+    )
     operators = OperatorsResult(
         frame="block", judged="truth", num_matched=1, onset=result.site, results=[result]
     )
     row = AuditRow(
-        part="softmax", reference=["float32"], candidate=["bfloat16"], expected=["float32"],
+        part="softmax",
+        reference=["float32"],
+        candidate=["bfloat16"],
+        expected=["float32"],
         differs=True,
-    )  # fmt: skip
+    )
     audit = AuditResult(rows=[row])
     report = msgspec.structs.replace(reports.make_long_report(), operators=operators, audit=audit)
     full = made(report)
@@ -154,10 +169,16 @@ def manifest(chosen: list[int]):
 def test_equal_bits_are_no_error(reports):
     """Where nothing differs there is no largest error to list."""
     sites = [
-        reports.make_site(f"model.layers.{n}:out", block=f"model.layers.{n}", order=n,
-                          identical=True, rel_l2=0.0, ratio=0.0)
+        reports.make_site(
+            f"model.layers.{n}:out",
+            block=f"model.layers.{n}",
+            order=n,
+            identical=True,
+            rel_l2=0.0,
+            ratio=0.0,
+        )
         for n in range(3)
-    ]  # fmt: skip
+    ]
     verdict = reports.make_verdict("identical", summary="all bits are equal")
     found = made(reports.make_report(sites=sites, verdict=verdict))
     assert "There is none: all bits are equal." in found.text
@@ -214,11 +235,22 @@ def test_numbers_that_are_none_break_nothing(reports):
 
 
 HOSTILE = (
-    "</script><script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>",
-    "\"><svg onload='window.pwned=1'>", "' onmouseover='window.pwned=1' x='", "<!--<script>", "]]>",
-    "\u202egpj.exe", "\x1b[31mred\x1b]0;title\x07", "line\u2028end\u2029", "&lt;b&gt;&#x27;",
-    "__proto__", "javascript:window.pwned=1", "{{7*7}}${7*7}", "\udcff\ufffe\x00", "m." * 5000,
-)  # fmt: skip
+    "</script><script>window.pwned=1</script>",
+    "<img src=x onerror=window.pwned=1>",
+    "\"><svg onload='window.pwned=1'>",
+    "' onmouseover='window.pwned=1' x='",
+    "<!--<script>",
+    "]]>",
+    "\u202egpj.exe",
+    "\x1b[31mred\x1b]0;title\x07",
+    "line\u2028end\u2029",
+    "&lt;b&gt;&#x27;",
+    "__proto__",
+    "javascript:window.pwned=1",
+    "{{7*7}}${7*7}",
+    "\udcff\ufffe\x00",
+    "m." * 5000,
+)
 
 
 def hostile_report(reports, evil: str):
@@ -238,9 +270,24 @@ def hostile_report(reports, evil: str):
 
 
 KEPT = {
-    "free", "anchored", "localized", "high", "candidate", "reference", "both", "block", "inner",
-    "fault", "after", "floor", "bfloat16", "blocking", "differs", "same", "exact",
-}  # fmt: skip
+    "free",
+    "anchored",
+    "localized",
+    "high",
+    "candidate",
+    "reference",
+    "both",
+    "block",
+    "inner",
+    "fault",
+    "after",
+    "floor",
+    "bfloat16",
+    "blocking",
+    "differs",
+    "same",
+    "exact",
+}
 
 
 SHAPING = ("details", "summary", "span", "p", "text")

@@ -22,21 +22,29 @@ EVIL = "</script><script>window.pwned=1</script>\u202e"
 def matrix(reports):
     def make(odd="runs/odd"):
         rows = [
-            MatrixRow(path=path, run=reports.make_run(path), verdict=kind, summary=f"{path} so",
-                      confidence="high", limit_usage=usage,
-                      onset=Onset(site=f"{BLOCKS[2]}:out", block=BLOCKS[2], sample=0, step=0,
-                                  position=3)
-                      if kind == "localized" else None)
+            MatrixRow(
+                path=path,
+                run=reports.make_run(path),
+                verdict=kind,
+                summary=f"{path} so",
+                confidence="high",
+                limit_usage=usage,
+                onset=Onset(site=f"{BLOCKS[2]}:out", block=BLOCKS[2], sample=0, step=0, position=3)
+                if kind == "localized"
+                else None,
+            )
             for path, kind, usage in (("runs/b", "within_floor", 0.3), (odd, "localized", 7.4))
-        ]  # fmt: skip
+        ]
         return Matrix(
-            tool_version="0", reference=reports.make_run("runs/a"), odd=[odd],
+            tool_version="0",
+            reference=reports.make_run("runs/a"),
+            odd=[odd],
             rows=[*rows, MatrixRow(path="runs/gone", problem="it does not exist")],
             groups=[AgreementGroup(runs=["runs/a", "runs/b"])],
             cross_checks=[CrossCheck(reference="runs/b", candidate=odd, verdict="localized")],
             agreement=f"2 of 3 runs agree; {odd} differs from them",
             next=[f"divergence compare runs/a {odd}"],
-        )  # fmt: skip
+        )
 
     return make
 
@@ -49,14 +57,24 @@ def sensitivity(reports):
         for block in BLOCKS
     ]
     return Sensitivity(
-        tool_version="0", reference=reports.make_run("a"), candidate=reports.make_run("b"),
-        made_here=False, truth=None, num_floor_runs=0, dtype="bfloat16", escalated=False,
-        verdict=reports.make_verdict("within_floor"), num_blocks=5, num_prompt_tokens=41,
-        num_trials=96, blocks=BLOCKS, sizes=sizes,
+        tool_version="0",
+        reference=reports.make_run("a"),
+        candidate=reports.make_run("b"),
+        made_here=False,
+        truth=None,
+        num_floor_runs=0,
+        dtype="bfloat16",
+        escalated=False,
+        verdict=reports.make_verdict("within_floor"),
+        num_blocks=5,
+        num_prompt_tokens=41,
+        num_trials=96,
+        blocks=BLOCKS,
+        sizes=sizes,
         units={"scale": "the block's output", "bias": "its largest value"},
         phrases={"scale": "a scale error of {size}", "bias": "a bias of {size}"},
         next=["divergence truth a -o a-truth"],
-    )  # fmt: skip
+    )
 
 
 def data_of(text: str) -> dict:
@@ -71,8 +89,14 @@ def attached(text: str) -> dict:
 def test_many_runs(matrix, tmp_path):
     """Who is odd, a figure in which a run can be chosen, and why one was not compared."""
     text = matrix().to_html(tmp_path / "m.html").read_text(encoding="utf-8")
-    for said in (">ODD<", "2 of 3 runs agree", "divergence compare runs/a runs/odd",
-                 "it does not exist", "Among themselves", "class=\"odd\""):  # fmt: skip
+    for said in (
+        ">ODD<",
+        "2 of 3 runs agree",
+        "divergence compare runs/a runs/odd",
+        "it does not exist",
+        "Among themselves",
+        'class="odd"',
+    ):
         assert said in text
     data = data_of(text)
     assert data["noun"] == "Run"
@@ -104,10 +128,14 @@ def test_sensitivity(sensitivity):
 def test_localize_with_its_report(reports, tmp_path):
     """The descent stands before the report of the last comparison, whose data is in the page."""
     found = Localization(
-        reference="a", candidate="b", out="o", report=reports.make_long_report(),
+        reference="a",
+        candidate="b",
+        out="o",
+        report=reports.make_long_report(),
         levels=[Level(level="block", verdict="localized", site=f"{BLOCKS[2]}:out", why="because")],
-        stopped="the model is not here", commands=["divergence localize a b -o o"],
-    )  # fmt: skip
+        stopped="the model is not here",
+        commands=["divergence localize a b -o o"],
+    )
     text = found.html()
     assert text.index(">STOPPED<") < text.index("The descent") < text.index('id="blocks"')
     assert "because" in text
@@ -124,17 +152,39 @@ def test_localize_that_compared_nothing():
 def test_selfcheck():
     """A row a way of running, and the command that looks closer at the one that diverged."""
     lines = [
-        SelfcheckLine(name="again", changed="nothing", against="base", same_bits=True,
-                      status="identical", verdict="identical"),
-        SelfcheckLine(name="batch", changed="all prompts in one", against="base", same_bits=False,
-                      status="diverged", verdict="localized", block=BLOCKS[1], summary="off",
-                      next=["divergence compare base batch"]),
-    ]  # fmt: skip
+        SelfcheckLine(
+            name="again",
+            changed="nothing",
+            against="base",
+            same_bits=True,
+            status="identical",
+            verdict="identical",
+        ),
+        SelfcheckLine(
+            name="batch",
+            changed="all prompts in one",
+            against="base",
+            same_bits=False,
+            status="diverged",
+            verdict="localized",
+            block=BLOCKS[1],
+            summary="off",
+            next=["divergence compare base batch"],
+        ),
+    ]
     text = SelfcheckResult(
-        tool_version="0", model="m", dtype="bfloat16", device="cpu", attention="eager",
-        num_threads=2, num_prompts=4, num_prompt_tokens=40, max_new_tokens=3, truth=False,
+        tool_version="0",
+        model="m",
+        dtype="bfloat16",
+        device="cpu",
+        attention="eager",
+        num_threads=2,
+        num_prompts=4,
+        num_prompt_tokens=40,
+        max_new_tokens=3,
+        truth=False,
         lines=lines,
-    ).html()  # fmt: skip
+    ).html()
     assert f"batch (from {BLOCKS[1]} on) diverged" in text
     assert "divergence compare base batch" in text
     assert "bit-identical" in text

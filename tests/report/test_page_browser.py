@@ -121,15 +121,20 @@ def test_hostile_names_do_nothing(shown, reports):
     sites = [
         reports.make_site(
             one.site.replace("model", HOSTILE),
-            block=one.block and one.block.replace("model", HOSTILE), order=one.order,
-            kind=HOSTILE, pass_=one.pass_, step=one.step,
+            block=one.block and one.block.replace("model", HOSTILE),
+            order=one.order,
+            kind=HOSTILE,
+            pass_=one.pass_,
+            step=one.step,
         )
         for one in report.sites
-    ]  # fmt: skip
+    ]
     report = reports.make_report(
-        sites=sites, notes=[HOSTILE], candidate=reports.make_run(HOSTILE, plants=[HOSTILE]),
+        sites=sites,
+        notes=[HOSTILE],
+        candidate=reports.make_run(HOSTILE, plants=[HOSTILE]),
         verdict=reports.make_verdict(summary=HOSTILE, next=[f"divergence compare '{HOSTILE}'"]),
-    )  # fmt: skip
+    )
     browser = shown(report)
     browser.run(
         "(() => { const s = document.querySelector('#chosen select');"

@@ -78,11 +78,14 @@ def test_odd_values_are_drawn(reports, values):
     """Equal bits, nan and inf have lanes of their own; no number of the file is one of them."""
     sites = [
         reports.make_site(
-            f"model.layers.{n}:out", block=f"model.layers.{n}", role="block", rel_l2=value,
+            f"model.layers.{n}:out",
+            block=f"model.layers.{n}",
+            role="block",
+            rel_l2=value,
             token_rel_l2_median=value,
         )
         for n, value in enumerate(values)
-    ]  # fmt: skip
+    ]
     svg = reports.make_report(sites=sites).plot().svg
     assert not re.search(r'="[^"]*\b(nan|inf)\b[^",. ]*"', re.sub(r'(aria-label)="[^"]*"', "", svg))
 
@@ -104,16 +107,21 @@ def test_names_are_text(reports, tmp_path):
     manifest = SimpleNamespace(
         model=SimpleNamespace(source=HOSTILE, dtype=HOSTILE),
         environment=SimpleNamespace(device_type=HOSTILE, device_name=HOSTILE, label=HOSTILE),
-        complete=False, stopped_by=HOSTILE, plan=SimpleNamespace(plants=[HOSTILE]),
-        tokens=SimpleNamespace(samples=[]), sizes=SimpleNamespace(stored_bytes=0),
-    )  # fmt: skip
+        complete=False,
+        stopped_by=HOSTILE,
+        plan=SimpleNamespace(plants=[HOSTILE]),
+        tokens=SimpleNamespace(samples=[]),
+        sizes=SimpleNamespace(stored_bytes=0),
+    )
     from divergence.run.reader import run_html
 
     result = DiffResult(report=report, folder=Path(HOSTILE), localize_words=[HOSTILE])
     for shown in (
-        report.plot().svg, report._repr_html_(), result._repr_html_(),
+        report.plot().svg,
+        report._repr_html_(),
+        result._repr_html_(),
         run_html(HOSTILE, manifest, []),
-    ):  # fmt: skip
+    ):
         assert "<script" not in shown and "<img" not in shown and "\x1b" not in shown
         assert "&lt;script&gt;" in shown
         ElementTree.fromstring(shown)

@@ -22,8 +22,10 @@ def _text(report):
 def plain(reports):
     """A report of a pair without planted faults, in which little is said of settings."""
     report = reports.make_long_report()
-    sides = {side: msgspec.structs.replace(getattr(report, side), plants=[])
-             for side in ("reference", "candidate")}  # fmt: skip
+    sides = {
+        side: msgspec.structs.replace(getattr(report, side), plants=[])
+        for side in ("reference", "candidate")
+    }
     tokens = msgspec.structs.replace(report.tokens, explanation=None)
     settings = [PreflightLine(check="cpu", status="differs", reference="one", candidate="other")]
     return msgspec.structs.replace(report, **sides, tokens=tokens, preflight=settings)
@@ -85,10 +87,11 @@ def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, ki
     healthy = kind == "within_floor"
     commands = [command("capture", like="a", o="b")]
     report = msgspec.structs.replace(
-        report, sites=sites if healthy else report.sites,
+        report,
+        sites=sites if healthy else report.sites,
         visible=Visible(block=5e-3, forward=0.02, token=0.03),
         verdict=reports.make_verdict(kind, commands=commands),
-    )  # fmt: skip
+    )
     text = [piece.text for item in screen_lines(report) for piece in fold(item, MAX_WIDTH)]
     assert len(text) <= most
     assert sum("divergence capture" in one for one in text) == 1
@@ -99,8 +102,9 @@ def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, ki
 def test_a_healthy_pair_shows_its_worst_row(reports):
     """Which comes nearest to a limit; the others stand under -v and on the page."""
     report = reports.make_report()
-    sites = [msgspec.structs.replace(site, limit_usage=0.1 * n)
-             for n, site in enumerate(report.sites)]  # fmt: skip
+    sites = [
+        msgspec.structs.replace(site, limit_usage=0.1 * n) for n, site in enumerate(report.sites)
+    ]
     text = _text(msgspec.structs.replace(report, sites=sites))
     (worst,) = (one for one in text if one.startswith("worst  "))
     assert f"{len(sites) - 1}0% of its limit" in worst
@@ -140,9 +144,12 @@ def test_of_two_other_models_the_screen_says_that_nothing_was_compared(reports):
 def test_a_setting_whose_values_look_alike_says_what_differs(reports):
     """`4 tokens / 4 tokens` tells nobody anything."""
     ids = PreflightLine(
-        check="generated ids", status="differs", reference="4 tokens", candidate="4 tokens",
+        check="generated ids",
+        status="differs",
+        reference="4 tokens",
+        candidate="4 tokens",
         detail="other tokens on each side",
-    )  # fmt: skip
+    )
     said = _text(reports.make_report(preflight=[ids]))
     assert "settings    generated ids other tokens on each side" in said
 
@@ -198,6 +205,10 @@ def test_names_begin_a_page_as_they_are_written(reports, summary, title):
 def test_a_blessed_golden_is_in_no_command(reports):
     """What is next about the old golden and the new one cannot be run any more."""
     verdict = reports.make_verdict("localized", commands=[command("localize", "GOLDEN", "NEW")])
-    blessing = Blessing(golden="GOLDEN", verdict="localized", summary="x",
-                        report=reports.make_report(verdict=verdict))  # fmt: skip
+    blessing = Blessing(
+        golden="GOLDEN",
+        verdict="localized",
+        summary="x",
+        report=reports.make_report(verdict=verdict),
+    )
     assert not [line for line in blessing_lines(blessing) if "localize GOLDEN" in line.text]

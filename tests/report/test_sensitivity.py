@@ -93,9 +93,12 @@ def test_snapshot(reports):
 def test_one_sentence_a_fault(reports):
     """The size that is seen in any block is the worst one's; the best is named beside it."""
     result = make_sensitivity(
-        reports, num_blocks=3, escalated=False, sizes=make_sizes("scale", (0.0022, 0.003, 0.0041)),
+        reports,
+        num_blocks=3,
+        escalated=False,
+        sizes=make_sizes("scale", (0.0022, 0.003, 0.0041)),
         phrases={"scale": "a scale error of {size}"},
-    )  # fmt: skip
+    )
     assert terminal.text_of(headline_lines(sensitivity_document(result).headline)) == (
         "in bfloat16 you would see a scale error of 0.41% in any block (worst: model.layers.11; "
         "best 0.22% at\n  model.layers.0)\n"
@@ -105,9 +108,11 @@ def test_one_sentence_a_fault(reports):
 def test_what_cannot_be_planted_is_said(reports):
     """A reason instead of a number."""
     result = make_sensitivity(
-        reports, sizes=make_sizes("scale", (None,) * 3, reason="no recorded input", by=None),
-        phrases={"scale": "a scale error of {size}"}, escalated=False,
-    )  # fmt: skip
+        reports,
+        sizes=make_sizes("scale", (None,) * 3, reason="no recorded input", by=None),
+        phrases={"scale": "a scale error of {size}"},
+        escalated=False,
+    )
     assert "scale: no recorded input" in terminal.text_of(
         headline_lines(sensitivity_document(result).headline)
     )
@@ -115,9 +120,18 @@ def test_what_cannot_be_planted_is_said(reports):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.0, "100%"), (0.41, "41%"), (0.0999, "10%"), (0.0041, "0.41%"), (0.00012, "0.012%"),
-     (9.9e-5, "9.9e-05"), (1.2e-6, "1.2e-06"), (100.0, "10000%"), (None, "-")],
-)  # fmt: skip
+    [
+        (1.0, "100%"),
+        (0.41, "41%"),
+        (0.0999, "10%"),
+        (0.0041, "0.41%"),
+        (0.00012, "0.012%"),
+        (9.9e-5, "9.9e-05"),
+        (1.2e-6, "1.2e-06"),
+        (100.0, "10000%"),
+        (None, "-"),
+    ],
+)
 def test_share(value, text):
     """Per cent down to a hundredth of one, then powers of ten."""
     assert share(value) == text

@@ -101,11 +101,16 @@ def test_table_fits_one_hundred_columns(reports):
     deep = "model.language_model.text.decoder."
     report.sites[:] = [
         msgspec.structs.replace(
-            site, site=deep + site.site, block=site.block and deep + site.block, sample=11,
-            worst_position=123456, ratio=1.23e37, ratio_max=1.23e37,
+            site,
+            site=deep + site.site,
+            block=site.block and deep + site.block,
+            sample=11,
+            worst_position=123456,
+            ratio=1.23e37,
+            ratio_max=1.23e37,
         )
         for site in report.sites
-    ]  # fmt: skip
+    ]
     for every in (False, True):
         for item in report_lines(report, all_sites=every):
             if item.hang is None:
@@ -201,8 +206,10 @@ def test_a_label_of_any_length(label, width):
     """A label that leaves no room stands alone, and what it labels is below it, whole."""
     folded = fold(prose(label, "some words that are longer than a narrow terminal is wide"), width)
     said = " ".join(item.text for item in folded)
-    assert said.split() == [*label.split(), *"some words that are longer than a narrow terminal "
-                            "is wide".split()]  # fmt: skip
+    assert said.split() == [
+        *label.split(),
+        *"some words that are longer than a narrow terminal is wide".split(),
+    ]
     if width == 80 and len(label) > 80:
         assert folded[1].text.startswith(" " * 12 + "some words")
 

@@ -25,8 +25,9 @@ KINDS = ("tar", "zip")
 def files_of(run: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(run)): path.read_bytes()
-        for path in sorted(run.rglob("*")) if path.is_file()
-    }  # fmt: skip
+        for path in sorted(run.rglob("*"))
+        if path.is_file()
+    }
 
 
 def tarred(path: Path, files: dict[str, bytes], **changes) -> Path:
@@ -143,9 +144,7 @@ def test_names_that_lead_out_are_refused(small_run, tmp_path, make, name):
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_name_given_twice_is_refused(small_run, tmp_path, make):
     """Which of both is meant, nobody knows."""
-    refused(
-        make(tmp_path / "a", {"./records.jsonl": b"", **files_of(small_run)}), "twice"
-    )  # fmt: skip
+    refused(make(tmp_path / "a", {"./records.jsonl": b"", **files_of(small_run)}), "twice")
 
 
 @pytest.mark.parametrize(

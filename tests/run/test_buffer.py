@@ -140,10 +140,16 @@ def test_the_shares_of_a_buffer_add_up():
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
     [
-        (64 << 20, 64 << 20), ("67108864", 64 << 20), ("64MiB", 64 << 20), ("64 mib", 64 << 20),
-        ("64M", 64 << 20), ("100MB", 100_000_000), ("1.5GiB", 3 << 29), ("1T", 1 << 40),
+        (64 << 20, 64 << 20),
+        ("67108864", 64 << 20),
+        ("64MiB", 64 << 20),
+        ("64 mib", 64 << 20),
+        ("64M", 64 << 20),
+        ("100MB", 100_000_000),
+        ("1.5GiB", 3 << 29),
+        ("1T", 1 << 40),
     ],
-)  # fmt: skip
+)
 def test_sizes_are_read_as_people_write_them(size, num_bytes):
     """Bytes, or a unit: MiB and M are powers of two, MB of ten."""
     assert buffer_bytes(size) == num_bytes

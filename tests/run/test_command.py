@@ -57,10 +57,19 @@ def test_a_shell_reads_one_word(name, shell, tmp_path):
 def test_plain_words_and_placeholders_stay_readable():
     """Quotes stand only where a shell needs them."""
     assert (
-        command_line("compare", "a", "b.zip", truth="TRUTH", site=["x:out", "m.*"], all=True,
-                     force=False, model=None, note="on A")
+        command_line(
+            "compare",
+            "a",
+            "b.zip",
+            truth="TRUTH",
+            site=["x:out", "m.*"],
+            all=True,
+            force=False,
+            model=None,
+            note="on A",
+        )
         == "divergence compare a b.zip --truth TRUTH --site x:out --site 'm.*' --all   # on A"
-    )  # fmt: skip
+    )
     assert (
         command_line("capture", ranks=2, like="a", o="b", max_new_tokens=0)
         == "torchrun --nproc-per-node 2 -m divergence capture --like a -o b --max-new-tokens 0"
@@ -70,15 +79,26 @@ def test_plain_words_and_placeholders_stay_readable():
 def test_a_url_is_a_word():
     """Runs lie in buckets as well as in directories; an option's name may be a word of Python."""
     assert command_words("replay", o=Url("s3://runs/a"), pass_="escalated") == [
-        "divergence", "replay", "-o", "s3://runs/a", "--pass", "escalated",
-    ]  # fmt: skip
+        "divergence",
+        "replay",
+        "-o",
+        "s3://runs/a",
+        "--pass",
+        "escalated",
+    ]
 
 
 def test_a_name_is_no_option():
     """A path gets ./ before it, an option's value its equals sign."""
     assert command_words("compare", "-v", "--force", o="-x", site="--all") == [
-        "divergence", "compare", "./-v", "./--force", "-o", "./-x", "--site=--all",
-    ]  # fmt: skip
+        "divergence",
+        "compare",
+        "./-v",
+        "./--force",
+        "-o",
+        "./-x",
+        "--site=--all",
+    ]
 
 
 def test_the_command_that_made_a_run_is_one_command():
@@ -126,11 +146,15 @@ def _loose(tree: ast.AST) -> list[int]:
 @pytest.mark.parametrize(
     "source",
     [
-        'f"divergence compare {a}"', 'f"torchrun --nproc {n}"', '"divergence replay " + path',
-        '"divergence inspect %s" % path', '" ".join(["divergence", "compare", a])',
-        '"divergence inspect {}".format(path)', 'f"see `divergence inspect {run} -v`"',
+        'f"divergence compare {a}"',
+        'f"torchrun --nproc {n}"',
+        '"divergence replay " + path',
+        '"divergence inspect %s" % path',
+        '" ".join(["divergence", "compare", a])',
+        '"divergence inspect {}".format(path)',
+        'f"see `divergence inspect {run} -v`"',
     ],
-)  # fmt: skip
+)
 def test_the_lint_sees_a_command_that_is_glued_together(source):
     """Or it would prove nothing."""
     assert _loose(ast.parse(source))

@@ -22,8 +22,14 @@ def sketched(tmp_path, manifest):
     tensors = [torch.randn(1, 6, 256), torch.randn(1, 6, 512).bfloat16()]
     with RunWriter(tmp_path / "run", manifest(), reducer=Reducer("sketch")) as writer:
         for number, tensor in enumerate(tensors):
-            writer.put(CapturedTensor(tensor.clone()), pass_="free", sample=0, step=0,
-                       site=f"model.layers.{number}:out", order=number)  # fmt: skip
+            writer.put(
+                CapturedTensor(tensor.clone()),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=f"model.layers.{number}:out",
+                order=number,
+            )
     return tmp_path / "run", tensors
 
 
@@ -86,8 +92,14 @@ def test_only_the_named_run_lends(sketched, tmp_path, manifest):
     """Bytes come from the run that the plan names, by digest, dtype and shape."""
     path, tensors = sketched
     with RunWriter(tmp_path / "full", manifest()) as writer:
-        writer.put(CapturedTensor(tensors[0].clone()), pass_="free", sample=0, step=0,
-                   site="elsewhere:out", order=0)  # fmt: skip
+        writer.put(
+            CapturedTensor(tensors[0].clone()),
+            pass_="free",
+            sample=0,
+            step=0,
+            site="elsewhere:out",
+            order=0,
+        )
     full, run = Run.open(tmp_path / "full"), Run.open(path)
     run.set_fallback(full)
     assert not run.has_bytes(run.records[0])

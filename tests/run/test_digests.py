@@ -85,8 +85,14 @@ def test_a_run_that_ended_early_is_closed_too(tmp_path, manifest):
     """Then no line of it may be a part; of a run that was killed the last one may."""
     with pytest.raises(ValueError), RunWriter(tmp_path / "a", manifest()) as writer:
         for step in range(3):
-            writer.put(CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=step,
-                       site="a:out", order=0)  # fmt: skip
+            writer.put(
+                CapturedTensor(torch.ones(3)),
+                pass_="free",
+                sample=0,
+                step=step,
+                site="a:out",
+                order=0,
+            )
         raise ValueError("stop")
     lines = tmp_path / "a" / "records.jsonl"
     assert len(Run.open(tmp_path / "a").records) == 3

@@ -589,14 +589,24 @@ HOSTILE = {
     "a metadata service": (_sending_to("http://169.254.169.254/"), "sends on to 169.254.169.254"),
     "the same, hidden": (_sending_to("http://[::ffff:a9fe:a9fe]/"), "nearer to this machine"),
     "links elsewhere": (
-        _page(lambda _: ["http://192.0.2.1/run/manifest.json", "//x/run/manifest.json", "../../x",
-                         "/etc/passwd", "file:///etc/passwd", "http://[", "manifest.json/", "%00"]),
+        _page(
+            lambda _: [
+                "http://192.0.2.1/run/manifest.json",
+                "//x/run/manifest.json",
+                "../../x",
+                "/etc/passwd",
+                "file:///etc/passwd",
+                "http://[",
+                "manifest.json/",
+                "%00",
+            ]
+        ),
         "neither a tar nor a zip",
     ),
     "more files than a run has": (_page(lambda _: SHARDS), "over 10,000 files"),
     "a page without an end": (_page(lambda _: ["x" * 1000] * 2_000), "over 1 MiB"),
     "a bomb": (_bomb, "over 1 MiB"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -21,7 +21,7 @@ PASSES = ("free", "anchored", "whole")
 
 def write_many(
     path, manifest, *, seed=0, store="full", rank=0, placement=None, force=False
-) -> None:  # fmt: skip
+) -> None:
     """Some hundred records of every kind: shared bytes, nan, calls, positions, several dtypes."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -42,10 +42,16 @@ def write_many(
                 if draw.random() < 0.1:  # of the same bytes as the zeros, but another tensor
                     tensor, positions = tensor.new_zeros(2, 4, dtype=torch.float32), None
                 writer.put(
-                    CapturedTensor(tensor), pass_=draw.choice(PASSES), sample=0, step=step,
-                    site=f"model.layers.{order}{'/aten.mm' if call else ''}:out", order=order,
-                    positions=positions, call=call, placement=placement,
-                )  # fmt: skip
+                    CapturedTensor(tensor),
+                    pass_=draw.choice(PASSES),
+                    sample=0,
+                    step=step,
+                    site=f"model.layers.{order}{'/aten.mm' if call else ''}:out",
+                    order=order,
+                    positions=positions,
+                    call=call,
+                    placement=placement,
+                )
             if step == 1 or draw.random() < 0.3:
                 writer.flush()
 

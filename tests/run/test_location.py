@@ -35,9 +35,17 @@ def test_parts_of_a_url():
 
 @pytest.mark.parametrize(
     "text",
-    ["s3://", "s3:///", "zip://a::s3://b/c", "s3://bucket/../other", Path("s3://b/c"),
-     "s3:///bucket/a", "gs://bucket//a", "S3://b/a//c/"],
-)  # fmt: skip
+    [
+        "s3://",
+        "s3:///",
+        "zip://a::s3://b/c",
+        "s3://bucket/../other",
+        Path("s3://b/c"),
+        "s3:///bucket/a",
+        "gs://bucket//a",
+        "S3://b/a//c/",
+    ],
+)
 def test_what_is_no_place_is_refused(text):
     """Before anything is opened, with a hint."""
     with pytest.raises(UsageError) as caught:

@@ -75,8 +75,10 @@ def test_a_large_range_is_fetched_in_parts(store, monkeypatch):
     ranges = Ranges(store)
     assert bytes(ranges.get("a", 7, 900_007)) == CONTENT[7:900_007]
     assert sorted(store.asked) == [
-        ("a", 7, 300_007), ("a", 300_007, 600_007), ("a", 600_007, 900_007)
-    ]  # fmt: skip
+        ("a", 7, 300_007),
+        ("a", 300_007, 600_007),
+        ("a", 600_007, 900_007),
+    ]
 
 
 def test_memory_is_bounded_and_what_was_dropped_is_fetched_again(store, monkeypatch):
@@ -104,9 +106,9 @@ def test_a_failure_is_told_and_can_be_tried_again(store):
     assert bytes(ranges.get("a", 0, 10)) == CONTENT[:10]
 
 
-_RANGE = st.tuples(
-    st.sampled_from("ab"), st.integers(0, 2000), st.integers(0, 500)
-).map(lambda t: (t[0], t[1], t[1] + t[2]))  # fmt: skip
+_RANGE = st.tuples(st.sampled_from("ab"), st.integers(0, 2000), st.integers(0, 500)).map(
+    lambda t: (t[0], t[1], t[1] + t[2])
+)
 
 
 @given(wanted=st.lists(_RANGE, max_size=40), gap=st.integers(0, 300), span=st.integers(50, 3000))

@@ -107,8 +107,9 @@ def test_terms_are_added(ranks):
 @pytest.mark.parametrize(("how", "right"), [("max", 5.0), ("min", -2.0), ("mean", 1.5)])
 def test_other_ways_to_put_terms_together(ranks, how, right):
     """A maximum or mean over ranks is taken as the record says."""
-    run = ranks({"tp": 2}, {r: (torch.tensor([v]), (f"partial:{how}",))
-                            for r, v in enumerate((5.0, -2.0))})  # fmt: skip
+    run = ranks(
+        {"tp": 2}, {r: (torch.tensor([v]), (f"partial:{how}",)) for r, v in enumerate((5.0, -2.0))}
+    )
     assert only(run).item() == right
 
 
@@ -144,8 +145,10 @@ def test_replicas_of_parts(ranks):
 
 def test_what_one_place_holds_alone(ranks):
     """Prompts that one rank ran, and stages that have their own blocks."""
-    run = ranks({"pp": 2, "tp": 2}, {2: (WHOLE[..., :3], ("single", "shard:2")),
-                                     3: (WHOLE[..., 3:], ("single", "shard:2"))})  # fmt: skip
+    run = ranks(
+        {"pp": 2, "tp": 2},
+        {2: (WHOLE[..., :3], ("single", "shard:2")), 3: (WHOLE[..., 3:], ("single", "shard:2"))},
+    )
     assert torch.equal(only(run), WHOLE)
 
 
@@ -187,8 +190,9 @@ def test_records_come_forward_by_forward(ranks):
     places = [("anchored", 0, 0, 1), ("free", 1, 0, 0), ("free", 0, 1, 1), ("free", 0, 0, 2)]
     run.records = [
         msgspec.structs.replace(one, pass_=pass_, sample=sample, step=step, order=order)
-        for pass_, sample, step, order in places for one in run.records
-    ]  # fmt: skip
+        for pass_, sample, step, order in places
+        for one in run.records
+    ]
     found = [(r.pass_, r.sample, r.step, r.order) for r in unsharded(run).records]
     assert found == [*reversed(places[1:]), places[0]]
 
@@ -272,8 +276,15 @@ def test_a_run_of_one_process_is_itself(tmp_path, manifest):
 
 
 def _put(writer):
-    writer.put(CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="m:out", order=0,
-               placement=("replicate",))  # fmt: skip
+    writer.put(
+        CapturedTensor(torch.ones(3)),
+        pass_="free",
+        sample=0,
+        step=0,
+        site="m:out",
+        order=0,
+        placement=("replicate",),
+    )
 
 
 def _ranks(tmp_path, manifest):

@@ -52,8 +52,9 @@ def bounds(measured: Measured) -> Iterator[Bound]:
         exact = format_named(site.reference_dtype).kind != "float"
         unknown = not all(
             number < len(every) and every[number].prompt_ids
-            for every in (samples, others) for number in (site.sample,)
-        )  # fmt: skip
+            for every in (samples, others)
+            for number in (site.sample,)
+        )
         if is_table(site) or is_mask(site.site) or (site.step and unknown):
             continue
         path = module_of(site.site)
@@ -77,18 +78,24 @@ def bounded(measured: Measured, escalation: Escalation) -> Finding | None:
         first = beyond[0]
         if not first.limit:
             return measured.finding_at(
-                first.site, claim="integers_differ", kind="localized",
+                first.site,
+                claim="integers_differ",
+                kind="localized",
                 headline=[fact("blocks.other_integers", site=first.site.site)],
                 rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"), made=False)],
                 evidence=[fact("blocks.made_at_or_before")],
-            )  # fmt: skip
+            )
         worst = max(beyond, key=lambda bound: bound.least / max(bound.limit, 1e-300))
         return Finding(
             claim="drift",
             kind="drift",
             headline=[
-                fact("blocks.apart_at_least", site=first.site.site, least=first.least,
-                     limit=first.limit)
+                fact(
+                    "blocks.apart_at_least",
+                    site=first.site.site,
+                    least=first.least,
+                    limit=first.limit,
+                )
             ],
             rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"), made=False)],
             onset=onset_at(first.site),
@@ -97,13 +104,18 @@ def bounded(measured: Measured, escalation: Escalation) -> Finding | None:
             flags=[bound.site.key for bound in beyond],
             evidence=[
                 fact("blocks.made_at_or_before"),
-                fact("blocks.most_apart", site=worst.site.site, least=worst.least,
-                     limit=worst.limit, num=len(beyond), total=len(judged)),
+                fact(
+                    "blocks.most_apart",
+                    site=worst.site.site,
+                    least=worst.least,
+                    limit=worst.limit,
+                    num=len(beyond),
+                    total=len(judged),
+                ),
             ],
-            commands=next_commands(measured, None, escalation) or measured.advice.look_at(
-                first.site.site
-            ),
-        )  # fmt: skip
+            commands=next_commands(measured, None, escalation)
+            or measured.advice.look_at(first.site.site),
+        )
     floats = [bound for bound in judged if bound.limit]
     apart = [bound.site for bound in judged if not bound.site.statistics_agree]
     smallest = min(floats, key=lambda bound: bound.limit, default=None)
@@ -111,8 +123,15 @@ def bounded(measured: Measured, escalation: Escalation) -> Finding | None:
     experts = fact("blocks.bounds_of_experts") if measured.experts else None
     evidence = [fact("blocks.one_sided"), *([] if experts is None else [experts])]
     if apart:
-        evidence.append(fact("blocks.first_apart", site=apart[0].site, step=apart[0].step,
-                             num=len(apart), total=len(judged)))  # fmt: skip
+        evidence.append(
+            fact(
+                "blocks.first_apart",
+                site=apart[0].site,
+                step=apart[0].step,
+                num=len(apart),
+                total=len(judged),
+            )
+        )
     return Finding(
         claim="not_known",
         kind="undetermined",

@@ -91,9 +91,14 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     else:
         other = other_side(side)
         headline = [
-            fact("blocks.nonfinite_alone", what=_numbers(nans[side], infs[side]), side=side,
-                 site=first.site, fewer=bool(nans[other] or infs[other]))
-        ]  # fmt: skip
+            fact(
+                "blocks.nonfinite_alone",
+                what=_numbers(nans[side], infs[side]),
+                side=side,
+                site=first.site,
+                fewer=bool(nans[other] or infs[other]),
+            )
+        ]
     num_prompts = len(measured.reference.manifest.tokens.group_of(first.sample))
     if 0 < len(counts.prompts) < num_prompts:
         prompts = sorted(counts.prompts)
@@ -210,9 +215,11 @@ def judge_units(measured: Measured) -> JudgedUnits:
         unit.widened = max(1.0, measured.thresholds.widen * used)
     escalation = escalated_units(measured.sites)
     judge(
-        [*units, *escalation.units], measured.samples, routed=measured.routed,
+        [*units, *escalation.units],
+        measured.samples,
+        routed=measured.routed,
         thresholds=measured.thresholds,
-    )  # fmt: skip
+    )
     return JudgedUnits(units=units, unanchored=unanchored, escalation=escalation)
 
 
@@ -370,9 +377,10 @@ def _with_limits(
                 "limit": unit.limit,
                 "limit_usage": max(unit.limit_usage, float(id(unit) in beyond)),
                 "usage": max(used.values(), default=0.0 if many else unit.limit_usage),
-                "prompts": [replace(row, usage=used.get(row.sample, row.usage))
-                            for row in result.prompts],
-            }  # fmt: skip
+                "prompts": [
+                    replace(row, usage=used.get(row.sample, row.usage)) for row in result.prompts
+                ],
+            }
             if id(unit) in beyond:
                 # by all forwards together, perhaps, and by no single one
                 values["flagged"] = _is_beyond(unit, result)
@@ -422,7 +430,12 @@ def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     most = max(unmeasured, key=lambda site: site.at_least or 0.0)
     if most.at_least:
         evidence.append(
-            fact("blocks.at_least_apart", site=most.site, pass_=most.pass_, step=most.step,
-                 at_least=most.at_least)
-        )  # fmt: skip
+            fact(
+                "blocks.at_least_apart",
+                site=most.site,
+                pass_=most.pass_,
+                step=most.step,
+                at_least=most.at_least,
+            )
+        )
     return evidence

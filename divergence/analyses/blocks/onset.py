@@ -118,10 +118,15 @@ def made_at(
         if tokens:
             scope = (scope or _SCOPE).with_values(**tokens)
             cause = fact("cause_special") if "token" in tokens else cause
-        headline = [fact(
-            "every_differs", off=off, site=first.first.site,
-            scope=scope, cause=cause,
-        )]  # fmt: skip
+        headline = [
+            fact(
+                "every_differs",
+                off=off,
+                site=first.first.site,
+                scope=scope,
+                cause=cause,
+            )
+        ]
     sides = measured.reference.manifest, measured.candidate.manifest
     numbers = other_numbers(*sides, first.results[0].block or module_of(first.site))
     headline += [fact("numbers_there", numbers=numbers)] if numbers else []
@@ -155,8 +160,10 @@ def _input_bits(family: Family) -> int | None:
     ]
     gains = [
         abs(result.gain) / result.gain_se
-        for unit in family.members for result in unit.results if result.gain and result.gain_se
-    ]  # fmt: skip
+        for unit in family.members
+        for result in unit.results
+        if result.gain and result.gain_se
+    ]
     if gains and statistics.median(gains) > OF_NOISE:
         return None
     middle = statistics.median(bits)
@@ -198,8 +205,11 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     """
     block, side = family.members[0].results[0].block, family.members[0].side
     read = f"{block}:in."
-    unseen = [(lone.side, lone.sample, lone.step, lone.site)
-              for lone in measured.alignment.unmatched if lone.site.startswith(read)]  # fmt: skip
+    unseen = [
+        (lone.side, lone.sample, lone.step, lone.site)
+        for lone in measured.alignment.unmatched
+        if lone.site.startswith(read)
+    ]
     unseen += [
         ("candidate", result.sample, result.step, result.candidate_site or result.site)
         for result in measured.sites
@@ -265,14 +275,23 @@ def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
             for unit in family.members
         ]
         return fact(
-            "family_alike", num_flagged=len(beyond), num=len(family.members), total=family.num_all,
-            name=family.name, least=min(sizes), most=max(sizes), unexplained=unexplained,
-        )  # fmt: skip
+            "family_alike",
+            num_flagged=len(beyond),
+            num=len(family.members),
+            total=family.num_all,
+            name=family.name,
+            least=min(sizes),
+            most=max(sizes),
+            unexplained=unexplained,
+        )
     low = max(1.0, min(unit.margin for unit in beyond))
     return fact(
-        "family_beyond", num_flagged=len(family.members), total=family.num_all, name=family.name,
+        "family_beyond",
+        num_flagged=len(family.members),
+        total=family.num_all,
+        name=family.name,
         least=low,
-    )  # fmt: skip
+    )
 
 
 def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
@@ -284,11 +303,13 @@ def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
             blocks.setdefault(unit.side, {})[str(block)] = None
     return [
         fact(
-            "made_elsewhere", num=len(places), places=list(places),
+            "made_elsewhere",
+            num=len(places),
+            places=list(places),
             by=None if by in (first.side, "both") else by,
         )
         for by, places in blocks.items()
-    ]  # fmt: skip
+    ]
 
 
 def _others(flagged: list[Unit], first: Unit) -> list[Fact]:
@@ -353,8 +374,10 @@ def only_in(*units: Unit) -> Fact | None:
     )
     nearest = max(
         max(look.used, min(look.between, 1.0))
-        for at, looks in places.items() if at not in beyond for look in looks
-    )  # fmt: skip
+        for at, looks in places.items()
+        if at not in beyond
+        for look in looks
+    )
     alone = not elsewhere and least > CLEAR * nearest
     parts, since = [], None
     levels = [{at[number] for at in beyond} for number in range(2)]
@@ -370,8 +393,15 @@ def only_in(*units: Unit) -> Fact | None:
         if what == "step" and len(some) > 1 and some == {n for n in every if n >= min(some)}:
             since = min(some) if some != every else None
         elif some != every:
-            parts.append(fact("some", what=what, numbers=sorted(some), total=len(every),
-                              alone=alone and len(some) == 1))  # fmt: skip
+            parts.append(
+                fact(
+                    "some",
+                    what=what,
+                    numbers=sorted(some),
+                    total=len(every),
+                    alone=alone and len(some) == 1,
+                )
+            )
     if not parts and since is None:
         return None
     return _SCOPE.with_values(parts=parts, since=since, alone=alone)
@@ -386,30 +416,48 @@ def unit_evidence(unit: Unit) -> Fact:
         return fact("zero_in_reference", **place, ratio=unit.typical, limit=unit.limit)
     if unit.why == "token":
         return fact(
-            "token_ratio", **place, sink=unit.sink, ratio=unit.worst, limit=unit.worst_limit,
+            "token_ratio",
+            **place,
+            sink=unit.sink,
+            ratio=unit.worst,
+            limit=unit.worst_limit,
             token=worst.ratio_position,
-        )  # fmt: skip
+        )
     if unit.why == "forward":
         look = max(unit.beyond, key=lambda beyond: beyond.usage)
         return fact(
-            "forward_ratio", **place, sample=look.sample, step=look.result.step or None,
-            forward=look.result.phase, ratio=look.typical, limit=look.limit,
-            num_looks=len(unit.looks), typical=unit.typical,
-        )  # fmt: skip
+            "forward_ratio",
+            **place,
+            sample=look.sample,
+            step=look.result.step or None,
+            forward=look.result.phase,
+            ratio=look.typical,
+            limit=look.limit,
+            num_looks=len(unit.looks),
+            typical=unit.typical,
+        )
     return fact(
-        "typical_ratio", **place, ratio=unit.typical, escalated=unit.pass_ == "escalated",
-        control=unit.control, limit=unit.limit,
+        "typical_ratio",
+        **place,
+        ratio=unit.typical,
+        escalated=unit.pass_ == "escalated",
+        control=unit.control,
+        limit=unit.limit,
         rel_l2=worst.rel_l2,
-    )  # fmt: skip
+    )
 
 
 def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     """One of ``both_off``, ``typical_off``, ``forward_off``, ``token_off``, ``channel_off`` and
     ``gain_off``."""
     values: dict[str, Any] = {
-        "site": unit.site, "phase": unit.phase, "value": blame.value, "control": blame.control,
-        "limit": blame.limit, "like": blame.like,
-    }  # fmt: skip
+        "site": unit.site,
+        "phase": unit.phase,
+        "value": blame.value,
+        "control": blame.control,
+        "limit": blame.limit,
+        "like": blame.like,
+    }
     at, truth, estimated = blame.at, unit.first.truth, None
     errors: dict[str, float | None] = {"reference": None, "candidate": None}
     if truth is not None:
@@ -423,14 +471,20 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     forward = {"step": at.step or None, "forward": at.phase}
     more: dict[Why, dict[str, Any]] = {
         "both": {},
-        "typical": {"own": errors.get(blame.side), "estimated": estimated,
-                    "other_error": errors.get(str(values.get("other")))},
-        "forward": {**forward, "sample": at.sample if sample is None else sample,
-                    "num_looks": len(unit.looks) or None},
+        "typical": {
+            "own": errors.get(blame.side),
+            "estimated": estimated,
+            "other_error": errors.get(str(values.get("other"))),
+        },
+        "forward": {
+            **forward,
+            "sample": at.sample if sample is None else sample,
+            "num_looks": len(unit.looks) or None,
+        },
         "token": {**forward, "sink": blame.sink},
         "channel": {"channel": blame.channel},
         "gain": {"what": blame.scaled, "factor": blame.factor, "sample": sample, "step": step},
-    }  # fmt: skip
+    }
     return fact(f"{blame.why}_off", **values, **more[blame.why])
 
 

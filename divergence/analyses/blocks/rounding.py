@@ -112,8 +112,10 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     side, times = SIDES[w > limit], max(w, 1 / max(w, 1e-300))
     return Drift(
         fact("blocks.ends_farther", side=side, times=times, site=site.site),
-        _where(site, w=w, limit=limit), site.step, side,
-    )  # fmt: skip
+        _where(site, w=w, limit=limit),
+        site.step,
+        side,
+    )
 
 
 def _against_floors(
@@ -128,8 +130,13 @@ def _against_floors(
     ratio = site.token_rel_l2_median / allowed
     if ratio <= limit:
         return None
-    headline = fact("blocks.grows_to", site=site.site, rel_l2=site.token_rel_l2_median, ratio=ratio,
-                    behind=behind)  # fmt: skip
+    headline = fact(
+        "blocks.grows_to",
+        site=site.site,
+        rel_l2=site.token_rel_l2_median,
+        ratio=ratio,
+        behind=behind,
+    )
     return Drift(headline, _where(site, ratio=ratio, limit=limit), site.step)
 
 
@@ -142,8 +149,10 @@ def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
         return None
     return Drift(
         fact("blocks.grows_behind", site=site.site, ratio=site.ratio),
-        _where(site, ratio=site.ratio, limit=limit), site.step, accumulated=False,
-    )  # fmt: skip
+        _where(site, ratio=site.ratio, limit=limit),
+        site.step,
+        accumulated=False,
+    )
 
 
 def _where(site: SiteResult, **values: Any) -> Fact:
@@ -197,20 +206,35 @@ def within_rounding(
     farthest = max(units, key=lambda unit: unit.worst)
     largest = fact("blocks.typical_equal")
     if widest.typical:
-        largest = fact("blocks.typical_largest", site=widest.site, phase=widest.phase,
-                       ratio=widest.typical, limit=widest.limit)  # fmt: skip
+        largest = fact(
+            "blocks.typical_largest",
+            site=widest.site,
+            phase=widest.phase,
+            ratio=widest.typical,
+            limit=widest.limit,
+        )
     evidence = [
-        fact("blocks.largest", typical=largest, site=farthest.site, ratio=farthest.worst,
-             limit=farthest.worst_limit)
-    ]  # fmt: skip
+        fact(
+            "blocks.largest",
+            typical=largest,
+            site=farthest.site,
+            ratio=farthest.worst,
+            limit=farthest.worst_limit,
+        )
+    ]
     against_truth = [unit for unit in units if unit.stats is not None]
     if against_truth:
         closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
-            fact("blocks.judged_against", floor=measured.floor is not None,
-                 num_judged=len(against_truth), site=closest.site, phase=closest.phase,
-                 limit_usage=closest.limit_usage)
-        )  # fmt: skip
+            fact(
+                "blocks.judged_against",
+                floor=measured.floor is not None,
+                num_judged=len(against_truth),
+                site=closest.site,
+                phase=closest.phase,
+                limit_usage=closest.limit_usage,
+            )
+        )
     evidence += [
         fact("blocks.equally_near", site=unit.site, phase=unit.phase, ratio=unit.typical)
         for unit in [unit for unit in units if unit.excused][:3]
@@ -233,8 +257,14 @@ def within_rounding(
     coarser = next((standout for standout in standouts if standout.side is not None), None)
     if coarser is not None and coarser.side is not None:
         outlier = fact("blocks.farther_everywhere", side=coarser.side)
-        where = [fact("blocks.coarser", side=coarser.side, other=other_side(coarser.side),
-                      times=coarser.times)]  # fmt: skip
+        where = [
+            fact(
+                "blocks.coarser",
+                side=coarser.side,
+                other=other_side(coarser.side),
+                times=coarser.times,
+            )
+        ]
     alone = []
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
@@ -321,14 +351,23 @@ class StandOut:
         unit, block = self.unit, self.unit.results[0].block
         if self.side is not None:
             return fact(
-                "side_farther", standout=block, phase=unit.phase, side=self.side,
-                other=other_side(self.side), times=self.times, place=block,
-            )  # fmt: skip
+                "side_farther",
+                standout=block,
+                phase=unit.phase,
+                side=self.side,
+                other=other_side(self.side),
+                times=self.times,
+                place=block,
+            )
         rel_l2 = max(result.rel_l2 or 0.0 for result in unit.results)
         return fact(
-            "stands_out", standout=block, site=unit.site, phase=unit.phase, times=self.times,
+            "stands_out",
+            standout=block,
+            site=unit.site,
+            phase=unit.phase,
+            times=self.times,
             rel_l2=rel_l2,
-        )  # fmt: skip
+        )
 
 
 def find_standouts(

@@ -71,8 +71,11 @@ class SiteRow(NamedTuple):
     def together(self) -> bool:
         """Do all forwards use more of the limit than the worst one, which is within its own?"""
         site = self.worst
-        return site.usage is not None and site.usage <= 1 and (
-            (site.limit_usage or 0.0) > 1.05 * site.usage)  # fmt: skip
+        return (
+            site.usage is not None
+            and site.usage <= 1
+            and ((site.limit_usage or 0.0) > 1.05 * site.usage)
+        )
 
     @property
     def share(self) -> float | None:
@@ -313,9 +316,10 @@ def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
 # The error of each block as curves, and with a truth the distance of both sides from it.
 
 _PHASES = {
-    "prefill": "Prefill: the prompt", "backward": "Backward: gradients",
+    "prefill": "Prefill: the prompt",
+    "backward": "Backward: gradients",
     "optimizer": "Optimizer: updates",
-}  # fmt: skip
+}
 
 
 def _key(site_name: str) -> str:
@@ -344,12 +348,13 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
         says = [
             f"{row.name}: "
             + (
-                "no truth here" if truth is None else
-                f"A {decimal(truth.reference_error)}, B {decimal(truth.candidate_error)} from the "
-                f"truth, B over A {times(truth.w_median)}"
+                "no truth here"
+                if truth is None
+                else f"A {decimal(truth.reference_error)}, B {decimal(truth.candidate_error)} from "
+                f"the truth, B over A {times(truth.w_median)}"
             )
             for row, truth in zip(outputs, truths, strict=True)
-        ]  # fmt: skip
+        ]
         apart = [
             (truth.w_median, row.name) for row, truth in zip(outputs, truths, strict=True) if truth
         ]
@@ -357,14 +362,20 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
         told = f"B over A is {times(most)} at {where}, where they are most unlike"
         flagged = [n for n, row in enumerate(outputs) if row.flagged and not num_bad(row.worst)]
         legend = [("dot reference", "A"), ("dot candidate", "B")]
-        plots.append(Plot(
-            id=f"truth-{phase}", title=f"Distance from the truth. {what}", legend=legend,
-            described=f"{'Which side is wrong' if flagged else 'How far each is from it'}: {told}.",
-            names=[_key(row.name) for row in outputs], onset=next(iter(flagged), None),
-            lines=[PlotLine(kind="reference", values=a),
-                   PlotLine(kind="candidate", values=b)],
-            says=says, blocks=[row.name for row in outputs],
-        ))  # fmt: skip
+        plots.append(
+            Plot(
+                id=f"truth-{phase}",
+                title=f"Distance from the truth. {what}",
+                legend=legend,
+                described=f"{'Which side is wrong' if flagged else 'How far each is from it'}: "
+                f"{told}.",
+                names=[_key(row.name) for row in outputs],
+                onset=next(iter(flagged), None),
+                lines=[PlotLine(kind="reference", values=a), PlotLine(kind="candidate", values=b)],
+                says=says,
+                blocks=[row.name for row in outputs],
+            )
+        )
     return plots
 
 
@@ -398,12 +409,18 @@ def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
         legend += [("band floor", "one rounding floor"), ("band limit", "up to the limit")]
     legend += [("dot flagged", "beyond the limit")] if flagged else []
     return Plot(
-        id=f"error-{phase}", title=f"Difference between A and B. {what}", legend=legend,
+        id=f"error-{phase}",
+        title=f"Difference between A and B. {what}",
+        legend=legend,
         described=f"Relative L2 of the typical token, worst forward; {told}.",
-        names=[_key(row.name) for row in rows], lines=lines, flagged=flagged, onset=onset,
+        names=[_key(row.name) for row in rows],
+        lines=lines,
+        flagged=flagged,
+        onset=onset,
         band=(floors, limits) if with_floor else None,
-        says=[_says(row) for row in rows], blocks=[row.name for row in rows],
-    )  # fmt: skip
+        says=[_says(row) for row in rows],
+        blocks=[row.name for row in rows],
+    )
 
 
 def _says(row: SiteRow) -> str:
@@ -433,10 +450,12 @@ def maps(report: Report, background: Background) -> list[HeatMap]:
     """Blocks by steps, by prompts and by tokens, where there are several."""
     wanted = main_pass(report.sites)
     sites = [  # a block's own output, or that of a module outside all blocks
-        site for site in report.sites
-        if site.pass_ == wanted and not is_input(site.site)
+        site
+        for site in report.sites
+        if site.pass_ == wanted
+        and not is_input(site.site)
         and (site.block is None or site.site == f"{site.block}:out")
-    ]  # fmt: skip
+    ]
     sites.sort(key=lambda site: (site.order, site.site))
     rows = list(dict.fromkeys(site.block or site.site for site in sites))
     scale = LIMIT_SHARES if any(site.usage is not None for site in sites) else DECADES
@@ -480,9 +499,14 @@ def maps(report: Report, background: Background) -> list[HeatMap]:
 
 
 def _map(
-    id: str, title: str, column: str, rows: Sequence[str], columns: Sequence[str], cells: Cells,
+    id: str,
+    title: str,
+    column: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Cells,
     scale: HeatScale,
-) -> HeatMap:  # fmt: skip
+) -> HeatMap:
     """At most so many rows and columns, by the worst of neighbours, and where the largest is."""
     tall, wide = (1 + (len(names) - 1) // _MOST for names in (rows, columns))
     groups: Cells = {}
@@ -493,10 +517,12 @@ def _map(
         for place, values in groups.items()
     }
     rows, columns = (
-        [" to ".join(dict.fromkeys((names[n : n + step][0], names[n : n + step][-1])))
-         for n in range(0, len(names), step)]
+        [
+            " to ".join(dict.fromkeys((names[n : n + step][0], names[n : n + step][-1])))
+            for n in range(0, len(names), step)
+        ]
         for names, step in ((rows, tall), (columns, wide))
-    )  # fmt: skip
+    )
     (y, x), value = max(worst.items(), key=lambda item: (not math.isfinite(item[1]), item[1]))
     largest, beyond = f"{float(f'{value:.2g}'):g} {scale.unit}", ""
     if scale is LIMIT_SHARES:
@@ -504,10 +530,15 @@ def _map(
         beyond = f"; {num:,} of {count(len(worst), 'cell')} beyond the limit"
         largest = f"{limit_share(value / 100)} of the limit"
     return HeatMap(
-        id=f"map-{id}", title=title, column=column, rows=rows, columns=columns, scale=scale,
+        id=f"map-{id}",
+        title=title,
+        column=column,
+        rows=rows,
+        columns=columns,
+        scale=scale,
         described=f"The largest is {largest}, at {rows[y]}, {column} {columns[x]}{beyond}.",
         values=[[worst.get((y, x)) for x in range(len(columns))] for y in range(len(rows))],
-    )  # fmt: skip
+    )
 
 
 # Tables: a row a block, with what each face shows of it.
@@ -526,9 +557,13 @@ _FREE = "rel L2 where each side went on with its own values: what has added up s
 
 
 def rows_table(
-    rows: Sequence[SiteRow], caption: str = "", *, several: bool = False,
-    escalated: Mapping[str, float] | None = None, below: Mapping[int, list[Sentence]] | None = None,
-) -> Table:  # fmt: skip
+    rows: Sequence[SiteRow],
+    caption: str = "",
+    *,
+    several: bool = False,
+    escalated: Mapping[str, float] | None = None,
+    below: Mapping[int, list[Sentence]] | None = None,
+) -> Table:
     """Rows of blocks with their figures; a column that none of them has is left out. ``several``:
     a place names its prompt; ``escalated``: by site, how large the error is in float32."""
     main = [row.main for row in rows if row.main is not None]
@@ -537,22 +572,32 @@ def rows_table(
     decades = RATIO_DECADES if floor else REL_L2_DECADES
     alone = "page" if truth else ""  # a terminal has room for what a truth tells, or for these
     columns = (
-        Column("block", face="page"), Column("site", face="terminal"),
+        Column("block", face="page"),
+        Column("site", face="terminal"),
         Column("worst at", face="page", left=True),
         Column("relative L2", decimal, short="rel L2", meaning=_REL_L2),
-        Column(f"p:{where}" if several else where, face="terminal",
-               meaning=f"prompt and {'decode ' * (where == 'step')}{where} where it is largest"
-               if several else ""),
+        Column(
+            f"p:{where}" if several else where,
+            face="terminal",
+            meaning=f"prompt and {'decode ' * (where == 'step')}{where} where it is largest"
+            if several
+            else "",
+        ),
         Column("× floor", times, short="floors", face=alone, meaning=_FLOORS),
         Column("worst token", times, short="worst", face=alone),
         Column("share of limit", limit_share, short="of limit", meaning=_SHARE),
         Column("r", times, face="terminal", meaning=_R),
         Column("B over A", times, short="W", meaning=_W),
         Column("float32", times, meaning=_DEEP),
-        Column("bar .1-1e3" if floor else "bar 1e-8-1", lambda value: bar(value, decades),
-               left=True, face="terminal", meaning=_BAR if floor else ""),
+        Column(
+            "bar .1-1e3" if floor else "bar 1e-8-1",
+            lambda value: bar(value, decades),
+            left=True,
+            face="terminal",
+            meaning=_BAR if floor else "",
+        ),
         Column("own values", decimal, short="free L2", meaning=_FREE),
-    )  # fmt: skip
+    )
     values = []
     for row, place in zip(rows, worst_places(rows, exact=True), strict=True):
         site, equal, bad = row.main, row.worst.identical, num_bad(row.worst) > 0
@@ -561,19 +606,33 @@ def rows_table(
         length = (site.ratio if floor else site.rel_l2) if site is not None else None
         length = math.inf if bad else length
         against = site.truth if site is not None and not bad else None
-        values.append((  # of nan and inf the figures of all other elements say nothing
-            row.site if row.inner else row.name, "  " * row.inner + row.name,
-            "-" if equal else place, math.nan if bad else site and site.rel_l2, named,
-            None if bad else site and site.ratio, None if bad else site and site.ratio_max,
-            row.share, against and against.r_median,
-            against and against.w_median, escalated.get(row.site) if escalated else None,
-            None if escalated else length or 0.0, row.free and row.free.rel_l2,
-        ))  # fmt: skip
+        values.append(
+            (  # of nan and inf the figures of all other elements say nothing
+                row.site if row.inner else row.name,
+                "  " * row.inner + row.name,
+                "-" if equal else place,
+                math.nan if bad else site and site.rel_l2,
+                named,
+                None if bad else site and site.ratio,
+                None if bad else site and site.ratio_max,
+                row.share,
+                against and against.r_median,
+                against and against.w_median,
+                escalated.get(row.site) if escalated else None,
+                None if escalated else length or 0.0,
+                row.free and row.free.rel_l2,
+            )
+        )
     return Table(
-        caption=caption, columns=columns, rows=values, names=True, sparse=True, grid=True,
+        caption=caption,
+        columns=columns,
+        rows=values,
+        names=True,
+        sparse=True,
+        grid=True,
         below=below or {},
         marks=["onset " * row.onset + "flagged" * row.flagged for row in rows],
-    )  # fmt: skip
+    )
 
 
 def _phase_table(report: Report, phase: str, rows: list[SiteRow], most: int | None) -> Table:
@@ -590,9 +649,12 @@ def _phase_table(report: Report, phase: str, rows: list[SiteRow], most: int | No
         below[len(shown) - 1] = [Sentence(text, indent=2, style="dim")]
     samples = {site.sample for site in report.sites if site.phase == phase}
     return rows_table(
-        shown, f"All blocks, {phase}", several=len(samples) > 1, below=below,
+        shown,
+        f"All blocks, {phase}",
+        several=len(samples) > 1,
+        below=below,
         escalated=escalated_ratios(report, phase),
-    )  # fmt: skip
+    )
 
 
 def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
@@ -608,36 +670,56 @@ def _prompts(report: Report) -> Table | None:
     beyond = sum(usage > 1 for usage, *_ in rows)
     none = f"{count(len(rows), 'prompt')}, none beyond a limit"
     return Table(
-        caption="Prompts, the worst first", title="prompts", grid=True, gives=(1,), num_left=3,
+        caption="Prompts, the worst first",
+        title="prompts",
+        grid=True,
+        gives=(1,),
+        num_left=3,
         detail=f"{beyond} of {len(rows)} beyond a limit" if beyond else none,
-        columns=("prompt", "worst at", "forward", Column("× floor", times),
-                 Column("share of limit", limit_share)),
+        columns=(
+            "prompt",
+            "worst at",
+            "forward",
+            Column("× floor", times),
+            Column("share of limit", limit_share),
+        ),
         rows=[
             (sample, site.site, f"step {site.step}" if site.step else site.phase, ratio, usage)
             for usage, sample, site, ratio in rows
         ],
         marks=["flagged" if usage > 1 else "" for usage, *_ in rows],
         most=12,
-    )  # fmt: skip
+    )
 
 
 def _nonfinite(report: Report) -> Table | None:
-    sites = [(site, site.nonfinite) for site in report.sites
-             if site.nonfinite is not None and site.nonfinite.total]  # fmt: skip
+    sites = [
+        (site, site.nonfinite)
+        for site in report.sites
+        if site.nonfinite is not None and site.nonfinite.total
+    ]
     if not sites:
         return None
     sites.sort(key=lambda item: (item[0].sample, item[0].step, item[0].order, item[0].pass_))
     return Table(
-        caption="Non-finite values, in order", title="non-finite values", num_left=2, widest=42,
+        caption="Non-finite values, in order",
+        title="non-finite values",
+        num_left=2,
+        widest=42,
         detail=f"at {count(len(sites), 'site')}; in order:",
         columns=("site", "pass", "step", "A nan/inf", "B nan/inf"),
         rows=[
-            (site.site, site.pass_, site.step, f"{number.reference_nan:,}/{number.reference_inf:,}",
-             f"{number.candidate_nan:,}/{number.candidate_inf:,}")
+            (
+                site.site,
+                site.pass_,
+                site.step,
+                f"{number.reference_nan:,}/{number.reference_inf:,}",
+                f"{number.candidate_nan:,}/{number.candidate_inf:,}",
+            )
             for site, number in sites
         ],
         most=5,
-    )  # fmt: skip
+    )
 
 
 # The sections.
@@ -700,9 +782,12 @@ def _phase(report: Report, phase: str, rows: Sequence[SiteRow], content: Table) 
 
 
 def _page(
-    report: Report, background: Background, rows_of: Mapping[str, list[SiteRow]],
-    tables: Sequence[Table], lists: Sequence[Table | None],
-) -> Section:  # fmt: skip
+    report: Report,
+    background: Background,
+    rows_of: Mapping[str, list[SiteRow]],
+    tables: Sequence[Table],
+    lists: Sequence[Table | None],
+) -> Section:
     """The largest errors, the error of each block, where and when it is largest, what a block is
     made of."""
     plots = [plot for phase, rows in rows_of.items() for plot in phase_curves(report, phase, rows)]
@@ -721,7 +806,8 @@ def _page(
     caption = f"The {len(worst)} largest" if len(worst) > 1 else "The largest"
     legend = [named(*item) for item in _legend(tables, "page")]
     return Section(
-        id="blocks", lead=lead,
+        id="blocks",
+        lead=lead,
         heading="The error of each block" if onset is None else "Where the error is made",
         body=[
             None if equal else rows_table(worst, caption),
@@ -730,8 +816,9 @@ def _page(
             *lists,
             Fold(f"All as a table: {count(len(modules), 'row')}", [*tables, *legend]),
         ],
-        parts=modules, chosen=(onset.block or onset.site) if onset is not None else worst[0].name,
-    )  # fmt: skip
+        parts=modules,
+        chosen=(onset.block or onset.site) if onset is not None else worst[0].name,
+    )
 
 
 def block_parts(report: Report) -> list[BlockPart]:
@@ -748,8 +835,10 @@ def block_parts(report: Report) -> list[BlockPart]:
         name: max(site.order for group in sites.values() for site in group)
         for name, sites in blocks.items()
     }
-    return [_part(name, blocks[name], most, onset.site if onset else None)
-            for name in sorted(blocks, key=lambda name: (last[name], name))]  # fmt: skip
+    return [
+        _part(name, blocks[name], most, onset.site if onset else None)
+        for name in sorted(blocks, key=lambda name: (last[name], name))
+    ]
 
 
 def _part(
@@ -768,8 +857,10 @@ def _part(
     own = worst.get(f"{block}:out") or max(worst.values(), key=_pass_rank)
     dtypes = (own.reference_dtype, own.candidate_dtype)
     known, truth = None not in (own.ratio, own.limit), own.truth
-    where = [None if place is None or own.identical else str(place)
-             for place in (own.worst_position, own.worst_channel)]  # fmt: skip
+    where = [
+        None if place is None or own.identical else str(place)
+        for place in (own.worst_position, own.worst_channel)
+    ]
     facts: list[tuple[str, str | None]] = [
         ("class", own.kind or "-"),
         ("dtype", " / ".join(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))),
@@ -785,20 +876,39 @@ def _part(
     if any(beyond.values()):
         facts.append(("results beyond a limit", str(sum(beyond.values()))))
     modules = Table(
-        caption="Modules, the worst forward of each", num_left=3, names=True, note=" ".join(notes),
+        caption="Modules, the worst forward of each",
+        num_left=3,
+        names=True,
+        note=" ".join(notes),
         sparse=True,
-        columns=("module", "class", Column("shape", shape_text), "relative L2",
-                 Column("× floor", times), Column("worst token", times),
-                 Column("1 − cosine", decimal), Column("max |a−b|", decimal),
-                 Column("B over A", times)),
+        columns=(
+            "module",
+            "class",
+            Column("shape", shape_text),
+            "relative L2",
+            Column("× floor", times),
+            Column("worst token", times),
+            Column("1 − cosine", decimal),
+            Column("max |a−b|", decimal),
+            Column("B over A", times),
+        ),
         rows=[
-            (name.removeprefix(block).removeprefix(".") or name, site.kind, site.shape,
-             "equal" if site.identical else decimal(site.rel_l2), site.ratio, site.ratio_max,
-             site.one_minus_cosine, site.max_abs, site.truth and site.truth.w_median)
-            for name in shown for site in [worst[name]]
+            (
+                name.removeprefix(block).removeprefix(".") or name,
+                site.kind,
+                site.shape,
+                "equal" if site.identical else decimal(site.rel_l2),
+                site.ratio,
+                site.ratio_max,
+                site.one_minus_cosine,
+                site.max_abs,
+                site.truth and site.truth.w_median,
+            )
+            for name in shown
+            for site in [worst[name]]
         ],
         marks=["onset" if site == onset else "flagged" if beyond[site] else "" for site in shown],
-    )  # fmt: skip
+    )
     told = [(name, text) for name, text in facts if text is not None]
     return BlockPart(block=block, facts=told, tables=[modules])
 

@@ -119,15 +119,22 @@ def judge_family(
     def whole(typical: bool) -> tuple[Floats, Floats]:
         by_member = [
             observed(
-                each.energy, each.numbers, family_least, np.zeros(len(each.key), np.intp),
+                each.energy,
+                each.numbers,
+                family_least,
+                np.zeros(len(each.key), np.intp),
                 typical=typical,
             )
             if each.least is None
             # forwards may round alike: their median is no more certain than they are
-            else observed(*(np.median(values, axis=-1, keepdims=True)
-                            for values in (each.energy, each.numbers, each.least)))
+            else observed(
+                *(
+                    np.median(values, axis=-1, keepdims=True)
+                    for values in (each.energy, each.numbers, each.least)
+                )
+            )
             for each in rows_of
-        ]  # fmt: skip
+        ]
         return np.stack([x for x, _ in by_member]), np.stack([own for _, own in by_member])
 
     spreads = dict(
@@ -197,9 +204,12 @@ def _typical_at(rows: RowErrors, least: float) -> dict[PromptStep, float]:
 
 
 def _odds_of_own(
-    sites: JudgedTable, errors: Sequence[RowErrors], least: float, routed: bool,
+    sites: JudgedTable,
+    errors: Sequence[RowErrors],
+    least: float,
+    routed: bool,
     thresholds: Thresholds,
-) -> npt.NDArray[np.float64]:  # fmt: skip
+) -> npt.NDArray[np.float64]:
     """(M,): how much likelier, in log, it is that a member's farther side is farther off than in
     its siblings, than that the other side is nearer; inf where the sides are not apart.
 
@@ -267,10 +277,18 @@ def questions(
             number = int(np.abs(own - usual).argmax())
             at = first if place is None else stats.forwards[place].result
             scaled.append(
-                Blame(SIDES[number], "gain", float(usage[column]) * gains.limit, 1.0,
-                      gains.limit * widened, at, place=place, scaled=gains.of,
-                      factor=1 + float(own[number]))
-            )  # fmt: skip
+                Blame(
+                    SIDES[number],
+                    "gain",
+                    float(usage[column]) * gains.limit,
+                    1.0,
+                    gains.limit * widened,
+                    at,
+                    place=place,
+                    scaled=gains.of,
+                    factor=1 + float(own[number]),
+                )
+            )
     blames += sorted(scaled, key=lambda blame: -blame.limit_usage)[:1]
     # what holds of all rows together goes where something narrower explains it: a forward, a token
     # or a channel where the median row is off by less than half as much, or a scale error where the
@@ -286,9 +304,14 @@ def questions(
 
 
 def _blame_of(
-    table: JudgedTable, member: int, column: int, why: Why, at: SiteResult, widened: float,
+    table: JudgedTable,
+    member: int,
+    column: int,
+    why: Why,
+    at: SiteResult,
+    widened: float,
     place: PromptStep | None = None,
-) -> Blame:  # fmt: skip
+) -> Blame:
     """Of nobody, where no side has an error of its own."""
     x, control = float(table.x[member, column]), float(table.control[member, column])
     limit = math.exp(min(float(table.reach[member, column]), 700.0)) * widened
@@ -305,12 +328,17 @@ def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[Promp
         return {}
     return {
         place: _blame_of(
-            judged.forwards, member, column, "forward",
-            judged.stats[member].forwards[place].result, widened, place,
+            judged.forwards,
+            member,
+            column,
+            "forward",
+            judged.stats[member].forwards[place].result,
+            widened,
+            place,
         )
         for column, place in enumerate(judged.places)
         if not judged.is_few[column]
-    }  # fmt: skip
+    }
 
 
 def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, float]:
@@ -366,8 +394,17 @@ def shared_by_all(
                     stored = (thresholds.truth_systematic * roundoff) ** 2
                     energy = stats.channels.energy[SIDES.index(side), column]
                     off = off and energy > stored * stats.channels.values[column]
-                blame = Blame(side, why, math.exp(min(excess, 700.0)), 1.0, limit, at, "all", place,
-                              channel=None if place else column)  # fmt: skip
+                blame = Blame(
+                    side,
+                    why,
+                    math.exp(min(excess, 700.0)),
+                    1.0,
+                    limit,
+                    at,
+                    "all",
+                    place,
+                    channel=None if place else column,
+                )
                 blames.append(blame if off else None)
             yield blames
 
@@ -635,18 +672,24 @@ def _judge_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thre
                 judge_together([unit], BlocksBeside())
             kind = unit.pass_, unit.of, unit.phase
             sites.append((kind, unit.x_at()))
-            forwards.setdefault(kind, []).extend((look.place, unit.x_at(look.place))
-                                                 for look in unit.looks)  # fmt: skip
+            forwards.setdefault(kind, []).extend(
+                (look.place, unit.x_at(look.place)) for look in unit.looks
+            )
         return {
             kind: BlocksBeside(x, medians(forwards[kind])) for kind, x in medians(sites).items()
         }
 
     usual = usual_of(block_outputs(units))
-    gradients = usual_of([
-        unit for unit in units
-        if unit.stats and unit.stats.of_difference and of_parameter(unit.site)
-        and unit.kind[0] == "block"
-    ])  # fmt: skip
+    gradients = usual_of(
+        [
+            unit
+            for unit in units
+            if unit.stats
+            and unit.stats.of_difference
+            and of_parameter(unit.site)
+            and unit.kind[0] == "block"
+        ]
+    )
     for unit in (unit for family in families if len(family) < FEWEST for unit in family):
         kind = unit.pass_, unit.of, unit.phase
         beside = usual.get(kind, BlocksBeside())
@@ -720,9 +763,15 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
             x = unit.x_at(look.place)
             width = spread(forward.num_values, num_looks=len(unit.looks)) * unit.widened
             far = Blame(
-                SIDES[x > 0], "forward", math.exp(min(abs(x), 700.0)), 1.0,
-                thresholds.truth_systematic * width, forward.result, "others", look.place,
-            )  # fmt: skip
+                SIDES[x > 0],
+                "forward",
+                math.exp(min(abs(x), 700.0)),
+                1.0,
+                thresholds.truth_systematic * width,
+                forward.result,
+                "others",
+                look.place,
+            )
             if far.limit_usage > 1:
                 answers.append(far)
                 look.usage = max(far.limit_usage, 0.0 if answer is None else answer.limit_usage)
@@ -758,17 +807,19 @@ def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) ->
     forwards, hard = unit.stats.forwards, CLEAR * unit.stats.hardest
     typical, token = (
         [
-            look for look in unit.looks
+            look
+            for look in unit.looks
             if (known := forwards.get(look.place)) is None or not known.alike[number]
         ]
         for number in range(2)
-    )  # fmt: skip
+    )
     if typical and statistics.median(look.typical for look in typical) > unit.limit:
         return "typical"
     unsure = [
-        look for look in typical
+        look
+        for look in typical
         if look.place in suspected and (look.num_rows >= FEW_ROWS or look.typical > hard)
-    ]  # fmt: skip
+    ]
     for look in unsure:
         look.usage = max(look.usage, look.between)
     if unsure:

@@ -133,9 +133,14 @@ def _vector(x: OnsetRows) -> tuple[float, Fact] | None:
     if times is not None and abs(abs(times) - 1) < 1 - EXPLAINS:
         cause = "twice" if times > 0 else "left_out"
     return share, fact(
-        "blocks.vector", share=share, site=x.site, num=len(x.d), parameter=name, times=times,
+        "blocks.vector",
+        share=share,
+        site=x.site,
+        num=len(x.d),
+        parameter=name,
+        times=times,
         cause=cause,
-    )  # fmt: skip
+    )
 
 
 def _constants(x: OnsetRows) -> tuple[float, Fact] | None:
@@ -161,15 +166,27 @@ def _shard(x: OnsetRows) -> tuple[float, Fact] | None:
         if share >= EXPLAINS and np.median(energy[inside]) > energy[~inside].mean():
             first = number * width // count
             return share, fact(
-                "blocks.shard", share=share, site=x.site, first=first,
-                last=first + width // count - 1, num=count, total=width, vocabulary=x.vocabulary,
-            )  # fmt: skip
+                "blocks.shard",
+                share=share,
+                site=x.site,
+                first=first,
+                last=first + width // count - 1,
+                num=count,
+                total=width,
+                vocabulary=x.vocabulary,
+            )
     return None
 
 
 VALUES: tuple[Structure, ...] = (
-    _factor, _update_factor, _column, _head, _constants, _vector, _shard,
-)  # fmt: skip
+    _factor,
+    _update_factor,
+    _column,
+    _head,
+    _constants,
+    _vector,
+    _shard,
+)
 
 
 # Where it is.
@@ -196,9 +213,13 @@ def _token(x: OnsetRows) -> tuple[float, Fact] | None:
     top = int(energy.argmax())
     share = float(energy[top] / (energy.sum() or math.inf))
     return share, fact(
-        "blocks.one_token", share=share, site=x.site, sample=int(x.prompt[top]),
-        token=int(x.position[top]), total=len(energy),
-    )  # fmt: skip
+        "blocks.one_token",
+        share=share,
+        site=x.site,
+        sample=int(x.prompt[top]),
+        token=int(x.position[top]),
+        total=len(energy),
+    )
 
 
 def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
@@ -400,14 +421,22 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
         heads = config.get("num_key_value_heads", heads)
     heads = heads if (name, port) in _DIVIDED and isinstance(heads, int) else None
     return OnsetRows(
-        site=unit.site, kind=first.kind or "", block=first.block, a=ours, d=theirs - ours,
-        base=None if np.isnan(base).any() else base, prompt=where[:, 0], position=where[:, 1],
-        beyond=off, tokens=np.array(ids), heads=heads,
+        site=unit.site,
+        kind=first.kind or "",
+        block=first.block,
+        a=ours,
+        d=theirs - ours,
+        base=None if np.isnan(base).any() else base,
+        prompt=where[:, 0],
+        position=where[:, 1],
+        beyond=off,
+        tokens=np.array(ids),
+        heads=heads,
         vocabulary=first.block is None and logits is not None and logits.shape[-1] == ours.shape[1],
         parameters={
             name: note for name, note in manifest.model.parameters.items() if name.startswith(home)
         },
-    )  # fmt: skip
+    )
 
 
 def _first_rows(side: np.ndarray, num_rows: int) -> np.ndarray:

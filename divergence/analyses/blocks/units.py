@@ -97,18 +97,28 @@ class Escalation:
         if of_token:
             ratio, limit = worst.worst, worst.worst_limit
         return [
-            fact("blocks.escalated", site=worst.site, of_token=of_token, ratio=ratio, limit=limit,
-                 side=worst.side, times=worst.blame and worst.blame.value,
-                 stays=any(u in self.flagged for u in mine))
-        ]  # fmt: skip
+            fact(
+                "blocks.escalated",
+                site=worst.site,
+                of_token=of_token,
+                ratio=ratio,
+                limit=limit,
+                side=worst.side,
+                times=worst.blame and worst.blame.value,
+                stays=any(u in self.flagged for u in mine),
+            )
+        ]
 
     def healthy(self) -> list[Fact]:
         """That it found nothing, and how near it came."""
         if not self.units:
             return []
         worst = max(self.units, key=lambda unit: unit.typical / unit.limit)
-        return [fact("blocks.escalated_healthy", site=worst.site, ratio=worst.typical,
-                     limit=worst.limit)]  # fmt: skip
+        return [
+            fact(
+                "blocks.escalated_healthy", site=worst.site, ratio=worst.typical, limit=worst.limit
+            )
+        ]
 
 
 def escalated_units(sites: Sequence[SiteResult]) -> Escalation:
@@ -661,16 +671,24 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         unit.results.append(result)
         # one look a forward; of a batch, one for each of its prompts
         whole = PromptRatio(
-            sample=result.sample, ratio=result.ratio, num_rows=num_rows(result),
+            sample=result.sample,
+            ratio=result.ratio,
+            num_rows=num_rows(result),
             ratio_max=worst_of(result),
-        )  # fmt: skip
+        )
         members = result.prompts or [whole]
         total = sum(member.num_rows for member in members)
         unit.looks += [
-            Look(result, each.sample, each.ratio, each.num_rows, each.num_rows / total,
-                 worst=each.ratio_max or 0.0)
+            Look(
+                result,
+                each.sample,
+                each.ratio,
+                each.num_rows,
+                each.num_rows / total,
+                worst=each.ratio_max or 0.0,
+            )
             for each in members
-        ]  # fmt: skip
+        ]
     for unit in units.values():
         unit.typical = statistics.median(result.ratio or 0.0 for result in unit.results)
         farthest = max(unit.results, key=worst_of)
@@ -770,9 +788,11 @@ def visible_of(units: Sequence[Unit]) -> Visible | None:
     if "site" not in finite:
         return None
     return Visible(
-        block=finite["site"], forward=finite.get("forward"), token=finite.get("row"),
+        block=finite["site"],
+        forward=finite.get("forward"),
+        token=finite.get("row"),
         channel=finite.get("channel"),
-    )  # fmt: skip
+    )
 
 
 def narrowed(sizes: dict[Level, float]) -> dict[Level, float]:

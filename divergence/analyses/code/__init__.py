@@ -8,8 +8,12 @@ def applies(measured: Measured) -> bool:
     truth, whose code is one side's."""
     differs = any(line.check == "code" and line.status == "differs" for line in measured.preflight)
     judged = measured.truth is not None or measured.floor is not None
-    return differs or judged or any(
-        note.strides is not None
-        for run in (measured.reference, measured.candidate)
-        for note in run.manifest.model.parameters.values()
-    )  # fmt: skip
+    return (
+        differs
+        or judged
+        or any(
+            note.strides is not None
+            for run in (measured.reference, measured.candidate)
+            for note in run.manifest.model.parameters.values()
+        )
+    )

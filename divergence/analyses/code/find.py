@@ -39,11 +39,15 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         module = verdict.onset.block or module_of(verdict.onset.site)
         ours, theirs = a.model.parameters, b.model.parameters
         evidence += [
-            fact("code.layout", parameter=name, reference=ours[name].strides,
-                 candidate=theirs[name].strides)
+            fact(
+                "code.layout",
+                parameter=name,
+                reference=ours[name].strides,
+                candidate=theirs[name].strides,
+            )
             for name in sorted(ours.keys() & theirs.keys())
             if name.startswith(f"{module}.") and ours[name].strides != theirs[name].strides
-        ][:_MOST]  # fmt: skip
+        ][:_MOST]
         findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None
     told_by = measured.floor if measured.truth is None else measured.truth.run

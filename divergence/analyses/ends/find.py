@@ -82,44 +82,71 @@ def find(measured: Measured) -> AnalysisResult:
     if unequal:
         gap = unequal[0]
         code = "ends.choice_not_of_scores" if gap.choice else "ends.integers_differ"
-        findings.append(measured.finding_at(
-            gap.result, claim="integers_differ", kind="localized", side=gap.side,
-            headline=[fact(code, site=gap.result.site), fact("by", by=gap.side, both=False)],
-            evidence=[_integer_evidence(gap)],
-            beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
-        ))  # fmt: skip
+        findings.append(
+            measured.finding_at(
+                gap.result,
+                claim="integers_differ",
+                kind="localized",
+                side=gap.side,
+                headline=[fact(code, site=gap.result.site), fact("by", by=gap.side, both=False)],
+                evidence=[_integer_evidence(gap)],
+                beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
+            )
+        )
     if broken:
         findings.append(_between(measured, broken))
     if misfits:
         site = measured.reference.manifest.plan.logits_site or ".:out"
         (sample, step), side, chosen, (largest, behind) = min(misfits, key=lambda misfit: misfit[0])
         evidence = fact(
-            "ends.misfits", num_misfits=len(misfits), side=side, sample=sample, step=step,
-            chosen=chosen, largest=largest, behind=behind,
-        )  # fmt: skip
-        findings.append(Finding(
-            claim="not_the_largest_logit", kind="localized",
-            headline=[fact("ends.not_largest", sample=sample, step=step, side=side)],
-            onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
-            side=common_side(side for _, side, *_ in misfits), evidence=[evidence],
-            beside=[evidence], commands=measured.advice.look_at(site),
-        ))  # fmt: skip
+            "ends.misfits",
+            num_misfits=len(misfits),
+            side=side,
+            sample=sample,
+            step=step,
+            chosen=chosen,
+            largest=largest,
+            behind=behind,
+        )
+        findings.append(
+            Finding(
+                claim="not_the_largest_logit",
+                kind="localized",
+                headline=[fact("ends.not_largest", sample=sample, step=step, side=side)],
+                onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
+                side=common_side(side for _, side, *_ in misfits),
+                evidence=[evidence],
+                beside=[evidence],
+                commands=measured.advice.look_at(site),
+            )
+        )
     # what is no fault by itself and worth knowing: seams within their limits, and choices of which
     # nothing more is known than that they differ
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
     small = {(seam.before, seam.site, seam.by): seam for seam in seams if not seam.beyond}
     notes = [
-        fact("ends.changed_within", before=before, site=site, side=by, size=seam.size,
-             meet=seam.limit == float("inf"))
+        fact(
+            "ends.changed_within",
+            before=before,
+            site=site,
+            side=by,
+            size=seam.size,
+            meet=seam.limit == float("inf"),
+        )
         for (before, site, by), seam in list(small.items())[:_SHOWN]
-    ]  # fmt: skip
+    ]
     if unjudged:
         most = max(unjudged, key=lambda choice: choice.num_different / max(1, choice.num_compared))
         num_sites = len({choice.result.site for choice in unjudged})
-        notes.append(fact(
-            "ends.choices_differ", num_sites=num_sites, site=most.result.site,
-            num_different=most.num_different, num_compared=most.num_compared,
-        ))  # fmt: skip
+        notes.append(
+            fact(
+                "ends.choices_differ",
+                num_sites=num_sites,
+                site=most.result.site,
+                num_different=most.num_different,
+                num_compared=most.num_compared,
+            )
+        )
     return AnalysisResult(findings=findings, notes=notes)
 
 
@@ -145,20 +172,30 @@ def _between(measured: Measured, broken: list[Seam]) -> Finding:
     if not judged and first.way == "changed":
         commands = [*commands, *(measured.advice.judged() or measured.advice.truth())]
     made = fact(
-        "made_between", seems=first.way != "changed", first=first.before, then=first.site,
-        num=num if many else None, total=len(entered), by=wrong,
+        "made_between",
+        seems=first.way != "changed",
+        first=first.before,
+        then=first.site,
+        num=num if many else None,
+        total=len(entered),
+        by=wrong,
         outside=all_compared and not many,
-    )  # fmt: skip
+    )
     return measured.finding_at(
-        first.result, claim="error_between", kind="systematic" if many else "localized",
-        headline=[made], side=wrong,
+        first.result,
+        claim="error_between",
+        kind="systematic" if many else "localized",
+        headline=[made],
+        side=wrong,
         rests_on=[
             check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
             check("clear", times > CLEAR, fact("not_clear", margin=times)),
         ],
-        evidence=[_seam_evidence(first)], beside=[_seam_evidence(s) for s in seams[:_SHOWN]],
-        commands=commands, flags=[seam.result.key for seam in broken],
-    )  # fmt: skip
+        evidence=[_seam_evidence(first)],
+        beside=[_seam_evidence(s) for s in seams[:_SHOWN]],
+        commands=commands,
+        flags=[seam.result.key for seam in broken],
+    )
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -179,10 +216,13 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     addition = fact("ends.and_not_compared", first=facts[0], num_more=len(facts) - 1)
     return [
         Finding(
-            claim="explanation", role="explains", addition=[addition],
-            rests_on=[unseen] if before else [], evidence=facts[:_SHOWN],
+            claim="explanation",
+            role="explains",
+            addition=[addition],
+            rests_on=[unseen] if before else [],
+            evidence=facts[:_SHOWN],
         )
-    ]  # fmt: skip
+    ]
 
 
 def _not_compared(measured: Measured) -> dict[str, _Shapes]:
@@ -206,17 +246,28 @@ def _not_compared(measured: Measured) -> dict[str, _Shapes]:
 def _integer_evidence(gap: Integers) -> Fact:
     result = gap.result
     return fact(
-        "ends.num_differ", site=result.site, pass_=result.pass_, sample=result.sample,
-        step=result.step, tokens=gap.choice, num_different=gap.num_different,
-        num_compared=gap.num_compared, reference=gap.reference, candidate=gap.candidate,
-    )  # fmt: skip
+        "ends.num_differ",
+        site=result.site,
+        pass_=result.pass_,
+        sample=result.sample,
+        step=result.step,
+        tokens=gap.choice,
+        num_different=gap.num_different,
+        num_compared=gap.num_compared,
+        reference=gap.reference,
+        candidate=gap.candidate,
+    )
 
 
 def _seam_evidence(seam: Seam) -> Fact:
     values: dict[str, Any] = {
-        "before": seam.before, "site": seam.site, "size": seam.size, "limit": seam.limit,
-        "sample": seam.result.sample, "step": seam.result.step,
-    }  # fmt: skip
+        "before": seam.before,
+        "site": seam.site,
+        "size": seam.size,
+        "limit": seam.limit,
+        "sample": seam.result.sample,
+        "step": seam.result.step,
+    }
     if seam.way == "grown":
         return fact("ends.grown", **values)
     return fact("ends.changed", **values, side=seam.by, other=other_side(seam.by))

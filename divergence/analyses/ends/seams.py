@@ -230,9 +230,15 @@ class _Looked:
             # the outputs before it were apart, and meet here: other code, the same tensor
             limit = math.inf
         return Seam(
-            before=name, site=result.site, result=result, way="changed", size=size, limit=limit,
-            by=by, side=self._side(result, source, by),
-        )  # fmt: skip
+            before=name,
+            site=result.site,
+            result=result,
+            way="changed",
+            size=size,
+            limit=limit,
+            by=by,
+            side=self._side(result, source, by),
+        )
 
     def _formats(self, *records: Record) -> list[Format]:
         forms = [format_named(record.dtype) for record in records]
@@ -281,9 +287,13 @@ class _Looked:
         if size <= limit:
             return None
         return Seam(
-            before=given[-1].reference.record.site, site=result.site, result=result, way="grown",
-            size=size, limit=limit,
-        )  # fmt: skip
+            before=given[-1].reference.record.site,
+            site=result.site,
+            result=result,
+            way="grown",
+            size=size,
+            limit=limit,
+        )
 
     def is_block(self, pair: Pair) -> bool:
         note = self.a.manifest.plan.modules.get(module_of(pair.reference.record.site))

@@ -13,9 +13,14 @@ def _percent(value: float) -> str:
 
 
 _COLUMNS = (
-    "pass", Column("KL mean", decimal), Column("KL max", decimal), Column("same top 1", _percent),
-    Column("top 5", _percent), Column("least margin", fixed), Column("Δlogp", decimal),
-)  # fmt: skip
+    "pass",
+    Column("KL mean", decimal),
+    Column("KL max", decimal),
+    Column("same top 1", _percent),
+    Column("top 5", _percent),
+    Column("least margin", fixed),
+    Column("Δlogp", decimal),
+)
 
 
 def sections(report: Report, **_: object) -> list[Section]:
@@ -26,16 +31,29 @@ def sections(report: Report, **_: object) -> list[Section]:
             sites = (s for s in report.sites if (s.pass_, s.phase) == (pass_, phase))
             group = [site.logits for site in sites if site.logits is not None]
             if group:
-                rows.append((
-                    f"{phase}, {pass_}", max(item.kl_mean for item in group),
-                    max(item.kl_max for item in group), min(item.top1_agreement for item in group),
-                    min(item.top5_overlap for item in group),
-                    min(item.margin_min for item in group),
-                    max(item.chosen_logprob_diff_max for item in group),
-                ))  # fmt: skip
+                rows.append(
+                    (
+                        f"{phase}, {pass_}",
+                        max(item.kl_mean for item in group),
+                        max(item.kl_max for item in group),
+                        min(item.top1_agreement for item in group),
+                        min(item.top5_overlap for item in group),
+                        min(item.margin_min for item in group),
+                        max(item.chosen_logprob_diff_max for item in group),
+                    )
+                )
     table = Table(caption="The worst of all steps", columns=_COLUMNS, rows=rows)
-    return [Section(
-        id="logits", title="logits", detail="KL in nats from A to B; the worst of all steps",
-        lead="How far apart the distributions over the next token are; KL in nats, from A to B.",
-        body=[table],
-    )] if rows else []  # fmt: skip
+    return (
+        [
+            Section(
+                id="logits",
+                title="logits",
+                detail="KL in nats from A to B; the worst of all steps",
+                lead="How far apart the distributions over the next token are; KL in nats, from A "
+                "to B.",
+                body=[table],
+            )
+        ]
+        if rows
+        else []
+    )

@@ -46,15 +46,22 @@ def find(measured: Measured) -> AnalysisResult:
     router = first.router or first.site
     seen = max(
         (
-            s for s in measured.sites
+            s
+            for s in measured.sites
             if (s.pass_, s.of, s.sample, s.step)
             == (behind.pass_, behind.of, behind.sample, behind.step)
-            and (s.site == router or (module_of(s.site) == module_of(router) and not s.identical
-                 and format_named(s.reference_dtype).kind == "int"))
+            and (
+                s.site == router
+                or (
+                    module_of(s.site) == module_of(router)
+                    and not s.identical
+                    and format_named(s.reference_dtype).kind == "int"
+                )
+            )
         ),  # what it chose, where that was recorded, else the logits that it was made of
         key=order_of,
         default=behind,
-    )  # fmt: skip
+    )
     side = _side(measured, behind, first)
     blocks = {result.block for result, _ in choices}
     num_routed = len(routed_blocks(measured.reference.manifest))
@@ -69,17 +76,25 @@ def find(measured: Measured) -> AnalysisResult:
         "experts.sent_elsewhere",
         num_different=sum(len(choice.tokens) for _, choice in choices),
         num_compared=sum(choice.num_tokens for _, choice in choices),
-        token=first.tokens[0], sample=behind.sample, step=behind.step,
-        reference=first.experts[0][0].tolist(), candidate=first.experts[1][0].tolist(),
-    )  # fmt: skip
+        token=first.tokens[0],
+        sample=behind.sample,
+        step=behind.step,
+        reference=first.experts[0][0].tolist(),
+        candidate=first.experts[1][0].tolist(),
+    )
     position = first.tokens[0] if behind.step == 0 else seen.worst_position
     finding = measured.finding_at(
-        seen, claim="integers_differ", kind="systematic" if many else "localized",
+        seen,
+        claim="integers_differ",
+        kind="systematic" if many else "localized",
         headline=[sends, fact("by", by=side, both=False)],
         onset=replace(onset_at(seen), position=position, sample=behind.sample),
-        equal_inputs=behind.pass_ != "free", side=side, evidence=[evidence], beside=[evidence],
+        equal_inputs=behind.pass_ != "free",
+        side=side,
+        evidence=[evidence],
+        beside=[evidence],
         commands=measured.advice.look_at(first.site),
-    )  # fmt: skip
+    )
     return AnalysisResult(findings=[finding])
 
 
@@ -119,17 +134,25 @@ def _coarse_routers(measured: Measured) -> list[Finding]:
     side, other = SIDES[narrow], SIDES[1 - narrow]
     many = in_most(len(coarse), len(routers))
     headline = fact(
-        "experts.router_coarse", router=module_of(first.site), num=len(coarse) if many else None,
-        num_routed=len(routers), side=side, dtype=forms[narrow].name, other=other,
+        "experts.router_coarse",
+        router=module_of(first.site),
+        num=len(coarse) if many else None,
+        num_routed=len(routers),
+        side=side,
+        dtype=forms[narrow].name,
+        other=other,
         other_dtype=forms[1 - narrow].name,
-    )  # fmt: skip
+    )
     finding = measured.finding_at(
-        first, claim="error_everywhere_of_kind" if many else "error_made_here",
-        kind="systematic" if many else "localized", headline=[headline], equal_inputs=True,
+        first,
+        claim="error_everywhere_of_kind" if many else "error_made_here",
+        kind="systematic" if many else "localized",
+        headline=[headline],
+        equal_inputs=True,
         side=side if measured.truth is not None and side == "candidate" else None,
         rests_on=[check("clear", False, fact("experts.hidden"))],
         flags=[site.key for site, _ in coarse],
-    )  # fmt: skip
+    )
     return [finding]
 
 
@@ -177,10 +200,13 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if onset is None or onset.block is None:
         return []
     mine = [
-        s for s in measured.sites
-        if s.site == onset.site and s.pass_ == onset.pass_ and route_key(s) in routes.found
+        s
+        for s in measured.sites
+        if s.site == onset.site
+        and s.pass_ == onset.pass_
+        and route_key(s) in routes.found
         and (s.of is None or s.of == verdict.side)
-    ]  # fmt: skip
+    ]
     shared = _shared(mine, routes)
     if shared is None:
         return []

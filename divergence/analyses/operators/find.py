@@ -88,8 +88,12 @@ def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Find
             fact("by", by=by, both=side == "both" and not is_called),
         ],
         onset=Onset(
-            site=f"{first.site}:out", block=first.block, sample=first.sample, step=first.step,
-            position=None, pass_=operators.pass_,
+            site=f"{first.site}:out",
+            block=first.block,
+            sample=first.sample,
+            step=first.step,
+            position=None,
+            pass_=operators.pass_,
         ),
         equal_inputs=True,
         side=side,
@@ -97,7 +101,7 @@ def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Find
         evidence=operator_evidence(first, operators),
         beside=[fact("operators.beside_blocks")],
         commands=[] if advice is None else _next(first, side, advice),
-    )  # fmt: skip
+    )
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -144,10 +148,13 @@ def _what_happens(first: OperatorResult, *, seems: bool) -> Fact:
         return fact("operators.comes_in", site=site, argument=item.argument, how=_how(item))
     argument = None if region is None else region.argument
     return fact(
-        "operators.made_at", seems=seems, site=site, argument=argument,
+        "operators.made_at",
+        seems=seems,
+        site=site,
+        argument=argument,
         consumer=None if region is None or argument is None else region.consumer,
         region=None if region is None else region.replaced,
-    )  # fmt: skip
+    )
 
 
 def _mask(mask: OtherMask) -> Fact:
@@ -155,9 +162,13 @@ def _mask(mask: OtherMask) -> Fact:
     hides: Side = "candidate" if mask.num_by_candidate > mask.num_by_reference else "reference"
     query, key = mask.first[-2:] if len(mask.first) > 1 else (0, mask.first[-1])
     return fact(
-        "operators.mask", shows=other_side(hides), hides=hides, of_tokens=mask.of_tokens,
-        query=query, key=key,
-    )  # fmt: skip
+        "operators.mask",
+        shows=other_side(hides),
+        hides=hides,
+        of_tokens=mask.of_tokens,
+        query=query,
+        key=key,
+    )
 
 
 def _how(item: OtherInput) -> Fact:
@@ -188,17 +199,26 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         called = fact("operators.called_at", source=first.source, backward_of=first.backward_of)
     evidence = [
         fact(
-            "operators.why", site=first.site, phase=first.phase, reason=_reason(first), **values,
+            "operators.why",
+            site=first.site,
+            phase=first.phase,
+            reason=_reason(first),
+            **values,
             called_at=called,
         )
-    ]  # fmt: skip
+    ]
     evidence += [
-        fact("operators.other_operand", argument=item.argument, kind=item.kind,
-             reference=item.reference_value, candidate=item.candidate_value,
-             difference=item.difference,
-             share=item.difference if item.difference != math.inf else None)
+        fact(
+            "operators.other_operand",
+            argument=item.argument,
+            kind=item.kind,
+            reference=item.reference_value,
+            candidate=item.candidate_value,
+            difference=item.difference,
+            share=item.difference if item.difference != math.inf else None,
+        )
         for item in first.other_operands
-    ]  # fmt: skip
+    ]
     if first.other_operands and first.why == "operands" and not first.measurable:
         evidence.append(fact("operators.change_within_rounding"))
     if first.other_operands and first.verdict in SIDES:
@@ -220,11 +240,16 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     if entering is not None and first.why != "codes":
         evidence.append(fact("operators.fed_well", w_entering=entering))
     evidence += [
-        fact("operators.other_input", argument=item.argument, how=_how(item),
-             reference=item.origin_in_reference, candidate=item.origin_in_candidate,
-             difference=item.difference)
+        fact(
+            "operators.other_input",
+            argument=item.argument,
+            how=_how(item),
+            reference=item.origin_in_reference,
+            candidate=item.origin_in_candidate,
+            difference=item.difference,
+        )
         for item in first.other_inputs
-    ]  # fmt: skip
+    ]
     if operators.frame == "operator":
         evidence.append(fact("operators.same_inputs"))
     calls = [
@@ -237,10 +262,15 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         evidence.append(fact("operators.lone_feeds", side=side, calls=calls[:_MOST]))
     causal = operators.causal
     if causal is not None:
-        evidence.append(fact(
-            "operators.cause", holds=causal.holds, before=causal.before,
-            after=causal.largest_limit_usage, still=causal.still[:_MOST],
-        ))  # fmt: skip
+        evidence.append(
+            fact(
+                "operators.cause",
+                holds=causal.holds,
+                before=causal.before,
+                after=causal.largest_limit_usage,
+                still=causal.still[:_MOST],
+            )
+        )
     return evidence
 
 
@@ -256,23 +286,30 @@ def _reason(first: OperatorResult) -> Fact:
         times = {"reference": region.reference_times, "candidate": region.candidate_times}
         side = "reference" if (times["reference"] or 0) > (times["candidate"] or 0) else "candidate"
         return fact(
-            "operators.rounded_on_the_way", region=region.replaced, side=side, ratio=times[side],
+            "operators.rounded_on_the_way",
+            region=region.replaced,
+            side=side,
+            ratio=times[side],
             dtype=first.candidate_dtype,
-        )  # fmt: skip
+        )
     if mask is not None:
         return fact(
-            "operators.mask_counts", mask=_mask(mask), num_by_reference=mask.num_by_reference,
+            "operators.mask_counts",
+            mask=_mask(mask),
+            num_by_reference=mask.num_by_reference,
             num_by_candidate=mask.num_by_candidate,
-        )  # fmt: skip
+        )
     if first.why == "codes":
         return fact("operators.integers_differ", codes=first.codes)
     if first.why == "nonfinite":
         return fact("operators.nonfinite", side=first.verdict)
     if first.verdict == "both":
         return fact(
-            "operators.both_far", reference_error=first.reference_error,
-            candidate_error=first.candidate_error, floor=first.floor,
-        )  # fmt: skip
+            "operators.both_far",
+            reference_error=first.reference_error,
+            candidate_error=first.candidate_error,
+            floor=first.floor,
+        )
     if first.w is None:
         return fact("operators.differ", difference=first.difference)
     return _farther(first)
@@ -286,10 +323,15 @@ def _farther(first: OperatorResult) -> Fact:
     errors = {"reference": first.reference_error, "candidate": first.candidate_error}
     peak = first.why in ("row", "column", "slice")
     return fact(
-        "operators.farther", side=side, other=other, why=first.why,
-        ratio=first.peak if peak else max(first.w, 1 / first.w), own=errors[side],
-        other_error=errors[other], floor=first.floor,
-    )  # fmt: skip
+        "operators.farther",
+        side=side,
+        other=other,
+        why=first.why,
+        ratio=first.peak if peak else max(first.w, 1 / first.w),
+        own=errors[side],
+        other_error=errors[other],
+        floor=first.floor,
+    )
 
 
 def behind_operator(first: OperatorResult, explained: Explained) -> list[Fact]:

@@ -339,10 +339,14 @@ def _measure(
                 if unit.phase == "backward" and exact is not None and _is_another(p, q, exact):
                     continue
                 errors = measure_operator(
-                    p, q, exact, num_terms=num_terms(match.reference),
+                    p,
+                    q,
+                    exact,
+                    num_terms=num_terms(match.reference),
                     of_gradient=unit.phase == "backward",
-                    cancels=match.reference.name in _CANCELLING, before=prefill.columns,
-                )  # fmt: skip
+                    cancels=match.reference.name in _CANCELLING,
+                    before=prefill.columns,
+                )
                 if errors is not None:
                     prefill.columns = errors.columns
                     errors = dataclasses.replace(errors, columns=None)
@@ -383,9 +387,14 @@ class Rights:
     """What is right at each call of the reference in one forward."""
 
     def __init__(
-        self, truth: Run | None, ours: list[CallNode], true_nodes: list[CallNode], *, exact: bool,
+        self,
+        truth: Run | None,
+        ours: list[CallNode],
+        true_nodes: list[CallNode],
+        *,
+        exact: bool,
         run: Run,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._truth, self._run, self._exact = truth, run, exact
         self.exist = exact or truth is not None
         apart = None
@@ -546,9 +555,11 @@ def judge_unit(
                 # each: of what goes in as it was made, row by row, as what lies between might
                 # order the rows otherwise; a row that has none there (it is 0, or masked)
                 # explains its own
-                directly = [] if unit.region else [
-                    entering[path] for path in unit.match.reference.feeds if path in entering
-                ]  # fmt: skip
+                directly = (
+                    []
+                    if unit.region
+                    else [entering[path] for path in unit.match.reference.feeds if path in entering]
+                )
                 squares: list[torch.Tensor] = []
                 for forward, _, errors in unit.forwards:
                     if errors is None:
@@ -580,9 +591,12 @@ def judge_unit(
         return result
     verdict = result.verdict if result.verdict in ("candidate", "reference", "both") else "differs"
     return replace(
-        result, measurable=result.limit_usage > 1, verdict=verdict, limit_usage=math.inf,
+        result,
+        measurable=result.limit_usage > 1,
+        verdict=verdict,
+        limit_usage=math.inf,
         why="operands",
-    )  # fmt: skip
+    )
 
 
 def _pool(unit: OperatorUnit) -> _Pooled | None:
@@ -605,10 +619,12 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     rows = _Parts(squares, floor, torch.from_numpy(made))
     columns = None
     if len(widths) == 1 and len(reference) >= ENOUGH_ROWS:
-        squares = torch.stack([
-            sum((getattr(errors, f"column_{side}") for errors in finite), torch.zeros(1))
-            for side in ("reference", "candidate")
-        ])  # fmt: skip
+        squares = torch.stack(
+            [
+                sum((getattr(errors, f"column_{side}") for errors in finite), torch.zeros(1))
+                for side in ("reference", "candidate")
+            ]
+        )
         fourth = sum((errors.column_fourth for errors in finite), torch.zeros(1))
         base = sum((errors.column_floor for errors in finite), torch.zeros(1)).sqrt()
         columns = _Parts(squares, base, numbers_of(squares, fourth).clamp_max(len(reference)))
@@ -630,13 +646,20 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
 
 
 def _against_truth(
-    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, num_observations: int, *,
+    result: OperatorResult,
+    pooled: _Pooled,
+    thresholds: Thresholds,
+    num_observations: int,
+    *,
     alone: bool,
-) -> OperatorResult:  # fmt: skip
+) -> OperatorResult:
     result = replace(
-        result, reference_error=pooled.raw[0], candidate_error=pooled.raw[1],
-        ulp_share_reference=pooled.over_1_ulp[0], ulp_share_candidate=pooled.over_1_ulp[1],
-    )  # fmt: skip
+        result,
+        reference_error=pooled.raw[0],
+        candidate_error=pooled.raw[1],
+        ulp_share_reference=pooled.over_1_ulp[0],
+        ulp_share_candidate=pooled.over_1_ulp[1],
+    )
     if any(pooled.nonfinite):
         verdict = SIDES[pooled.nonfinite[1] > pooled.nonfinite[0]]
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict=verdict)
@@ -683,9 +706,14 @@ def _against_truth(
     if why == "row" and asked[0][0] > 1 and asked[0][2] == side:
         why = "typical"  # all rows are off, not the worst alone
     result = replace(
-        result, w=w, peak=peak, limit_usage=usage, why=why, leans=side,
+        result,
+        w=w,
+        peak=peak,
+        limit_usage=usage,
+        why=why,
+        leans=side,
         verdict=side if usage > 1 else "fine",
-    )  # fmt: skip
+    )
     most = thresholds.typical * wider * float(pooled.rows.floor.median())
     if usage <= 1 and alone and min(a, b) > most:
         result = replace(result, verdict="both", why="typical", limit_usage=min(a, b) / most)
@@ -771,7 +799,9 @@ def _judge_masks(result: OperatorResult, unit: OperatorUnit, *, with_truth: bool
     wrong = [sum(mask.wrong[side] for mask in masks) for side in (0, 1)]
     told = with_truth and wrong[0] != wrong[1]
     return replace(
-        result, limit_usage=math.inf, why="masked",
+        result,
+        limit_usage=math.inf,
+        why="masked",
         verdict=SIDES[wrong[1] > wrong[0]] if told else "differs",
         other_mask=OtherMask(
             num_by_reference=sum(mask.by[0] for mask in masks),
@@ -779,7 +809,7 @@ def _judge_masks(result: OperatorResult, unit: OperatorUnit, *, with_truth: bool
             first=masks[0].first,
             of_tokens=unit.phase == "prefill" and not unit.padded and square,
         ),
-    )  # fmt: skip
+    )
 
 
 def _with_codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> OperatorResult:
@@ -905,10 +935,15 @@ def judge_operators(
         )
         feeds = [by_path[key] for key in _keys(unit.feeds, unit.phase) if key in by_path]
         result = judge_unit(
-            result, unit, feeds, sizes, thresholds,
-            with_truth=measured.with_truth, num_observations=num_observations,
+            result,
+            unit,
+            feeds,
+            sizes,
+            thresholds,
+            with_truth=measured.with_truth,
+            num_observations=num_observations,
             alone=measured.frame == "operator",
-        )  # fmt: skip
+        )
         if two_dtypes:  # casts are to other dtypes by right
             numbers = [operand for operand in result.other_operands if operand.is_value]
             result = replace(result, other_operands=numbers)
@@ -959,11 +994,16 @@ def judge_operators(
     results = [replace(row, verdict=verdict) if id(row) in moved else row for row in results]
     remarks = []
     sides = [
-        fact("operators.unreached", calls=counted(nodes), side=side,
-             paths=[node.path for node in nodes[:2]], more=len(nodes) > 2)
+        fact(
+            "operators.unreached",
+            calls=counted(nodes),
+            side=side,
+            paths=[node.path for node in nodes[:2]],
+            more=len(nodes) > 2,
+        )
         for side, nodes in measured.unreached.items()
         if nodes
-    ]  # fmt: skip
+    ]
     if len(sides) > 1:  # what one side computes besides has nothing to be compared with
         remarks.append(fact("operators.nothing_common", sides=sides))
     paths = list(dict.fromkeys(path for path, _ in untold))
@@ -998,8 +1038,10 @@ def _keys(paths: Iterable[str], phase: str) -> list[tuple[str, str]]:
 
 def _is_step(result: OperatorResult) -> bool:
     """The same rounding to whole numbers on both sides."""
-    names = {name.rpartition(".")[0] if name.count(".") > 1 else name
-             for name in (result.operator, result.candidate_operator)}  # fmt: skip
+    names = {
+        name.rpartition(".")[0] if name.count(".") > 1 else name
+        for name in (result.operator, result.candidate_operator)
+    }
     return len(names) == 1 and names <= set(_STEPS)
 
 
@@ -1073,15 +1115,21 @@ def measure(measured: Measured) -> OperatorsResult | None:
     first: OperatorsResult | None = None
     for passes in _passes(a.manifest, b.manifest):
         operators = measure_operators(
-            a, b, passes, truth=None if truth is None else truth.run, rename=measured.rename,
+            a,
+            b,
+            passes,
+            truth=None if truth is None else truth.run,
+            rename=measured.rename,
             truth_pass="anchored" if truth is None else truth.anchored_pass,
-        )  # fmt: skip
+        )
         if operators is None:
             continue
         result = judge_operators(
-            operators, notes=a.manifest.plan.modules, thresholds=measured.thresholds,
+            operators,
+            notes=a.manifest.plan.modules,
+            thresholds=measured.thresholds,
             two_dtypes=_two_dtypes(a.manifest, b.manifest),
-        )  # fmt: skip
+        )
         if passes[1] == _ESCALATED:
             result = replace(result, pass_=_ESCALATED)
         if result.onset is not None:

@@ -69,10 +69,13 @@ def other_operands(
         ulps = ROUNDED_TWICE * torch.finfo(torch.bfloat16).eps
         near = measured and difference is not None and difference < ulps
         scalar = OtherOperand(
-            argument=item.argument, kind="scalar", is_value=item.is_number and not near,
+            argument=item.argument,
+            kind="scalar",
+            is_value=item.is_number and not near,
             reference_value=plain(scalar_words(item.reference)),
-            candidate_value=plain(scalar_words(item.candidate)), difference=difference,
-        )  # fmt: skip
+            candidate_value=plain(scalar_words(item.candidate)),
+            difference=difference,
+        )
         operands.append(scalar)
     operands += _tensors_for_numbers((ours, a), (theirs, b))
     changes = ours.call.operator.partition(".")[2].partition(".")[0].endswith("_")
@@ -120,10 +123,15 @@ def _tensors_for_numbers(
             continue
         difference = _relative(*numbers)
         if difference is not None and difference > ROUNDED_TWICE * max(*units, 2.0**-24):
-            operands.append(OtherOperand(
-                argument=name, kind="constant", reference_value=plain(f"{numbers[0]:.9g}"),
-                candidate_value=plain(f"{numbers[1]:.9g}"), difference=difference,
-            ))  # fmt: skip
+            operands.append(
+                OtherOperand(
+                    argument=name,
+                    kind="constant",
+                    reference_value=plain(f"{numbers[0]:.9g}"),
+                    candidate_value=plain(f"{numbers[1]:.9g}"),
+                    difference=difference,
+                )
+            )
     return operands
 
 
@@ -148,9 +156,11 @@ def region_operands(region: Region, a: Run, b: Run, *, measured: bool) -> list[O
 
 
 def _other_constant(
-    name: str, calls: tuple[CallNode, CallNode], operands: tuple[Operand, Operand],
+    name: str,
+    calls: tuple[CallNode, CallNode],
+    operands: tuple[Operand, Operand],
     runs: tuple[Run, Run],
-) -> OtherOperand | None:  # fmt: skip
+) -> OtherOperand | None:
     if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
         return None
     weights = [operand.weight is not None for operand in operands]
@@ -171,10 +181,18 @@ def _other_constant(
         differs = (
             num <= MOST_OF_CONSTANT and (difference or 0.0) > ROUNDED_TWICE * form.unit_roundoff
         )
-    return None if not differs else OtherOperand(
-        argument=name, kind="constant", reference_value=_value(x), candidate_value=_value(y),
-        is_value=True, difference=difference,
-    )  # fmt: skip
+    return (
+        None
+        if not differs
+        else OtherOperand(
+            argument=name,
+            kind="constant",
+            reference_value=_value(x),
+            candidate_value=_value(y),
+            is_value=True,
+            difference=difference,
+        )
+    )
 
 
 def _values(
@@ -225,10 +243,15 @@ def _relative(mine: object, other: object) -> float | None:
 def operand_facts(items: list[OtherOperand], side: str = "candidate") -> list[Fact]:
     """``other=0.13125 (A 0.125)``: a side's own first."""
     return [
-        fact("operators.operand", argument=item.argument, side=side,
-             reference=item.reference_value, candidate=item.candidate_value)
+        fact(
+            "operators.operand",
+            argument=item.argument,
+            side=side,
+            reference=item.reference_value,
+            candidate=item.candidate_value,
+        )
         for item in items[:3]
-    ]  # fmt: skip
+    ]
 
 
 def operands_text(items: list[OtherOperand], side: str) -> str:
@@ -277,10 +300,14 @@ def other_inputs(
         if x is not None and y is not None and x.xxh3 == y.xxh3:
             continue
         origins = [
-            fact("operators.origin", name=_maker(operand), via=list(operand.via),
-                 element=operand.offset or None)
+            fact(
+                "operators.origin",
+                name=_maker(operand),
+                via=list(operand.via),
+                element=operand.offset or None,
+            )
             for operand in (mine, other)
-        ]  # fmt: skip
+        ]
         if origins[0] == origins[1]:
             origins = [
                 fact("operators.strided", origin=origins[0], strides=operand.stride or None)
@@ -289,10 +316,12 @@ def other_inputs(
         read = _values((ours, theirs), (mine, other), (a, b)) if mine.shape == other.shape else None
         difference = None if read is None else relative_difference(*read)
         elsewhere = OtherInput(
-            argument=name, origin_in_reference=origins[0], origin_in_candidate=origins[1],
+            argument=name,
+            origin_in_reference=origins[0],
+            origin_in_candidate=origins[1],
             viewed=same_maker and mine.weight == other.weight and made[0] is not None,
             difference=difference,
-        )  # fmt: skip
+        )
         inputs.append(elsewhere)
     return inputs
 
@@ -345,8 +374,15 @@ def _maker(operand: Operand) -> str | None:
 # results in 16 bits: a fused attention or norm rounds its intermediates by its own right, and in
 # float32 the accumulator makes the error. Everything else abstains.
 
-_PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
-             "aten.linear")  # fmt: skip
+_PRODUCTS = (
+    "aten.mm",
+    "aten.bmm",
+    "aten.mv",
+    "aten.matmul",
+    "aten.addmm",
+    "aten.baddbmm",
+    "aten.linear",
+)
 _SUMS = ("aten.add", "aten.sub", "aten.cat", "aten.stack", "aten.sum")
 CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "aten.full_like")
 """What sums begin with."""
@@ -639,10 +675,12 @@ class Region:
         if alike and shapes[0] == shapes[1]:
             return fact("operators.other_layouts", calls=candidate)
         return fact(
-            "operators.in_place_of", candidate=candidate, reference=reference,
+            "operators.in_place_of",
+            candidate=candidate,
+            reference=reference,
             candidate_shape=shapes[0] if alike else None,
             reference_shape=shapes[1] if alike else None,
-        )  # fmt: skip
+        )
 
 
 @dataclass(slots=True)
@@ -724,9 +762,13 @@ def _before(places: Places, side: int, node: CallNode) -> list[CallNode]:
 
 
 def _region(
-    places: Places, mine: list[CallNode], theirs: list[CallNode], *,
-    consumer: Match | None = None, number: int = 0,
-) -> Region:  # fmt: skip
+    places: Places,
+    mine: list[CallNode],
+    theirs: list[CallNode],
+    *,
+    consumer: Match | None = None,
+    number: int = 0,
+) -> Region:
     own = {node.path for node in mine}
     sources = (source for node in mine for source in places.sources(0, node))
     begins = dict.fromkeys(source for source in sources if source[1] not in own)
@@ -734,8 +776,18 @@ def _region(
 
 
 _WORDS = {
-    "product": ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm", "_grouped_mm", "einsum",
-                "convolution"),
+    "product": (
+        "mm",
+        "bmm",
+        "matmul",
+        "linear",
+        "mv",
+        "dot",
+        "_scaled_mm",
+        "_grouped_mm",
+        "einsum",
+        "convolution",
+    ),
     "product_with_bias": ("addmm", "baddbmm", "addmv", "addbmm"),
     "addition": ("add", "sub", "rsub", "__iadd__"),
     "multiplication": ("mul", "__imul__"),
@@ -748,7 +800,7 @@ _WORDS = {
     "concatenation": ("cat", "stack"),
     "cast": ("_to_copy", "to"),
     "copy": ("clone", "copy", "contiguous"),
-}  # fmt: skip
+}
 _NAMES = {name: word for word, names in _WORDS.items() for name in names}
 
 

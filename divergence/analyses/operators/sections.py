@@ -52,13 +52,20 @@ def sections(
         proof = f"with the other side's result in place of {check.site}, {after}"
         body.append(named("proof", proof))
     if operators.unmatched:
-        body.append(Table(
-            caption="Called by one side alone", title="called by one side alone", names=True,
-            columns=("operator", "side", Column("line", face="page")), num_left=3,
-            rows=[(operator.site, letter(operator.side), operator.source)
-                  for operator in operators.unmatched],
-            most=8,
-        ))  # fmt: skip
+        body.append(
+            Table(
+                caption="Called by one side alone",
+                title="called by one side alone",
+                names=True,
+                columns=("operator", "side", Column("line", face="page")),
+                num_left=3,
+                rows=[
+                    (operator.site, letter(operator.side), operator.source)
+                    for operator in operators.unmatched
+                ],
+                most=8,
+            )
+        )
     body += [Sentence(note) for note in operators.notes]
     alone = operators.frame == "operator"
     modules = {result.block or result.site.partition("/")[0] for result in results}
@@ -69,11 +76,16 @@ def sections(
     frame = "each alone, on equal inputs" if alone else "from equal block inputs"
     lead = f"{count(len(results), 'operator')} compared, {frame}: "
     lead += f"{beyond} beyond a limit, {equal} with equal bits."
-    return [Section(
-        id="operators", title="operators", lead=lead, body=body,
-        detail=detail,
-        parts=_parts(operators) if page else (),
-    )]  # fmt: skip
+    return [
+        Section(
+            id="operators",
+            title="operators",
+            lead=lead,
+            body=body,
+            detail=detail,
+            parts=_parts(operators) if page else (),
+        )
+    ]
 
 
 def _chosen(operators: OperatorsResult) -> list[int]:
@@ -115,8 +127,11 @@ def _table(
         ]
     rows = []
     for result in results:
-        numbers = _against_truth(result) if with_truth else (
-            result.limit_usage, result.difference, result.floor)  # fmt: skip
+        numbers = (
+            _against_truth(result)
+            if with_truth
+            else (result.limit_usage, result.difference, result.floor)
+        )
         matched = "" if result.match == "exact" else f" {_MATCHED[result.match]}"
         verdict = _verdict(result) or "equal" * result.identical
         rows.append((_short_name(result) + matched, *numbers, verdict, result.source))
@@ -125,10 +140,20 @@ def _table(
         for result in results
     ]
     return Table(
-        caption=caption, rows=rows, marks=marks, names=True, note=note, below=below, grid=True,
-        columns=[Column("operator", width=34), *figures, Column("verdict", left=True),
-                 Column("line", face="page", left=True)],
-    )  # fmt: skip
+        caption=caption,
+        rows=rows,
+        marks=marks,
+        names=True,
+        note=note,
+        below=below,
+        grid=True,
+        columns=[
+            Column("operator", width=34),
+            *figures,
+            Column("verdict", left=True),
+            Column("line", face="page", left=True),
+        ],
+    )
 
 
 def _beside(result: OperatorResult) -> list[Sentence]:
@@ -152,9 +177,11 @@ def _against_truth(result: OperatorResult) -> tuple[object, ...]:
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
     return (
         times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
-        result.reference_error, result.candidate_error, result.floor,
+        result.reference_error,
+        result.candidate_error,
+        result.floor,
         over if result.w is not None else result.codes,
-    )  # fmt: skip
+    )
 
 
 def _verdict(result: OperatorResult) -> str:

@@ -85,11 +85,40 @@ def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:
 
 # A forward's calls for the precision audit: who feeds whom, and which part each belongs to.
 
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "matmul",
-                       "linear", "einsum", "convolution", "_convolution"})  # fmt: skip
+_PRODUCTS = frozenset(
+    {
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "addmv",
+        "mv",
+        "dot",
+        "matmul",
+        "linear",
+        "einsum",
+        "convolution",
+        "_convolution",
+    }
+)
 SOFTMAX = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "softmax"})
-_INSIDE = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean", "linalg_vector_norm",
-                     "norm", "cumsum"}) | SOFTMAX  # fmt: skip
+_INSIDE = (
+    frozenset(
+        {
+            "mean",
+            "sum",
+            "var",
+            "var_mean",
+            "std",
+            "std_mean",
+            "linalg_vector_norm",
+            "norm",
+            "cumsum",
+        }
+    )
+    | SOFTMAX
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +250,62 @@ class Calls:
 # fused kernels and activations, a file's name only a cache. Each operator belongs to one part at
 # most: the first in that order.
 
-_ON_SCORES = frozenset({"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "cat",
-                        "clone", "maximum", "index", "slice_scatter"})  # fmt: skip
-_ON_ROUTES = SOFTMAX | {"sigmoid", "add", "sub", "mul", "div", "sum", "gather", "masked_fill",
-                         "where", "clamp", "clamp_min", "topk", "softplus", "sqrt", "tanh",
-                         "amax", "max", "exp"}  # fmt: skip
-_ACTIVATIONS = frozenset({"silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid",
-                          "softplus", "mish", "hardswish", "hardsigmoid", "_glu", "glu",
-                          "swiglu"})  # fmt: skip
+_ON_SCORES = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "masked_fill",
+        "where",
+        "tanh",
+        "clamp",
+        "cat",
+        "clone",
+        "maximum",
+        "index",
+        "slice_scatter",
+    }
+)
+_ON_ROUTES = SOFTMAX | {
+    "sigmoid",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "sum",
+    "gather",
+    "masked_fill",
+    "where",
+    "clamp",
+    "clamp_min",
+    "topk",
+    "softplus",
+    "sqrt",
+    "tanh",
+    "amax",
+    "max",
+    "exp",
+}
+_ACTIVATIONS = frozenset(
+    {
+        "silu",
+        "gelu",
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "elu",
+        "tanh",
+        "sigmoid",
+        "softplus",
+        "mish",
+        "hardswish",
+        "hardsigmoid",
+        "_glu",
+        "glu",
+        "swiglu",
+    }
+)
 
 
 def find_parts(
@@ -403,8 +480,17 @@ def _rest(graph: Calls) -> None:
 _REDUCTIONS = frozenset(
     {"mean", "sum", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm"}
 )
-_STATISTICS = _REDUCTIONS | {"pow", "square", "mul", "sub", "add", "clamp", "clamp_min", "div",
-                             "maximum"}  # fmt: skip
+_STATISTICS = _REDUCTIONS | {
+    "pow",
+    "square",
+    "mul",
+    "sub",
+    "add",
+    "clamp",
+    "clamp_min",
+    "div",
+    "maximum",
+}
 
 
 def find_norms(graph: Calls) -> None:
@@ -509,9 +595,11 @@ _STEP_PARTS: dict[Part, tuple[str, str, str, bool]] = {
 it is named."""
 
 PHASES: dict[Part, str] = {
-    "reduced gradients": "backward", "gradient sums": "backward",
-    "main weights": "optimizer", "moments": "optimizer",
-}  # fmt: skip
+    "reduced gradients": "backward",
+    "gradient sums": "backward",
+    "main weights": "optimizer",
+    "moments": "optimizer",
+}
 """Where what a part does is first seen: in parameters' gradients, or in what they become."""
 
 
@@ -541,10 +629,16 @@ def step_rows(
             for step, dtype in zip(sides, dtypes, strict=True)
         ]
         row = AuditRow(
-            part=part, reference=given[0], candidate=given[1], expected=["float32"],
-            expected_from=fact(by), own=named, below=whose,
-            differs=None not in dtypes and dtypes[0] != dtypes[1], num_places=1,
-        )  # fmt: skip
+            part=part,
+            reference=given[0],
+            candidate=given[1],
+            expected=["float32"],
+            expected_from=fact(by),
+            own=named,
+            below=whose,
+            differs=None not in dtypes and dtypes[0] != dtypes[1],
+            num_places=1,
+        )
         rows.append(row)
         if row.differs or (whose is not None and named):
             what = _what_is_done(row, sides, alone=candidate is None)
@@ -555,10 +649,13 @@ def step_rows(
 def gradient_errors(measured: Measured) -> Fact | None:
     """The median error of both sides' parameters' gradients; None without a truth."""
     truths = [
-        site.truth for site in measured.sites
-        if site.pass_ == "free" and site.phase == "backward" and of_parameter(site.site)
+        site.truth
+        for site in measured.sites
+        if site.pass_ == "free"
+        and site.phase == "backward"
+        and of_parameter(site.site)
         and site.truth is not None
-    ]  # fmt: skip
+    ]
     if not truths:
         return None
     return fact(
@@ -648,9 +745,14 @@ def audit_runs(
                 probed.setdefault(key, []).append(fact("precision.side", side=side))
     for (dtype, accumulator, *operators), sides in probed.items():
         remarks.append(
-            fact("precision.probed", sides=sides, dtype=dtype, accumulator=accumulator,
-                 operators=operators)
-        )  # fmt: skip
+            fact(
+                "precision.probed",
+                sides=sides,
+                dtype=dtype,
+                accumulator=accumulator,
+                operators=operators,
+            )
+        )
     rows, findings = [], []
     for part in PARTS:
         mine, other = ([p for p in places or () if p.part == part] for places in (ours, theirs))
@@ -674,9 +776,12 @@ def audit_runs(
         told = finding(row, mine, other, pairs, alone=candidate is None)
         findings += [] if told is None else [told]
     return AuditResult(
-        rows=rows + step, findings=findings + step_findings, reference=ours, candidate=theirs,
+        rows=rows + step,
+        findings=findings + step_findings,
+        reference=ours,
+        candidate=theirs,
         remarks=remarks,
-    )  # fmt: skip
+    )
 
 
 def audited_places(run: Run) -> list[AuditedPlace] | None:
@@ -722,8 +827,15 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
                 below=not part.kernel and is_below(computed, expected.get("expected", ())),
                 **expected,
             )
-            key = (place.part, place.module, place.source, place.computed, place.kernel,
-                   place.result, *place.operands)  # fmt: skip
+            key = (
+                place.part,
+                place.module,
+                place.source,
+                place.computed,
+                place.kernel,
+                place.result,
+                *place.operands,
+            )
             if key in places:  # in another forward, or for another tensor there
                 seen = places[key]
                 operators, near = (
@@ -742,10 +854,17 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     for record in records[:1]:
         expected = expectation("logits", manifest)
         place = AuditedPlace(
-            part="logits", module=module_of(logits), site=logits, operators=[], operands=[],
-            result=record.dtype, computed=record.dtype, num_calls=len(records),
-            below=is_below(record.dtype, expected.get("expected", ())), **expected,
-        )  # fmt: skip
+            part="logits",
+            module=module_of(logits),
+            site=logits,
+            operators=[],
+            operands=[],
+            result=record.dtype,
+            computed=record.dtype,
+            num_calls=len(records),
+            below=is_below(record.dtype, expected.get("expected", ())),
+            **expected,
+        )
         kept.append(place)
     return kept
 
@@ -816,21 +935,29 @@ def finding(
         number = max((0, 1), key=oddness)
         odd, first, second = SIDES[number], pairs[0][number], pairs[0][1 - number]
         what = fact(
-            "precision.computes", side=odd, part=row.part, place=_dtype_and_place(first),
-            other=other_side(odd), dtype=second.computed, expected=row.expected,
+            "precision.computes",
+            side=odd,
+            part=row.part,
+            place=_dtype_and_place(first),
+            other=other_side(odd),
+            dtype=second.computed,
+            expected=row.expected,
             num_more=len({place.module for place, _ in pairs}) - 1 or None,
             expected_from=row.expected_from,
-        )  # fmt: skip
+        )
         places = [place for pair in pairs for place in pair]
     elif accused:
         places = [place for place in (*ours, *theirs) if place.below]
         other = {"reference": theirs, "candidate": ours}.get(accused, [])
         what = fact(
-            "precision.computes_below", who="run" if alone else accused, part=row.part,
-            place=_dtype_and_place(places[0]), expected=row.expected,
+            "precision.computes_below",
+            who="run" if alone else accused,
+            part=row.part,
+            place=_dtype_and_place(places[0]),
+            expected=row.expected,
             expected_from=row.expected_from,
             kernel=next((place.kernel for place in other if place.kernel), None),
-        )  # fmt: skip
+        )
     else:
         return None
     sites = [site for place in places for site in (*place.operators, *place.near)]

@@ -28,13 +28,16 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     errors = gradient_errors(measured) if training else None
     return [
         Finding(
-            claim="explanation", role="explains", leads=leads,
+            claim="explanation",
+            role="explains",
+            leads=leads,
             evidence=[
-                item.what.with_values(errors=errors) if item.part == "reduced gradients"
+                item.what.with_values(errors=errors)
+                if item.part == "reduced gradients"
                 else item.what
                 for item in audit.findings
                 if (onset in item.operators or PHASES.get(item.part, "") == phase) == leads
             ],
         )
         for leads in (True, False)
-    ]  # fmt: skip
+    ]

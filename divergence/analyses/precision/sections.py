@@ -33,11 +33,15 @@ def audit_sections(
                 if place.part == row.part
             )
     table = Table(
-        caption="Parts of the model", grid=True, gives=(len(sides) + 1,), num_left=len(sides) + 2,
-        columns=(Column("part", width=16), *sides, Column("expected", _expectation)), marks=marks,
+        caption="Parts of the model",
+        grid=True,
+        gives=(len(sides) + 1,),
+        num_left=len(sides) + 2,
+        columns=(Column("part", width=16), *sides, Column("expected", _expectation)),
+        marks=marks,
         rows=[(row.part, *(row.reference, row.candidate)[: len(sides)], row) for row in audit.rows],
         below=below,
-    )  # fmt: skip
+    )
     by = ", by its operators" if audit.reference is not None or audit.candidate is not None else ""
     places = [*(audit.reference or ()), *(audit.candidate or ())]
     sentences = []
@@ -54,11 +58,15 @@ def audit_sections(
     if alone:
         sentences += [Sentence(item.text, "!:", style="yellow") for item in audit.findings]
     usual = not alone and not any(marks)
-    return [Section(
-        id="precision", title="precision", detail=f"in which dtype each part ran{by}",
-        body=[table, *sentences, *(Sentence(note, "note:") for note in audit.notes)],
-        verbose=usual,
-    )]  # fmt: skip
+    return [
+        Section(
+            id="precision",
+            title="precision",
+            detail=f"in which dtype each part ran{by}",
+            body=[table, *sentences, *(Sentence(note, "note:") for note in audit.notes)],
+            verbose=usual,
+        )
+    ]
 
 
 def _expectation(row: AuditRow) -> str:

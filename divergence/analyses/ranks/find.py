@@ -46,11 +46,15 @@ def find(measured: Measured) -> AnalysisResult:
             if each.pass_ not in first:
                 pair = pairs.get(each.coordinates)
                 first[each.pass_] = _measured(side, run, other, each, pair, measured.thresholds)
-        checks.append(ReplicaCheck(
-            side=side, mesh=run.manifest.processes, num_tensors=len(copied),
-            num_different=len({each.coordinates for each in run.disagreements}),
-            first=list(first.values()),
-        ))  # fmt: skip
+        checks.append(
+            ReplicaCheck(
+                side=side,
+                mesh=run.manifest.processes,
+                num_tensors=len(copied),
+                num_different=len({each.coordinates for each in run.disagreements}),
+                first=list(first.values()),
+            )
+        )
         # a verdict may rest on that where inputs were anchored, if there is one
         diff = first.get("anchored") or first.get("free")
         if diff is not None:
@@ -60,9 +64,13 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def _measured(
-    side: Side, run: UnshardedRun, other: Run, disagreement: RankDisagreement, pair: Pair | None,
+    side: Side,
+    run: UnshardedRun,
+    other: Run,
+    disagreement: RankDisagreement,
+    pair: Pair | None,
     thresholds: Thresholds,
-) -> ReplicaDiff:  # fmt: skip
+) -> ReplicaDiff:
     """How far apart the versions are, and which is wrong."""
     ranks, peers = disagreement.ranks, disagreement.peers
     told_by: ToldBy = "majority" if len(ranks) < len(peers) else "nobody"
@@ -82,9 +90,16 @@ def _measured(
                 told_by, ranks, peers, versions = "other run", peers, ranks, versions[::-1]
         size = max(_rel_l2(versions[0], odd) for odd in versions[1:])
     return ReplicaDiff(
-        side=side, pass_=disagreement.pass_, sample=disagreement.sample, step=disagreement.step,
-        site=disagreement.site, ranks=ranks, peers=peers, told_by=told_by, rel_l2=size,
-    )  # fmt: skip
+        side=side,
+        pass_=disagreement.pass_,
+        sample=disagreement.sample,
+        step=disagreement.step,
+        site=disagreement.site,
+        ranks=ranks,
+        peers=peers,
+        told_by=told_by,
+        rel_l2=size,
+    )
 
 
 def _rel_l2(a: np.ndarray, b: np.ndarray) -> float:
@@ -145,9 +160,14 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
         if not wrong <= theirs or 2 * len(wrong) <= len(theirs):
             continue
         owning.append(fact("ranks.of_side", ranks=sorted(ranks), side=side))
-        ran_wrong = fact("ranks.ran_wrong", ranks=owning[-1], num_run=len(theirs),
-                         total=len(usages), num_wrong=len(wrong),
-                         num_others=len(usages) - len(theirs))  # fmt: skip
+        ran_wrong = fact(
+            "ranks.ran_wrong",
+            ranks=owning[-1],
+            num_run=len(theirs),
+            total=len(usages),
+            num_wrong=len(wrong),
+            num_others=len(usages) - len(theirs),
+        )
         evidence.append(ran_wrong)
     if not owning:
         return []
@@ -157,9 +177,12 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
 
 
 def _finding(
-    measured: Measured, run: UnshardedRun, checked: ReplicaCheck, diff: ReplicaDiff,
+    measured: Measured,
+    run: UnshardedRun,
+    checked: ReplicaCheck,
+    diff: ReplicaDiff,
     pair: Pair | None,
-) -> Finding:  # fmt: skip
+) -> Finding:
     result = None
     if pair is not None:
         key = _key(pair)
@@ -170,10 +193,17 @@ def _finding(
     alone = len(diff.ranks) == 1
     who = fact(code, ranks=diff.ranks, peers=diff.peers, side=diff.side, alone=alone)
     disagreement = fact(
-        "ranks.disagreement", who=who, site=diff.site, pass_=diff.pass_, sample=diff.sample,
-        step=diff.step, num_more=checked.num_different - 1, num_tensors=checked.num_tensors,
-        rel_l2=diff.rel_l2, told_by=diff.told_by,
-    )  # fmt: skip
+        "ranks.disagreement",
+        who=who,
+        site=diff.site,
+        pass_=diff.pass_,
+        sample=diff.sample,
+        step=diff.step,
+        num_more=checked.num_different - 1,
+        num_tensors=checked.num_tensors,
+        rel_l2=diff.rel_l2,
+        told_by=diff.told_by,
+    )
     record = None if pair is None else getattr(pair, diff.side).record
     limit = measured.thresholds.typical * _floor(run, record, result)
     if diff.rel_l2 is not None and diff.rel_l2 <= limit:
@@ -250,7 +280,11 @@ def _share(onset: Onset, measured: Measured) -> Fact | None:
             if alone or table.x[worst, 0] - table.control[worst, 0] > table.reach[worst, 0]:
                 sizes = [_rel_l2(x[part.index], y[part.index]) for part in parts]
                 return fact(
-                    "ranks.share_off", site=onset.site, side=side, rank=parts[worst].rank,
-                    rel_l2=sizes.pop(worst), rest_rel_l2=max(sizes),
-                )  # fmt: skip
+                    "ranks.share_off",
+                    site=onset.site,
+                    side=side,
+                    rank=parts[worst].rank,
+                    rel_l2=sizes.pop(worst),
+                    rest_rel_l2=max(sizes),
+                )
     return None

@@ -23,10 +23,15 @@ def sections(report: Report, **_: object) -> list[Section]:
         body.append(named(letter(check.side), f"{check.mesh}: {text}", style, indent=2))
         for diff in check.first:
             size = "" if diff.rel_l2 is None else f", rel L2 {diff.rel_l2:.1e}"
-            body.append(named("", (
-                f"first in the {diff.pass_} pass: rank {rank_names(diff.ranks)} against "
-                f"{rank_names(diff.peers)} at {diff.site} (prompt {diff.sample}, step {diff.step})"
-                f"{size}"
-            )))  # fmt: skip
+            body.append(
+                named(
+                    "",
+                    (
+                        f"first in the {diff.pass_} pass: rank {rank_names(diff.ranks)} against "
+                        f"{rank_names(diff.peers)} at {diff.site} (prompt {diff.sample}, step "
+                        f"{diff.step}){size}"
+                    ),
+                )
+            )
     detail = "tensors that several of a run's ranks computed alike"
     return [Section(id="ranks", title="ranks", detail=detail, body=body)]

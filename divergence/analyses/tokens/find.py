@@ -29,8 +29,11 @@ def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> Tokens
     other as 1 and W², and so is what the head makes of them."""
     if tokens is None or tokens.kl_limit is None or tokens.floor_side is None:
         return tokens
-    blocks = [s.truth.w_median for s in sites if s.truth and s.role == "block"
-              and s.pass_ == "anchored" and not s.identical]  # fmt: skip
+    blocks = [
+        s.truth.w_median
+        for s in sites
+        if s.truth and s.role == "block" and s.pass_ == "anchored" and not s.identical
+    ]
     blocks = [w if tokens.floor_side == "reference" else 1 / max(w, 1e-300) for w in blocks]
     usual = statistics.median(blocks) if blocks else 1.0
     explained = (1 + min(max(1.0, usual), THRESHOLDS.truth_systematic) ** 2) / 2
@@ -49,10 +52,15 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     far = ratio is not None and limit is not None and ratio > limit
     if far:  # farther apart than the floor explains
         kl = fact(
-            "tokens.kl", mean=tokens.kl_mean, p99=tokens.kl_p99, side=tokens.floor_side,
-            floor_mean=tokens.floor_kl_mean, floor_p99=tokens.floor_kl_p99, ratio=ratio,
+            "tokens.kl",
+            mean=tokens.kl_mean,
+            p99=tokens.kl_p99,
+            side=tokens.floor_side,
+            floor_mean=tokens.floor_kl_mean,
+            floor_p99=tokens.floor_kl_p99,
+            ratio=ratio,
             limit=limit,
-        )  # fmt: skip
+        )
         evidence.append(kl)
     findings = [Finding(claim="context", role="context", evidence=evidence)]
     # of two sides the one whose distance is not the floor
@@ -62,10 +70,15 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
         headline: Fact, evidence: Fact, places: list[tuple[int, int]], step: int | None = None
     ) -> Finding:
         return Finding(
-            claim="drift", kind="drift", headline=[headline], step=step, accumulated_at=places,
-            rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))], side=farther,
+            claim="drift",
+            kind="drift",
+            headline=[headline],
+            step=step,
+            accumulated_at=places,
+            rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
+            side=farther,
             evidence=[evidence],
-        )  # fmt: skip
+        )
 
     if faults:
         fault = faults[0]
@@ -87,7 +100,12 @@ def _flip_evidence(flip: TokenDifference, *, later: bool = False) -> Fact:
     if flip.z is not None:
         sizes.append(fact("tokens.deviations", z=flip.z, of=flip.z_of or "difference"))
     return fact(
-        "tokens.flip", later=later, sample=flip.sample, step=flip.step, sizes=sizes,
+        "tokens.flip",
+        later=later,
+        sample=flip.sample,
+        step=flip.step,
+        sizes=sizes,
         unjudged=flip.judgement is None and flip.z_of in ("difference", "model"),
-        judgement=flip.judgement, truth_margin=flip.truth_margin,
-    )  # fmt: skip
+        judgement=flip.judgement,
+        truth_margin=flip.truth_margin,
+    )

@@ -170,10 +170,12 @@ def _deviations(
 def measure(measured: Measured) -> TokensResult | None:
     """The tokens of two runs, with what rounding may make of them."""
     return compare_tokens(
-        measured.reference, measured.candidate,
+        measured.reference,
+        measured.candidate,
         truth=None if measured.truth is None else measured.truth.run,
-        allowed=allowed_errors(measured.sites), thresholds=measured.thresholds,
-    )  # fmt: skip
+        allowed=allowed_errors(measured.sites),
+        thresholds=measured.thresholds,
+    )
 
 
 def compare_tokens(
@@ -205,11 +207,17 @@ def compare_tokens(
     kl = _kl_fields(reference, candidate, truth, places, thresholds, routed=routed)
     differences = [
         difference_at(
-            reference, candidate, truth, flip, thresholds, floor_side=kl.get("floor_side"),
-            allowed=(allowed or {}).get(flip), tops=number == 0,
+            reference,
+            candidate,
+            truth,
+            flip,
+            thresholds,
+            floor_side=kl.get("floor_side"),
+            allowed=(allowed or {}).get(flip),
+            tops=number == 0,
         )
         for number, flip in enumerate(flips)
-    ]  # fmt: skip
+    ]
     if routed:  # a tie is a tie; nothing beyond it is a fault for that
         differences = [
             replace(flip, judgement=None) if flip.judgement == "fault" else flip
@@ -249,9 +257,14 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
 
 
 def _kl_fields(
-    reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep],
-    thresholds: Thresholds, *, routed: bool,
-) -> dict[str, Any]:  # fmt: skip
+    reference: Run,
+    candidate: Run,
+    truth: Run | None,
+    places: Sequence[PromptStep],
+    thresholds: Thresholds,
+    *,
+    routed: bool,
+) -> dict[str, Any]:
     """What TokensResult says of the distributions at ``places``: KL(reference‖candidate) beside
     KL(truth‖side), the side being the one that is nearer to the truth, by the mean: what a correct
     implementation of this dtype errs by, as this comparison itself shows it. Nothing where no row

@@ -64,8 +64,15 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     body += [] if tokens.kl_mean is None else [_divergence(tokens)]
     if tokens.explanation is not None:
         body += _explained(tokens.explanation, first)
-    return [Section(id="tokens", title="tokens", lead=lead, body=body,
-                    detail=f"{tokens.num_equal} of {total} equal; {how}{missing}")]  # fmt: skip
+    return [
+        Section(
+            id="tokens",
+            title="tokens",
+            lead=lead,
+            body=body,
+            detail=f"{tokens.num_equal} of {total} equal; {how}{missing}",
+        )
+    ]
 
 
 def explained_facts(report: Report) -> list[Sentence]:
@@ -99,20 +106,37 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     )
     body: list[Block] = [
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
-        Table(caption="What each side chose", columns=("", "", ""), num_left=3, indent=4, rows=[
-            (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
-            for name, choice, margin, more in sides
-        ]),
+        Table(
+            caption="What each side chose",
+            columns=("", "", ""),
+            num_left=3,
+            indent=4,
+            rows=[
+                (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
+                for name, choice, margin, more in sides
+            ],
+        ),
         *_judgement(first),
-    ]  # fmt: skip
+    ]
     tops = itertools.zip_longest(first.reference_top, first.candidate_top)
     rows = [(a, a and a.logprob, b, b and b.logprob) for a, b in tops]
     if rows:
-        body.append(Table(
-            caption="The most likely tokens there", num_left=3, names=True, rows=rows, indent=4,
-            columns=(Column("top of A", _token, ""), Column("logprob", fixed, ""),
-                     Column("top of B", _token, ""), Column("logprob", fixed, "")), widest=32,
-        ))  # fmt: skip
+        body.append(
+            Table(
+                caption="The most likely tokens there",
+                num_left=3,
+                names=True,
+                rows=rows,
+                indent=4,
+                columns=(
+                    Column("top of A", _token, ""),
+                    Column("logprob", fixed, ""),
+                    Column("top of B", _token, ""),
+                    Column("logprob", fixed, ""),
+                ),
+                widest=32,
+            )
+        )
     return body
 
 
@@ -144,8 +168,11 @@ def _judgement(first: TokenDifference) -> list[Sentence]:
     sentences = [Sentence(judged, style=styles[first.judgement])]
     choice = first.truth_choice
     if choice is not None:
-        agreeing = [name for name, side in (("A", first.reference), ("B", first.candidate))
-                    if side.id == choice.id]  # fmt: skip
+        agreeing = [
+            name
+            for name, side in (("A", first.reference), ("B", first.candidate))
+            if side.id == choice.id
+        ]
         who = agreeing[0] if agreeing else "neither"
         sentences.append(Sentence(f"the truth chose {_token(choice)}: it agrees with {who}"))
     return sentences
@@ -196,15 +223,21 @@ def _explained(explanation: Explanation, first: TokenDifference | None) -> list[
     return [
         Sentence(f"{what}, {whence}{why}", "explained:", indent=2, hang=4),
         Sentence(f"{added}, here in {explanation.dtype} on {explanation.device}"),
-        Table(caption="Its margin", columns=("", ""), num_left=2, indent=4, rows=[
-            (over, ""),
-            ("  in A", fixed(explanation.reference_margin)),
-            ("  in B", fixed(explanation.candidate_margin)),
-            ("  here, as it is", fixed(explanation.baseline_margin)),
-            ("  here, with the error", fixed(explanation.injected_margin)),
-        ]),
+        Table(
+            caption="Its margin",
+            columns=("", ""),
+            num_left=2,
+            indent=4,
+            rows=[
+                (over, ""),
+                ("  in A", fixed(explanation.reference_margin)),
+                ("  in B", fixed(explanation.candidate_margin)),
+                ("  here, as it is", fixed(explanation.baseline_margin)),
+                ("  here, with the error", fixed(explanation.injected_margin)),
+            ],
+        ),
         Sentence(_effect(explanation) + chosen, style="yellow"),
-    ]  # fmt: skip
+    ]
 
 
 def _cause(explanation: Explanation) -> str:
@@ -254,9 +287,14 @@ def _strips(tokens: TokensResult, background: Background) -> list[Block]:
 
 
 def _strip(
-    number: int, ours: SampleTokens, theirs: SampleTokens,
-    flips: dict[tuple[int, int], TokenDifference], background: Background, *, forced: bool,
-) -> Strip:  # fmt: skip
+    number: int,
+    ours: SampleTokens,
+    theirs: SampleTokens,
+    flips: dict[tuple[int, int], TokenDifference],
+    background: Background,
+    *,
+    forced: bool,
+) -> Strip:
     ids = ours.chosen_ids, theirs.chosen_ids
     steps = max(map(len, ids))
     parted = next((n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), steps)
@@ -273,19 +311,43 @@ def _strip(
     )
     more = max(0, steps - shown)
     return Strip(
-        title=f"Prompt {number}", lead=both_ends(ours.text, 400) if ours.text else "", cells=cells,
-        apart=(a, b), note=f"{count(more, 'more token')}." if more and forced else "",
-    )  # fmt: skip
+        title=f"Prompt {number}",
+        lead=both_ends(ours.text, 400) if ours.text else "",
+        cells=cells,
+        apart=(a, b),
+        note=f"{count(more, 'more token')}." if more and forced else "",
+    )
 
 
 def _flips(flips: Sequence[TokenDifference]) -> Table:
     return Table(
-        caption="Different choices", num_left=4, sparse=True, most=_MOST_FLIPS,
+        caption="Different choices",
+        num_left=4,
+        sparse=True,
+        most=_MOST_FLIPS,
         folded=f"All {len(flips)} different choices",
-        columns=("prompt", "step", Column("A chose", _token), Column("B chose", _token),
-                 Column("A ahead by", fixed), Column("B ahead by", fixed),
-                 Column("the truth chose", _token), "judged"),
-        rows=[(flip.sample, flip.step, flip.reference, flip.candidate, flip.margin,
-               flip.candidate_margin, flip.truth_choice, flip.judgement) for flip in flips],
+        columns=(
+            "prompt",
+            "step",
+            Column("A chose", _token),
+            Column("B chose", _token),
+            Column("A ahead by", fixed),
+            Column("B ahead by", fixed),
+            Column("the truth chose", _token),
+            "judged",
+        ),
+        rows=[
+            (
+                flip.sample,
+                flip.step,
+                flip.reference,
+                flip.candidate,
+                flip.margin,
+                flip.candidate_margin,
+                flip.truth_choice,
+                flip.judgement,
+            )
+            for flip in flips
+        ],
         marks=["flagged" if flip.judgement == "fault" else "" for flip in flips],
-    )  # fmt: skip
+    )

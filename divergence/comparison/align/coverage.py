@@ -348,8 +348,10 @@ def not_exercised(run: Run) -> list[Unexercised]:
     shares: dict[str, int] = {}
     for path, count in plan.not_called.items():
         shares[starred(path)] = shares.get(starred(path), 0) + count
-    unreached = [Unexercised(what="module", name=name, share=count / total)
-                 for name, count in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
+    unreached = [
+        Unexercised(what="module", name=name, share=count / total)
+        for name, count in sorted(shares.items(), key=lambda item: -item[1])
+    ]
     if any(note.routed for note in plan.modules.values()):
         from divergence.comparison.experts import choices_in
 

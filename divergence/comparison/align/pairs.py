@@ -158,9 +158,11 @@ def is_repeated(piece: Piece, other: Piece) -> bool:
         short != long
         and len(short) >= own
         and short[-own:] == long[-own:]
-        and all(1 in sizes or len(set(sizes)) == 1 for sizes in zip(short[::-1], long[::-1],
-                                                                    strict=False))
-    )  # fmt: skip
+        and all(
+            1 in sizes or len(set(sizes)) == 1
+            for sizes in zip(short[::-1], long[::-1], strict=False)
+        )
+    )
 
 
 class Pieces:
@@ -592,10 +594,14 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         if key[0] in compared and key[1:] not in known
     ]
     return Alignment(
-        pairs=sorted(pairs, key=_order), only_reference=only_reference,
-        only_candidate=only_candidate, skipped=skipped,
-        prefix=prefix, anchored=any(label == "anchored" for label, _, _ in passes), notes=notes,
-    )  # fmt: skip
+        pairs=sorted(pairs, key=_order),
+        only_reference=only_reference,
+        only_candidate=only_candidate,
+        skipped=skipped,
+        prefix=prefix,
+        anchored=any(label == "anchored" for label, _, _ in passes),
+        notes=notes,
+    )
 
 
 def renaming(

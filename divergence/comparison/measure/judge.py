@@ -127,9 +127,14 @@ class ModelFloor:
                 rows = zero_rows(rows, form, num_features)
             rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
             floor = row_floor(
-                norm, update, form=form, work=work, num_features=num_features, role=role,
+                norm,
+                update,
+                form=form,
+                work=work,
+                num_features=num_features,
+                role=role,
                 shared=shared,
-            )  # fmt: skip
+            )
             if floor is None:
                 return [None] * len(rel)
             real = np.isfinite(rel) & (norm > 0)
@@ -179,10 +184,17 @@ class ModelFloor:
                 largest = np.maximum(rows_usual[number], rows_sink[number])
                 if num_members > 1:
                     members = _members(ratio[number], usual[number], largest, num_members)
-                rated.append(Ratios(
-                    middle, typical, worst, sink if has_sink else None, members, row,
-                    largest[real[number]],
-                ))  # fmt: skip
+                rated.append(
+                    Ratios(
+                        middle,
+                        typical,
+                        worst,
+                        sink if has_sink else None,
+                        members,
+                        row,
+                        largest[real[number]],
+                    )
+                )
         return rated
 
 
@@ -269,9 +281,10 @@ def zero_rows(rows: RowMetrics, form: Format, num_features: int) -> RowMetrics:
         rows,
         rel_l2=np.where(zero, rows.diff / usual, rows.rel_l2),
         norm=np.where(zero, usual, rows.norm),
-        update_norm=None if update is None else np.where(zero, medians(update, real)[:, None],
-                                                         update),
-    )  # fmt: skip
+        update_norm=None
+        if update is None
+        else np.where(zero, medians(update, real)[:, None], update),
+    )
 
 
 def cancels(site: str, role: str | None) -> bool:
@@ -377,14 +390,19 @@ _shared_of = operator.attrgetter(*_SHARED)
 
 
 def nonfinite_of(
-    metrics: PairMetrics, rows: RowMetrics | None, pieces: Pieces, piece: Piece,
+    metrics: PairMetrics,
+    rows: RowMetrics | None,
+    pieces: Pieces,
+    piece: Piece,
     shape: tuple[int, ...],
-) -> NonfiniteCount | None:  # fmt: skip
+) -> NonfiniteCount | None:
     """Counts of both sides, where there is anything to count, and the prompts that hold it."""
     if not (
-        metrics.reference_nan or metrics.reference_inf
-        or metrics.candidate_nan or metrics.candidate_inf
-    ):  # fmt: skip
+        metrics.reference_nan
+        or metrics.reference_inf
+        or metrics.candidate_nan
+        or metrics.candidate_inf
+    ):
         return None
     counts = NonfiniteCount(
         reference_nan=metrics.reference_nan,
@@ -451,9 +469,16 @@ class Judge:
     """Judges the pairs of two runs; keeps what entered each module."""
 
     def __init__(
-        self, reference: Run, candidate: Run, pieces: Pieces, routing: Routing, floor: ModelFloor,
-        work: Format, shared: Callable[[str], float], own_floor: OwnFloor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        reference: Run,
+        candidate: Run,
+        pieces: Pieces,
+        routing: Routing,
+        floor: ModelFloor,
+        work: Format,
+        shared: Callable[[str], float],
+        own_floor: OwnFloor | None = None,
+    ) -> None:
         """``work``: what both sides computed in. ``shared``: by site, what all rows share."""
         self.samples = SamplesBySite()
         self.routes = Routes()
@@ -467,8 +492,9 @@ class Judge:
         self._notes = reference.manifest.plan.modules
         self._blocks = sorted(
             (path for path, note in self._notes.items() if note.role == "block"),
-            key=len, reverse=True,
-        )  # fmt: skip
+            key=len,
+            reverse=True,
+        )
         self._of_site: dict[str, dict[str, str | None]] = {}
         self._entering: dict[_Forward, RowMetrics] = {}
         self._beside: defaultdict[_Forward, float] = defaultdict(float)
@@ -556,11 +582,17 @@ class Judge:
         """What pairs that are judged together have in common."""
         record, other = judged.pair.reference.record, judged.pair.candidate.record
         return (
-            record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
-            len(judged.rows.rel_l2), judged.rows.update_norm is None,
-            judged.inherited is None, len(judged.members or ()), is_gradient(record.site),
+            record.dtype,
+            other.dtype,
+            _last(judged.numbers.shape),
+            self._role(judged.pair),
+            len(judged.rows.rel_l2),
+            judged.rows.update_norm is None,
+            judged.inherited is None,
+            len(judged.members or ()),
+            is_gradient(record.site),
             self._shared(record.site),
-        )  # fmt: skip
+        )
 
     def _rate(self, alike: list[_Judged]) -> None:
         """The ratios of pairs of one kind."""
@@ -588,9 +620,14 @@ class Judge:
         form, work = self._formats(pair)
         with np.errstate(all="ignore"):
             return row_floor(
-                np.maximum(norm, 1e-300), update, form=form, work=work, num_features=width,
-                role=self._role(pair), shared=self._shared(pair.reference.record.site),
-            )  # fmt: skip
+                np.maximum(norm, 1e-300),
+                update,
+                form=form,
+                work=work,
+                num_features=width,
+                role=self._role(pair),
+                shared=self._shared(pair.reference.record.site),
+            )
 
     def _formats(self, pair: Pair) -> tuple[Format, Format]:
         """(what it is stored in, what it is computed in). Gradients that are added up or sent in
@@ -647,9 +684,13 @@ class Judge:
         norm = None if record.summary is None else (summary.rms or 0.0) * math.sqrt(record.numel)
         nan, inf = summary.num_nan, summary.num_posinf + summary.num_neginf
         nonfinite: NonfiniteCount | None = NonfiniteCount(
-            reference_nan=nan, reference_inf=inf, reference_neginf=summary.num_neginf,
-            candidate_nan=nan, candidate_inf=inf, candidate_neginf=summary.num_neginf,
-        )  # fmt: skip
+            reference_nan=nan,
+            reference_inf=inf,
+            reference_neginf=summary.num_neginf,
+            candidate_nan=nan,
+            candidate_inf=inf,
+            candidate_neginf=summary.num_neginf,
+        )
         if not (nan or inf):
             nonfinite = None
         elif self._reference.has_bytes(record):
@@ -666,15 +707,34 @@ class Judge:
             num_rows = max(1, record.numel // max(1, _last(record.shape))) // max(1, len(members))
             prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=num_rows) for n in members]
         return SiteResult(
-            **self._place(pair), shape=record.shape, identical=True, numel=record.numel,
-            rel_l2=0.0, cosine=1.0, one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0,
-            reference_norm=norm, candidate_norm=norm, gain=0.0, gain_se=0.0,
-            ulp_format=None if zero is None else record.dtype, ulp_share_over_1=zero,
-            ulp_p99=zero, ulp_max=zero, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
-            token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=nonfinite, truth=truth,
+            **self._place(pair),
+            shape=record.shape,
+            identical=True,
+            numel=record.numel,
+            rel_l2=0.0,
+            cosine=1.0,
+            one_minus_cosine=0.0,
+            sqnr_db=math.inf,
+            max_abs=0.0,
+            reference_norm=norm,
+            candidate_norm=norm,
+            gain=0.0,
+            gain_se=0.0,
+            ulp_format=None if zero is None else record.dtype,
+            ulp_share_over_1=zero,
+            ulp_p99=zero,
+            ulp_max=zero,
+            token_rel_l2_median=0.0,
+            token_rel_l2_p99=0.0,
+            token_rel_l2_max=0.0,
+            channel_rel_l2_max=0.0,
+            nonfinite=nonfinite,
+            truth=truth,
             num_rerouted=0 if self._routing.is_known(pair) else None,
-            ratio=zero, ratio_max=zero, prompts=prompts,
-        )  # fmt: skip
+            ratio=zero,
+            ratio_max=zero,
+            prompts=prompts,
+        )
 
     def _result(self, judged: _Judged, truth: TruthDiff | None) -> SiteResult:
         pair, numbers, ratios = judged.pair, judged.numbers, judged.ratios
@@ -695,12 +755,14 @@ class Judge:
                 "ratio_position": self._pieces.locate(pair.reference, rows, ratios.row)[1],
                 "prompts": [
                     PromptRatio(
-                        sample=(judged.members or [])[number], ratio=ratio, num_rows=count,
+                        sample=(judged.members or [])[number],
+                        ratio=ratio,
+                        num_rows=count,
                         ratio_max=largest,
                     )
                     for number, ratio, count, largest in ratios.members
                 ],
-            }  # fmt: skip
+            }
         if numbers.least is not None:
             # what a module adds to what it gets is not known: as much as it hands on, say
             form = self._row_floor(pair, _last(shape), np.ones(1), None)
@@ -714,14 +776,18 @@ class Judge:
         fields |= self._place(pair)
         fields |= more
         result = SiteResult(
-            shape=shape, worst_sample=sample, worst_position=position,
+            shape=shape,
+            worst_sample=sample,
+            worst_position=position,
             nonfinite=nonfinite_of(
                 judged.metrics, numbers.rows, self._pieces, pair.reference, rows
             ),
             logits=numbers.logits,
-            estimated=numbers.estimate, at_least=numbers.least,
-            statistics_agree=numbers.statistics_agree, **fields,
-        )  # fmt: skip
+            estimated=numbers.estimate,
+            at_least=numbers.least,
+            statistics_agree=numbers.statistics_agree,
+            **fields,
+        )
         if ratios is not None and ratios.rows is not None:
             self.samples.add_ratios(result, ratios.rows)
         if routed is not None and ratios is not None and routed.experts is not None:
@@ -766,8 +832,12 @@ class Judge:
             real = np.zeros(len(floor))
             if mask is not None and len(mask) == len(floor):
                 real[~mask] = math.nan
-            rows = RowMetrics(rel_l2=real, diff=np.zeros(len(floor)), norm=columns["size"],
-                              update_norm=columns["update"])  # fmt: skip
+            rows = RowMetrics(
+                rel_l2=real,
+                diff=np.zeros(len(floor)),
+                norm=columns["size"],
+                update_norm=columns["update"],
+            )
             width, inherited, beside = shape[-1], None, 0.0
         else:
             rows, inherited, beside = judged.rows, judged.inherited, judged.beside
@@ -800,12 +870,22 @@ class Judge:
         # how much of d lies along e is not known: the figure is made of half as many numbers
         spreads = {f"spread_{own}": numbers, f"spread_{other}": numbers / 2}
         return AgainstTruth(
-            **sides, **spreads, norm=norm, update=update, between=between, gain_reference=zeros,
-            gain_candidate=zeros, update_gain_reference=none, update_gain_candidate=none,
-            spread=numbers, sink=norm > SINK_FACTOR * np.median(norm),
-            channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
+            **sides,
+            **spreads,
+            norm=norm,
+            update=update,
+            between=between,
+            gain_reference=zeros,
+            gain_candidate=zeros,
+            update_gain_reference=none,
+            update_gain_candidate=none,
+            spread=numbers,
+            sink=norm > SINK_FACTOR * np.median(norm),
+            channels=np.zeros((6, 0)),
+            peaks=np.zeros(3),
+            row_index=index,
             alike=figure >= error / thresholds.truth_confirm,
-        )  # fmt: skip
+        )
 
     def _keep_samples(
         self,
@@ -824,9 +904,14 @@ class Judge:
         def kind_of(each: tuple[int, Pair, SiteResult, AgainstTruth]) -> tuple[object, ...]:
             _, pair, result, row = each
             return (
-                self._formats(pair)[0].name, _last(result.shape), self._role(pair), row.num_rows,
-                row.update is None, cancels(result.site, result.role), self._shared(result.site),
-            )  # fmt: skip
+                self._formats(pair)[0].name,
+                _last(result.shape),
+                self._role(pair),
+                row.num_rows,
+                row.update is None,
+                cancels(result.site, result.role),
+                self._shared(result.site),
+            )
 
         floors: dict[int, np.ndarray] = {}
         for alike in grouped(judged, kind_of).values():

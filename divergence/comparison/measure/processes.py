@@ -224,9 +224,10 @@ def _batches(
             measurer, pairs = _unpacked(job, runs)
         except DivergenceError as error:
             raise type(error)(
-                error.message, where=error.where,
+                error.message,
+                where=error.where,
                 hint="every rank must be able to read the runs: a shared file system, or a URL",
-            ) from error  # fmt: skip
+            ) from error
         with contextlib.closing(measure_pairs(measurer, pairs)) as measured:
             num_bytes = 0
             for pair, numbers in zip(pairs, measured, strict=True):

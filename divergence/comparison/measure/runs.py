@@ -155,8 +155,10 @@ def _crc32(array: np.ndarray) -> str:
 
 
 _MAKERS: dict[str, Callable[[np.ndarray], str]] = {
-    "xxh3": digest_array, "fold": fold_array, "crc32": _crc32,
-}  # fmt: skip
+    "xxh3": digest_array,
+    "fold": fold_array,
+    "crc32": _crc32,
+}
 
 
 def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
@@ -237,9 +239,15 @@ def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
             continue
         record = pair.reference.record
         skipped.append(
-            Skipped(pass_=pair.pass_, sample=pair.reference.sample, step=record.step,
-                    site=record.site, why=reason, side="both")
-        )  # fmt: skip
+            Skipped(
+                pass_=pair.pass_,
+                sample=pair.reference.sample,
+                step=record.step,
+                site=record.site,
+                why=reason,
+                side="both",
+            )
+        )
     if len(pairs) == len(alignment.pairs):
         return alignment
     return replace(alignment, pairs=pairs, skipped=skipped)
@@ -249,9 +257,16 @@ class _Sketched:
     """One side's sketch: read, or made of its bytes like the other side's, with ``num_pooled``."""
 
     def __init__(
-        self, run: Run, piece: Piece, k: int, rows: np.ndarray, like: Piece, *,
-        made: bool, num_pooled: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        run: Run,
+        piece: Piece,
+        k: int,
+        rows: np.ndarray,
+        like: Piece,
+        *,
+        made: bool,
+        num_pooled: int = 0,
+    ) -> None:
         self.k, self.rows, self.made = k, rows, made
         self._run, self._piece, self._like, self._num_pooled = run, piece, like, num_pooled
 
@@ -415,9 +430,10 @@ def _least(a: Run, ref: Piece, b: Run, cand: Piece) -> float | None:
         return math.inf if second.absmax else 0.0
     digits = sum(run.manifest.plan.statistics_off or 0.0 for run in (a, b))
     known = [
-        (mine, theirs) for mine, theirs in ((first.min, second.min), (first.max, second.max))
+        (mine, theirs)
+        for mine, theirs in ((first.min, second.min), (first.max, second.max))
         if mine is not None and theirs is not None
-    ]  # fmt: skip
+    ]
     extremes = [abs(mine - theirs) - digits * max(abs(mine), abs(theirs)) for mine, theirs in known]
     apart = max(0.0, *extremes) / math.sqrt(ref.record.numel) / size if extremes else 0.0
     sums = [(first.rms, second.rms), (first.mean, second.mean)]
@@ -527,10 +543,13 @@ def equal_by_record(pair: Pair) -> bool:
     """Are the two equal bit for bit, by what was recorded of them?"""
     ref, cand = pair.reference.record, pair.candidate.record
     return (
-        ref.xxh3 == cand.xxh3 is not None and ref.dtype == cand.dtype and ref.shape == cand.shape
+        ref.xxh3 == cand.xxh3 is not None
+        and ref.dtype == cand.dtype
+        and ref.shape == cand.shape
         and ref.positions == cand.positions
-        and pair.reference.row is None and pair.candidate.row is None
-    )  # fmt: skip
+        and pair.reference.row is None
+        and pair.candidate.row is None
+    )
 
 
 class Measurer:
@@ -560,11 +579,15 @@ class Measurer:
         runs = [reference, candidate, *([] if truth is None else [truth.run])]
         stepped = any(run.manifest.training.optimizer is not None for run in runs)
         self.judge = Judge(
-            reference, candidate, self._pieces, self._routing, floor,
+            reference,
+            candidate,
+            self._pieces,
+            self._routing,
+            floor,
             work or work_format(reference.manifest, candidate.manifest),
             SharedRounding(runs) if stepped else _nothing_shared,
             None if own_floor is None else floor_of(own_floor),
-        )  # fmt: skip
+        )
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._cache: dict[_Key, PairNumbers] = {}
@@ -615,12 +638,16 @@ class Measurer:
         """What a pair is measured with; None for one that is not measured beside others."""
         ref, cand = pair.reference.record, pair.candidate.record
         if (
-            ref.numel > MOST_NUMEL or ref.shape != cand.shape or ref.positions != cand.positions
-            or pair.reference.row is not None or pair.candidate.row is not None
-            or self.device is not None or ref.site == self._logits_site
+            ref.numel > MOST_NUMEL
+            or ref.shape != cand.shape
+            or ref.positions != cand.positions
+            or pair.reference.row is not None
+            or pair.candidate.row is not None
+            or self.device is not None
+            or ref.site == self._logits_site
             or not self.reading.has_both(pair)
             or self._pieces.row_mask(pair.reference, ref.shape) is not None
-        ):  # fmt: skip
+        ):
             return None
         truth = None if self._truth is None else self._truth.record(pair)
         if truth is not None:
@@ -686,9 +713,13 @@ class Measurer:
             # nothing but that they differ, the norms, and what is no finite number
             numel, nothing = math.prod(shape), np.zeros(0)
             metrics = PairMetrics(
-                identical=False, numel=numel, num_finite=numel, num_rows=0,
-                reference_norm=_norm(ref.record), candidate_norm=_norm(cand.record),
-            )  # fmt: skip
+                identical=False,
+                numel=numel,
+                num_finite=numel,
+                num_rows=0,
+                reference_norm=_norm(ref.record),
+                candidate_norm=_norm(cand.record),
+            )
             metrics = _with_counts(metrics, Piece(ref.record, 0), Piece(cand.record, 0))
             rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
             estimate, least = None, _least(self._reference, ref, self._candidate, cand)
@@ -746,9 +777,18 @@ class Measurer:
         # what has no digest (a tensor in parts) cannot be told from another like it
         whole = whole and None not in (ref.xxh3, cand.xxh3)
         key = (
-            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, cand.shape, logits,
-            ref.positions, cand.positions, base is not None, ref.step == 0,
-        )  # fmt: skip
+            ref.xxh3,
+            ref.dtype,
+            cand.xxh3,
+            cand.dtype,
+            ref.shape,
+            cand.shape,
+            logits,
+            ref.positions,
+            cand.positions,
+            base is not None,
+            ref.step == 0,
+        )
         known = self._cache.get(key) if whole else None
         if known is not None:
             self.reading.check(pair)  # the same contents may lie at several places
@@ -796,10 +836,13 @@ class _Operands:
     def kind(self) -> _Key:
         """Equal for those that can be measured together."""
         return (
-            self.equal, self.reference.shape, self.reference.dtype, self.candidate.dtype,
+            self.equal,
+            self.reference.shape,
+            self.reference.dtype,
+            self.candidate.dtype,
             None if self.base is None else (id(self.base[0]), self.base[1].dtype),
             None if self.truth is None else self.truth.dtype,
-        )  # fmt: skip
+        )
 
 
 # Measuring many pairs: read ahead, measured side by side, handed on and judged in order.
@@ -921,9 +964,11 @@ def measure_pairs(
     measuring = num_threads()
     reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
     pool = ThreadPoolExecutor(
-        max_workers=measuring, thread_name_prefix="divergence-measure",
-        initializer=set_device, initargs=(measurer.device,),
-    )  # fmt: skip
+        max_workers=measuring,
+        thread_name_prefix="divergence-measure",
+        initializer=set_device,
+        initargs=(measurer.device,),
+    )
 
     def measure(batch: _Batch, read: Future[None] | None) -> list[PairNumbers | None]:
         if read is not None:
@@ -1023,11 +1068,13 @@ def compare_escalated(
     having = [(side, run) for side, run in both if ESCALATED in run.manifest.plan.passes]
     # other weights were rounded otherwise: that is far beyond float32's floor
     judging = [
-        (side, run) for side, run in having
-        if truth is not None and truth.anchors
+        (side, run)
+        for side, run in having
+        if truth is not None
+        and truth.anchors
         and run.manifest.escalated_to == truth.run.manifest.plan.anchored_to
         and run.manifest.model.dtype == truth.run.manifest.model.dtype
-    ]  # fmt: skip
+    ]
     results: list[SiteResult] = []
 
     def measured(reference: Run, pass_: str, run: Run, of: Side | None, by: Truth | None) -> None:
@@ -1043,12 +1090,21 @@ def compare_escalated(
             if other is None or why_no_pair(other, piece, exactly=True) is not None:
                 continue
             pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
-        pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
-                                     pair.reference.record.order))  # fmt: skip
+        pairs.sort(
+            key=lambda pair: (
+                pair.reference.record.sample,
+                pair.reference.record.step,
+                pair.reference.record.order,
+            )
+        )
         measurer = Measurer(
-            reference, run, ModelFloor(thresholds), inputs=inputs, truth=by,
+            reference,
+            run,
+            ModelFloor(thresholds),
+            inputs=inputs,
+            truth=by,
             work=format_named("float32"),
-        )  # fmt: skip
+        )
         for result in measure(measurer, pairs, progress):
             results.append(msgspec.structs.replace(result, of=of))
         if routes is not None:

@@ -52,8 +52,10 @@ class Truth:
         replayed = replayed_from(a, b)
         make = command_line("truth", reference.path, o="TRUTH")
         if replayed is not None:
-            source = next((side.path for side in (reference, candidate)
-                           if side.manifest.id == replayed[0]), "RUN")  # fmt: skip
+            source = next(
+                (side.path for side in (reference, candidate) if side.manifest.id == replayed[0]),
+                "RUN",
+            )
             make = command_line("replay", source, o="TRUTH", truth=True)
         if manifest.settings.compute_dtype != "float64":
             raise UsageError(
@@ -263,10 +265,14 @@ class RowErrors:
         order = np.argsort(self.key)
         rows = order[np.searchsorted(self.key, keys, sorter=order)]
         return replace(
-            self, key=keys, place=self.place[rows], energy=self.energy[:, rows],
-            numbers=self.numbers[:, rows], sink=self.sink[rows],
+            self,
+            key=keys,
+            place=self.place[rows],
+            energy=self.energy[:, rows],
+            numbers=self.numbers[:, rows],
+            sink=self.sink[rows],
             least=None if self.least is None else self.least[rows],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,13 +367,19 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
             among[mine] = of_prompt
             stats.forwards[place] = ForwardStats(result, max(1, round(total)), rows.alike(among))
         numbers.append(in_place)
-        keys.append((np.int64(result.sample) << 44) + (np.int64(result.step) << 24)
-                    + against.row_index)  # fmt: skip
+        keys.append(
+            (np.int64(result.sample) << 44) + (np.int64(result.step) << 24) + against.row_index
+        )
     if is_norm(first.site):  # one number, of many
         of_sides = np.full_like(of_sides, ENOUGH)
     stats.rows = RowErrors(
-        np.concatenate(keys), np.concatenate(numbers), list(places), energy, of_sides, rows.sink,
-    )  # fmt: skip
+        np.concatenate(keys),
+        np.concatenate(numbers),
+        list(places),
+        energy,
+        of_sides,
+        rows.sink,
+    )
     _gains(stats, rows)
     return stats
 

@@ -57,9 +57,13 @@ def disagreement(a: Run, b: Run, *, inside: str | None = None) -> tuple[int, Fac
             distance = _distance(a, record, b, other)
             if distance > limit:
                 apart = fact(
-                    "preflight.truths_apart", site=record.site, sample=record.sample,
-                    step=record.step, rel_l2=distance, limit=limit,
-                )  # fmt: skip
+                    "preflight.truths_apart",
+                    site=record.site,
+                    sample=record.sample,
+                    step=record.step,
+                    rel_l2=distance,
+                    limit=limit,
+                )
     return num_compared, apart
 
 
@@ -155,9 +159,12 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
         texts = difference_texts(differences, a, b)
         details = [fact("preflight.code_differences", differences=texts)]
     return PreflightLine(
-        check="code", status="differs" if details else "same", reference=sentence(shown[0]),
-        candidate=sentence(shown[1]), details=details,
-    )  # fmt: skip
+        check="code",
+        status="differs" if details else "same",
+        reference=sentence(shown[0]),
+        candidate=sentence(shown[1]),
+        details=details,
+    )
 
 
 def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[Fact]:
@@ -208,9 +215,16 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
                 add("wrapped", name=name, what=text, side=side)
     for key, number in a.attributes.items():
         for (reference, candidate), paths in _other_numbers(number, b.attributes.get(key)).items():
-            add("attribute", name=name, key=key, reference=reference, candidate=candidate,
-                paths=paths, where=paths[0] if len(paths) == 1 else None,
-                num=len(paths) if len(paths) > 1 else None)  # fmt: skip
+            add(
+                "attribute",
+                name=name,
+                key=key,
+                reference=reference,
+                candidate=candidate,
+                paths=paths,
+                where=paths[0] if len(paths) == 1 else None,
+                num=len(paths) if len(paths) > 1 else None,
+            )
     ours, theirs = a.changed_after, b.changed_after
     if ours is not None and theirs is not None:  # what changes on both sides counts something
         for key in sorted(
@@ -226,9 +240,14 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     if a.digest != b.digest or odd or names:
         replaced = a.replaced[0] if a.replaced and b.replaced else None
         add(
-            "other_code", deliberate=replaced is not None, paths=only_odd, name=name,
-            functions=names[:_MOST] or None, where=only_odd[:_MOST], replaced=replaced,
-        )  # fmt: skip
+            "other_code",
+            deliberate=replaced is not None,
+            paths=only_odd,
+            name=name,
+            functions=names[:_MOST] or None,
+            where=only_odd[:_MOST],
+            replaced=replaced,
+        )
     return differences
 
 

@@ -378,10 +378,13 @@ def shape_of(manifest: Manifest) -> str:
     groups, settings = manifest.tokens.groups, manifest.settings
     return sentence(
         fact(
-            "preflight.batches", num=len(groups), sizes=sorted(set(map(len, groups))) or [0],
-            chunk=settings.prefill_chunk or None, cache=settings.use_cache,
+            "preflight.batches",
+            num=len(groups),
+            sizes=sorted(set(map(len, groups))) or [0],
+            chunk=settings.prefill_chunk or None,
+            cache=settings.use_cache,
         )
-    )  # fmt: skip
+    )
 
 
 def attention_of(manifest: Manifest) -> str:
@@ -528,16 +531,19 @@ def _derived_difference(a: DerivedNote, b: DerivedNote) -> Fact | None:
     first = int(np.argmin(same))
     for name, values in (("candidate", y), ("reference", x)):
         if len(values) > first + 1 and (values[first:] == values[first]).all():
-            return fact("preflight.derived_constant", side=name, value=float(values[first]),
-                        first=first)  # fmt: skip
+            return fact(
+                "preflight.derived_constant", side=name, value=float(values[first]), first=first
+            )
     with np.errstate(all="ignore"):
         factors = y / x
     if first == 0 and np.ptp(factors) <= rounding * abs(factors[0]):
         return fact("preflight.scaled", factor=float(factors[0]))
     return fact(
-        "preflight.derived_values", first=first, reference=float(x[first]),
+        "preflight.derived_values",
+        first=first,
+        reference=float(x[first]),
         candidate=float(y[first]),
-    )  # fmt: skip
+    )
 
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -554,10 +560,15 @@ def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> 
         if names and not any(".lora_" in name for name in theirs.digests):
             notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
             told = notes[0].partition(" (")[0] if notes else "LoRA"
-            causes.append(fact(
-                "preflight.adapters", side=side, num=len(names), adapter=told,
-                merged="merged" in told,
-            ))  # fmt: skip
+            causes.append(
+                fact(
+                    "preflight.adapters",
+                    side=side,
+                    num=len(names),
+                    adapter=told,
+                    merged="merged" in told,
+                )
+            )
     rows = (
         ("embedding", a.embedding_rows, b.embedding_rows),
         ("head", a.head_rows, b.head_rows),
@@ -567,10 +578,15 @@ def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> 
             sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
             size = sizes.pop() if len(sizes) == 1 else None
             padded = size is not None and min(ours, others) >= size
-            causes.append(fact(
-                "preflight.vocabulary", size=size if padded else None, what=what, reference=ours,
-                candidate=others,
-            ))  # fmt: skip
+            causes.append(
+                fact(
+                    "preflight.vocabulary",
+                    size=size if padded else None,
+                    what=what,
+                    reference=ours,
+                    candidate=others,
+                )
+            )
             break
     # weights that are one tensor on one side, and two different ones on the other
     tied = (
@@ -770,9 +786,14 @@ def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> Fact | None:
     elif parting.texts is not None:
         cause = fact("preflight.texts_differ", place=first_difference(*parting.texts))
     return fact(
-        "preflight.prompt_differs", sample=parting.sample, token=parting.token,
-        reference=parting.ids[0], candidate=parting.ids[1], text=cause, edit=parting.edit,
-    )  # fmt: skip
+        "preflight.prompt_differs",
+        sample=parting.sample,
+        token=parting.token,
+        reference=parting.ids[0],
+        candidate=parting.ids[1],
+        text=cause,
+        edit=parting.edit,
+    )
 
 
 def prompt_headline(a: Manifest, b: Manifest) -> Fact:
@@ -806,9 +827,13 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
             for end, text in zip(ends, parting.texts, strict=True)
         ]
     return fact(
-        "preflight.parting", what=what, sample=parting.sample, token=parting.token,
-        reference=shown[0], candidate=shown[1],
-    )  # fmt: skip
+        "preflight.parting",
+        what=what,
+        sample=parting.sample,
+        token=parting.token,
+        reference=shown[0],
+        candidate=shown[1],
+    )
 
 
 def _find_parting(
@@ -840,9 +865,12 @@ def _edit(a: Sequence[int], b: Sequence[int], place: int) -> Fact | None:
     extra = list(more[place : place + num])
     where = "begin" if place == 0 else "end" if place == len(fewer) else place
     return fact(
-        "preflight.has_more", side=longer, other=shorter, place=where,
+        "preflight.has_more",
+        side=longer,
+        other=shorter,
+        place=where,
         tokens=fact("preflight.tokens", num=num, ids=extra[:_SHOWN]),
-    )  # fmt: skip
+    )
 
 
 def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
@@ -907,7 +935,9 @@ def preflight(
         *label_lines(a, b),
         _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),
         _digests(
-            "chat template", ref.chat_template_digest, cand.chat_template_digest,
+            "chat template",
+            ref.chat_template_digest,
+            cand.chat_template_digest,
             template_cause(a, b),
         ),
         _generated_ids(a, b),
@@ -931,11 +961,14 @@ def preflight(
         _variables(a, b),
         _named("planted faults", a.plan.plants, b.plan.plants),
         # results of another run in the place of a run's own
-        *([_named("substituted operators", a.plan.substitutes, b.plan.substitutes)]
-          if a.plan.substitutes or b.plan.substitutes else []),
+        *(
+            [_named("substituted operators", a.plan.substitutes, b.plan.substitutes)]
+            if a.plan.substitutes or b.plan.substitutes
+            else []
+        ),
         *_meshes(a, b),
         _complete(a, b),
-    ]  # fmt: skip
+    ]
     return [_unknown(line, a, b) for line in lines]
 
 
@@ -959,11 +992,13 @@ def _engines(a: Manifest, b: Manifest) -> PreflightLine:
     """What ran the model: engine, version, and those of its options and switches that differ."""
     if a.engine is None or b.engine is None:
         shown = [
-            side.engine.name if side.engine is not None
-            else _UNKNOWN if side.environment.device_type == UNKNOWN  # somebody else's dump
+            side.engine.name
+            if side.engine is not None
+            else _UNKNOWN
+            if side.environment.device_type == UNKNOWN  # somebody else's dump
             else "transformers"  # before version 6 that alone
             for side in (a, b)
-        ]  # fmt: skip
+        ]
         status: PreflightStatus | None = "unknown" if _UNKNOWN in shown else None
         return _same("engine", shown[0], shown[1], status=status)
     names = [
@@ -1000,15 +1035,22 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
 
 
 def _same(
-    check: str, a: str, b: str, *details: Fact | None, same: bool | None = None,
+    check: str,
+    a: str,
+    b: str,
+    *details: Fact | None,
+    same: bool | None = None,
     status: PreflightStatus | None = None,
-) -> PreflightLine:  # fmt: skip
+) -> PreflightLine:
     """``same``: are they, where the texts do not tell? ``status``: where there is more to it."""
     same = a == b if same is None else same
     return PreflightLine(
-        check=check, status=status or ("same" if same else "differs"), reference=a, candidate=b,
+        check=check,
+        status=status or ("same" if same else "differs"),
+        reference=a,
+        candidate=b,
         details=apart([item for item in details if item is not None]),
-    )  # fmt: skip
+    )
 
 
 def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:

@@ -16,7 +16,9 @@ DOMAIN = Domain(
     name="collectives",
     suites=(
         Suite(
-            "collectives", f"{_AT}.capturing", "of a process group",
+            "collectives",
+            f"{_AT}.capturing",
+            "of a process group",
             takes=("--impl", "--plant", "--ranks", "--link-rate"),
             answers="does every rank hold what it should?",
         ),
@@ -39,7 +41,7 @@ DOMAIN = Domain(
             )
         ),
     },
-)  # fmt: skip
+)
 
 
 def applies(a: Run, b: Run) -> bool:

@@ -143,9 +143,13 @@ def _rank(
 ) -> None:
     """One process: its environment as torchrun makes it, then the capture."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
     say: Progress = silent if rank else lambda *what: end.send(("progress", what))
     code = 0
@@ -310,9 +314,13 @@ def _unsupported(
 def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:
     ranks = recorder.ranks
     x = draw(
-        case.values, case.dtype, case.elements(ranks.size), rank=ranks.rank, num_ranks=ranks.size,
+        case.values,
+        case.dtype,
+        case.elements(ranks.size),
+        rank=ranks.rank,
+        num_ranks=ranks.size,
         adds=case.adds,
-    )  # fmt: skip
+    )
     there = x.to(ranks.device)
     call = recorder.chosen.call(case.collective)
     num_runs = recorder.cases.manifest.repeatability.num_runs
@@ -348,13 +356,19 @@ def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
         rows.append(masks.sizes(result))
     shared = case.collective == "reduce_scatter"
     if ranks.rank == ROOT_RANK or shared:
-        facts = {"collective": case.collective, "dtype": case.dtype, "size": case.size,
-                 "elements": size, "ranks": ranks.size}  # fmt: skip
+        facts = {
+            "collective": case.collective,
+            "dtype": case.dtype,
+            "size": case.size,
+            "elements": size,
+            "ranks": ranks.size,
+        }
         recorder.cases.put(
-            join_site(operator_path(case.order_path, ORDER, 1), "out"), torch.stack(rows),
+            join_site(operator_path(case.order_path, ORDER, 1), "out"),
+            torch.stack(rows),
             RecordedCall(operator=ORDER, arguments=facts),
             placement="shard:1" if shared else "single",
-        )  # fmt: skip
+        )
 
 
 def _record_times(recorder: RankRecorder, collective: Collective) -> None:
@@ -373,9 +387,11 @@ def _record_times(recorder: RankRecorder, collective: Collective) -> None:
             facts["link_bytes_per_s"] = recorder.link_rate
         place = operator_path(f"bandwidth.{collective}.{num_bytes}", SECONDS, 1)
         recorder.cases.put(
-            join_site(place, "out"), torch.tensor(seconds, dtype=torch.float64),
-            RecordedCall(operator=SECONDS, arguments=facts), placement="single",
-        )  # fmt: skip
+            join_site(place, "out"),
+            torch.tensor(seconds, dtype=torch.float64),
+            RecordedCall(operator=SECONDS, arguments=facts),
+            placement="single",
+        )
 
 
 # The capture itself.
@@ -413,9 +429,13 @@ def capture(name: str, request: CaseRequest) -> Run:
     )
     with ranks.watched():
         with request.recording(
-            plan, device=ranks.device, source=SOURCE, kind=backend, ranks=ranks,
+            plan,
+            device=ranks.device,
+            source=SOURCE,
+            kind=backend,
+            ranks=ranks,
             num_runs=max(LEAST_RUNS, options.repeat),
-        ) as cases:  # fmt: skip
+        ) as cases:
             record_all(RankRecorder(cases, ranks, chosen, stated, speaks), work)
             manifest, total = cases.manifest, cases.manifest.repeatability
             cases.writer.flush()

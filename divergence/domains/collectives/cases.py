@@ -118,9 +118,15 @@ ROOT_RANK = 0
 """Of broadcast and reduce."""
 
 Collective = Literal[
-    "all_reduce", "reduce", "reduce_scatter", "rs_ag", "all_gather", "broadcast", "all_to_all",
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "rs_ag",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
     "send_recv",
-]  # fmt: skip
+]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 ADDING = ("all_reduce", "reduce", "reduce_scatter", "rs_ag")
 """Those that add the ranks' values."""
@@ -146,8 +152,13 @@ _WHOLE = ("all_reduce", "reduce", "broadcast")
 Plan = tuple[tuple[str, tuple[str, ...], tuple[Values, ...]], ...]
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _SUMS: tuple[Values, ...] = (
-    "random", "cancelling", "outlier", "subnormal", "integers", "rank_coded",
-)  # fmt: skip
+    "random",
+    "cancelling",
+    "outlier",
+    "subnormal",
+    "integers",
+    "rank_coded",
+)
 _FEW: Plan = (
     ("tiny", ("float32", "bfloat16"), ("random", "rank_coded")),
     ("large", ("float32", "bfloat16"), ("random",)),

@@ -211,8 +211,11 @@ def _tree(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
 
 
 ALGORITHMS: dict[str, Callable[[list[torch.Tensor], Add, Order], torch.Tensor]] = {
-    "ring": _ring, "flat": _flat, "halving": _halving, "tree": _tree,
-}  # fmt: skip
+    "ring": _ring,
+    "flat": _flat,
+    "halving": _halving,
+    "tree": _tree,
+}
 
 
 def reduce_scatter_by(name: str, *, add: Add = plain, order: Order = range) -> Call:
@@ -365,9 +368,10 @@ def parse_fault(text: str) -> PlantedFault:
         raise PlantError(f"{text!r} is not COLLECTIVE=FAULT@RANK", hint=hint)
     if where not in COLLECTIVES:
         raise PlantError(
-            f"no collective is called {where!r}", where=f"--plant {text}",
+            f"no collective is called {where!r}",
+            where=f"--plant {text}",
             hint=f"one of {', '.join(COLLECTIVES)}",
-        )  # fmt: skip
+        )
     summing = where in ("all_reduce", "reduce_scatter")
     if name not in FAULTS or (count and not count.isdecimal()) or (name == "tail") != bool(count):
         raise PlantError(f"unknown fault {what!r}", where=f"--plant {text}", hint=hint)

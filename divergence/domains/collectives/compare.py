@@ -98,11 +98,18 @@ def order_row(
     whole = all(stretch.tree is not None for stretch in stretches)
     num = sum(stretch.stop - stretch.start for stretch in stretches) * len(trials) if whole else 0
     return OrderRow(
-        collective=case.collective, dtype=case.dtype, size=case.size, elements=elements,
-        order=name_order(stretches, n), first=stretches_text(stretches, n),
-        num_chunks=len(stretches), accumulates=accumulates, num_replayed=num,
-        expected=_expected(stretches, case.dtype, accumulates, n), measured=measured,
-    )  # fmt: skip
+        collective=case.collective,
+        dtype=case.dtype,
+        size=case.size,
+        elements=elements,
+        order=name_order(stretches, n),
+        first=stretches_text(stretches, n),
+        num_chunks=len(stretches),
+        accumulates=accumulates,
+        num_replayed=num,
+        expected=_expected(stretches, case.dtype, accumulates, n),
+        measured=measured,
+    )
 
 
 def trials_of(recorded: Recorded, case: CollectiveCase) -> dict[str, Trial]:
@@ -163,9 +170,14 @@ def identities(
         bound = exact_sum(direct.inputs).bound
         usage = ((first.double() - second.double()).abs() / (2 * bound).clamp_min(5e-324)).max()
         row = IdentityRow(
-            dtype=dtype, size=size, values=values, promised=alike is not None,
-            num_different=int(differ.sum()), elements=len(differ), limit_usage=float(usage),
-        )  # fmt: skip
+            dtype=dtype,
+            size=size,
+            values=values,
+            promised=alike is not None,
+            num_different=int(differ.sum()),
+            elements=len(differ),
+            limit_usage=float(usage),
+        )
         rows.append((composed, row, differ))
     return rows
 
@@ -190,8 +202,12 @@ def _added_alike(
     return both if bool(same[both].all()) and 2 * int(both.sum()) > size else None
 
 
-WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"),
-         "float32": ("float64", "bfloat16", "float16"), "float64": ("float32",)}  # fmt: skip
+WIDER = {
+    "float16": ("float32", "float64"),
+    "bfloat16": ("float32", "float64"),
+    "float32": ("float64", "bfloat16", "float16"),
+    "float64": ("float32",),
+}
 """Dtypes in which partial sums may be kept beside the buffer's own; the likelier first."""
 _NARROWER = ("bfloat16", "float16", "float32")
 
@@ -216,9 +232,11 @@ def replay(stretches: Sequence[Stretch], trials: Sequence[Trial]) -> str | None:
 
 
 def sum_of(
-    tree: Tree | None, leaves: list[torch.Tensor], kind: torch.dtype,
+    tree: Tree | None,
+    leaves: list[torch.Tensor],
+    kind: torch.dtype,
     narrow: tuple[frozenset[int], torch.dtype] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The sum of one stretch, each node rounded to ``kind``; a fused node is added in float64."""
     assert tree is not None
     values = [leaf.to(kind) for leaf in leaves]
@@ -313,9 +331,10 @@ def odd_ranks(case: RecordedCase, stretches: Sequence[Stretch]) -> Odd | None:
     # whom others are held against, and whether those are wrong for it
     believed, told, adds = groups[0], len(groups[1]) < len(groups[0]), case.case.adds
     explained = [
-        group for group in (groups if adds else ())
+        group
+        for group in (groups if adds else ())
         if replay(stretches, [(case.inputs, case.results[group[0]])])
-    ]  # fmt: skip
+    ]
     if len(explained) == 1 and case.num_ranks == 2:
         believed, told = explained[0], True
     elif len(explained) == 1:
@@ -372,9 +391,11 @@ _AVERAGES = 1e-3
 
 
 def instead(
-    case: RecordedCase, held: Mapping[int, torch.Tensor], wrong: Mapping[int, torch.Tensor],
+    case: RecordedCase,
+    held: Mapping[int, torch.Tensor],
+    wrong: Mapping[int, torch.Tensor],
     rights: Mapping[int, Right],
-) -> Fact:  # fmt: skip
+) -> Fact:
     """``wrong``: by rank, of each rank that is wrong the elements, results of one size."""
     ranks = list(wrong)
     swaps = {_swapped(held[rank], rights[rank], case.num_ranks) for rank in ranks}
@@ -673,25 +694,43 @@ class _Judge:
     num_missing: int = 0
 
     def add(
-        self, case: RecordedCase, check: CollectiveCheck, wrong: torch.Tensor,
-        ranks: tuple[int, ...], *what: Fact, assumed: bool = False,
+        self,
+        case: RecordedCase,
+        check: CollectiveCheck,
+        wrong: torch.Tensor,
+        ranks: tuple[int, ...],
+        *what: Fact,
+        assumed: bool = False,
         wrong_ranks: Iterable[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``wrong``: which elements are."""
         spec = case.case
         self.faults.append(
             CollectiveFault(
-                check=check, collective=spec.collective, dtype=spec.dtype, size=spec.size,
-                values=spec.values, site=case.site, elements=len(wrong), num_wrong=int(wrong.sum()),
-                ranks=ranks, what=list(what), assumed=assumed,
+                check=check,
+                collective=spec.collective,
+                dtype=spec.dtype,
+                size=spec.size,
+                values=spec.values,
+                site=case.site,
+                elements=len(wrong),
+                num_wrong=int(wrong.sum()),
+                ranks=ranks,
+                what=list(what),
+                assumed=assumed,
                 wrong_ranks=tuple(r for r in sorted(wrong_ranks) if r not in ranks),
             )
-        )  # fmt: skip
+        )
 
     def add_wrong(
-        self, case: RecordedCase, check: CollectiveCheck, held: Mapping[int, torch.Tensor],
-        wrong: WrongCall, *, call: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        case: RecordedCase,
+        check: CollectiveCheck,
+        held: Mapping[int, torch.Tensor],
+        wrong: WrongCall,
+        *,
+        call: int | None = None,
+    ) -> None:
         """One fault for each group of ranks that are wrong together. ``call``: of a repetition."""
         for group in groups_of(case, wrong.elements):
             made, what = made_by(case, group), instead(case, held, group, wrong.rights)
@@ -699,9 +738,15 @@ class _Judge:
                 what = fact("collectives.in_call", call=call, what=what)
             union = torch.stack(list(group.values())).any(dim=0)
             self.add(
-                case, check, union, made.ranks, what, *made.how, assumed=made.assumed,
+                case,
+                check,
+                union,
+                made.ranks,
+                what,
+                *made.how,
+                assumed=made.assumed,
                 wrong_ranks=group,
-            )  # fmt: skip
+            )
 
 
 def judge(run: Run, side: Side, progress: Progress | None = None) -> CollectivesSide:
@@ -760,12 +805,17 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         for (dtype, why), names in collectives.items()
     ]
     return CollectivesSide(
-        side=side, num_ranks=n, backend=run.manifest.model.model_class,
+        side=side,
+        num_ranks=n,
+        backend=run.manifest.model.model_class,
         rows=list(all_of.rows.values()),
-        faults=sorted(faults, key=_gravity), orders=order_rows,
-        identities=[row for _, row, _ in pairs], bandwidth=list(recorded.bandwidth()),
-        num_missing=all_of.num_missing, lacking=lacking + others,
-    )  # fmt: skip
+        faults=sorted(faults, key=_gravity),
+        orders=order_rows,
+        identities=[row for _, row, _ in pairs],
+        bandwidth=list(recorded.bandwidth()),
+        num_missing=all_of.num_missing,
+        lacking=lacking + others,
+    )
 
 
 def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
@@ -900,9 +950,13 @@ def _gravity(fault: CollectiveFault) -> tuple[int, ...]:
         return [*known, value].index(value)
 
     return (
-        place(fault.check, _CHECKS), not fault.ranks, place(fault.collective, COLLECTIVES),
-        place(fault.dtype, FLOATS), place(fault.size, _SIZES), place(fault.values, _VALUES),
-    )  # fmt: skip
+        place(fault.check, _CHECKS),
+        not fault.ranks,
+        place(fault.collective, COLLECTIVES),
+        place(fault.dtype, FLOATS),
+        place(fault.size, _SIZES),
+        place(fault.values, _VALUES),
+    )
 
 
 # What one or two runs of collectives show.
@@ -919,13 +973,20 @@ def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
     headline = fact("collectives.nothing_checked", orders=orders)
     if num:
         headline = fact(
-            "collectives.holds", num=num, num_ranks=judged.num_ranks, backend=judged.backend,
-            done=done, orders=orders,
-        )  # fmt: skip
+            "collectives.holds",
+            num=num,
+            num_ranks=judged.num_ranks,
+            backend=judged.backend,
+            done=done,
+            orders=orders,
+        )
     return Finding(
-        claim="collectives", kind="within_floor" if num else "undetermined", headline=[headline],
-        rests_on=_checks(judged, done), evidence=_facts(judged),
-    )  # fmt: skip
+        claim="collectives",
+        kind="within_floor" if num else "undetermined",
+        headline=[headline],
+        rests_on=_checks(judged, done),
+        evidence=_facts(judged),
+    )
 
 
 def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -> Finding:
@@ -942,23 +1003,41 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
     kind: VerdictKind = "identical"
     headline = fact("collectives.all_same", num=result.num_common)
     if not result.num_common:
-        nums = [judged.num_ranks if sides[0].num_ranks != sides[1].num_ranks else None
-                for judged in sides]  # fmt: skip
-        kind, headline = "undetermined", fact(
-            "collectives.none_common", num_in_reference=nums[0], num_in_candidate=nums[1],
-            checked=all(any(row.num_cases for row in judged.rows) for judged in sides),
-        )  # fmt: skip
+        nums = [
+            judged.num_ranks if sides[0].num_ranks != sides[1].num_ranks else None
+            for judged in sides
+        ]
+        kind, headline = (
+            "undetermined",
+            fact(
+                "collectives.none_common",
+                num_in_reference=nums[0],
+                num_in_candidate=nums[1],
+                checked=all(any(row.num_cases for row in judged.rows) for judged in sides),
+            ),
+        )
         checks = [check("measured", False, fact("collectives.nothing_compared"))]
     elif result.differing:
         orders = [_orders(judged.orders) or fact("collectives.order_not_known") for judged in sides]
-        kind, headline = "within_floor", fact(
-            "collectives.differ", num=len(result.differing), total=result.num_common,
-            rel_l2=result.differing[0].rel_l2, same_orders=orders[0] == orders[1],
-            reference=orders[0], candidate=orders[1],
-        )  # fmt: skip
+        kind, headline = (
+            "within_floor",
+            fact(
+                "collectives.differ",
+                num=len(result.differing),
+                total=result.num_common,
+                rel_l2=result.differing[0].rel_l2,
+                same_orders=orders[0] == orders[1],
+                reference=orders[0],
+                candidate=orders[1],
+            ),
+        )
     return Finding(
-        claim="collectives", kind=kind, headline=[headline], rests_on=checks, evidence=facts,
-    )  # fmt: skip
+        claim="collectives",
+        kind=kind,
+        headline=[headline],
+        rests_on=checks,
+        evidence=facts,
+    )
 
 
 def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
@@ -983,9 +1062,12 @@ def _of_faults(
     many = len(known) > 3 and 2 * len(collectives) > len(known)
     num_cases = len({fault.site for judged in sides for fault in judged.faults})
     headline = fact(
-        "collectives.fault", who=_who(first, sides[0].side if named else None),
-        **_case(first), num_cases=num_cases if num_cases > 1 else None, collectives=collectives,
-    )  # fmt: skip
+        "collectives.fault",
+        who=_who(first, sides[0].side if named else None),
+        **_case(first),
+        num_cases=num_cases if num_cases > 1 else None,
+        collectives=collectives,
+    )
     missing = any(judged.num_missing for judged in sides)
     missing = missing or not all(run.manifest.complete for run in runs)
     # another fault may name the same ranks by what they hold
@@ -1013,10 +1095,16 @@ def _lines(judged: CollectivesSide, side: Side | None) -> list[Fact]:
     """The first fault of each kind, and how many there are like it."""
     groups = grouped(judged.faults, lambda fault: (fault.check, fault.collective, fault.ranks))
     return [
-        fact("collectives.fault_line", side=side, who=_who(group[0]), **_case(group[0]),
-             num_wrong=group[0].num_wrong, num_alike=len(group) - 1 or None)
+        fact(
+            "collectives.fault_line",
+            side=side,
+            who=_who(group[0]),
+            **_case(group[0]),
+            num_wrong=group[0].num_wrong,
+            num_alike=len(group) - 1 or None,
+        )
         for group in list(groups.values())[:_MOST]
-    ]  # fmt: skip
+    ]
 
 
 def _case(fault: CollectiveFault) -> dict[str, Any]:
@@ -1041,10 +1129,14 @@ def _orders(orders: Sequence[OrderRow]) -> Fact | None:
             first.setdefault(row.order, row)
     several = len(first) > 1
     ways = [
-        fact("collectives.way", order=row.order, dtype=row.dtype if several else None,
-             size=row.size if several else None)
+        fact(
+            "collectives.way",
+            order=row.order,
+            dtype=row.dtype if several else None,
+            size=row.size if several else None,
+        )
         for row in first.values()
-    ]  # fmt: skip
+    ]
     return fact("collectives.adds", ways=ways) if ways else None
 
 
@@ -1054,8 +1146,13 @@ def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
     sums = {row.collective: row.limit_usage for row in judged.rows if row.limit_usage is not None}
     if sums:
         worst = max(sums, key=lambda collective: sums[collective])
-        usage = fact("collectives.usage", side=side, limit_usage=sums[worst],
-                     num_ranks=judged.num_ranks, collective=worst)  # fmt: skip
+        usage = fact(
+            "collectives.usage",
+            side=side,
+            limit_usage=sums[worst],
+            num_ranks=judged.num_ranks,
+            collective=worst,
+        )
         facts.append(usage)
     proven = [row for row in judged.orders if row.accumulates is not None]
     if proven:
@@ -1065,9 +1162,13 @@ def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
         facts.append(fact("collectives.replayed", side=side, num=num, kept=kept))
     rows = judged.identities
     if rows:
-        same = fact("collectives.identities", side=side, total=len(rows),
-                    num_same=sum(row.num_different == 0 for row in rows),
-                    num_promised=sum(row.promised for row in rows))  # fmt: skip
+        same = fact(
+            "collectives.identities",
+            side=side,
+            total=len(rows),
+            num_same=sum(row.num_different == 0 for row in rows),
+            num_promised=sum(row.promised for row in rows),
+        )
         facts.append(same)
     flushed = sum(row.num_flushed for row in judged.rows)
     if flushed:
@@ -1092,9 +1193,14 @@ def report_alone(run: Run, *, progress: Progress | None = None) -> Report:
 
 
 def report_on(
-    a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], layers: Sequence[Run],
+    a: Run,
+    b: Run,
+    *,
+    truth: Run | None,
+    floor: Sequence[object],
+    layers: Sequence[Run],
     progress: Progress | None,
-) -> Report:  # fmt: skip
+) -> Report:
     """The report on two runs. Raises UsageError for a truth, a floor or layers, and RunFormatError
     for a damaged run."""
     for option, given in (("--truth", truth), ("--floor", floor), ("--layers", layers)):
@@ -1136,9 +1242,11 @@ def report_on(
                 size = max(far, default=float("nan"))
                 differing.append(CollectiveDiff(site=site, ranks=tuple(ranks), rel_l2=size))
     result = CollectivesResult(
-        sides=judged, num_common=num_common, num_same=num_common - len(differing),
+        sides=judged,
+        num_common=num_common,
+        num_same=num_common - len(differing),
         differing=sorted(differing, key=lambda diff: -diff.rel_l2),
-    )  # fmt: skip
+    )
     coverage = Coverage.of(num_common, skipped)
     lines = [line for line in facts_of_operators(a, b)[0] if line.check != "engine"]
     finding = find_in_two(result, a, b, coverage)

@@ -113,10 +113,13 @@ class Recorded:
             seconds = statistics.median(times.double().tolist())
             algbw = num_bytes / max(seconds, 1e-12)
             yield BandwidthRow(
-                collective=collective, bytes=num_bytes, seconds=seconds, algbw=algbw,
+                collective=collective,
+                bytes=num_bytes,
+                seconds=seconds,
+                algbw=algbw,
                 busbw=algbw * bus_factor(collective, self.num_ranks),
                 link_rate=float(link) if isinstance(link, int | float) else None,
-            )  # fmt: skip
+            )
 
     def read(self, rank: int, site: str) -> torch.Tensor | None:
         record = self.records.get((rank, site))

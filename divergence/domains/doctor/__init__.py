@@ -6,7 +6,8 @@ DOMAIN = Domain(
     name="doctor",
     commands=(
         Subcommand(
-            "doctor", "divergence.domains.doctor.command:doctor",
+            "doctor",
+            "divergence.domains.doctor.command:doctor",
             "Go through the checklist with two runs: what to settle first, and which cause it is.",
             after="replay",
         ),
@@ -16,4 +17,4 @@ DOMAIN = Domain(
         "doctor": "divergence.domains.doctor.doctor",
     },
     sentences={"checklist": "divergence.domains.doctor.sentences"},
-)  # fmt: skip
+)

@@ -160,9 +160,12 @@ def not_recorded(sides: Sequence[str], what: str) -> Fact:
 def differs(line: PreflightLine) -> Fact:
     """``attention eager / sdpa``, with what is known of it."""
     return fact(
-        "checklist.line_differs", check=line.check, reference=line.reference,
-        candidate=line.candidate, details=line.details,
-    )  # fmt: skip
+        "checklist.line_differs",
+        check=line.check,
+        reference=line.reference,
+        candidate=line.candidate,
+        details=line.details,
+    )
 
 
 def choices_off(finding: Finding) -> list[Fact]:
@@ -267,16 +270,26 @@ def sampling(pair: CheckedPair) -> Said:
     flips = tokens.differences
     if not flips:
         return _said(
-            "pass", "choices_equal", forced=tokens.forced, num_equal=tokens.num_equal,
-            num_tokens=tokens.num_tokens, num_missing=tokens.num_missing,
-        )  # fmt: skip
+            "pass",
+            "choices_equal",
+            forced=tokens.forced,
+            num_equal=tokens.num_equal,
+            num_tokens=tokens.num_tokens,
+            num_missing=tokens.num_missing,
+        )
     first = flips[0]
     kept = not any(None in (flip.margin, flip.candidate_margin) for flip in flips)
     return _said(
-        "pass" if kept else "unknown", "choices_differ", forced=tokens.forced, num=len(flips),
-        num_tokens=tokens.num_tokens, sample=first.sample, step=first.step, kept=kept,
+        "pass" if kept else "unknown",
+        "choices_differ",
+        forced=tokens.forced,
+        num=len(flips),
+        num_tokens=tokens.num_tokens,
+        sample=first.sample,
+        step=first.step,
+        kept=kept,
         judgement=first.judgement,
-    )  # fmt: skip
+    )
 
 
 def ranks(pair: CheckedPair) -> Said:
@@ -358,9 +371,11 @@ def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
             ]
         )
     unread = {
-        name for manifest in pair.manifests for name, digest in manifest.model.digests.items()
+        name
+        for manifest in pair.manifests
+        for name, digest in manifest.model.digests.items()
         if digest == _UNREAD
-    }  # fmt: skip
+    }
     if unread:
         return "unknown", [fact("checklist.offloaded", num=len(unread))]
     if state == "fail":
@@ -378,9 +393,11 @@ def precision(pair: CheckedPair) -> tuple[PointState, Fact]:
     def say(manifest: Manifest) -> Fact:
         model = manifest.model
         return fact(
-            "checklist.computed_as", dtype=model.dtype, computed=manifest.settings.compute_dtype,
+            "checklist.computed_as",
+            dtype=model.dtype,
+            computed=manifest.settings.compute_dtype,
             quantized=model.quantization.name if model.quantization else None,
-        )  # fmt: skip
+        )
 
     a, b = (manifest.settings.compute_dtype for manifest in pair.manifests)
     computed: PointState = "pass" if a == b else "fail"
@@ -465,10 +482,15 @@ def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -
 def points_of(pair: CheckedPair) -> list[Point]:
     """All eight, in the order in which they are settled."""
     points: tuple[tuple[PointName, Callable[[CheckedPair], Said]], ...] = (
-        ("weights", _settle_weights), ("greedy", _greedy), ("seed", _seed), ("engine", _engine),
-        ("deterministic", _deterministic), ("tokens", tokens), ("logprobs", _logprobs),
+        ("weights", _settle_weights),
+        ("greedy", _greedy),
+        ("seed", _seed),
+        ("engine", _engine),
+        ("deterministic", _deterministic),
+        ("tokens", tokens),
+        ("logprobs", _logprobs),
         ("logprob_diff", _logprob_diff),
-    )  # fmt: skip
+    )
     settled = []
     for number, (name, ask) in enumerate(points, start=1):
         state, facts, _ = ask(pair)
@@ -592,9 +614,12 @@ def tokens(pair: CheckedPair) -> Said:
             details = pair.lines["chat template"].details
             template = details or [fact("checklist.another_template")]
         other = fact(
-            "checklist.prompts_differ", reference=line.reference, candidate=line.candidate,
-            details=line.details or None, template=template,
-        )  # fmt: skip
+            "checklist.prompts_differ",
+            reference=line.reference,
+            candidate=line.candidate,
+            details=line.details or None,
+            template=template,
+        )
         return "fail", [other], True
     num = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
     if not num:
@@ -635,20 +660,39 @@ def _logprob_diff(pair: CheckedPair) -> Said:
         tokens = None
     met = not pair.diverged or (pair.sampled and not pair.claims("drift"))
     return _said(
-        "pass" if met else "fail", "logprob_changes", nats=max(changes),
-        num_equal=tokens and tokens.num_equal, num_tokens=tokens and tokens.num_tokens,
+        "pass" if met else "fail",
+        "logprob_changes",
+        nats=max(changes),
+        num_equal=tokens and tokens.num_equal,
+        num_tokens=tokens and tokens.num_tokens,
         verdict=None if met or pair.verdict is None else HEADLINES[pair.verdict.kind],
-    )  # fmt: skip
+    )
 
 
 _TOLD = frozenset(
     {
-        "code", "weights", "blocks", "model class", "config", "quantization", "prompt ids",
-        "tokenizer", "chat template", "generated ids", "dtype", "attention", "determinism",
-        "repeatability", "engine", CPU_OPERATORS, "substituted operators", "ranks",
-        "planted faults", "completeness",
+        "code",
+        "weights",
+        "blocks",
+        "model class",
+        "config",
+        "quantization",
+        "prompt ids",
+        "tokenizer",
+        "chat template",
+        "generated ids",
+        "dtype",
+        "attention",
+        "determinism",
+        "repeatability",
+        "engine",
+        CPU_OPERATORS,
+        "substituted operators",
+        "ranks",
+        "planted faults",
+        "completeness",
     }
-)  # fmt: skip
+)
 """Lines of preflight that a point, a rung or a note of its own tells of."""
 
 
@@ -737,10 +781,14 @@ def _notes(pair: CheckedPair) -> list[Fact]:
 def ladder_of(pair: CheckedPair) -> tuple[list[Rung], RungName | None]:
     """All seven rungs, in order, and the one at which the ladder stops."""
     asks: dict[RungName, Callable[[CheckedPair], Said]] = {
-        "tokens": tokens, "weights": _weights, "code": code,
-        "prefill": partial(phase, decode=False), "decode": partial(phase, decode=True),
-        "sampling": sampling, "ranks": ranks,
-    }  # fmt: skip
+        "tokens": tokens,
+        "weights": _weights,
+        "code": code,
+        "prefill": partial(phase, decode=False),
+        "decode": partial(phase, decode=True),
+        "sampling": sampling,
+        "ranks": ranks,
+    }
     rungs: list[Rung] = []
     stop: RungName | None = None
     for name, ask in asks.items():
@@ -752,10 +800,14 @@ def ladder_of(pair: CheckedPair) -> tuple[list[Rung], RungName | None]:
         state, evidence, explains = ask(pair)
         rungs.append(
             Rung(
-                name=name, title=title, state=state, explains=explains, facts=list(evidence),
+                name=name,
+                title=title,
+                state=state,
+                explains=explains,
+                facts=list(evidence),
                 next=_next(name, pair) if state == "fail" else None,
             )
-        )  # fmt: skip
+        )
         stop = name if explains else None
     return rungs, stop
 

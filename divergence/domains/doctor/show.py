@@ -35,25 +35,35 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     more = [] if verbose else [named("more", "every point and rung: add -v", "dim")]
     sections = [
         Section(title="points", detail=passed, body=[_table("point", points, every=verbose)]),
-        Section(title="ladder", detail=_stop(checkup),
-                body=[_table("rung", ladder, every=verbose), *notes, *more]),
-    ]  # fmt: skip
+        Section(
+            title="ladder",
+            detail=_stop(checkup),
+            body=[_table("rung", ladder, every=verbose), *notes, *more],
+        ),
+    ]
     evidence = [] if verdict is None or not verbose else verdict.evidence
     return Document(
         headline=Headline(word, _summary(checkup), "bold", failed if brief else ()),
-        known=runs, why=[item.text for item in evidence],
-        sections=sections, next=_commands(checkup),
-    )  # fmt: skip
+        known=runs,
+        why=[item.text for item in evidence],
+        sections=sections,
+        next=_commands(checkup),
+    )
 
 
 def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool) -> Table:
     """What passes, and what another rung explains, is left out unless ``every`` row is wanted."""
-    shown = [(state, name, text if every else shortened(text, _LONGEST))
-             for state, name, text in rows if every or state in ("fail", "unknown")]  # fmt: skip
+    shown = [
+        (state, name, text if every else shortened(text, _LONGEST))
+        for state, name, text in rows
+        if every or state in ("fail", "unknown")
+    ]
     return Table(
         columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), "evidence"),
-        rows=shown, bare=True, marks=[_MARKS.get(state, "") for state, *_ in shown],
-    )  # fmt: skip
+        rows=shown,
+        bare=True,
+        marks=[_MARKS.get(state, "") for state, *_ in shown],
+    )
 
 
 def _summary(checkup: Checkup) -> str:

@@ -6,10 +6,11 @@ DOMAIN = Domain(
     name="importing",
     commands=(
         Subcommand(
-            "import", "divergence.domains.importing.command:import_",
+            "import",
+            "divergence.domains.importing.command:import_",
             "Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.",
             after="unpack",
         ),
     ),
     public={"import_dump": "divergence.domains.importing.importing"},
-)  # fmt: skip
+)

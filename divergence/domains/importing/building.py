@@ -115,10 +115,11 @@ class Rules:
             split_site(site)
         except (KeyError, ValueError, IndexError, AttributeError, UsageError) as error:
             raise ConfigError(
-                f"{rule.site!r} makes no site of {name!r}", where=self.path,
+                f"{rule.site!r} makes no site of {name!r}",
+                where=self.path,
                 hint="a site is MODULE_PATH:PORT, as model.layers.{layer}:out; its groups are "
                 f"those of the pattern: {', '.join(groups) or 'none'}",
-            ) from error  # fmt: skip
+            ) from error
         step, sample, rank = (
             int(text) if given is None and (text := groups.get(key) or "").isdecimal() else given
             for key, given in (("step", rule.step), ("sample", rule.sample), ("rank", rule.rank))
@@ -138,9 +139,10 @@ def load_rules(path: str | os.PathLike[str]) -> Rules:
             _ = rule.compiled
         except re.error as error:
             raise ConfigError(
-                f"{rule.pattern!r} is no pattern: {error}", where=str(given),
+                f"{rule.pattern!r} is no pattern: {error}",
+                where=str(given),
                 hint="each {group} may stand once, and begins with a letter",
-            ) from error  # fmt: skip
+            ) from error
     return rules
 
 
@@ -349,8 +351,7 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
         rows = _reading_ids(forward)
         num_ids += sum(map(len, rows or ()))
         if num_ids > _MAX_IDS:
-            raise DumpError(f"the dump holds more than {_MAX_IDS:,} token ids",
-                            where=forward.where)  # fmt: skip
+            raise DumpError(f"the dump holds more than {_MAX_IDS:,} token ids", where=forward.where)
         _place(prompts, by_sample, index, forward, rows)
     if not surveyed.sites:
         raise DumpError("nothing in the dump is the tensor of a module's input or output")
@@ -372,23 +373,29 @@ def _reading_ids(forward: DumpedForward) -> list[list[int]] | None:
     else:
         return None
     positions = (
-        other.tensor.reshape(-1) for other in forward.tensors
-        if other.site.endswith(":in.position_ids") and other.tensor.numel()
+        other.tensor.reshape(-1)
+        for other in forward.tensors
+        if other.site.endswith(":in.position_ids")
+        and other.tensor.numel()
         and not other.tensor.is_meta
-    )  # fmt: skip
+    )
     last = next(positions, None)
     if rows.shape[1] > 1 and last is not None and int(last[-1]) >= rows.shape[1]:
         raise DumpError(
-            "a prompt was prefilled in parts, or on top of a cached prefix", where=forward.where,
+            "a prompt was prefilled in parts, or on top of a cached prefix",
+            where=forward.where,
             hint="dump it in one forward: --chunked-prefill-size -1 --disable-radix-cache",
-        )  # fmt: skip
+        )
     return [list(map(int, row)) for row in rows.tolist()]
 
 
 def _place(
-    prompts: list[_Prompt], by_sample: dict[int, _Prompt], index: int, forward: DumpedForward,
+    prompts: list[_Prompt],
+    by_sample: dict[int, _Prompt],
+    index: int,
+    forward: DumpedForward,
     rows: list[list[int]] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Adds a forward, of these ids, to the prompt that it belongs to."""
     held = prompts[-1] if prompts else None
     if forward.sample is not None:  # the map says it
@@ -398,15 +405,18 @@ def _place(
     wanted = index if forward.sample is None else 0 if held is None else len(held.forwards)
     if forward.number != wanted:
         raise DumpError(
-            f"step {wanted} is missing: in its place comes {forward.number}", where=forward.where,
+            f"step {wanted} is missing: in its place comes {forward.number}",
+            where=forward.where,
             hint="dump every forward from the prefill on, which is step 0",
-        )  # fmt: skip
+        )
     if held is None:
         if rows is not None and len(rows[0]) == 1:
             raise DumpError(
                 "the dump begins with a forward of one token: it is a decode step, and its number "
-                "is not known", where=forward.where, hint="dump the prefill, alone or first",
-            )  # fmt: skip
+                "is not known",
+                where=forward.where,
+                hint="dump the prefill, alone or first",
+            )
         held = _Prompt([], rows, [], forward.sample)
         prompts.append(held)
         if forward.sample is not None:
@@ -415,8 +425,9 @@ def _place(
         if len(rows) != len(held.rows or rows):
             raise DumpError(
                 f"a decode step of {len(rows)} prompts follows a prefill of {len(held.rows or ())}",
-                where=forward.where, hint="send one request at a time while dumping",
-            )  # fmt: skip
+                where=forward.where,
+                hint="send one request at a time while dumping",
+            )
         held.fed.append([row[0] for row in rows])
     held.forwards.append(index)
 
@@ -503,9 +514,11 @@ def _check_names(surveyed: Survey, like: Run, notes: Notes) -> None:
         near = [name for site in missing[:20] for name in near_names(site, theirs, count=1)]
         raise UsageError(
             f"none of the dump's {len(missing)} sites is one of {like.path}: the first is "
-            f"{missing[0]}", hint="there: " + ", ".join(dict.fromkeys([*near, *theirs][:4]))
+            f"{missing[0]}",
+            hint="there: "
+            + ", ".join(dict.fromkeys([*near, *theirs][:4]))
             + "; a map (--map) names them",
-        )  # fmt: skip
+        )
     if missing:
         notes.say(
             f"{len(missing)} of {len(surveyed.sites)} sites are none of RUN's, the first "
@@ -533,19 +546,25 @@ def manifest_of(
     sites = [surveyed.renamed(site) for site in surveyed.sites]
     logits = "lm_head:out" if own is None else own.plan.logits_site
     plan = Plan(
-        passes=["free"], sites=["*"], modules=_modules(sites, like),
+        passes=["free"],
+        sites=["*"],
+        modules=_modules(sites, like),
         logits_site=logits if logits in sites else None,
         statistics_off=surveyed.statistics_off,
         store="full" if surveyed.statistics_off is None else "stats",
-    )  # fmt: skip
+    )
     return foreign_manifest(
-        surveyed.tokens, plan, tool=f", importing a dump of {name}",
-        label=label or f"dump of {name}", command=command, dtype=surveyed.dtype,
+        surveyed.tokens,
+        plan,
+        tool=f", importing a dump of {name}",
+        label=label or f"dump of {name}",
+        command=command,
+        dtype=surveyed.dtype,
         source=UNKNOWN if own is None else own.model.source,
         task="causal-lm" if own is None else own.model.task,
         max_new_tokens=surveyed.num_steps - 1,
         batch=any(len(group) > 1 for group in surveyed.tokens.groups),
-    )  # fmt: skip
+    )
 
 
 def _modules(sites: list[str], like: Run | None) -> dict[str, ModuleNote]:
@@ -611,9 +630,12 @@ def write(
                 continue
             members = groups[sample]
             if (
-                site == logits and tensor.ndim == 3 and tensor.shape[0] == len(members)
-                and tensor.numel() and not any(member.num_right_pad for member in members)
-            ):  # fmt: skip
+                site == logits
+                and tensor.ndim == 3
+                and tensor.shape[0] == len(members)
+                and tensor.numel()
+                and not any(member.num_right_pad for member in members)
+            ):
                 # the greedy choice, from logits (B, T, V) of which the last row is the last token's
                 chosen = tensor[:, -1].argmax(-1).tolist()
                 for member, token in zip(members, chosen, strict=True):
@@ -621,17 +643,24 @@ def write(
         for site, other in handed_on.items():
             if site not in kept and other in kept:
                 kept[site] = kept[other]
-                notes.add("that blocks return were taken from the next module's input, which has "
-                          "the same bits in RUN")  # fmt: skip
+                notes.add(
+                    "that blocks return were taken from the next module's input, which has "
+                    "the same bits in RUN"
+                )
         positions = {
             surveyed.renamed(site): next(iter(ranks.values())).positions
             for site, ranks in sites.items()
         }
         for order, (site, item) in enumerate(kept.items()):
             writer.put(
-                item, pass_="free", sample=sample, step=step, site=site, order=order,
+                item,
+                pass_="free",
+                sample=sample,
+                step=step,
+                site=site,
+                order=order,
                 positions=positions.get(site),
-            )  # fmt: skip
+            )
         num_records += len(kept)
     if not num_records:
         raise DumpError("nothing in the dump is the same on all ranks: the run would be empty")

@@ -51,7 +51,14 @@ def import_(
 
     with progress_bars(quiet=output.silent) as progress:
         made = import_dump(
-            path, out=out, layout=layout, map=map, like=like, label=label, force=force,
-            command=command, progress=progress,
-        )  # fmt: skip
+            path,
+            out=out,
+            layout=layout,
+            map=map,
+            like=like,
+            label=label,
+            force=force,
+            command=command,
+            progress=progress,
+        )
     show_copy("imported", made, output)

@@ -58,22 +58,28 @@ def import_dump(
             except DumpError as error:
                 damage = f": {error.message}"
         raise DumpError(
-            f"the folder is no dump that is known{damage}", where=str(folder.path),
+            f"the folder is no dump that is known{damage}",
+            where=str(folder.path),
             hint=f"--format {', '.join(FORMATS)}, or files of .npy, .pt or .safetensors with --map",
-        )  # fmt: skip
+        )
     if form is None:
-        raise DumpError(f"the folder is no dump of {tried[0].words}",
-                        where=str(folder.path), hint="--format auto looks what it is")  # fmt: skip
+        raise DumpError(
+            f"the folder is no dump of {tried[0].words}",
+            where=str(folder.path),
+            hint="--format auto looks what it is",
+        )
     if map is not None and not form.takes_map:
         raise UsageError(
             f"a dump of {form.words} has names of its own and takes no map",
-            where=str(map), hint="leave --map out, or --format files",
-        )  # fmt: skip
+            where=str(map),
+            hint="leave --map out, or --format files",
+        )
     run = None if like is None else opened(like)
     place = location_of(out)
     if not isinstance(place, Url) and folder.path.resolve() in (
-        place.resolve(), *place.resolve().parents
-    ):  # fmt: skip
+        place.resolve(),
+        *place.resolve().parents,
+    ):
         raise UsageError(f"{out} lies in the dump itself", hint="choose another place with -o")
     check_output(place, force=force, like=run)
     notes = Notes()
@@ -81,9 +87,14 @@ def import_dump(
         if form.scores is not None:
             fields = None if map is None else load_fields(map)
             made = import_scores(
-                form.words, form.scores(folder, fields, notes), place, like=run, label=label,
-                force=force, command=command,
-            )  # fmt: skip
+                form.words,
+                form.scores(folder, fields, notes),
+                place,
+                like=run,
+                label=label,
+                force=force,
+                command=command,
+            )
         else:
             assert form.read is not None
             rules = None if map is None else load_rules(map)

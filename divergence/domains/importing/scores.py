@@ -60,9 +60,10 @@ def load_fields(path: str | os.PathLike[str]) -> FieldMap:
     fields = decode(load_toml(given), _File, where=str(given)).fields
     if fields.tokens is None and fields.answer is None:
         raise ConfigError(
-            "the map names no tokens", where=str(given),
+            "the map names no tokens",
+            where=str(given),
             hint='answer = "FIELD" with prompt = "FIELD", or tokens = "FIELD" for both in one',
-        )  # fmt: skip
+        )
     return fields
 
 
@@ -111,8 +112,11 @@ class _Line:
     def numbers(self, path: str) -> list[float]:
         if self.value(path) is None:
             keys = ", ".join(list(self.item)[:12]) if isinstance(self.item, dict) else "no object"
-            raise DumpError(f"there is no field {path}: {keys}", where=self.where,
-                            hint="a map (--map) names the fields")  # fmt: skip
+            raise DumpError(
+                f"there is no field {path}: {keys}",
+                where=self.where,
+                hint="a map (--map) names the fields",
+            )
         numbers = []
         for value in self.row(path):
             if value is None:
@@ -138,8 +142,9 @@ class _Line:
             try:
                 pairs = [(int(token), float(value)) for token, value in entries]
             except (TypeError, ValueError) as error:
-                raise DumpError(f"{path}: {str(row)[:60]} are no ids with log-probabilities",
-                                where=self.where) from error  # fmt: skip
+                raise DumpError(
+                    f"{path}: {str(row)[:60]} are no ids with log-probabilities", where=self.where
+                ) from error
             rows.append(sorted(pairs, key=lambda pair: -pair[1]))
         return rows
 
@@ -157,9 +162,10 @@ class _Line:
             first = next((n for n, flag in enumerate(mask) if flag), None)
             if first is None:
                 raise DumpError(
-                    f"nothing says where in {fields.tokens} the answer begins", where=self.where,
+                    f"nothing says where in {fields.tokens} the answer begins",
+                    where=self.where,
                     hint="answer_length or mask in the map (--map)",
-                )  # fmt: skip
+                )
             count = len(tokens) - first
         if not 0 <= count <= len(tokens):
             raise DumpError(
@@ -182,8 +188,10 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
             mask = mask[offset:end]
     num_answer = len(answer)
     if mask and len(mask) < num_answer:
-        raise DumpError(f"{fields.mask} has {len(mask)} entries for {num_answer} tokens of the "
-                        "answer", where=where)  # fmt: skip
+        raise DumpError(
+            f"{fields.mask} has {len(mask)} entries for {num_answer} tokens of the answer",
+            where=where,
+        )
     scored = [n for n in range(num_answer) if not mask or mask[n]]
     if mask:  # what lies behind the last scored token is padding, or nobody's concern
         answer = answer[: scored[-1] + 1] if scored else []
@@ -195,11 +203,13 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
     scored = [n for n in scored if not math.isnan(values[n])]
     top, text = line.likeliest(fields.top), line.value(fields.text)
     return Scores(
-        prompt_ids=prompt, generated_ids=answer, positions=[len(prompt) + n for n in scored],
+        prompt_ids=prompt,
+        generated_ids=answer,
+        positions=[len(prompt) + n for n in scored],
         logprobs=[values[n] for n in scored],
         top=[top[n] if n < len(top) else () for n in scored] if top else (),
         text=text if isinstance(text, str) else None,
-    )  # fmt: skip
+    )
 
 
 @dataclass(slots=True)
@@ -214,9 +224,15 @@ class Scored:
 
 
 def import_scores(
-    words: str, scored: Scored, place: Location, *, like: Run | None, label: str | None,
-    force: bool, command: str | None,
-) -> Run:  # fmt: skip
+    words: str,
+    scored: Scored,
+    place: Location,
+    *,
+    like: Run | None,
+    label: str | None,
+    force: bool,
+    command: str | None,
+) -> Run:
     """The run; every value is checked before anything is written. ``words``: what the file is.
     ``like``: a run whose prompts these are; others are refused. Raises DumpError."""
     prompts = scored.prompts
@@ -237,10 +253,14 @@ def import_scores(
                     f"prompt {number} is not that of {like.path}", where=where, hint=alone
                 )
     manifest = scores_manifest(
-        scored.source, [scores.tokens for scores, _ in prompts], tool=f", importing {words}",
-        label=label or f"file of {words}", command=command, texts=scored.texts,
+        scored.source,
+        [scores.tokens for scores, _ in prompts],
+        tool=f", importing {words}",
+        label=label or f"file of {words}",
+        command=command,
+        texts=scored.texts,
         forced_by=None if like is None else like.manifest.id,
-    )  # fmt: skip
+    )
     with RunWriter(place, manifest, force=force) as writer:
         for number, (scores, where) in enumerate(prompts):
             put_scores(writer, number, scores, where=where)

@@ -16,7 +16,8 @@ DOMAIN = Domain(
     options={"server": f"{_AT}.options:ServerOptions"},
     sources=(
         Source(
-            option="endpoint", function=f"{_AT}.endpoints.capture:capture_endpoint",
+            option="endpoint",
+            function=f"{_AT}.endpoints.capture:capture_endpoint",
             note="of the other server",
         ),
     ),
@@ -34,7 +35,7 @@ DOMAIN = Domain(
     basis=("prompts", "scale", "told", "experts"),
     parts={"logprobs": f"{_AT}.result:LogprobsResult"},
     sentences={"endpoints": f"{_AT}.endpoints.sentences", "logprobs": f"{_AT}.sentences"},
-)  # fmt: skip
+)
 
 
 def applies(a: Run, b: Run) -> bool:

@@ -85,9 +85,12 @@ def finding_of(
 ) -> Finding:
     """The one finding on log-probabilities."""
     return Finding(
-        claim="logprobs", kind=kind, rests_on=list(checks), onset=onset,
+        claim="logprobs",
+        kind=kind,
+        rests_on=list(checks),
+        onset=onset,
         headline=[headline] if isinstance(headline, Fact) else headline,
-    )  # fmt: skip
+    )
 
 
 def are_drawn(a: Run, b: Run) -> bool:
@@ -228,9 +231,15 @@ def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert
         return None
     worst = held[int(np.where(there, size, -1.0).argmax())][2]
     return LogprobExpert(
-        block=block, expert=expert, num_tokens=int(there.sum()), mean_abs=mean, rest_abs=rest,
-        p_value=p_value, sample=worst[0], position=worst[1] + 1,
-    )  # fmt: skip
+        block=block,
+        expert=expert,
+        num_tokens=int(there.sum()),
+        mean_abs=mean,
+        rest_abs=rest,
+        p_value=p_value,
+        sample=worst[0],
+        position=worst[1] + 1,
+    )
 
 
 def _choices(run: Run) -> _Choices:
@@ -284,8 +293,10 @@ def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
                 )
             run = left.pop(0)
             if run.manifest.scores_alone:
-                raise UsageError(f"--layers {run.path} holds log-probabilities alone",
-                                 hint="a run that recorded blocks")  # fmt: skip
+                raise UsageError(
+                    f"--layers {run.path} holds log-probabilities alone",
+                    hint="a run that recorded blocks",
+                )
         sides.append(run)
     if left:
         raise UsageError(
@@ -319,11 +330,15 @@ def layers_of(
     explained = 1 - float(((mine - other) ** 2).sum()) / whole if whole else None
     onset = report.verdict.onset
     return LogprobLayers(
-        num_tokens=len(common), share=None if explained is None else max(0.0, explained),
-        kind=report.verdict.kind, headline=report.verdict.headline,
-        block=None if onset is None else onset.block, side=report.verdict.side,
-        reference=str(sides[0].path), candidate=str(sides[1].path),
-    )  # fmt: skip
+        num_tokens=len(common),
+        share=None if explained is None else max(0.0, explained),
+        kind=report.verdict.kind,
+        headline=report.verdict.headline,
+        block=None if onset is None else onset.block,
+        side=report.verdict.side,
+        reference=str(sides[0].path),
+        candidate=str(sides[1].path),
+    )
 
 
 def joined(finding: Finding, layers: LogprobLayers) -> Finding:
@@ -398,13 +413,19 @@ def measure(
         both = np.array([rows[int(place)] for place in places])
         p = np.exp(pair.reference.logprobs[both[:, 0]])
         q = np.exp(pair.candidate.logprobs[both[:, 1]])
-        sequences.append(LogprobSequence(
-            sample=pair.sample, num_tokens=len(size), mean=float(delta.mean()),
-            mean_abs=float(size.mean()), max_abs=float(size.max()),
-            worst_position=int(places[size.argmax()]), log_ratio=float(delta.sum()),
-            probs_diff_mean=float(np.abs(p - q).mean()),
-            mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
-        ))  # fmt: skip
+        sequences.append(
+            LogprobSequence(
+                sample=pair.sample,
+                num_tokens=len(size),
+                mean=float(delta.mean()),
+                mean_abs=float(size.mean()),
+                max_abs=float(size.max()),
+                worst_position=int(places[size.argmax()]),
+                log_ratio=float(delta.sum()),
+                probs_diff_mean=float(np.abs(p - q).mean()),
+                mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
+            )
+        )
     return LogprobsResult(
         num_sequences=len(pairs),
         num_tokens=sum(pair.num_equal for pair in pairs) + len(flips),
@@ -446,26 +467,39 @@ def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
         part = size[(at >= 0) & (at * _TENTHS // longest == number)]
         means.append(float(part.mean()) if len(part) else math.nan)
     return LogprobDelta(
-        num_tokens=len(delta), mean=float(delta.mean()), mean_abs=float(size.mean()),
-        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(size, 0.5),
-        p90_abs=quantile(size, 0.9), p99_abs=quantile(size, 0.99), max_abs=float(size.max()),
+        num_tokens=len(delta),
+        mean=float(delta.mean()),
+        mean_abs=float(size.mean()),
+        rms=math.sqrt(float((delta * delta).mean())),
+        median_abs=quantile(size, 0.5),
+        p90_abs=quantile(size, 0.9),
+        p99_abs=quantile(size, 0.99),
+        max_abs=float(size.max()),
         by_position=means,
-    )  # fmt: skip
+    )
 
 
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
-    rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
-            for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
+    rows = [
+        (pair.reference.logprobs[mine], pair.candidate.logprobs[other])
+        for pair in pairs
+        for _, mine, other in pair.rows
+    ]
     following = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
     if following is None or following.num_tokens < 2:
         return None
     return LogprobPerplexity(
-        num_tokens=following.num_tokens, delta_p_mean=following.delta_p_mean,
-        delta_p_rms=following.delta_p_rms, delta_p_p1=following.delta_p_p1,
+        num_tokens=following.num_tokens,
+        delta_p_mean=following.delta_p_mean,
+        delta_p_rms=following.delta_p_rms,
+        delta_p_p1=following.delta_p_p1,
         delta_p_p99=following.delta_p_p99,
-        reference=following.base, candidate=following.other, ln_ratio=following.ln_ratio,
-        ln_ratio_error=following.ln_ratio_error, ln_correlation=following.ln_correlation,
-    )  # fmt: skip
+        reference=following.base,
+        candidate=following.other,
+        ln_ratio=following.ln_ratio,
+        ln_ratio_error=following.ln_ratio_error,
+        ln_correlation=following.ln_correlation,
+    )
 
 
 def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
@@ -487,12 +521,17 @@ def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
     lower, upper, low, high, tail, _ = np.array(all_bounds).mean(axis=0)
     each = np.array(all_bounds)[:, 0]
     return LogprobDivergence(
-        num_tokens=len(all_bounds), kl_lower=float(lower),
-        kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
-        tv_upper=float(high), tail=float(tail), kl_median=quantile(each, 0.5),
-        kl_p99=quantile(each, 0.99), kl_max=float(each.max()),
+        num_tokens=len(all_bounds),
+        kl_lower=float(lower),
+        kl_upper=float(upper) if math.isfinite(upper) else None,
+        tv_lower=float(low),
+        tv_upper=float(high),
+        tail=float(tail),
+        kl_median=quantile(each, 0.5),
+        kl_p99=quantile(each, 0.99),
+        kl_max=float(each.max()),
         same_top=float(np.mean(same)),
-    )  # fmt: skip
+    )
 
 
 def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
@@ -508,17 +547,24 @@ def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
     ]
     chosen = [
         TokenChoice(
-            id=token, text=run.manifest.tokens.texts.get(str(token)),
+            id=token,
+            text=run.manifest.tokens.texts.get(str(token)),
             logprob=math.nan if row is None else float(side.logprobs[row]),
         )
         for run, side, row, token in (
-            (a, pair.reference, mine, token_a), (b, pair.candidate, other, token_b)
+            (a, pair.reference, mine, token_a),
+            (b, pair.candidate, other, token_b),
         )
-    ]  # fmt: skip
+    ]
     return LogprobFlip(
-        sample=pair.sample, position=place, reference=chosen[0], candidate=chosen[1],
-        margin=gaps[0], candidate_margin=gaps[1], judgement=_judgement(pair, gaps, scale, a, b),
-    )  # fmt: skip
+        sample=pair.sample,
+        position=place,
+        reference=chosen[0],
+        candidate=chosen[1],
+        margin=gaps[0],
+        candidate_margin=gaps[1],
+        judgement=_judgement(pair, gaps, scale, a, b),
+    )
 
 
 def _judgement(
@@ -597,17 +643,22 @@ def find(
         finding = Finding(claim="logprobs", kind="nonfinite", side=nan_side, headline=[nonfinite])
     elif (told := result.hypothesis) is not None and hypothesis is not None:
         rest = fact(
-            "logprobs.remain", mean=told.rest, within=told.rest <= scale.value,
-            explained=scale.value, source=scale.source,
-        )  # fmt: skip
+            "logprobs.remain",
+            mean=told.rest,
+            within=told.rest <= scale.value,
+            explained=scale.value,
+            source=scale.source,
+        )
         finding = finding_of("systematic", [hypothesis.what, rest])
     elif likelier:
         side, num = SIDES[likelier[0] == "candidate"], result.num_not_likeliest[likelier[0]]
         headline = fact("logprobs.not_likeliest", side=side, num_times=num)
         finding = Finding(
-            claim="logprobs", kind="systematic", side=side,
+            claim="logprobs",
+            kind="systematic",
+            side=side,
             headline=[headline, fact("logprobs.choice_moved")],
-        )  # fmt: skip
+        )
     else:
         finding = _of_pattern(result, pairs, pattern, scale, whole=whole, experts=experts)
     facts = list(finding.evidence)
@@ -622,10 +673,15 @@ def find(
         if flip.judgement == "fault" and max(gaps, default=0.0) <= FAULT * scale.value:
             gap = fact("logprobs.margin_by_list")
         parting = fact(
-            "logprobs.first_parting", num_flips=result.num_flips, sample=flip.sample,
-            token=flip.position, margin=gap, judgement=flip.judgement,
-            first_fault=0 < result.num_faults < result.num_flips, num_after=result.num_after,
-        )  # fmt: skip
+            "logprobs.first_parting",
+            num_flips=result.num_flips,
+            sample=flip.sample,
+            token=flip.position,
+            margin=gap,
+            judgement=flip.judgement,
+            first_fault=0 < result.num_faults < result.num_flips,
+            num_after=result.num_after,
+        )
         facts.append(parting)
     if shift is not None and shift.low is not None and shift.high is not None:
         facts.append(fact("logprobs.shift", **asdict(shift)))
@@ -641,9 +697,14 @@ def find(
 
 
 def _of_pattern(
-    result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, *,
-    whole: bool, experts: bool | None,
-) -> Finding:  # fmt: skip
+    result: LogprobsResult,
+    pairs: Sequence[PromptPair],
+    pattern: Pattern,
+    scale: Scale,
+    *,
+    whole: bool,
+    experts: bool | None,
+) -> Finding:
     unknown = fact("logprobs.scale_from", source=scale.source)
     if scale.without_dtype:
         unknown = fact("logprobs.scale_without_dtype")
@@ -669,9 +730,13 @@ def _of_pattern(
     rerouted = fact("logprobs.rerouted", known=bool(experts))
     if (expert := result.expert) is not None and expert.mean_abs > scale.value:
         guilty = fact(
-            "logprobs.expert", num_tokens=expert.num_tokens, expert=expert.expert,
-            module=expert.block, mean=expert.mean_abs, rest=expert.rest_abs,
-        )  # fmt: skip
+            "logprobs.expert",
+            num_tokens=expert.num_tokens,
+            expert=expert.expert,
+            module=expert.block,
+            mean=expert.mean_abs,
+            rest=expert.rest_abs,
+        )
         place = _onset((expert.sample, expert.position), expert.block)
         return finding_of("localized", guilty, prompts, onset=place)
     match pattern.name:
@@ -682,23 +747,31 @@ def _of_pattern(
             # what they say of such prompts; ``--answers`` says more
             num_same = result.num_sequences - result.num_flips - result.num_ended
             texts = fact(
-                "logprobs.texts", num_ties=result.num_ties, num_same=num_same,
+                "logprobs.texts",
+                num_ties=result.num_ties,
+                num_same=num_same,
                 num_answers=result.num_sequences,
                 least_share=least_share(num_same, result.num_sequences) or None,
-            )  # fmt: skip
+            )
             alone = check("measured", False, fact("logprobs.texts_alone"))
             return finding_of("undetermined", texts, alone)
         case "few":
-            few = fact("logprobs.too_few_prompts", **explained, far=pattern.far,
-                       num_prompts=pattern.shift.num_prompts)  # fmt: skip
+            few = fact(
+                "logprobs.too_few_prompts",
+                **explained,
+                far=pattern.far,
+                num_prompts=pattern.shift.num_prompts,
+            )
             return finding_of("undetermined", few, prompts)
         case "sequences":
             num_beyond = beyond_of(pairs, scale)[0] - len(pattern.odd)
             stand_out = fact(
-                "logprobs.odd_prompts", **odd, num_prompts=result.num_sequences,
+                "logprobs.odd_prompts",
+                **odd,
+                num_prompts=result.num_sequences,
                 samples=[sample for sample, _ in pattern.odd],
                 num_beyond=num_beyond if num_beyond > 0 else None,
-            )  # fmt: skip
+            )
             return finding_of("localized", stand_out, prompts, onset=_onset(pattern.odd[0]))
         case "positions" if experts is False:
             return finding_of("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
@@ -739,11 +812,15 @@ def _of_pattern(
         longest = max(len(answer) for side in sides for answer in side)
         if len(last) == 1:
             counted = fact(
-                "logprobs.counted_once_more", side=longer, token=last.pop(), mean=mean,
-                num_answers=len(odd_sides), num_total=len(pairs),
+                "logprobs.counted_once_more",
+                side=longer,
+                token=last.pop(),
+                mean=mean,
+                num_answers=len(odd_sides),
+                num_total=len(pairs),
                 shorter=len(odd_sides) < len(sides)
                 and all(len(side[0]) == longest for side in sides if side not in odd_sides),
-            )  # fmt: skip
+            )
             return finding_of("systematic", counted, prompts)
     headline = [fact("logprobs.within", **explained)]
     if result.num_ties:
@@ -762,9 +839,10 @@ def _of_pattern(
     # no rounding is a function of log p, however small it is
     in_size = any(
         item.code == "logprobs.goes_with_size"
-        for doubt in doubts if doubt.lacking is not None
+        for doubt in doubts
+        if doubt.lacking is not None
         for item in doubt.lacking["doubts"] or ()
-    )  # fmt: skip
+    )
     return finding_of(
         "undetermined" if in_size else "within_floor",
         headline,
@@ -871,17 +949,20 @@ def report_on(
     if (hypothesis := explained(pairs)) is not None:
         before, after = np.abs(hypothesis.before), np.abs(hypothesis.after)
         told = LogprobHypothesis(
-            what=hypothesis.what, left=hypothesis.left, mean_abs=float(before.mean()),
+            what=hypothesis.what,
+            left=hypothesis.left,
+            mean_abs=float(before.mean()),
             rest=float(np.nanmean(after)),
-        )  # fmt: skip
+        )
         result = replace(result, hypothesis=told)
     if layers:
         shown = layers_of(pairs, with_layers(a, b, layers), progress)
         result = replace(result, layers=shown)
     result = replace(result, expert=expert_of(pairs, [a, b, *layers]))
     whole = a.manifest.complete and b.manifest.complete and not result.num_other
-    finding = find(result, pairs, pattern, scale, hypothesis=hypothesis, whole=whole,
-                   experts=experts)  # fmt: skip
+    finding = find(
+        result, pairs, pattern, scale, hypothesis=hypothesis, whole=whole, experts=experts
+    )
     if are_drawn(a, b):
         finding = of_drawn(finding, result.texts, pairs)
     if result.layers is not None:
@@ -898,9 +979,11 @@ def report_on(
 def _line(check: str, sides: Sequence[str]) -> PreflightLine:
     status: PreflightStatus = "same" if sides[0] == sides[1] else "differs"
     return PreflightLine(
-        check=check, status="unknown" if UNKNOWN in sides else status, reference=sides[0],
+        check=check,
+        status="unknown" if UNKNOWN in sides else status,
+        reference=sides[0],
         candidate=sides[1],
-    )  # fmt: skip
+    )
 
 
 def _notes(a: Run, b: Run) -> list[Fact]:

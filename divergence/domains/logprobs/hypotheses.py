@@ -106,10 +106,16 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
     """The hypothesis that explains the differences of the two sides, where exactly one does."""
     rows = [(number, *row) for number, pair in enumerate(pairs) for row in pair.rows]
     prompt, place, *both = np.array(rows, np.int64).reshape(-1, 4).T
-    values = np.array([
-        [pairs[n].reference.logprobs[mine], pairs[n].candidate.logprobs[other]]
-        for n, _, mine, other in rows
-    ]).reshape(-1, 2).T  # fmt: skip
+    values = (
+        np.array(
+            [
+                [pairs[n].reference.logprobs[mine], pairs[n].candidate.logprobs[other]]
+                for n, _, mine, other in rows
+            ]
+        )
+        .reshape(-1, 2)
+        .T
+    )
     finite = np.isfinite(values).all(0)
     if finite.sum() < LEAST_TOKENS or (values[0] == values[1])[finite].all():
         return None
@@ -125,8 +131,9 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
         )
         if max(len(p.ids), len(q.ids)) > 1:  # else of the chosen token alone
             tokens.lists[n] = p, q
-    fitted = [item for item in itertools.chain(*(fit(tokens) for fit in _FITS))
-              if item.left <= _LEAVES]  # fmt: skip
+    fitted = [
+        item for item in itertools.chain(*(fit(tokens) for fit in _FITS)) if item.left <= _LEAVES
+    ]
     if not fitted:
         return None
     best = fitted[0]
@@ -180,8 +187,14 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
                 if both.left < _CLEARLY * alone.left:
                     yield both
     if ratio is not None and abs(ratio - 1) >= _OTHER and not full:
-        what = fact("logprobs.temperature", temperature=1 / ratio, num_tokens=len(x), rule=None,
-                    value=None, side="candidate")  # fmt: skip
+        what = fact(
+            "logprobs.temperature",
+            temperature=1 / ratio,
+            num_tokens=len(x),
+            rule=None,
+            value=None,
+            side="candidate",
+        )
         yield Hypothesis(what, y - x, y - ratio * x)
 
 
@@ -232,8 +245,9 @@ def _rules(
     if np.median(raised) > 0 or not (raised < 0).any():
         return
     totals = [np.cumsum(p) for p in likely]
-    last = [int(np.abs(np.log(total) - own).argmin())
-            for total, own in zip(totals, raised, strict=True)]  # fmt: skip
+    last = [
+        int(np.abs(np.log(total) - own).argmin()) for total, own in zip(totals, raised, strict=True)
+    ]
     # of each place what the value lies between: the last one kept is within, the next one is not
     inside, outside = np.empty((2, 2, len(last)))
     for n, (p, total, end) in enumerate(zip(likely, totals, last, strict=True)):
@@ -268,8 +282,9 @@ def _numbers(tokens: _Tokens) -> Iterator[Hypothesis]:
         for base in (10, 2):
             # a temperature may lie near, and is another number
             if abs(float(x @ y) / float(x @ x) * math.log(base) - 1) < _SAME_FACTOR:
-                yield Hypothesis(fact("logprobs.base", base=base, side=side), y - x,
-                                 y - x / math.log(base))  # fmt: skip
+                yield Hypothesis(
+                    fact("logprobs.base", base=base, side=side), y - x, y - x / math.log(base)
+                )
         yield Hypothesis(fact("logprobs.per_length", side=side), y - x, y - x / length)
 
 
@@ -281,8 +296,10 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
         for n, (p, at) in enumerate(zip(tokens.prompt, tokens.place, strict=True))
     }
     for step in (-1, 1):
-        moved = [numbers.get((int(p), int(at) + step), -1)
-                 for p, at in zip(tokens.prompt, tokens.place, strict=True)]  # fmt: skip
+        moved = [
+            numbers.get((int(p), int(at) + step), -1)
+            for p, at in zip(tokens.prompt, tokens.place, strict=True)
+        ]
         other = np.where(np.array(moved) >= 0, x[moved], math.nan)
         yield Hypothesis(fact("logprobs.beside", step=step), y - x, y - other)
     # (P, L) of each side: from the answers' beginnings
@@ -304,19 +321,24 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
     others = np.flatnonzero(order != np.arange(num))
     if len(others) and len(set(order.tolist())) == num:
         rows = order[tokens.prompt]
-        other = np.array([
-            x[numbers[row, place]] if (row, place) in numbers else math.nan
-            for row, place in zip(
-                rows.tolist(),
-                (at + np.array([pair.answer_begins for pair in tokens.pairs])[rows]).tolist(),
-                strict=True,
-            )
-        ])  # fmt: skip
+        other = np.array(
+            [
+                x[numbers[row, place]] if (row, place) in numbers else math.nan
+                for row, place in zip(
+                    rows.tolist(),
+                    (at + np.array([pair.answer_begins for pair in tokens.pairs])[rows]).tolist(),
+                    strict=True,
+                )
+            ]
+        )
         first, other_first = others[0], order[others[0]]
         what = fact(
-            "logprobs.permuted", num_moved=len(others), num_prompts=num,
-            sample=tokens.pairs[first].sample, other=tokens.pairs[other_first].sample,
-        )  # fmt: skip
+            "logprobs.permuted",
+            num_moved=len(others),
+            num_prompts=num,
+            sample=tokens.pairs[first].sample,
+            other=tokens.pairs[other_first].sample,
+        )
         yield Hypothesis(what, y - x, y - other)
 
 
@@ -331,9 +353,11 @@ def _tokens(tokens: _Tokens) -> Iterator[Hypothesis]:
             for n, listed in zip(at, lists, strict=True):
                 ids = {
                     "likeliest": listed.ids[0] if len(listed.ids) else -1,
-                    "before": tokens.token(n, -1), "behind": tokens.token(n, 1),
-                    "id above": tokens.token(n) + 1, "id below": tokens.token(n) - 1,
-                }  # fmt: skip
+                    "before": tokens.token(n, -1),
+                    "behind": tokens.token(n, 1),
+                    "id above": tokens.token(n) + 1,
+                    "id below": tokens.token(n) - 1,
+                }
                 value = listed.of(int(ids[which]))
                 other.append(math.nan if value is None else value)
             what = fact("logprobs.other_token", which=which, num_tokens=len(at), side=side)
@@ -395,7 +419,11 @@ def _renormalised(held: Sequence[PromptPair]) -> Fact | None:
     if float(size.max()) > min(_BOUNDED * usual, -math.log(MOST)):
         return None
     return fact(
-        "logprobs.renormalised", side=SIDES[mean > 0], num_higher=len(delta) - against,
-        num_tokens=len(delta), nats=usual, most=float(size.max()),
+        "logprobs.renormalised",
+        side=SIDES[mean > 0],
+        num_higher=len(delta) - against,
+        num_tokens=len(delta),
+        nats=usual,
+        most=float(size.max()),
         kept=math.exp(-usual),
-    )  # fmt: skip
+    )

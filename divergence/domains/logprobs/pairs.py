@@ -75,9 +75,11 @@ def sequences_of(run: Run) -> list[Sequence]:
     if run.manifest.scores_alone:
         return [_recorded(run, number) for number in range(len(run.manifest.tokens.samples))]
     site = run.manifest.plan.logits_site
-    records = [] if site is None else [
-        record for record in run.records if record.pass_ == "free" and record.site == site
-    ]  # fmt: skip
+    records = (
+        []
+        if site is None
+        else [record for record in run.records if record.pass_ == "free" and record.site == site]
+    )
     if not records or not all(map(run.has_bytes, records)):
         raise UsageError(
             f"{run.path} holds no logits, from which its log-probabilities would follow",
@@ -112,8 +114,13 @@ def _recorded(run: Run, number: int) -> Sequence:
     untold = facts_of(run).get("units") == "characters"
     if record is None or tokens is None or record.positions is None or untold:
         empty = Distribution(np.empty(0, np.int64), np.empty(0))
-        return Sequence(ids=ids, num_prompt=len(sample.prompt_ids), rows={},
-                        logprobs=np.empty(0), distribution=lambda row: empty)  # fmt: skip
+        return Sequence(
+            ids=ids,
+            num_prompt=len(sample.prompt_ids),
+            rows={},
+            logprobs=np.empty(0),
+            distribution=lambda row: empty,
+        )
     kinds = record.dtype, tokens.dtype
     fits = len(record.shape) == 3 and record.shape[0] == 1 and record.shape[2] > 0
     if not fits or record.shape != tokens.shape or kinds != ("float32", "int32"):
@@ -132,10 +139,12 @@ def _recorded(run: Run, number: int) -> Sequence:
         return Distribution(known[order], values[row][told][first][order])
 
     return Sequence(
-        ids=ids, num_prompt=len(sample.prompt_ids),
+        ids=ids,
+        num_prompt=len(sample.prompt_ids),
         rows={p: row for row, p in enumerate(record.positions) if p < len(ids)},
-        logprobs=values[:, 0], distribution=distribution,
-    )  # fmt: skip
+        logprobs=values[:, 0],
+        distribution=distribution,
+    )
 
 
 def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) -> Sequence:  # type: ignore[type-arg]  # (Piece, row)
@@ -157,10 +166,12 @@ def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) 
         return Distribution(by_size, values[by_size], whole=True)
 
     return Sequence(
-        ids=ids, num_prompt=num_prompt, rows={place: row for row, place in enumerate(order)},
+        ids=ids,
+        num_prompt=num_prompt,
+        rows={place: row for row, place in enumerate(order)},
         logprobs=np.array([log_softmax(place)[ids[place]] for place in order]),
         distribution=distribution,
-    )  # fmt: skip
+    )
 
 
 # Two sides' sequences, token by token: which tokens may be compared, and what they say. Where a
@@ -233,10 +244,11 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
     room = 0 if engines[0] == engines[1] else 1
     # tokens at which answers are cut; 0 where they are given, or nobody knows
     budgets = [
-        0 if run.manifest.tokens.forced_by is not None or facts_of(run).get("tokens") == "given"
+        0
+        if run.manifest.tokens.forced_by is not None or facts_of(run).get("tokens") == "given"
         else run.manifest.settings.max_new_tokens
         for run in (a, b)
-    ]  # fmt: skip
+    ]
 
     def is_ended(pair: PromptPair) -> bool:
         lengths = [len(side.ids) - side.num_prompt for side in (pair.reference, pair.candidate)]
@@ -283,8 +295,11 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
     common = start + first_apart(mine, other)
     begins = min(a.num_prompt, b.num_prompt) if whole else a.num_prompt
     ends = min(len(a.ids), len(b.ids) - shift)
-    rows = [(p, a.rows[p], b.rows[p + shift]) for p in sorted(a.rows)
-            if start <= p < common and p + shift in b.rows]  # fmt: skip
+    rows = [
+        (p, a.rows[p], b.rows[p + shift])
+        for p in sorted(a.rows)
+        if start <= p < common and p + shift in b.rows
+    ]
     scored = {p for p in a.rows if start <= p < common}
     scored ^= {p - shift for p in b.rows if start <= p - shift < common}
     parting = tokens = None
@@ -299,15 +314,25 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
     fine = np.isfinite(x), np.isfinite(y)
     delta, places = (values[fine[0] & fine[1]] for values in (y - x, places))
     return PromptPair(
-        sample=number, prompt=prompt, reference=a, candidate=b, rows=rows, parting=parting,
+        sample=number,
+        prompt=prompt,
+        reference=a,
+        candidate=b,
+        rows=rows,
+        parting=parting,
         tokens=tokens,
-        num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
+        num_equal=max(0, min(common, ends) - begins),
+        num_other=len(scored),
         num_untold=sum(begins <= place < ends - 1 for place in scored)
         + (ends - max(common, begins) if untold else 0),
-        num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
-        ended=False, delta=delta, places=places, whole=(delta, places),
+        num_after=max(0, ends - max(common, begins) - 1) if tokens else 0,
+        answer_begins=begins,
+        ended=False,
+        delta=delta,
+        places=places,
+        whole=(delta, places),
         num_nonfinite=(int((fine[1] & ~fine[0]).sum()), int((fine[0] & ~fine[1]).sum())),
-    )  # fmt: skip
+    )
 
 
 def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
@@ -353,8 +378,16 @@ def _other_prompts(
         least, most = sorted((a.num_prompt, b.num_prompt))
         if common < least or (common < most and not ended):
             few = slice(common, common + 4)
-            yield ["-", "-"], fact("logprobs.other_tokens", sample=pair.sample, token=common,
-                                   reference=a.ids[few], candidate=b.ids[few])  # fmt: skip
+            yield (
+                ["-", "-"],
+                fact(
+                    "logprobs.other_tokens",
+                    sample=pair.sample,
+                    token=common,
+                    reference=a.ids[few],
+                    candidate=b.ids[few],
+                ),
+            )
     for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
         untold = not (ours.prompt_ids and theirs.prompt_ids)
         if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
@@ -362,8 +395,15 @@ def _other_prompts(
     for number, lengths in enumerate(zip(*counts, strict=True)):
         if None not in lengths and lengths[0] != lengths[1]:
             shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
-            yield shown, fact("logprobs.other_length", sample=number, reference=lengths[0],
-                              candidate=lengths[1])  # fmt: skip
+            yield (
+                shown,
+                fact(
+                    "logprobs.other_length",
+                    sample=number,
+                    reference=lengths[0],
+                    candidate=lengths[1],
+                ),
+            )
 
 
 def renumbered(
@@ -389,9 +429,11 @@ def renumbered(
             return Distribution(ids[kept], listed.log[kept])
 
         return dataclasses.replace(
-            sequence, ids=[number(token) for token in sequence.ids[start:]], num_prompt=0,
+            sequence,
+            ids=[number(token) for token in sequence.ids[start:]],
+            num_prompt=0,
             rows={place - start: row for place, row in sequence.rows.items() if place >= start},
             distribution=distribution,
-        )  # fmt: skip
+        )
 
     return [one(sequence) for sequence in sequences]

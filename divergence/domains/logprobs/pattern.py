@@ -119,9 +119,16 @@ def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
 # planted faults give.
 
 PatternName = Literal[
-    "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
+    "equal",
+    "within",
+    "everywhere",
+    "sequences",
+    "positions",
+    "growing",
+    "shifted",
+    "few",
     "nothing",
-]  # fmt: skip
+]
 _LEAST = THRESHOLDS.truth_least
 """Of what rounding explains, as of every floor: added to both errors that are held against one
 another, and below it nothing tells a cause. The numbers of a chosen token lie below 0, for one, and

@@ -183,9 +183,16 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
     num_ended: int = 0
     """Answers that end by themselves on one side, and go on on the other."""
     pattern: Literal[
-        "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
+        "equal",
+        "within",
+        "everywhere",
+        "sequences",
+        "positions",
+        "growing",
+        "shifted",
+        "few",
         "nothing",
-    ]  # fmt: skip
+    ]
     """What the differences look like: ``everywhere``: in many prompts or all, in both directions,
     and more than rounding explains; ``sequences``, ``positions``: in some; ``growing``: more the
     longer the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""

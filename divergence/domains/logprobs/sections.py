@@ -22,14 +22,21 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     delta, kl = result.delta, result.divergence
     if delta is not None:
         rows += [
-            ("mean |Δ log p|", decimal(delta.mean_abs),
-             f"rounding explains {decimal(result.explained)} ({result.explained_by})"),
+            (
+                "mean |Δ log p|",
+                decimal(delta.mean_abs),
+                f"rounding explains {decimal(result.explained)} ({result.explained_by})",
+            ),
             ("mean Δ log p", decimal(delta.mean), "B less A, nats"),
-            ("p50, p90, p99, max", ", ".join(
-                decimal(value)
-                for value in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
-            ), f"of |Δ|, {count(delta.num_tokens, 'token')}"),
-        ]  # fmt: skip
+            (
+                "p50, p90, p99, max",
+                ", ".join(
+                    decimal(value)
+                    for value in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
+                ),
+                f"of |Δ|, {count(delta.num_tokens, 'token')}",
+            ),
+        ]
     if (layers := result.layers) is not None and layers.share is not None:
         where = f", {layers.block}" if layers.block else ""
         rows.append(
@@ -45,21 +52,34 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     if kl is not None:
         upper = "unbounded" if kl.kl_upper is None else decimal(kl.kl_upper)
         rows += [
-            ("KL", f"{decimal(kl.kl_lower)} to {upper}", f"over common top lists, "
-             f"{kl.tail:.2%} of the probability outside"),
-            ("KL p50, p99, max", ", ".join(map(decimal, (kl.kl_median, kl.kl_p99, kl.kl_max))),
-             "of its lower bound, token by token"),
+            (
+                "KL",
+                f"{decimal(kl.kl_lower)} to {upper}",
+                f"over common top lists, {kl.tail:.2%} of the probability outside",
+            ),
+            (
+                "KL p50, p99, max",
+                ", ".join(map(decimal, (kl.kl_median, kl.kl_p99, kl.kl_max))),
+                "of its lower bound, token by token",
+            ),
             ("same top p", f"{kl.same_top:.2%}", "of tokens whose likeliest one is the same"),
             ("total variation", f"{decimal(kl.tv_lower)} to {decimal(kl.tv_upper)}", ""),
-        ]  # fmt: skip
+        ]
     if (cost := result.perplexity) is not None:
         told = "" if cost.ln_correlation is None else f", correlation {cost.ln_correlation:.2%}"
         rows += [
-            ("Δp", f"{cost.delta_p_mean:+.3%}", f"mean; RMS {cost.delta_p_rms:.3%}, 1% "
-             f"{cost.delta_p_p1:+.2%}, 99% {cost.delta_p_p99:+.2%}"),
-            ("perplexity", f"{cost.reference:.5g} -> {cost.candidate:.5g}",
-             f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}"),
-        ]  # fmt: skip
+            (
+                "Δp",
+                f"{cost.delta_p_mean:+.3%}",
+                f"mean; RMS {cost.delta_p_rms:.3%}, 1% "
+                f"{cost.delta_p_p1:+.2%}, 99% {cost.delta_p_p99:+.2%}",
+            ),
+            (
+                "perplexity",
+                f"{cost.reference:.5g} -> {cost.candidate:.5g}",
+                f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}",
+            ),
+        ]
     body: list[Block] = [
         Table(caption="How far apart", columns=("", "", ""), rows=rows, num_left=3)
     ]
@@ -67,32 +87,65 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     if result.rollout:  # what trainers watch, then the rest of those numbers
         values = sorted(result.rollout.items(), key=lambda item: item[0] not in checks)
         watched = [(name, value, checks.get(name)) for name, value in values]
-        body.append(Table(
-            caption="What trainers watch",
-            columns=("trainer-rollout", Column("value", "{:.4g}".format), Column("of", left=True),
-                     Column("normal", left=True), Column("", left=True)),
-            rows=[
-                (name, value, *(("",) * 3 if check is None else
-                                (check.framework, check.normal, check.state)))
-                for name, value, check in watched
-            ],
-            marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
-        ))  # fmt: skip
+        body.append(
+            Table(
+                caption="What trainers watch",
+                columns=(
+                    "trainer-rollout",
+                    Column("value", "{:.4g}".format),
+                    Column("of", left=True),
+                    Column("normal", left=True),
+                    Column("", left=True),
+                ),
+                rows=[
+                    (
+                        name,
+                        value,
+                        *(
+                            ("",) * 3
+                            if check is None
+                            else (check.framework, check.normal, check.state)
+                        ),
+                    )
+                    for name, value, check in watched
+                ],
+                marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
+            )
+        )
     more: list[Block] = []
     if len(result.sequences) > (1 if background is None else 0):
-        more.append(Table(
-            caption="Prompts, the ones that differ most first", title="prompts",
-            detail="the ones that differ most first",
-            folded=f"All {len(result.sequences):,} prompts", most=5,
-            columns=("prompt", Column("tokens", "{:,}".format), Column("mean |Δ|", decimal),
-                     Column("mean Δ", decimal), Column("max |Δ|", decimal), "at",
-                     Column("log ratio", "{:.4g}".format), Column("exp|Δ|", "{:.4f}".format)),
-            rows=[
-                (prompt.sample, prompt.num_tokens, prompt.mean_abs, prompt.mean, prompt.max_abs,
-                 prompt.worst_position, prompt.log_ratio, prompt.mult_prob_error)
-                for prompt in result.sequences
-            ],
-        ))  # fmt: skip
+        more.append(
+            Table(
+                caption="Prompts, the ones that differ most first",
+                title="prompts",
+                detail="the ones that differ most first",
+                folded=f"All {len(result.sequences):,} prompts",
+                most=5,
+                columns=(
+                    "prompt",
+                    Column("tokens", "{:,}".format),
+                    Column("mean |Δ|", decimal),
+                    Column("mean Δ", decimal),
+                    Column("max |Δ|", decimal),
+                    "at",
+                    Column("log ratio", "{:.4g}".format),
+                    Column("exp|Δ|", "{:.4f}".format),
+                ),
+                rows=[
+                    (
+                        prompt.sample,
+                        prompt.num_tokens,
+                        prompt.mean_abs,
+                        prompt.mean,
+                        prompt.max_abs,
+                        prompt.worst_position,
+                        prompt.log_ratio,
+                        prompt.mult_prob_error,
+                    )
+                    for prompt in result.sequences
+                ],
+            )
+        )
     if result.delta is not None and result.delta.by_position:
         tenths = " ".join(
             "-" if math.isnan(mean) else decimal(mean) for mean in result.delta.by_position
@@ -103,8 +156,10 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     prompts = count(result.num_sequences, "prompt")
     return [
         Section(
-            id="logprobs", title="log-probabilities", detail=f"{prompts}, {equal} tokens equal",
+            id="logprobs",
+            title="log-probabilities",
+            detail=f"{prompts}, {equal} tokens equal",
             body=body,
         ),
         *[Section(id="prompts", heading="Prompts", body=more, verbose=True)] * bool(more),
-    ]  # fmt: skip
+    ]

@@ -3,6 +3,7 @@
 from divergence.domain import Domain
 
 DOMAIN = Domain(
-    name="onnx", engines={"onnx": "divergence.domains.onnx.engine:OnnxEngine"},
+    name="onnx",
+    engines={"onnx": "divergence.domains.onnx.engine:OnnxEngine"},
     plain_engines=("onnx",),
-)  # fmt: skip
+)

@@ -142,9 +142,13 @@ class Graph:
         if len(self.kinds) > _MAX_NODES:
             raise ModelError(f"the graph has more than {_MAX_NODES:,} modules")
         return GraphNode(
-            proto, tuple(_inputs(proto)), tuple(proto.output),
-            tuple(dict.fromkeys(scope for scope in scopes if scope)), properties, told,
-        )  # fmt: skip
+            proto,
+            tuple(_inputs(proto)),
+            tuple(proto.output),
+            tuple(dict.fromkeys(scope for scope in scopes if scope)),
+            properties,
+            told,
+        )
 
     def _place_untold(self) -> None:
         """A node that an optimiser made is in the modules that its neighbours share."""
@@ -268,9 +272,17 @@ _MAX_BYTES = 1 << 31
 """What protobuf reads; more weights lie in files beside."""
 _KINDS_OF_DATA = ("float", "int32", "int64", "double", "uint64")
 _DTYPES = {
-    1: "float32", 2: "uint8", 3: "int8", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
-    10: "float16", 11: "float64", 16: "bfloat16",
-}  # fmt: skip
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    16: "bfloat16",
+}
 
 
 def read_model(path: Path) -> Any:
@@ -314,9 +326,12 @@ def data_file(tensor: Any, folder: Path) -> tuple[Path, int, int | None]:
             f"the weight {tensor.name} is said to lie in {name!r}, outside the model's folder",
             hint="weights of an ONNX file are read from its own folder alone",
         )
-    place = inside(folder, name, error=ModelError, hint=(
-        "copy the weights of the ONNX file beside it; the exporter wrote both"
-    ))  # fmt: skip
+    place = inside(
+        folder,
+        name,
+        error=ModelError,
+        hint=("copy the weights of the ONNX file beside it; the exporter wrote both"),
+    )
     try:
         offset, length = int(entries.get("offset", 0)), entries.get("length")
         count = None if length is None else int(length)
@@ -352,8 +367,9 @@ def tensor_of(tensor: Any, folder: Path) -> Any:
     if data.size != num_bytes:
         raise ModelError(
             f"the weight {tensor.name} has {data.size} bytes, and its shape {list(shape)} takes "
-            f"{num_bytes}", hint="the ONNX file is damaged; export it again",
-        )  # fmt: skip
+            f"{num_bytes}",
+            hint="the ONNX file is damaged; export it again",
+        )
     with warnings.catch_warnings():  # that it must not be written to
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(data).view(dtype).reshape(shape)
@@ -397,8 +413,12 @@ def _broken(path: Path, why: str) -> ModelError:
 # disk; the weights that lie beside the file are read from there.
 
 _BFLOAT16 = 16
-_LEVELS = {"disable": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED",
-           "all": "ENABLE_ALL"}  # fmt: skip
+_LEVELS = {
+    "disable": "DISABLE_ALL",
+    "basic": "ENABLE_BASIC",
+    "extended": "ENABLE_EXTENDED",
+    "all": "ENABLE_ALL",
+}
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -426,9 +446,10 @@ class Runtime:
         options.add_session_config_entry(_FOLDER, str(self.folder))
         try:
             session = onnxruntime.InferenceSession(
-                model.SerializeToString(), options,
+                model.SerializeToString(),
+                options,
                 providers=[(self.provider, dict(self.provider_options))],
-            )  # fmt: skip
+            )
         except Exception as error:  # ONNX Runtime's own kinds
             raise _refused(self.provider, error) from error
         if self.provider not in session.get_providers():
@@ -485,8 +506,14 @@ def _part(
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
     part.opset_import.extend(model.opset_import)
     part.functions.extend(model.functions)
-    known = {spec.name: spec for spec in (*graph.model.graph.value_info, *graph.model.graph.output,
-                                       *graph.model.graph.input)}  # fmt: skip
+    known = {
+        spec.name: spec
+        for spec in (
+            *graph.model.graph.value_info,
+            *graph.model.graph.output,
+            *graph.model.graph.input,
+        )
+    }
     chosen = [graph.nodes[number] for number in nodes]
     used = {name for node in chosen for name in node.inputs} | set(targets)
     part.graph.name = graph.model.graph.name
@@ -551,9 +578,10 @@ def model_of(
 ) -> tuple[LoadedModel, list[str]]:
     """The model; and the constants that are no parameter by name. Raises ModelError, UsageError."""
     unknown = [
-        name for name in graph.inputs
+        name
+        for name in graph.inputs
         if name not in (graph.tokens, *_INPUTS) and not name.startswith("past_key_values")
-    ]  # fmt: skip
+    ]
     if unknown or graph.tokens != "input_ids":
         raise ModelError(
             f"{path} wants the input {(unknown or [graph.tokens])[0]}, which no prompt gives",
@@ -925,8 +953,11 @@ def _parts(graph: Graph, notes: Mapping[str, ModuleNote]) -> list[_Part]:
         ins = [port]
         if note.role == "block":
             _, met, _ = graph.slice(outs, {port.value, *(table.value for table in tables)})
-            ins += [Port(port.path, f"{_TABLES}{n}", table.value)
-                    for n, table in enumerate(tables) if table.value in met]  # fmt: skip
+            ins += [
+                Port(port.path, f"{_TABLES}{n}", table.value)
+                for n, table in enumerate(tables)
+                if table.value in met
+            ]
         if outs:
             parts.append(_Part(port.path, tuple(ins), outs, note.role == "block"))
     return parts
@@ -1029,8 +1060,9 @@ def installed(name: str) -> str:
     if len(numbers) == 2 and numbers < oldest:
         raise ModelError(
             f"--engine onnx needs {name} {'.'.join(map(str, oldest))} or newer, and this is "
-            f"{version}", hint=f"{hint} --upgrade",
-        )  # fmt: skip
+            f"{version}",
+            hint=f"{hint} --upgrade",
+        )
     return version
 
 
@@ -1086,9 +1118,12 @@ class OnnxEngine:
         with read_as("an exporter of ONNX", where=str(path), error=ModelError):
             graph = Graph(read_model(path))
         runtime = Runtime(
-            path.parent.resolve(), provider, {"device_id": number} if number else {},
-            options.optimization, options.threads,
-        )  # fmt: skip
+            path.parent.resolve(),
+            provider,
+            {"device_id": number} if number else {},
+            options.optimization,
+            options.threads,
+        )
         folder = path.parent if options.tokenizer is None else expanded(options.tokenizer)
         loaded, left = model_of(loading, graph, path, folder)
         kind = OnnxSession if blocks_of(loaded.module) else _WithoutBlocks
@@ -1133,9 +1168,14 @@ class OnnxSession(TorchSession):
         )
 
     def run_group(
-        self, recorder: Any, samples: list[SampleTokens], *, max_new_tokens: int,
-        forced: list[list[int]] | None = None, **_: Any,
-    ) -> GroupResult:  # fmt: skip
+        self,
+        recorder: Any,
+        samples: list[SampleTokens],
+        *,
+        max_new_tokens: int,
+        forced: list[list[int]] | None = None,
+        **_: Any,
+    ) -> GroupResult:
         count = max_new_tokens if forced is None else len(forced[0])
         with failures(self.loaded, samples, count), torch.no_grad():
             result = decode(self.loaded, self._graph, recorder, samples, count, forced)
@@ -1165,5 +1205,6 @@ class OnnxSession(TorchSession):
 
 class _WithoutBlocks(OnnxSession):
     lacks: ClassVar[Mapping[Feature, str]] = {
-        **OnnxSession.lacks, "anchor": "the file does not tell the blocks of its model",
-    }  # fmt: skip
+        **OnnxSession.lacks,
+        "anchor": "the file does not tell the blocks of its model",
+    }

@@ -16,8 +16,10 @@ DOMAIN = Domain(
     name="probe",
     commands=(
         Subcommand(
-            "probe", f"{_AT}.command:probe",
-            "Find out from outside what this machine's arithmetic does.", after="repro",
+            "probe",
+            f"{_AT}.command:probe",
+            "Find out from outside what this machine's arithmetic does.",
+            after="repro",
         ),
     ),
     public={"probe": f"{_AT}.api"},
@@ -27,7 +29,7 @@ DOMAIN = Domain(
     arithmetic=f"{_AT}.quick:quick_facts",
     sentences={"probe": f"{_AT}.sentences"},
     selftest=(SelftestStep("arithmetic", f"{_AT}.quick:tried"),),
-)  # fmt: skip
+)
 
 
 def applies(measured: Measured) -> bool:

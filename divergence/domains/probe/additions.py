@@ -78,9 +78,13 @@ def summing(terms: int, dtype: torch.dtype, device: str = "cpu") -> Summing:
         return leaves.to(device).sum(-1)[None].cpu()
 
     return Summing(
-        name="sum", shape=f"rows={COLUMNS} n={terms}", dtype=dtype, terms=terms, products=False,
+        name="sum",
+        shape=f"rows={COLUMNS} n={terms}",
+        dtype=dtype,
+        terms=terms,
+        products=False,
         call=call,
-    )  # fmt: skip
+    )
 
 
 def linear(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1) -> Summing:
@@ -91,9 +95,13 @@ def linear(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1
         return torch.nn.functional.linear(x, weight).cpu()
 
     return Summing(
-        name="linear", shape=f"M={rows} K={terms} N={COLUMNS}", dtype=dtype, terms=terms,
-        rows=rows, call=call,
-    )  # fmt: skip
+        name="linear",
+        shape=f"M={rows} K={terms} N={COLUMNS}",
+        dtype=dtype,
+        terms=terms,
+        rows=rows,
+        call=call,
+    )
 
 
 def matmul(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 64) -> Summing:
@@ -104,9 +112,13 @@ def matmul(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 6
         return torch.matmul(partner.to(device), b).cpu()
 
     return Summing(
-        name="matmul", shape=f"M={rows} K={terms} N={COLUMNS}", dtype=dtype, terms=terms,
-        rows=rows, call=call,
-    )  # fmt: skip
+        name="matmul",
+        shape=f"M={rows} K={terms} N={COLUMNS}",
+        dtype=dtype,
+        terms=terms,
+        rows=rows,
+        call=call,
+    )
 
 
 def attention(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 16) -> Summing:
@@ -120,9 +132,13 @@ def attention(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int 
         return torch.matmul(p, v).transpose(0, 1).reshape(len(partner), COLUMNS).cpu()
 
     return Summing(
-        name="attention P@V", shape=f"heads={heads} T={rows} n={terms} D={COLUMNS // heads}",
-        dtype=dtype, terms=terms, rows=rows, call=call,
-    )  # fmt: skip
+        name="attention P@V",
+        shape=f"heads={heads} T={rows} n={terms} D={COLUMNS // heads}",
+        dtype=dtype,
+        terms=terms,
+        rows=rows,
+        call=call,
+    )
 
 
 def sdpa(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1) -> Summing:
@@ -139,9 +155,15 @@ def sdpa(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1) 
         return out[0].transpose(0, 1).reshape(rows, COLUMNS).cpu()
 
     return Summing(
-        name="sdpa V", shape=f"heads={heads} T={rows} n={terms} D={COLUMNS // heads}",
-        dtype=dtype, terms=terms, rows=rows, products=False, even=True, call=call,
-    )  # fmt: skip
+        name="sdpa V",
+        shape=f"heads={heads} T={rows} n={terms} D={COLUMNS // heads}",
+        dtype=dtype,
+        terms=terms,
+        rows=rows,
+        products=False,
+        even=True,
+        call=call,
+    )
 
 
 _LOWEST = {"float16": -12, "bfloat16": -16, "float32": -4}
@@ -797,9 +819,13 @@ def find_order(operator: Summing) -> OperatorOrders:
     if len(classes) > MAX_CLASSES:
         reason = reason or f"{len(classes)} groups of outputs are added in ways of their own"
     return OperatorOrders(
-        operator=operator, orders=tuple(orders), num_classes=len(classes), reason=reason,
-        trials=tuple(made), error=error,
-    )  # fmt: skip
+        operator=operator,
+        orders=tuple(orders),
+        num_classes=len(classes),
+        reason=reason,
+        trials=tuple(made),
+        error=error,
+    )
 
 
 def typical_error(operator: Summing) -> float:
@@ -1094,9 +1120,13 @@ def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
     operator = finding.operator
     if not finding.orders:
         notebook.note(
-            "order", operator.title, "not revealed", verified=False, evidence=finding.reason,
+            "order",
+            operator.title,
+            "not revealed",
+            verified=False,
+            evidence=finding.reason,
             numbers={} if finding.error is None else {"error": finding.error},
-        )  # fmt: skip
+        )
     else:
         digest = xxhash.xxh3_128()
         for order in finding.orders:
@@ -1126,14 +1156,21 @@ def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
         rounds = how is not None and how.fused is None and how.fraction_bits is None
         rounds = rounds and operator.products and format_of(operator.dtype).name == "float32"
         notebook.note(
-            "order", operator.title, value, verified=finding.verified,
+            "order",
+            operator.title,
+            value,
+            verified=finding.verified,
             digest=digest.hexdigest(),
-            numbers={"terms": operator.terms, "partials": partials,
-                     "depth": first.tree.depth, "widest": first.tree.widest,
-                     "rounded_products": int(rounds),
-                     "error": finding.error or 0.0},
+            numbers={
+                "terms": operator.terms,
+                "partials": partials,
+                "depth": first.tree.depth,
+                "widest": first.tree.widest,
+                "rounded_products": int(rounds),
+                "error": finding.error or 0.0,
+            },
             evidence=evidence,
-        )  # fmt: skip
+        )
         _note_widths(notebook, operator, first)
     for trial in finding.trials:
         ports = {"in": trial.leaves, "out": trial.output}
@@ -1153,16 +1190,23 @@ def _note_widths(notebook: Notebook, operator: Summing, order: Order) -> None:
         cut = None if accumulator.rounding is None else int(accumulator.rounding == "cut off")
         numbers = {"bits": accumulator.bits, "fraction_bits": accumulator.fraction_bits, "cut": cut}
         notebook.note(
-            "accumulator", operator.title, accumulator.value, verified=order.verified, unit="bits",
+            "accumulator",
+            operator.title,
+            accumulator.value,
+            verified=order.verified,
+            unit="bits",
             numbers={name: value for name, value in numbers.items() if value is not None},
-        )  # fmt: skip
+        )
     if operator.products and format_of(operator.dtype).name == "float32":
         bits = input_bits(operator)
         if bits is not None:
             notebook.note(
-                "input bits", operator.title, bits.value, unit="bits",
+                "input bits",
+                operator.title,
+                bits.value,
+                unit="bits",
                 numbers={"weight": bits.leaves, "input": bits.partner, "cut": int(bits.cut)},
-            )  # fmt: skip
+            )
     how = order.proof.arithmetic
     if operator.products and how is not None and format_of(operator.dtype).name == "float32":
         value = "rounded products" if how.fused is None else "fused"

@@ -61,9 +61,12 @@ def probe(
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
     device = resolve_device(device)
     request = CaseRequest(
-        out=place, force=force, command=command, progress=progress or silent,
+        out=place,
+        force=force,
+        command=command,
+        progress=progress or silent,
         options=CaptureOptions(label=label, deterministic=deterministic, probe=False),
-    )  # fmt: skip
+    )
     plan = Plan(passes=["free"], sites=["probe.*"])
     with request.recording(plan, device=device, source="probe", kind="probe") as cases:
         asked = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"

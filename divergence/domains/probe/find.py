@@ -51,6 +51,10 @@ def _of_probes(measured: Measured, arithmetic: Explained) -> Finding:
         rests_on = [check("coverage", not missing, fact("probe.not_all_compared"))]
         evidence = evidence if num_different or missing else []
     return Finding(
-        claim="arithmetic", kind=kind, headline=[headline], rests_on=rests_on, evidence=evidence,
+        claim="arithmetic",
+        kind=kind,
+        headline=[headline],
+        rests_on=rests_on,
+        evidence=evidence,
         side="neither" if kind in ("within_floor", "identical") else None,
-    )  # fmt: skip
+    )

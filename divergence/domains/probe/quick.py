@@ -250,16 +250,23 @@ def probe_elementary(notebook: Notebook, device: str, dtype: torch.dtype, *, cou
             differ, seen = lanes(function, given, device)
             worst = worst_ulp(function, given, got)
             notebook.note(
-                "ulp", counted, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
-                digest=digest_tensor(got), evidence=f"the worst of {count} inputs against float64",
-            )  # fmt: skip
+                "ulp",
+                counted,
+                f"{worst:.3g} ulp",
+                unit="ulp",
+                numbers={"worst": worst},
+                digest=digest_tensor(got),
+                evidence=f"the worst of {count} inputs against float64",
+            )
             notebook.note(
-                "lanes", subject,
-                "same bits alone and in a vector" if not differ
+                "lanes",
+                subject,
+                "same bits alone and in a vector"
+                if not differ
                 else "other bits alone than in a vector",
                 numbers={"differ": differ, "seen": seen},
                 evidence=f"{differ} of {seen} elements differ",
-            )  # fmt: skip
+            )
             notebook.keep("ulp", subject, **{"in": given, "out": got})
 
 
@@ -331,17 +338,20 @@ def probe_rows(
                 differ, total = row_share(there, x[:16], every=5 if few else 1)
                 groups = batch_groups(there, x, sizes)
                 notebook.note(
-                    "rows", subject,
-                    "the same bits at M=1 and M=16" if not differ
+                    "rows",
+                    subject,
+                    "the same bits at M=1 and M=16"
+                    if not differ
                     else "other bits at M=1 than at M=16",
                     numbers={"differ": differ, "outputs": total},
                     evidence=f"{differ} of {total} outputs differ",
-                )  # fmt: skip
+                )
                 notebook.note(
-                    "batch", subject,
+                    "batch",
+                    subject,
                     "invariant" if len(groups) == 1 else f"varies with the batch: {spans(groups)}",
                     numbers={"groups": len(groups), "sizes": len(sizes)},
-                )  # fmt: skip
+                )
 
 
 # The quick form: what every capture notes about the arithmetic that it ran on.
@@ -371,17 +381,23 @@ def quick_facts(device: str) -> list[ArithmeticFact]:
             _cache[key] = notebook.facts
         except Exception as error:  # any: a capture does not depend on it
             failed = ArithmeticFact(
-                name="probe: quick form", value="failed", verified=False,
+                name="probe: quick form",
+                value="failed",
+                verified=False,
                 evidence=first_line(error),
-            )  # fmt: skip
+            )
             return [failed]
     return list(_cache[key])
 
 
 def probe_all(
-    notebook: Notebook, device: str, lengths: tuple[int, ...], *, quick: bool = False,
+    notebook: Notebook,
+    device: str,
+    lengths: tuple[int, ...],
+    *,
+    quick: bool = False,
     progress: Progress = silent,
-) -> list[OperatorOrders]:  # fmt: skip
+) -> list[OperatorOrders]:
     """Everything, at sums of ``lengths``; what was found of their orders."""
     wanted = [
         operator
@@ -410,12 +426,16 @@ def probe_all(
 def _switches() -> tuple[object, ...]:
     """What changes arithmetic within a process."""
     settings: list[object] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
-    for name in ("backends.fp32_precision", "backends.mkldnn.matmul.fp32_precision",
-                 "backends.cuda.matmul.fp32_precision", "backends.cuda.matmul.allow_tf32",
-                 "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-                 "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-                 "backends.cuda.matmul.allow_fp16_accumulation",
-                 "npu.matmul.allow_hf32"):  # fmt: skip
+    for name in (
+        "backends.fp32_precision",
+        "backends.mkldnn.matmul.fp32_precision",
+        "backends.cuda.matmul.fp32_precision",
+        "backends.cuda.matmul.allow_tf32",
+        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "backends.cuda.matmul.allow_fp16_accumulation",
+        "npu.matmul.allow_hf32",
+    ):
         try:
             settings.append(attrgetter(name)(torch))
         except (AttributeError, RuntimeError, AssertionError, ImportError):
@@ -433,7 +453,9 @@ def tried(bench: Bench) -> Fact:
     )
     odd = [name for name, value in there.items() if name in here and here[name] != value]
     return fact(
-        "probe.seen_arithmetic", num=len(there), num_odd=len(odd),
+        "probe.seen_arithmetic",
+        num=len(there),
+        num_odd=len(odd),
         odd=[f"{name}: {here[name]} / {there[name]}" for name in odd[:6]],
         num_more=max(0, len(odd) - 6) or None,
-    )  # fmt: skip
+    )

@@ -6,7 +6,8 @@ DOMAIN = Domain(
     name="quantization",
     commands=(
         Subcommand(
-            "quantize", "divergence.domains.quantization.command:quantize",
+            "quantize",
+            "divergence.domains.quantization.command:quantize",
             "What quantisation costs a model, which matrices pay it, and which to keep out of it.",
             after="sensitivity",
         ),
@@ -26,4 +27,4 @@ DOMAIN = Domain(
         "codes": "divergence.domains.quantization.codes.sentences",
         "quantization": "divergence.domains.quantization.sentences",
     },
-)  # fmt: skip
+)

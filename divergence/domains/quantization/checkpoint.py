@@ -20,9 +20,14 @@ from divergence.run.manifest import QuantizationNote, QuantizedNumbers, Quantize
 from divergence.run.site import escape_path, starred
 
 _GRANULARITIES = {
-    "tensor": "tensor", "channel": "channel", "token": "token", "group": "group",
-    "block": "block", "tensor_group": "group", "attn_head": "head",
-}  # fmt: skip
+    "tensor": "tensor",
+    "channel": "channel",
+    "token": "token",
+    "group": "group",
+    "block": "block",
+    "tensor_group": "group",
+    "attn_head": "head",
+}
 
 
 _Numbers = tuple[QuantizedNumbers | None, QuantizedNumbers | None]
@@ -56,7 +61,9 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
         format=config.get("format"),
         schemes=[
             QuantizedScheme(
-                weights=weights, activations=activations, modules=_places(paths),
+                weights=weights,
+                activations=activations,
+                modules=_places(paths),
                 num_modules=len(paths),
             )
             for (weights, activations), paths in schemes.items()
@@ -65,7 +72,7 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
         kv_cache=_numbers(config.get("kv_cache_scheme")),
         kept=[] if dequantized else _places(kept),
         dequantized=dequantized,
-    )  # fmt: skip
+    )
 
 
 def _plain(config: Any) -> dict[str, Any] | None:
@@ -166,24 +173,32 @@ def _of_config(config: Mapping[str, Any]) -> _Numbers:
         size = int(config.get("group_size") or -1)
         symmetric = bool(config.get("sym", not config.get("zero_point", False)))
         weights = QuantizedNumbers(
-            kind="int", bits=int(config.get("bits", 4)), symmetric=symmetric,
-            per="group" if size > 0 else "channel", group_size=size if size > 0 else None,
-        )  # fmt: skip
+            kind="int",
+            bits=int(config.get("bits", 4)),
+            symmetric=symmetric,
+            per="group" if size > 0 else "channel",
+            group_size=size if size > 0 else None,
+        )
         return weights, None
     if method == "fp8":
         blocks = config.get("weight_block_size")
         dynamic = config.get("activation_scheme", "dynamic") == "dynamic"
         weights = QuantizedNumbers(kind="float", bits=8, per="block" if blocks else "tensor")
         activations = QuantizedNumbers(
-            kind="float", bits=8, per="group" if blocks else "tensor",
-            group_size=blocks[-1] if blocks else None, dynamic=dynamic,
-        )  # fmt: skip
+            kind="float",
+            bits=8,
+            per="group" if blocks else "tensor",
+            group_size=blocks[-1] if blocks else None,
+            dynamic=dynamic,
+        )
         return weights, activations
     if method == "bitsandbytes":
         bits = 4 if config.get("load_in_4bit") or config.get("_load_in_4bit") else 8
         weights = QuantizedNumbers(
-            kind="int" if bits == 8 else "float", bits=bits,
-            per="channel" if bits == 8 else "group", group_size=None if bits == 8 else 64,
-        )  # fmt: skip
+            kind="int" if bits == 8 else "float",
+            bits=bits,
+            per="channel" if bits == 8 else "group",
+            group_size=None if bits == 8 else 64,
+        )
         return weights, None
     return None, None

@@ -153,14 +153,22 @@ def merged(parts: list[CodeErrors]) -> CodeErrors:
     sums = {
         name: sum(getattr(part, name) for part in parts)
         for name in (
-            "num", "num_inner", "num_outliers", "offset", "inward", "squares",
-            "product", "power", "size",
+            "num",
+            "num_inner",
+            "num_outliers",
+            "offset",
+            "inward",
+            "squares",
+            "product",
+            "power",
+            "size",
         )
-    }  # fmt: skip
+    }
     return CodeErrors(
         farthest=max(part.farthest for part in parts),
-        roundoff=max(part.roundoff for part in parts), **sums,
-    )  # fmt: skip
+        roundoff=max(part.roundoff for part in parts),
+        **sums,
+    )
 
 
 # Quantisers: from numbers to integer or 8-bit float codes and back, bit for bit.

@@ -91,9 +91,12 @@ class QuantizeEngine:
 def scheme_of(options: QuantizeOptions) -> Scheme:
     """Raises UsageError for a scheme that there is none of."""
     return scheme_named(
-        options.scheme, smooth=options.smooth, asymmetric=options.asymmetric,
-        weights_per=options.weights_per, activations_per=options.activations_per,
-    )  # fmt: skip
+        options.scheme,
+        smooth=options.smooth,
+        asymmetric=options.asymmetric,
+        weights_per=options.weights_per,
+        activations_per=options.activations_per,
+    )
 
 
 def keep_of(text: str) -> list[str]:
@@ -169,14 +172,17 @@ class QuantizeSession(TorchSession):
         scheme, places = self.scheme, sorted({starred(name) for name in self.targets})
         weights = _numbers(scheme.weights, dynamic=False)
         quantized_scheme = QuantizedScheme(
-            weights=weights, activations=_numbers(scheme.activations, dynamic=not scheme.static),
-            modules=places, num_modules=len(self.targets),
-        )  # fmt: skip
+            weights=weights,
+            activations=_numbers(scheme.activations, dynamic=not scheme.static),
+            modules=places,
+            num_modules=len(self.targets),
+        )
         identity.quantization = QuantizationNote(
-            method="simulated", schemes=[] if weights is None else [quantized_scheme],
+            method="simulated",
+            schemes=[] if weights is None else [quantized_scheme],
             kv_cache=_numbers(scheme.kv, dynamic=True),
             kept=sorted({starred(name) for name in self.kept}),
-        )  # fmt: skip
+        )
         return identity
 
     def note(self) -> EngineNote:
@@ -198,9 +204,12 @@ def _numbers(quantizer: Quantizer | None, *, dynamic: bool) -> QuantizedNumbers 
         return None
     return QuantizedNumbers(
         kind="float" if quantizer.is_float else "int",
-        bits=4 if quantizer.format == "int4" else 8, per=quantizer.per,
-        group_size=quantizer.group, symmetric=quantizer.symmetric, dynamic=dynamic,
-    )  # fmt: skip
+        bits=4 if quantizer.format == "int4" else 8,
+        per=quantizer.per,
+        group_size=quantizer.group,
+        symmetric=quantizer.symmetric,
+        dynamic=dynamic,
+    )
 
 
 @contextlib.contextmanager

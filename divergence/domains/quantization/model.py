@@ -78,9 +78,13 @@ class QuantizedWeight:
     """A weight (N, K) as codes, and the product of activations with it."""
 
     def __init__(
-        self, weight: torch.Tensor, scheme: Scheme, *,
-        smooth: torch.Tensor | None = None, limits: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        weight: torch.Tensor,
+        scheme: Scheme,
+        *,
+        smooth: torch.Tensor | None = None,
+        limits: Sequence[float] | None = None,
+    ) -> None:
         """From calibration: ``smooth`` (K,), what inputs are divided by and weights multiplied
         with, and ``limits``, the least and the largest activation that enters."""
         self.scheme, self.smooth, self.limits = scheme, smooth, limits
@@ -194,9 +198,13 @@ def take_out(module: nn.Module) -> None:
 @functools.cache
 def _class_for(kind: Any) -> Any:
     plain = issubclass(kind, nn.Linear) or is_transposed(kind)
-    return type(f"Quantized{kind.__name__}", (kind,), {
-        "forward": _linear_forward if plain else _own_forward,
-    })  # fmt: skip
+    return type(
+        f"Quantized{kind.__name__}",
+        (kind,),
+        {
+            "forward": _linear_forward if plain else _own_forward,
+        },
+    )
 
 
 def is_transposed(kind: type) -> bool:
@@ -463,10 +471,12 @@ def watching(
         return hook
 
     watches = {name: kind() for name in targets}
-    install({
-        name: (target, [_Watched(w, watches[name], norms) for w in target.matrices])
-        for name, target in targets.items()
-    })  # fmt: skip
+    install(
+        {
+            name: (target, [_Watched(w, watches[name], norms) for w in target.matrices])
+            for name, target in targets.items()
+        }
+    )
     with ExitStack() as stack:
         stack.callback(uninstall, model)
         for path, module in model.named_modules():

@@ -278,13 +278,18 @@ def cost_of(parts: Sequence[RowCosts]) -> Cost:
         del figures["num_tokens"]
         figures |= {"perplexity_base": figures.pop("base"), "perplexity": figures.pop("other")}
     return Cost(
-        num_tokens=len(kl), num_following=num_following,
-        kl_mean=float(kl.mean()), kl_error=standard_error(kl),
-        kl_median=quantile(kl, 0.5), kl_p90=quantile(kl, 0.9), kl_p99=quantile(kl, 0.99),
+        num_tokens=len(kl),
+        num_following=num_following,
+        kl_mean=float(kl.mean()),
+        kl_error=standard_error(kl),
+        kl_median=quantile(kl, 0.5),
+        kl_p90=quantile(kl, 0.9),
+        kl_p99=quantile(kl, 0.99),
         kl_max=float(kl.max()),
-        same_top=float(same.mean()), same_top_error=standard_error(same.astype(float)),
+        same_top=float(same.mean()),
+        same_top_error=standard_error(same.astype(float)),
         **figures,
-    )  # fmt: skip
+    )
 
 
 # Each matrix of a model quantised alone: those of the scheme, and those that it keeps, so that one
@@ -324,23 +329,36 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
         cost, error = trials.alone(target)
         if number is not None and number not in floors:
             floors[number] = trials.floor(number)
-        costs.append(MatrixCost(
-            name=target.name, part=target.part, block=target.block,
-            by_default=target.name in trials.session.targets,
-            num_weights=sum(matrix.numel() for matrix in target.matrices),
-            block_error=error, floor=None if number is None else floors[number], cost=cost,
-            outliers=outliers.get(target.name),
-        ))  # fmt: skip
+        costs.append(
+            MatrixCost(
+                name=target.name,
+                part=target.part,
+                block=target.block,
+                by_default=target.name in trials.session.targets,
+                num_weights=sum(matrix.numel() for matrix in target.matrices),
+                block_error=error,
+                floor=None if number is None else floors[number],
+                cost=cost,
+                outliers=outliers.get(target.name),
+            )
+        )
     for table in tables:
         tell("each", len(costs), total, table.name)
         with _through_codes(table, trials.session.scheme.weights):
             cost, error = trials.from_block(table.number)
         weight = table.module._parameters["weight"]
-        costs.append(MatrixCost(
-            name=table.name, part=table.part, block=None, by_default=False,
-            num_weights=0 if weight is None else weight.numel(), block_error=error,
-            floor=None if table.number is None else floors.get(table.number), cost=cost,
-        ))  # fmt: skip
+        costs.append(
+            MatrixCost(
+                name=table.name,
+                part=table.part,
+                block=None,
+                by_default=False,
+                num_weights=0 if weight is None else weight.numel(),
+                block_error=error,
+                floor=None if table.number is None else floors.get(table.number),
+                cost=cost,
+            )
+        )
     return costs
 
 
@@ -370,8 +388,11 @@ def _through_codes(table: _Table, quantizer: Quantizer | None) -> Iterator[None]
     memory with it stays as it is."""
     weight = table.module._parameters["weight"]
     assert weight is not None and quantizer is not None
-    per = Quantizer(format=quantizer.format, per="channel" if weight.ndim == 2 else "tensor",
-                    symmetric=quantizer.symmetric)  # fmt: skip
+    per = Quantizer(
+        format=quantizer.format,
+        per="channel" if weight.ndim == 2 else "tensor",
+        symmetric=quantizer.symmetric,
+    )
     wide = weight.detach().float()
     scale, zero = scales_of(wide, per)
     values = values_of(codes_of(wide, per, scale, zero), per, scale, zero).to(weight.dtype)
@@ -430,8 +451,12 @@ def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
 # None of the set's members can be left out alone. That no other set is smaller is not shown.
 
 MEASURES = ("kl", "logprob")
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
-          ("query", "key", "value"))  # fmt: skip
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("query", "key", "value"),
+)
 _MOST_TRIES = 300
 """Models that are run with one member fewer."""
 
@@ -444,9 +469,14 @@ def value_of(cost: Cost, measure: str) -> float:
 
 
 def find_policy(
-    trials: QuantizationTrials, matrices: Sequence[MatrixCost], *, target: float, measure: str,
-    whole: Cost, progress: Progress | None = None,
-) -> QuantizationPolicy:  # fmt: skip
+    trials: QuantizationTrials,
+    matrices: Sequence[MatrixCost],
+    *,
+    target: float,
+    measure: str,
+    whole: Cost,
+    progress: Progress | None = None,
+) -> QuantizationPolicy:
     """``matrices``: each alone. ``whole``: the cost with nothing kept."""
     tell = progress or silent
     units = _units([matrix for matrix in matrices if matrix.by_default], measure)
@@ -478,13 +508,17 @@ def find_policy(
     by_name = {matrix.name: matrix for matrix in matrices}
     rest = [matrix for matrix in matrices if matrix.by_default and matrix.name not in names]
     return QuantizationPolicy(
-        measure=measure, target=target, keep=names, num_groups=len(kept),
+        measure=measure,
+        target=target,
+        keep=names,
+        num_groups=len(kept),
         num_kept_weights=sum(by_name[name].num_weights for name in names),
         predicted=sum(value_of(matrix.cost, measure) for matrix in rest),
         measured=value_of(cost, measure),
         one_fewer=fewer,
-        num_runs=len(known), cost=cost,
-    )  # fmt: skip
+        num_runs=len(known),
+        cost=cost,
+    )
 
 
 def _irreducible(
@@ -536,8 +570,11 @@ def forms(names: Sequence[str], scheme: Scheme) -> dict[str, str]:
         weight = _slim_lines("weight", f"per_{scheme.weights.per}", scheme.weights)
     exclude = "".join(f'        - "{name}"\n' for name in names)
     slim = _SLIM.format(exclude=exclude, act=act, weight=weight)
-    return {"compressed-tensors.json": ignore, "modelopt.yaml": f"quant_cfg:\n{off}",
-            "msmodelslim.yaml": slim}  # fmt: skip
+    return {
+        "compressed-tensors.json": ignore,
+        "modelopt.yaml": f"quant_cfg:\n{off}",
+        "msmodelslim.yaml": slim,
+    }
 
 
 _SLIM = """apiversion: modelslim_v1
@@ -558,8 +595,12 @@ def write_forms(result: Quantization, folder: Path) -> None:
 
 def _slim_lines(what: str, scope: str, quantizer: Quantizer) -> str:
     dtype = "fp8_e4m3" if quantizer.is_float else quantizer.format
-    inner = {"scope": f'"{scope}"', "dtype": f'"{dtype}"', "symmetric": quantizer.symmetric,
-             "method": '"minmax"'}  # fmt: skip
+    inner = {
+        "scope": f'"{scope}"',
+        "dtype": f'"{dtype}"',
+        "symmetric": quantizer.symmetric,
+        "method": '"minmax"',
+    }
     lines = [f"          {key}: {value}\n" for key, value in inner.items()]
     if quantizer.per == "group":
         lines.append(f"          ext:\n            group_size: {quantizer.group}\n")
@@ -606,10 +647,13 @@ def quantize(
     """
     tell = progress or silent
     options = QuantizeOptions(
-        scheme=scheme, smooth=smooth, asymmetric=asymmetric, weights_per=weights_per,
+        scheme=scheme,
+        smooth=smooth,
+        asymmetric=asymmetric,
+        weights_per=weights_per,
         activations_per=activations_per,
         keep=_joined([pattern for entry in keep for pattern in keep_of(entry)]),
-    )  # fmt: skip
+    )
     chosen = scheme_of(options)
     if measure not in MEASURES:
         raise UsageError(f"--measure {measure!r}", hint=f"one of {', '.join(MEASURES)}")
@@ -627,9 +671,13 @@ def quantize(
                 hint="a run made without --no-cache",
             )
         with session_of(
-            base, options, model=model, device=device, trust_remote_code=trust_remote_code,
+            base,
+            options,
+            model=model,
+            device=device,
+            trust_remote_code=trust_remote_code,
             tell=tell,
-        ) as session:  # fmt: skip
+        ) as session:
             targets = list(session.targets.values())
             if chosen.weights is not None and not targets:
                 raise UsageError(
@@ -683,9 +731,17 @@ def quantize(
         if out is not None:
             given = {**chosen_options, "keep": _joined(names)}
             make_run(
-                model, like=base, engine="quantize", engine_options=given, device=device, out=out,
-                trust_remote_code=trust_remote_code, force=force, command=command, progress=tell,
-            )  # fmt: skip
+                model,
+                like=base,
+                engine="quantize",
+                engine_options=given,
+                device=device,
+                out=out,
+                trust_remote_code=trust_remote_code,
+                force=force,
+                command=command,
+                progress=tell,
+            )
         made = not isinstance(run, Run) and out is None and _is_model(run)
         named = str(run) if made else str(base.path)  # what is made here for the while is gone
         again = {**chosen_options, "keep": keep_of(options.keep)}  # as options of a command
@@ -694,15 +750,25 @@ def quantize(
         if made:
             again |= {"prompt": list(prompts), "prompts": prompts_file}
         result = Quantization(
-            tool_version=__version__, run=named, model=session.loaded.source,
-            dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen),
+            tool_version=__version__,
+            run=named,
+            model=session.loaded.source,
+            dtype=base.manifest.model.dtype,
+            scheme=chosen.name,
+            says=str(chosen),
             scheme_as_run=chosen,
             num_prompts=len(base.manifest.tokens.samples),
-            num_quantized=len(targets) - (0 if policy is None else len(policy.keep)), kept=kept,
-            out=None if out is None else str(out), cost=cost, unsmoothed=unsmoothed,
-            matrices=matrices, predicted=predicted, policy=policy, facts=notes,
+            num_quantized=len(targets) - (0 if policy is None else len(policy.keep)),
+            kept=kept,
+            out=None if out is None else str(out),
+            cost=cost,
+            unsmoothed=unsmoothed,
+            matrices=matrices,
+            predicted=predicted,
+            policy=policy,
+            facts=notes,
             next=_next(named, out, again, each=each, target=target),
-        )  # fmt: skip
+        )
         return worded(result)
 
 
@@ -714,20 +780,42 @@ def _check_out(out: str | Path | None, base: Run | None, *, force: bool) -> None
 
 @contextlib.contextmanager
 def _base(
-    run: str | Path | Run, out: str | Path | None, prompts: Sequence[str],
-    prompts_file: str | Path | None, device: str, trust_remote_code: bool, force: bool,
+    run: str | Path | Run,
+    out: str | Path | None,
+    prompts: Sequence[str],
+    prompts_file: str | Path | None,
+    device: str,
+    trust_remote_code: bool,
+    force: bool,
     tell: Progress,
-) -> Iterator[Run]:  # fmt: skip
+) -> Iterator[Run]:
     """The floating-point run; made here where a model was given."""
     if not isinstance(run, Run) and _is_model(run):
         with contextlib.ExitStack() as stack:
-            folder = f"{out}-base" if out is not None else str(Path(stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="divergence-quantize-"))) / "base")  # fmt: skip
+            folder = (
+                f"{out}-base"
+                if out is not None
+                else str(
+                    Path(
+                        stack.enter_context(
+                            tempfile.TemporaryDirectory(prefix="divergence-quantize-")
+                        )
+                    )
+                    / "base"
+                )
+            )
             yield make_run(
-                run, out=folder, prompts=list(prompts), prompts_file=prompts_file, device=device,
-                sites=("blocks",), truth="no", trust_remote_code=trust_remote_code, force=force,
+                run,
+                out=folder,
+                prompts=list(prompts),
+                prompts_file=prompts_file,
+                device=device,
+                sites=("blocks",),
+                truth="no",
+                trust_remote_code=trust_remote_code,
+                force=force,
                 progress=tell,
-            )  # fmt: skip
+            )
         return
     base = unsharded(Run.open(run))
     if prompts or prompts_file is not None:
@@ -754,14 +842,20 @@ def _is_model(path: str | Path) -> bool:
 
 @contextlib.contextmanager
 def session_of(
-    base: Run, options: QuantizeOptions, *, model: str | None = None, device: str = "auto",
-    trust_remote_code: bool = False, tell: Progress = silent,
-) -> Iterator[QuantizeSession]:  # fmt: skip
+    base: Run,
+    options: QuantizeOptions,
+    *,
+    model: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    tell: Progress = silent,
+) -> Iterator[QuantizeSession]:
     """The model of the run, loaded and calibrated; nothing is installed."""
     request = resolve_request(
-        model, like=base,
+        model,
+        like=base,
         options=CaptureOptions(device=device, trust_remote_code=trust_remote_code),
-    )  # fmt: skip
+    )
     place = resolve_device(device)
     with deterministic_settings(place.partition(":")[0], seed=request.seed):
         tell("load", 0, None, request.model)
@@ -779,14 +873,18 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
     tokens = known.num_tokens
     if scheme.static:
         yield fact(
-            "quantization.static_scales", num_tokens=tokens, num_later=tokens + 1,
+            "quantization.static_scales",
+            num_tokens=tokens,
+            num_later=tokens + 1,
             usual=_FEW_TOKENS if tokens < _FEW_TOKENS else None,
-        )  # fmt: skip
+        )
     if scheme.smooth is not None:
         yield fact(
-            "quantization.migrated_in", num=len(known.fed_by), total=len(session.targets),
+            "quantization.migrated_in",
+            num=len(known.fed_by),
+            total=len(session.targets),
             num_norms=len(known.scales),
-        )  # fmt: skip
+        )
 
 
 def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:

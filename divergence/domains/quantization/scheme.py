@@ -53,10 +53,12 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         parts = [
             sentence(fact(f"quantization.{what}", format=_words(how), per=_per(how), when=when))
             for what, how in (
-                ("weights", self.weights), ("activations", self.activations), ("cache", self.kv)
+                ("weights", self.weights),
+                ("activations", self.activations),
+                ("cache", self.kv),
             )
             if how is not None
-        ]  # fmt: skip
+        ]
         if self.smooth is not None:
             parts.append(sentence(fact("quantization.migrated", alpha=self.smooth)))
         return ", ".join(parts)
@@ -74,20 +76,25 @@ SCHEMES = {
         activations=Quantizer(format=_E4M3, per="token"),
     ),
     "fp8-static": Scheme(
-        name="fp8-static", static=True,
+        name="fp8-static",
+        static=True,
         weights=Quantizer(format=_E4M3, per="channel"),
         activations=Quantizer(format=_E4M3, per="tensor"),
     ),
     "kv8": Scheme(name="kv8", kv=_TOKEN),
-}  # fmt: skip
+}
 _SAME = {"w8a8-dynamic": "w8a8", "fp8-dynamic": "fp8", "int8": "w8a8", "w4a16-g128": "w4a16"}
 _GROUPED = re.compile(r"^(w4a16|w4a8)-g(\d+)$")
 
 
 def scheme_named(
-    text: str, *, smooth: float | None = None, asymmetric: str = "", weights_per: str = "",
+    text: str,
+    *,
+    smooth: float | None = None,
+    asymmetric: str = "",
+    weights_per: str = "",
     activations_per: str = "",
-) -> Scheme:  # fmt: skip
+) -> Scheme:
     """The scheme. ``text``: a name, or several joined by ``+``.
 
     ``asymmetric``: ``weights``, ``activations`` or ``both``; ``weights_per``, ``activations_per``:
@@ -146,9 +153,12 @@ def _joined(first: Scheme, second: Scheme) -> Scheme:
                 hint="w8a8+kv8, for example",
             )
     return Scheme(
-        name=first.name, weights=first.weights or second.weights, kv=first.kv or second.kv,
-        activations=first.activations or second.activations, static=first.static or second.static,
-    )  # fmt: skip
+        name=first.name,
+        weights=first.weights or second.weights,
+        kv=first.kv or second.kv,
+        activations=first.activations or second.activations,
+        static=first.static or second.static,
+    )
 
 
 def _changed(quantizer: Quantizer | None, what: str, per: str, zero: bool) -> Quantizer | None:

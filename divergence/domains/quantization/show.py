@@ -31,13 +31,18 @@ def quantization_document(result: Quantization) -> Document:
     later = [] if policy is None else policy.keep
     before = [name for name in result.kept if name not in later]
     kept = f"; kept: {list_names(before, 4)}" if before else ""
-    what = "keys and values" if result.scheme_as_run.weights is None else (
-        _matrices(result.num_quantized + len(later)))  # fmt: skip
+    what = (
+        "keys and values"
+        if result.scheme_as_run.weights is None
+        else (_matrices(result.num_quantized + len(later)))
+    )
     if later:
         what += f" ({result.num_quantized:,} with the policy below)"
-    known = [("scheme", f"{result.scheme}: {result.says}"),
-             ("model", f"{result.model}, {result.dtype}"),
-             ("quantised", f"{what}{kept}")]  # fmt: skip
+    known = [
+        ("scheme", f"{result.scheme}: {result.says}"),
+        ("model", f"{result.model}, {result.dtype}"),
+        ("quantised", f"{what}{kept}"),
+    ]
     if cost is not None:
         known += _cost(cost)
     if result.unsmoothed is not None and cost is not None:
@@ -52,22 +57,32 @@ def quantization_document(result: Quantization) -> Document:
     known += [("note", note) for note in result.notes]
     sections = _each_alone(result) if result.matrices else []
     return Document(
-        headline=Headline("", text, "bold"), known=[named(*fact) for fact in known],
-        sections=[*sections, *([] if policy is None else [_policy(policy)])], next=result.next,
-    )  # fmt: skip
+        headline=Headline("", text, "bold"),
+        known=[named(*fact) for fact in known],
+        sections=[*sections, *([] if policy is None else [_policy(policy)])],
+        next=result.next,
+    )
 
 
 def _cost(cost: Cost) -> list[tuple[str, str]]:
     rows = [
-        ("KL", f"mean {_with(cost.kl_mean, cost.kl_error)}, median {_nats(cost.kl_median)}, "
-         f"90% {_nats(cost.kl_p90)}, 99% {_nats(cost.kl_p99)}, max {_nats(cost.kl_max)} nats"),
+        (
+            "KL",
+            f"mean {_with(cost.kl_mean, cost.kl_error)}, median {_nats(cost.kl_median)}, "
+            f"90% {_nats(cost.kl_p90)}, 99% {_nats(cost.kl_p99)}, max {_nats(cost.kl_max)} nats",
+        ),
         ("same top", _percent_with(cost.same_top, cost.same_top_error)),
-    ]  # fmt: skip
+    ]
     if cost.delta_p_mean is not None:
         assert cost.delta_p_error is not None and cost.delta_p_rms is not None
-        rows.append(("Δp", f"mean {_percent_with(cost.delta_p_mean, cost.delta_p_error, '+')}, RMS "
-                     f"{_percent(cost.delta_p_rms)}, 1% {_signed(cost.delta_p_p1)}, "
-                     f"99% {_signed(cost.delta_p_p99)}"))  # fmt: skip
+        rows.append(
+            (
+                "Δp",
+                f"mean {_percent_with(cost.delta_p_mean, cost.delta_p_error, '+')}, RMS "
+                f"{_percent(cost.delta_p_rms)}, 1% {_signed(cost.delta_p_p1)}, "
+                f"99% {_signed(cost.delta_p_p99)}",
+            )
+        )
     if cost.ln_ratio is not None and cost.perplexity is not None:
         text = f"{_nats(cost.perplexity_base)} -> {_nats(cost.perplexity)}; ln ratio "
         text += _with(cost.ln_ratio, cost.ln_ratio_error, "+")
@@ -80,14 +95,19 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
 def _each_alone(result: Quantization) -> list[Section]:
     precise, rough = "{:.3g}".format, "{:.2g}".format
     alone = Table(
-        rows=list(map(_row, result.worst())), most=5,
+        rows=list(map(_row, result.worst())),
+        most=5,
         more="-v lists them",
         columns=(
-            Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),
-            Column("max |x|", precise), Column("kurtosis", precise), Column("quantile", rough),
+            Column("KL alone", _nats),
+            Column("same top", _percent),
+            Column("at its block"),
+            Column("max |x|", precise),
+            Column("kurtosis", precise),
+            Column("quantile", rough),
             "matrix",
         ),
-    )  # fmt: skip
+    )
     together = ""
     if result.predicted is not None and result.cost is not None:
         whole = result.cost.kl_mean
@@ -99,9 +119,13 @@ def _each_alone(result: Quantization) -> list[Section]:
     kinds = Table(columns=("", "", Column("", _nats), ""), rows=_kinds(result.matrices))
     return [
         Section(title="each alone", detail=f"costliest first; {together}", body=[alone]),
-        Section(title="by kind", detail="matrices, sum of KL alone, the costliest of them",
-                body=[kinds], verbose=True),
-    ]  # fmt: skip
+        Section(
+            title="by kind",
+            detail="matrices, sum of KL alone, the costliest of them",
+            body=[kinds],
+            verbose=True,
+        ),
+    ]
 
 
 def _row(matrix: MatrixCost) -> tuple[object, ...]:

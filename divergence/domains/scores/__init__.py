@@ -6,7 +6,8 @@ DOMAIN = Domain(
     name="scores",
     commands=(
         Subcommand(
-            "scores", "divergence.domains.scores.command:scores",
+            "scores",
+            "divergence.domains.scores.command:scores",
             "Compare benchmark scores document by document: is 41.4 against 39.9 a difference?",
             after="check",
         ),
@@ -17,4 +18,4 @@ DOMAIN = Domain(
     },
     sentences={"evaluations": "divergence.domains.scores.sentences"},
     policies={"scores": "divergence.domains.scores.rows:ScoresPolicy"},
-)  # fmt: skip
+)

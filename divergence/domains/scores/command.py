@@ -14,9 +14,17 @@ from divergence.output import check_output
 
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"
 FORMATS = (
-    "auto", "lm-eval", "evalscope", "opencompass", "inspect", "every-eval-ever", "lm-eval-results",
-    "evalscope-report", "opencompass-summary", "plain",
-)  # fmt: skip
+    "auto",
+    "lm-eval",
+    "evalscope",
+    "opencompass",
+    "inspect",
+    "every-eval-ever",
+    "lm-eval-results",
+    "evalscope-report",
+    "opencompass-summary",
+    "plain",
+)
 
 
 def scores(
@@ -112,11 +120,27 @@ def scores(
     first, *others = candidates
     with progress_bars(quiet=output.silent or markdown) as progress:
         report = scores(
-            reference, first, *others, format=format, band=band, policy=policy, tasks=tasks,
-            metrics=metrics, filters=filters, cluster=cluster, force=force, runs=runs or (),
-            capture=capture, out=out, num_prompts=num_prompts, max_new_tokens=max_new_tokens,
-            dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress,
-        )  # fmt: skip
+            reference,
+            first,
+            *others,
+            format=format,
+            band=band,
+            policy=policy,
+            tasks=tasks,
+            metrics=metrics,
+            filters=filters,
+            cluster=cluster,
+            force=force,
+            runs=runs or (),
+            capture=capture,
+            out=out,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
     if html is not None:
         report.to_html(html)
     if csv is not None:

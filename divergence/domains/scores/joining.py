@@ -113,24 +113,31 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     unscored = (reference.unscored | other.unscored) - conflicting
     lost = unscored | conflicting
     pairing = Pairing(
-        num_paired=num, num_clusters=num if clusters is None else int(clusters.max()) + 1,
-        num_reference=reference.num_documents, num_candidate=other.num_documents,
+        num_paired=num,
+        num_clusters=num if clusters is None else int(clusters.max()) + 1,
+        num_reference=reference.num_documents,
+        num_candidate=other.num_documents,
         num_reference_only=len(reference.scored.keys() - other.scored.keys() - lost),
         num_candidate_only=len(other.scored.keys() - reference.scored.keys() - lost),
-        num_other_prompt=num_prompt, num_other_target=num_target,
+        num_other_prompt=num_prompt,
+        num_other_target=num_target,
         num_unscored=len(unscored),
         num_duplicates=reference.duplicates + other.duplicates,
         num_conflicting=len(conflicting),
         repeats=(num_answers / num, num_other_answers / num) if num else (0.0, 0.0),
         whys={sentence(why): count for why, count in (reference.whys + other.whys).items()},
-    )  # fmt: skip
+    )
     positions = {document: number for number, document in enumerate(other.scored)}
     order = [positions[second.document] for _, second in rows]
     return Pairs(
-        pairing, values[:, 0], values[:, 1], clusters, rows,
+        pairing,
+        values[:, 0],
+        values[:, 1],
+        clusters,
+        rows,
         same_order=all(x < y for x, y in itertools.pairwise(order)),
         single=num_answers == num_other_answers == num,
-    )  # fmt: skip
+    )
 
 
 def _side(rows: list[ScoreRow]) -> _Side:
@@ -172,24 +179,41 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     ]
     all_usable = sentence(fact("evaluations.all_usable"))
     lines = [
-        _line("documents", [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
-              fact("evaluations.only_in", num=pairing.num_reference_only, side="reference"),
-              fact("evaluations.only_in", num=pairing.num_candidate_only, side="candidate"),
-              same=not pairing.num_reference_only and not pairing.num_candidate_only,
-              blocks=not pairing.num_paired),
+        _line(
+            "documents",
+            [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
+            fact("evaluations.only_in", num=pairing.num_reference_only, side="reference"),
+            fact("evaluations.only_in", num=pairing.num_candidate_only, side="candidate"),
+            same=not pairing.num_reference_only and not pairing.num_candidate_only,
+            blocks=not pairing.num_paired,
+        ),
         _hashes("prompts", a, b, fact("evaluations.other_words", num=pairing.num_other_prompt)),
         _hashes("targets", a, b, fact("evaluations.other_answer", num=pairing.num_other_target)),
-        _line("scores", ["", ""] if pairing.num_unscored else [all_usable] * 2, *unusable,
-              same=not pairing.num_unscored),
-        _line("duplicates", [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
-              fact("evaluations.duplicates", num=pairing.num_duplicates),
-              fact("evaluations.conflicting", num=pairing.num_conflicting),
-              same=not pairing.num_duplicates and not pairing.num_conflicting),
-        _line("repeats", [f"{repeat:g}" for repeat in pairing.repeats],
-              same=pairing.repeats[0] == pairing.repeats[1]),
-        _line("order", ["", ""], *([] if pairs.same_order else [fact("evaluations.other_order")]),
-              same=pairs.same_order),
-    ]  # fmt: skip
+        _line(
+            "scores",
+            ["", ""] if pairing.num_unscored else [all_usable] * 2,
+            *unusable,
+            same=not pairing.num_unscored,
+        ),
+        _line(
+            "duplicates",
+            [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
+            fact("evaluations.duplicates", num=pairing.num_duplicates),
+            fact("evaluations.conflicting", num=pairing.num_conflicting),
+            same=not pairing.num_duplicates and not pairing.num_conflicting,
+        ),
+        _line(
+            "repeats",
+            [f"{repeat:g}" for repeat in pairing.repeats],
+            same=pairing.repeats[0] == pairing.repeats[1],
+        ),
+        _line(
+            "order",
+            ["", ""],
+            *([] if pairs.same_order else [fact("evaluations.other_order")]),
+            same=pairs.same_order,
+        ),
+    ]
     if (tops := _other_units(pairs)) is not None:
         units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
         lines.append(_line("units", units, same=False, blocks=True))
@@ -213,10 +237,14 @@ def setting_lines(a: Series, b: Series) -> list[PreflightLine]:
     for name in dict.fromkeys((*a.settings, *b.settings)):
         mine, theirs = a.settings.get(name), b.settings.get(name)
         told = mine is not None and theirs is not None
-        lines.append(PreflightLine(
-            check=name, status="unknown" if not told else "same" if mine == theirs else "blocking",
-            reference=mine or _said(False), candidate=theirs or _said(False),
-        ))  # fmt: skip
+        lines.append(
+            PreflightLine(
+                check=name,
+                status="unknown" if not told else "same" if mine == theirs else "blocking",
+                reference=mine or _said(False),
+                candidate=theirs or _said(False),
+            )
+        )
     return lines
 
 
@@ -315,11 +343,15 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
     flips = judged & (diff != 0)
     ties, real = flips & (values <= limit), flips & ~(values <= limit)
     return FlipCauses(
-        limit=limit, source=source, num_ties=int(ties.sum()), num_shifts=int(real.sum()),
+        limit=limit,
+        source=source,
+        num_ties=int(ties.sum()),
+        num_shifts=int(real.sum()),
         difference_of_ties=float(diff[ties].sum() / len(diff)),
         difference_of_shifts=float(diff[real].sum() / len(diff)),
-        median_shift=float(np.median(values[judged])), num_judged=int(judged.sum()),
-    )  # fmt: skip
+        median_shift=float(np.median(values[judged])),
+        num_judged=int(judged.sum()),
+    )
 
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
@@ -344,10 +376,16 @@ def flips_of(pairs: Pairs) -> list[int]:
 
 
 def capture_flips(
-    side: Evaluation, paired: Mapping[SeriesName, tuple[Series, Pairs]], *, model: str | Path,
-    out: str | Path, num_prompts: int, max_new_tokens: int | None, progress: Progress | None,
+    side: Evaluation,
+    paired: Mapping[SeriesName, tuple[Series, Pairs]],
+    *,
+    model: str | Path,
+    out: str | Path,
+    num_prompts: int,
+    max_new_tokens: int | None,
+    progress: Progress | None,
     **options: Any,
-) -> Captured:  # fmt: skip
+) -> Captured:
     """Raises UsageError where nothing flipped, or the format holds no prompts."""
     prompts: dict[Prompt, str] = {}
     num_flips, choices = 0, True
@@ -362,18 +400,24 @@ def capture_flips(
                 choices = choices and row.choices is not None
     if not prompts:
         raise UsageError(
-            "no score flipped, so there is no prompt to record" if not num_flips
+            "no score flipped, so there is no prompt to record"
+            if not num_flips
             else f"{side.format}'s files do not hold the prompts of the {num_flips:,} flips",
-            where=side.path, hint="divergence capture MODEL --prompts FILE records any prompts",
-        )  # fmt: skip
+            where=side.path,
+            hint="divergence capture MODEL --prompts FILE records any prompts",
+        )
     from divergence.recording.api import make_run
 
     if max_new_tokens is None and choices:
         max_new_tokens = 1
     run = make_run(
-        str(model), out=out, prompts=list(prompts), max_new_tokens=max_new_tokens,
-        progress=progress, **options,
-    )  # fmt: skip
+        str(model),
+        out=out,
+        prompts=list(prompts),
+        max_new_tokens=max_new_tokens,
+        progress=progress,
+        **options,
+    )
     return Captured(path=str(run.path), num_prompts=len(prompts), documents=list(prompts.values()))
 
 
@@ -420,8 +464,11 @@ class _Joint:
         self.runs = Run.open(runs[0]), Run.open(runs[1])
         reference, other = self.runs
         if reference.manifest.id == other.manifest.id:
-            raise UsageError("both runs are the same one, so nothing is joined",
-                             where=str(other.path), hint="--runs flips flips-b")  # fmt: skip
+            raise UsageError(
+                "both runs are the same one, so nothing is joined",
+                where=str(other.path),
+                hint="--runs flips flips-b",
+            )
         self.places: list[dict[_Ids, int]] = [{}, {}]
         self.texts: dict[str, _Ids] = {}
         for run, places in zip(self.runs, self.places, strict=True):
@@ -473,9 +520,12 @@ def _tokenizer(runs: Sequence[Run]) -> Any:
 
 
 def joined(
-    candidate: Candidate, side: Evaluation, dtype: str | None,
-    paired: Mapping[SeriesName, tuple[Series, Pairs]], runs: Sequence[str | Path | Run],
-) -> Candidate:  # fmt: skip
+    candidate: Candidate,
+    side: Evaluation,
+    dtype: str | None,
+    paired: Mapping[SeriesName, tuple[Series, Pairs]],
+    runs: Sequence[str | Path | Run],
+) -> Candidate:
     """The candidate with what both runs tell of its flips. ``dtype``: what it was evaluated in.
 
     Raises UsageError where nothing flipped, or the runs hold no prompt that did."""
@@ -490,17 +540,23 @@ def joined(
     if not any(task.run_causes for task in tasks):
         flips = any(task.num_lost or task.num_gained for task in tasks)
         raise UsageError(
-            "the runs hold none of the prompts whose scores flipped" if flips
+            "the runs hold none of the prompts whose scores flipped"
+            if flips
             else "no score flipped, so there is nothing to look for in runs",
-            where="--runs", hint="divergence scores A B --capture MODEL -o RUN records them",
-        )  # fmt: skip
+            where="--runs",
+            hint="divergence scores A B --capture MODEL -o RUN records them",
+        )
     return replace(candidate, tasks=tasks)
 
 
 def _causes(
-    side: Evaluation, series: Series, pairs: Pairs, joint: _Joint, causes: FlipCauses | None,
+    side: Evaluation,
+    series: Series,
+    pairs: Pairs,
+    joint: _Joint,
+    causes: FlipCauses | None,
     dtypes: Sequence[str | None],
-) -> RunCauses | None:  # fmt: skip
+) -> RunCauses | None:
     """None where nothing flipped, or no flip's prompt is in both runs."""
     numbers = flips_of(pairs)
     places = {pairs.rows[number][0].place for number in numbers}
@@ -527,10 +583,13 @@ def _causes(
             )
         else:
             # the first different greedy choice
-            both = zip(*(
-                run.manifest.tokens.samples[sample].chosen_ids
-                for run, sample in zip(joint.runs, samples, strict=True)
-            ), strict=False)  # fmt: skip
+            both = zip(
+                *(
+                    run.manifest.tokens.samples[sample].chosen_ids
+                    for run, sample in zip(joint.runs, samples, strict=True)
+                ),
+                strict=False,
+            )
             steps = (_Answer(step, (x, y)) for step, (x, y) in enumerate(both) if x != y)
             answer = next(steps, None)
         flip = _judged(first.document, answer, joint, samples, limit)
@@ -558,19 +617,29 @@ def _causes(
     ]
     count, (reference, other) = Counter(flip.judgement for flip in flips), joint.runs
     return RunCauses(
-        reference=str(reference.path), candidate=str(other.path), limit=limit, source=source,
-        num_flips=len(numbers), num_ties=count["tie"], num_shifts=count["shift"],
-        num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
+        reference=str(reference.path),
+        candidate=str(other.path),
+        limit=limit,
+        source=source,
+        num_flips=len(numbers),
+        num_ties=count["tie"],
+        num_shifts=count["shift"],
+        num_not_reproduced=count["not_reproduced"],
+        num_not_told=count["not_told"],
         difference_of_ties=float(shares["tie"]) / len(pairs.rows),
-        difference_of_shifts=float(shares["shift"]) / len(pairs.rows), flips=flips,
+        difference_of_shifts=float(shares["shift"]) / len(pairs.rows),
+        flips=flips,
         remarks=remarks,
-    )  # fmt: skip
+    )
 
 
 def _judged(
-    document: str, answer: _Answer | Fact | None, joint: _Joint, samples: tuple[int, int],
+    document: str,
+    answer: _Answer | Fact | None,
+    joint: _Joint,
+    samples: tuple[int, int],
     limit: float,
-) -> RunFlip:  # fmt: skip
+) -> RunFlip:
     told = RunFlip(document=document, sample=samples[0], step=0, judgement="not_told")
     if isinstance(answer, Fact):
         return replace(told, reason=answer)

@@ -78,17 +78,28 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     if pairs.single and not any(a.answer is None or b.answer is None for a, b in pairs.rows):
         num_changed = sum(row.answer != other.answer for row, other in pairs.rows)
     return TaskScores(
-        task=series.name.task, filter=series.name.filter, metric=series.name.metric,
-        verdict="undecided", higher_is_better=series.higher_is_better,
-        pairing=pairs.pairing, reference=float(pairs.reference.mean()),
-        candidate=float(pairs.candidate.mean()), difference=float(plain.mean),
-        standard_error=float(plain.error), low=float(low), high=float(high),
+        task=series.name.task,
+        filter=series.name.filter,
+        metric=series.name.metric,
+        verdict="undecided",
+        higher_is_better=series.higher_is_better,
+        pairing=pairs.pairing,
+        reference=float(pairs.reference.mean()),
+        candidate=float(pairs.candidate.mean()),
+        difference=float(plain.mean),
+        standard_error=float(plain.error),
+        low=float(low),
+        high=float(high),
         bands=[_band(band, held, plain) for band in bands],
-        shown_band=float(max(abs(inner[0]), abs(inner[1]))), p_value=p_value, test=test,
+        shown_band=float(max(abs(inner[0]), abs(inner[1]))),
+        p_value=p_value,
+        test=test,
         smallest_difference=least if least <= span else None,
-        num_gained=gained, num_lost=lost, num_changed=num_changed,
+        num_gained=gained,
+        num_lost=lost,
+        num_changed=num_changed,
         graded=not (pairs.binary and pairs.single),
-    )  # fmt: skip
+    )
 
 
 _USUAL_FLIPS = 0.05
@@ -119,18 +130,25 @@ def unpaired(series: Series, other: Series, bands: Sequence[Band], *, documents:
     errors = [_error_of(total) for total in (a, b)]
     num = min(total.num or 0 for total in (a, b)) or None
     task = TaskScores(
-        task=series.name.task, filter=series.name.filter, metric=series.name.metric,
-        verdict="undecided", higher_is_better=series.higher_is_better,
-        pairing=Pairing(num_paired=0, num_clusters=0, num_reference=a.num or 0,
-                        num_candidate=b.num or 0),
-        reference=a.score, candidate=b.score, difference=difference, test="unpaired",
-    )  # fmt: skip
+        task=series.name.task,
+        filter=series.name.filter,
+        metric=series.name.metric,
+        verdict="undecided",
+        higher_is_better=series.higher_is_better,
+        pairing=Pairing(
+            num_paired=0, num_clusters=0, num_reference=a.num or 0, num_candidate=b.num or 0
+        ),
+        reference=a.score,
+        candidate=b.score,
+        difference=difference,
+        test="unpaired",
+    )
     if errors[0] is None or errors[1] is None:
         spread = sum(max(0.0, total.score * (1 - total.score)) for total in (a, b))
         least = int(np.ceil(_DEVIATIONS**2 * spread / difference**2)) if difference else None
-        return replace(task, remarks=[
-            fact("evaluations.no_count", num_documents=least, documents=documents)
-        ])  # fmt: skip
+        return replace(
+            task, remarks=[fact("evaluations.no_count", num_documents=least, documents=documents)]
+        )
     error = float(np.hypot(errors[0], errors[1]))
     z = abs(difference) / error if error else np.inf if difference else 0.0
     made = []
@@ -143,20 +161,29 @@ def unpaired(series: Series, other: Series, bands: Sequence[Band], *, documents:
             needed = documents_needed(spread, 0.0, difference=difference, band=width, num=num)
             step = 10 ** max(0, len(str(needed)) - 2)
             needed = None if needed is None else -(-needed // step) * step
-        made.append(BandResult(
-            limit=band.limit, relative=band.relative, width=width, p_value=p_value,
-            equal=p_value <= LEVEL, needed=needed,
-        ))  # fmt: skip
+        made.append(
+            BandResult(
+                limit=band.limit,
+                relative=band.relative,
+                width=width,
+                p_value=p_value,
+                equal=p_value <= LEVEL,
+                needed=needed,
+            )
+        )
     one_sided = abs(difference) + _ONE_SIDED * error
     paired = None if num is None else float(np.sqrt(_USUAL_FLIPS / num))
     return replace(
-        task, standard_error=error, low=difference - _DEVIATIONS * error,
-        high=difference + _DEVIATIONS * error, bands=made, shown_band=one_sided,
-        p_value=2 * _above(z), smallest_difference=(_DEVIATIONS + _POWER) * error,
-        remarks=[
-            fact("evaluations.unpaired", error=error, paired=paired, documents=documents)
-        ],
-    )  # fmt: skip
+        task,
+        standard_error=error,
+        low=difference - _DEVIATIONS * error,
+        high=difference + _DEVIATIONS * error,
+        bands=made,
+        shown_band=one_sided,
+        p_value=2 * _above(z),
+        smallest_difference=(_DEVIATIONS + _POWER) * error,
+        remarks=[fact("evaluations.unpaired", error=error, paired=paired, documents=documents)],
+    )
 
 
 def _error_of(total: Total) -> float | None:
@@ -199,8 +226,15 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
         if needed is not None:  # to two digits, upwards: it is an estimate
             step: int = 10 ** max(0, len(str(needed)) - 2)
             needed = -(-needed // step) * step
-    return BandResult(limit=band.limit, relative=band.relative, width=width, p_value=p_value,
-                      equal=shown and not few, few_clusters=few, needed=needed)  # fmt: skip
+    return BandResult(
+        limit=band.limit,
+        relative=band.relative,
+        width=width,
+        p_value=p_value,
+        equal=shown and not few,
+        few_clusters=few,
+        needed=needed,
+    )
 
 
 def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
@@ -278,9 +312,14 @@ def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
             num_paired = task.pairing.num_paired
             num_documents = num_paired + task.pairing.num_left_out
             if num_paired < policy.min_paired * num_documents:
-                failures.append(fact(
-                    "evaluations.few_paired", task=name, num_paired=num_paired,
-                    num_documents=num_documents, percent=100 * policy.min_paired,
-                ))  # fmt: skip
+                failures.append(
+                    fact(
+                        "evaluations.few_paired",
+                        task=name,
+                        num_paired=num_paired,
+                        num_documents=num_documents,
+                        percent=100 * policy.min_paired,
+                    )
+                )
     failures += [item for item in candidate.remarks if item.code == "evaluations.incomplete"]
     return replace(candidate, passed=not failures, failures=failures)

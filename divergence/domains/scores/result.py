@@ -74,9 +74,13 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True):
     def num_left_out(self) -> int:
         """Documents of either side that are in no pair, each counted once."""
         return (
-            self.num_reference_only + self.num_candidate_only + self.num_other_prompt
-            + self.num_other_target + self.num_unscored + self.num_conflicting
-        )  # fmt: skip
+            self.num_reference_only
+            + self.num_candidate_only
+            + self.num_other_prompt
+            + self.num_other_target
+            + self.num_unscored
+            + self.num_conflicting
+        )
 
 
 class BandResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -129,9 +129,10 @@ def parse_band(text: str | float) -> Band:
     # as far off as the score itself (or as a scale from 0 to 1) excludes nothing
     if not 0 < limit < (1 if unit else math.inf):
         raise UsageError(
-            f"{text!r} is no band", where="--band",
+            f"{text!r} is no band",
+            where="--band",
             hint="3% of A's score, 1.5pp for percentage points, or 0.015 in the score's own unit",
-        )  # fmt: skip
+        )
     return Band(limit, unit == "%")
 
 

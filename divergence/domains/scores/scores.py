@@ -103,8 +103,9 @@ def scores(
     if places[0] in places[1:]:
         raise UsageError(
             "both sides are the same results, so nothing is compared",
-            where=paths[places.index(places[0], 1)], hint="name the results of another evaluation",
-        )  # fmt: skip
+            where=paths[places.index(places[0], 1)],
+            hint="name the results of another evaluation",
+        )
     gate = None
     if isinstance(policy, ScoresPolicy):
         policy.check("policy")
@@ -115,9 +116,11 @@ def scores(
     first_band = [] if asked is None else [parse_band(asked)]
     bands = list(dict.fromkeys([*first_band, *DEFAULT_BANDS]))  # the usual ones beside it
     reading = ReadRequest(
-        tasks=one_or_more(tasks), metrics=one_or_more(metrics), filters=one_or_more(filters),
+        tasks=one_or_more(tasks),
+        metrics=one_or_more(metrics),
+        filters=one_or_more(filters),
         cluster=cluster,
-    )  # fmt: skip
+    )
     sides: list[Evaluation] = []
     for number, path in enumerate(paths, 1):
         sides.append(read(path, reading, format=format))
@@ -127,18 +130,21 @@ def scores(
         files = {Path(series.file).resolve() for series in sides[0].series}
         if number > 1 and any(Path(series.file).resolve() in files for series in sides[-1].series):
             raise UsageError(
-                "both sides read the same file, so nothing is compared", where=sides[-1].path,
+                "both sides read the same file, so nothing is compared",
+                where=sides[-1].path,
                 hint="name the results of another evaluation",
-            )  # fmt: skip
+            )
     first, rest = sides[0], sides[1:]
     paired: list[_Paired] = []
     for side in rest:
         theirs = side.named()
-        paired.append({
-            series.name: (series, pair(series, theirs[series.name], force=force))
-            for series in first.series
-            if series.name in theirs
-        })  # fmt: skip
+        paired.append(
+            {
+                series.name: (series, pair(series, theirs[series.name], force=force))
+                for series in first.series
+                if series.name in theirs
+            }
+        )
     task_groups = [
         _compared(first, side, pairs, bands, force=force)
         for side, pairs in zip(rest, paired, strict=True)
@@ -153,15 +159,23 @@ def scores(
     report = ScoresReport(tool_version=__version__, reference=_summary(first), candidates=made)
     if capture is not None and out is not None:
         captured = capture_flips(
-            first, paired[0], model=capture, out=out, num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens, trust_remote_code=trust_remote_code, force=force,
-            dtype=dtype, device=device, progress=progress,
-        )  # fmt: skip
+            first,
+            paired[0],
+            model=capture,
+            out=out,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            trust_remote_code=trust_remote_code,
+            force=force,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+        )
         report = replace(report, captured=captured)
     if runs:
-        report = replace(report, candidates=[
-            joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]
-        ])  # fmt: skip
+        report = replace(
+            report, candidates=[joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]]
+        )
     return replace(report, commands=_commands(report, paths, runs, reading))
 
 
@@ -219,14 +233,21 @@ def _other(blocked: Sequence[PreflightLine]) -> Fact:
 
 
 def _stopped(name: SeriesName, why: Fact) -> TaskScores:
-    return TaskScores(task=name.task, filter=name.filter, metric=name.metric,
-                      verdict="incomparable", headline=[why])  # fmt: skip
+    return TaskScores(
+        task=name.task,
+        filter=name.filter,
+        metric=name.metric,
+        verdict="incomparable",
+        headline=[why],
+    )
 
 
 def _remarks(pairs: Pairs) -> list[Fact]:
     remarks: list[Fact] = []
-    if all(a.score == b.score and a.choices == b.choices and a.answer == b.answer
-           for a, b in pairs.rows):  # fmt: skip
+    if all(
+        a.score == b.score and a.choices == b.choices and a.answer == b.answer
+        for a, b in pairs.rows
+    ):
         exact = all(a.choices is not None for a, _ in pairs.rows)
         remarks.append(fact("evaluations.same_answers", to_the_digit=exact))
     clusters = pairs.pairing.num_clusters
@@ -264,28 +285,46 @@ def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candida
 
 
 def _summary(side: Evaluation) -> EvaluationSummary:
-    return EvaluationSummary(path=side.path, format=side.format, model=side.model,
-                             dtype=side.dtype, tool=side.tool, remarks=side.remarks)  # fmt: skip
+    return EvaluationSummary(
+        path=side.path,
+        format=side.format,
+        model=side.model,
+        dtype=side.dtype,
+        tool=side.tool,
+        remarks=side.remarks,
+    )
 
 
 def _commands(
     report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run], reading: ReadRequest
 ) -> list[Command]:
-    asked: dict[str, Any] = {"task": reading.tasks, "metric": reading.metrics,
-                             "filter": reading.filters, "cluster": reading.cluster}  # fmt: skip
+    asked: dict[str, Any] = {
+        "task": reading.tasks,
+        "metric": reading.metrics,
+        "filter": reading.filters,
+        "cluster": reading.cluster,
+    }
     if runs:
         candidate, other = (str(run.path if isinstance(run, Run) else run) for run in runs)
         return [command("compare", candidate, other, note=_why("to_begin"))]
-    flips = any(task.num_lost or task.num_gained for candidate in report.candidates[:1]
-                for task in candidate.tasks)  # fmt: skip
+    flips = any(
+        task.num_lost or task.num_gained
+        for candidate in report.candidates[:1]
+        for task in candidate.tasks
+    )
     if report.captured is not None:
         run = report.captured.path
         return [
             command("capture", like=run, o=f"{run}-b", note=_why("on_other")),
             command("compare", run, f"{run}-b", note=_why("to_layer")),
-            command("scores", *paths[:2], pair=("--runs", run, f"{run}-b"),
-                    note=_why("to_explain"), **asked),
-        ]  # fmt: skip
+            command(
+                "scores",
+                *paths[:2],
+                pair=("--runs", run, f"{run}-b"),
+                note=_why("to_explain"),
+                **asked,
+            ),
+        ]
     if flips and report.verdict in ("worse", "better", "undecided"):
         asked |= {"capture": "MODEL", "o": "flips"}
         return [command("scores", *paths[:2], **asked, note=_why("to_record"))]

@@ -26,13 +26,19 @@ from divergence.layout import count
 from divergence.words import printable
 
 _WORDS = {
-    "equal": "EQUAL", "better": "BETTER", "worse": "WORSE", "undecided": "UNDECIDED",
+    "equal": "EQUAL",
+    "better": "BETTER",
+    "worse": "WORSE",
+    "undecided": "UNDECIDED",
     "incomparable": "STOPPED",
-}  # fmt: skip
+}
 _STYLES = {
-    "equal": "bold green", "better": "bold yellow", "worse": "bold red",
-    "undecided": "bold yellow", "incomparable": "bold red",
-}  # fmt: skip
+    "equal": "bold green",
+    "better": "bold yellow",
+    "worse": "bold red",
+    "undecided": "bold yellow",
+    "incomparable": "bold red",
+}
 _DETAILED = 3
 """Tasks up to so many are all told in full; of more, those that are not equal."""
 
@@ -67,15 +73,24 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
                 key=lambda task: order.index(task.verdict),
             )[:_DETAILED]
         several = len(candidate.tasks) > 1
-        table = Section(id=f"scores-{number}", heading=f"Scores of {candidate.side.path}",
-                        body=[score_table(candidate)])  # fmt: skip
+        table = Section(
+            id=f"scores-{number}",
+            heading=f"Scores of {candidate.side.path}",
+            body=[score_table(candidate)],
+        )
         details = [
-            Section(id=f"score-{number}-{place}", title=name_of(task), verbose=several, body=[
-                named(*fact, indent=2, width=16) for fact in facts_of(task, verbose=verbose)
-                if fact[0] != "verdict" or several
-            ])
+            Section(
+                id=f"score-{number}-{place}",
+                title=name_of(task),
+                verbose=several,
+                body=[
+                    named(*fact, indent=2, width=16)
+                    for fact in facts_of(task, verbose=verbose)
+                    if fact[0] != "verdict" or several
+                ],
+            )
             for place, task in enumerate(tasks)
-        ]  # fmt: skip
+        ]
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
         told = [named("note", note) for note in dict.fromkeys(notes)]
         if report.captured is not None and candidate is report.candidates[-1]:
@@ -85,14 +100,15 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
             rest = "every band, what such scores can tell: add -v"
             told.append(named("more", rest, "dim"))
         last = Section(id=f"notes-{number}", heading="Notes", body=told)
-        documents.append(Document(
-            headline=top, why=[
-                why for why in candidate.reasons if not said & {why, why.partition(": ")[2]}
-            ],
-            known=[_side("A", report.reference), _side("B", candidate.side)],
-            sections=[*[table] * (several or verbose), *details, *[last] * bool(told)],
-            next=report.next if candidate is report.candidates[-1] else (),
-        ))  # fmt: skip
+        documents.append(
+            Document(
+                headline=top,
+                why=[why for why in candidate.reasons if not said & {why, why.partition(": ")[2]}],
+                known=[_side("A", report.reference), _side("B", candidate.side)],
+                sections=[*[table] * (several or verbose), *details, *[last] * bool(told)],
+                next=report.next if candidate is report.candidates[-1] else (),
+            )
+        )
     return documents
 
 
@@ -109,19 +125,35 @@ def _side(name: str, side: EvaluationSummary) -> Sentence:
 def score_table(candidate: Candidate) -> Table:
     """One row a task."""
     return Table(
-        caption="Each score, candidate against reference", num_left=2,
-        columns=("score", "verdict", "n", Column("A", _score), Column("B", _score),
-                 Column("difference", _signed), "95% interval", Column("p (Holm)", _p)),
+        caption="Each score, candidate against reference",
+        num_left=2,
+        columns=(
+            "score",
+            "verdict",
+            "n",
+            Column("A", _score),
+            Column("B", _score),
+            Column("difference", _signed),
+            "95% interval",
+            Column("p (Holm)", _p),
+        ),
         rows=[
             (name_of(task), task.verdict, *[None] * 6)
-            if task.difference is None or task.pairing is None else
-            (name_of(task), task.verdict, f"{task.pairing.num_paired:,}", task.reference,
-             task.candidate, task.difference, f"{_signed(task.low)} to {_signed(task.high)}",
-             task.p_adjusted)
+            if task.difference is None or task.pairing is None
+            else (
+                name_of(task),
+                task.verdict,
+                f"{task.pairing.num_paired:,}",
+                task.reference,
+                task.candidate,
+                task.difference,
+                f"{_signed(task.low)} to {_signed(task.high)}",
+                task.p_adjusted,
+            )
             for task in candidate.tasks
         ],
         marks=["flagged" if task.verdict == "worse" else "" for task in candidate.tasks],
-    )  # fmt: skip
+    )
 
 
 def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
@@ -138,8 +170,9 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
         "score",
         f"{_score(task.reference)} -> {_score(task.candidate)}, difference "
         f"{_signed(task.difference)} ± {_number(task.standard_error)} (standard error){better}"
-        if task.standard_error is not None else f"{_signed(task.difference)}{better}",
-    )  # fmt: skip
+        if task.standard_error is not None
+        else f"{_signed(task.difference)}{better}",
+    )
     if task.test == "unpaired":
         yield from _unpaired(task)
         return
@@ -160,9 +193,11 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     narrowest = f"the narrowest band it shows is ±{_number(task.shown_band)}"
     if verbose:
         yield "can tell", f"a true difference {least}; {narrowest}"
-    changed = "" if task.num_changed is None else (
-        f"; {task.num_changed:,} of {held.num_paired:,} answers changed"
-    )  # fmt: skip
+    changed = (
+        ""
+        if task.num_changed is None
+        else (f"; {task.num_changed:,} of {held.num_paired:,} answers changed")
+    )
     if task.graded:
         # of a better score that is lower, num_lost counts those that rose
         fell, rose = (task.num_lost, task.num_gained)[:: 1 if task.higher_is_better else -1]
@@ -238,8 +273,12 @@ def _in_runs(causes: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
 
 
 def _flip(flip: RunFlip) -> str:
-    words = {"tie": "a near tie", "shift": "a real shift", "not_reproduced": "not reproduced",
-             "not_told": "not told"}[flip.judgement]  # fmt: skip
+    words = {
+        "tie": "a near tie",
+        "shift": "a real shift",
+        "not_reproduced": "not reproduced",
+        "not_told": "not told",
+    }[flip.judgement]
     told = f"prompt {flip.sample}, token {flip.step}: {words}"
     if flip.reference_margin is not None and flip.candidate_margin is not None:
         told += (
@@ -253,12 +292,13 @@ def _left_out(task: TaskScores) -> Iterator[tuple[str, str]]:
     held = task.pairing
     assert held is not None
     counts = {
-        "only in A": held.num_reference_only, "only in B": held.num_candidate_only,
+        "only in A": held.num_reference_only,
+        "only in B": held.num_candidate_only,
         "asked in other words": held.num_other_prompt,
         "with another right answer": held.num_other_target,
         "without a usable score": held.num_unscored,
         "with two scores": held.num_conflicting,
-    }  # fmt: skip
+    }
     told = [f"{number:,} {words}" for words, number in counts.items() if number]
     if held.num_duplicates:
         told.append(f"{held.num_duplicates:,} rows that repeat a document")

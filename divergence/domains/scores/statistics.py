@@ -257,10 +257,15 @@ def sign_test(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, str]:
         summary = mean_of(sums, sizes)
         return float(2 * stats.t.sf(abs(summary.mean / summary.error), summary.freedom)), "t"
     result = stats.permutation_test(
-        (changed,), lambda values, axis: values.sum(axis=axis), permutation_type="samples",
-        n_resamples=_DRAWS, vectorized=True, batch=1 + 2_000_000 // len(changed),
-        alternative="two-sided", rng=np.random.default_rng(0),
-    )  # fmt: skip
+        (changed,),
+        lambda values, axis: values.sum(axis=axis),
+        permutation_type="samples",
+        n_resamples=_DRAWS,
+        vectorized=True,
+        batch=1 + 2_000_000 // len(changed),
+        alternative="two-sided",
+        rng=np.random.default_rng(0),
+    )
     return float(min(1.0, result.pvalue)), "permutation"
 
 

@@ -59,8 +59,14 @@ from divergence.run.record import Call, Operand, Record
 from divergence.run.site import join_site, module_of, operator_path
 
 _REFUSED = (
-    RuntimeError, AssertionError, TypeError, ValueError, IndexError, AttributeError, KeyError
-)  # fmt: skip
+    RuntimeError,
+    AssertionError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    KeyError,
+)
 """What operators raise for operands that do not fit."""
 
 
@@ -282,7 +288,8 @@ def _plan(request: CaseRequest, names: dict[str, str], sites: list[str]) -> Plan
         passes=["free" if like is None else "replayed"],
         sites=sites,
         anchored_to=None if like is None else like.manifest.id,
-        replayed_pass=None if like is None
+        replayed_pass=None
+        if like is None
         else next(record.pass_ for record in like.records if record.call is not None),
         modules={path: ModuleNote(kind=kind, role="inner") for path, kind in names.items()},
-    )  # fmt: skip
+    )

@@ -55,8 +55,12 @@ def case_path(operator: Operator, case: OperatorCase) -> str:
 
 DEFAULT = "torch"
 COMPILED = "inductor"
-PACKAGES = {"torch_npu": "torch_npu", "vllm": "vllm._custom_ops", "triton": "liger_kernel",
-            "flash_attn": "flash_attn"}  # fmt: skip
+PACKAGES = {
+    "torch_npu": "torch_npu",
+    "vllm": "vllm._custom_ops",
+    "triton": "liger_kernel",
+    "flash_attn": "flash_attn",
+}
 """What the implementations of a name need beside torch."""
 
 

@@ -253,9 +253,13 @@ def find_in_suites(
         ]
         usual = {"rests_on": [check("coverage", whole, fact("suite.not_every_case"))]}
         return Finding(
-            claim="suite", kind=kind, headline=[headline], evidence=evidence,
-            commands=list(commands), **usual | rest,
-        )  # fmt: skip
+            claim="suite",
+            kind=kind,
+            headline=[headline],
+            evidence=evidence,
+            commands=list(commands),
+            **usual | rest,
+        )
 
     if all(item.num_same == item.num_cases for item in result.operators):
         return finding("identical", fact("suite.all_same", total=total, wrong=names))
@@ -278,23 +282,42 @@ def find_in_suites(
         )
         path = str((a if wrong_side == "reference" else b).path)
         return finding(
-            "nonfinite" if nonfinite else "systematic" if many else "localized", worse,
-            command("repro", path, site=bad[0].site, o=beside(path, "-repro"),
-                    note=fact("shown_without_model")),
-            side=wrong_side, rests_on=[],
-            onset=Onset(site=bad[0].site, block=None, sample=0, step=0, position=None,
-                        pass_=a.records[0].pass_),
-        )  # fmt: skip
+            "nonfinite" if nonfinite else "systematic" if many else "localized",
+            worse,
+            command(
+                "repro",
+                path,
+                site=bad[0].site,
+                o=beside(path, "-repro"),
+                note=fact("shown_without_model"),
+            ),
+            side=wrong_side,
+            rests_on=[],
+            onset=Onset(
+                site=bad[0].site,
+                block=None,
+                sample=0,
+                step=0,
+                position=None,
+                pass_=a.records[0].pass_,
+            ),
+        )
     if unjudged := [case for case in result.cases if case.status == "differs"]:
         most = max(unjudged, key=lambda case: case.rel_l2)
         differ = fact(
-            "suite.differ_unjudged", num_differ=num_differ, total=total, operator=most.operator,
+            "suite.differ_unjudged",
+            num_differ=num_differ,
+            total=total,
+            operator=most.operator,
             rel_l2=most.rel_l2,
-        )  # fmt: skip
+        )
         return finding(
-            "undetermined", differ, command("truth", a.path, o="truth"),
-            command("compare", a.path, b.path, truth="truth"), rests_on=[check("measured", False)],
-        )  # fmt: skip
+            "undetermined",
+            differ,
+            command("truth", a.path, o="truth"),
+            command("compare", a.path, b.path, truth="truth"),
+            rests_on=[check("measured", False)],
+        )
     within = fact("suite.within_rounding", num_differ=num_differ, total=total)
     return finding("within_floor", within)
 
@@ -313,10 +336,15 @@ def _operator(item: SuiteOperator) -> Fact:
     if worst.w is not None:
         values["w"] = worst.w
     return fact(
-        "suite.operator", **values, operator=_name(item), side=item.side or "both",
-        reason=worst.reason, case=module_of(worst.site), num=item.num_by_status[item.status],
+        "suite.operator",
+        **values,
+        operator=_name(item),
+        side=item.side or "both",
+        reason=worst.reason,
+        case=module_of(worst.site),
+        num=item.num_by_status[item.status],
         num_cases=item.num_cases,
-    )  # fmt: skip
+    )
 
 
 # Two runs of an operator suite: which operators does which side compute worse?
@@ -327,14 +355,24 @@ def _operator(item: SuiteOperator) -> Fact:
 
 _TRUTH_PORTS = (".floor", ".gain", ".scores")
 _RANK: dict[SuiteStatus, int] = {
-    "wrong": 0, "differs": 1, "flushed": 2, "ties": 3, "healthy": 4, "identical": 5,
-}  # fmt: skip
+    "wrong": 0,
+    "differs": 1,
+    "flushed": 2,
+    "ties": 3,
+    "healthy": 4,
+    "identical": 5,
+}
 
 
 def report_on(
-    a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], layers: Sequence[Run],
+    a: Run,
+    b: Run,
+    *,
+    truth: Run | None,
+    floor: Sequence[object],
+    layers: Sequence[Run],
     progress: Progress | None,
-) -> Report:  # fmt: skip
+) -> Report:
     """The whole report on two suites. Raises what ``compare`` raises."""
     if layers:
         raise UsageError("--layers means nothing to suites: they have none")
@@ -377,9 +415,12 @@ def report_on(
             skipped.append(_skip(record, fact("suite.other_inputs"), "both"))
         elif (record.shape, record.dtype) != (other.shape, other.dtype):
             reason = fact(
-                "suite.other_results", reference_dtype=record.dtype, reference_shape=record.shape,
-                candidate_dtype=other.dtype, candidate_shape=other.shape,
-            )  # fmt: skip
+                "suite.other_results",
+                reference_dtype=record.dtype,
+                reference_shape=record.shape,
+                candidate_dtype=other.dtype,
+                candidate_shape=other.shape,
+            )
             skipped.append(_skip(record, reason, "both"))
         else:
             cases.append(_case(a, b, truth, record, other))
@@ -465,10 +506,16 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     rel_l2, p99, largest = between(reference, candidate)
     same = record.xxh3 == other.xxh3
     case = SuiteCase(
-        site=record.site, operator=operator_of(record.site), dtype=record.dtype, kind=kind,
-        status="identical" if same else "differs", same=same, rel_l2=rel_l2, ulp_p99=p99,
+        site=record.site,
+        operator=operator_of(record.site),
+        dtype=record.dtype,
+        kind=kind,
+        status="identical" if same else "differs",
+        same=same,
+        rel_l2=rel_l2,
+        ulp_p99=p99,
         ulp_max=largest,
-    )  # fmt: skip
+    )
     truths = None if truth is None else _truths(truth, record.site)
     if truths is None or truths.value.shape != reference.shape:
         return case
@@ -487,9 +534,14 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
         w = ratio(errors[1], errors[0]) if any(errors) else 1.0
         case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=w)
     return msgspec.structs.replace(
-        case, status=status, side=side, reason=reason, expected_off=expected,
-        reference=sides[0], candidate=sides[1],
-    )  # fmt: skip
+        case,
+        status=status,
+        side=side,
+        reason=reason,
+        expected_off=expected,
+        reference=sides[0],
+        candidate=sides[1],
+    )
 
 
 def _truths(truth: Run, site: str) -> Truths | None:
@@ -546,6 +598,10 @@ def _implementation(manifest: Manifest, path: str) -> str:
 
 def _skip(record: Record, reason: Fact, side: SideOrBoth) -> Skipped:
     return Skipped(
-        pass_=record.pass_, sample=record.sample, step=record.step, site=record.site,
-        why=reason, side=side,
-    )  # fmt: skip
+        pass_=record.pass_,
+        sample=record.sample,
+        step=record.step,
+        site=record.site,
+        why=reason,
+        side=side,
+    )

@@ -34,9 +34,11 @@ Shape = tuple[int, ...]
 
 
 _PRODUCT_SHAPES = {
-    "decode": (1, 1024, 256), "odd": (7, 129, 65), "prefill": (64, 512, 256),
+    "decode": (1, 1024, 256),
+    "odd": (7, 129, 65),
+    "prefill": (64, 512, 256),
     "large_k": (3, 16384, 32),
-}  # fmt: skip
+}
 _PRODUCT_PLAN: Plan = (*PLAN, ("large_k", "normal"), ("large_k", "cancelling"))
 
 
@@ -95,26 +97,36 @@ def _truth_gemv(matrix: Tensor, vector: Tensor) -> Tensor:
 
 PRODUCTS = (
     Operator(
-        name="linear", run=_run_linear, truth=_truth_linear,
+        name="linear",
+        run=_run_linear,
+        truth=_truth_linear,
         cases=cases_of(_linear, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
     ),
     Operator(
-        name="linear_bias", run=_run_linear,
-        truth=_truth_linear_bias, cases=cases_of(_linear_bias, shapes=_PRODUCT_SHAPES),
+        name="linear_bias",
+        run=_run_linear,
+        truth=_truth_linear_bias,
+        cases=cases_of(_linear_bias, shapes=_PRODUCT_SHAPES),
     ),
     Operator(
-        name="matmul", run=lambda x, y: torch.matmul(x, y), truth=_truth_matmul,
+        name="matmul",
+        run=lambda x, y: torch.matmul(x, y),
+        truth=_truth_matmul,
         cases=cases_of(_transposed, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
     ),
     Operator(
-        name="batched_matmul", run=lambda x, y: torch.matmul(x, y), truth=_truth_matmul,
+        name="batched_matmul",
+        run=lambda x, y: torch.matmul(x, y),
+        truth=_truth_matmul,
         cases=cases_of(
             _batched,
             shapes={"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
         ),
     ),
     Operator(
-        name="gemv", run=lambda matrix, vector: torch.mv(matrix, vector), truth=_truth_gemv,
+        name="gemv",
+        run=lambda matrix, vector: torch.mv(matrix, vector),
+        truth=_truth_gemv,
         cases=cases_of(
             _vector,
             shapes={"odd": (65, 129), "large_k": (32, 16384)},
@@ -122,7 +134,7 @@ PRODUCTS = (
             + [("large_k", "normal"), ("large_k", "cancelling")],
         ),
     ),
-)  # fmt: skip
+)
 
 # Normalisation over the last axis: RMSNorm, RMSNorm after a residual addition, LayerNorm.
 #
@@ -191,8 +203,10 @@ def _add_norm(source: TensorSource, shape: Shape) -> Arguments:
 
 def _layer(source: TensorSource, shape: Shape) -> Arguments:
     return {
-        **_norm(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125), "eps": 1e-5,
-    }  # fmt: skip
+        **_norm(source, shape),
+        "bias": source.plain("bias", shape[-1:], scale=0.125),
+        "eps": 1e-5,
+    }
 
 
 def _npu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
@@ -232,23 +246,31 @@ def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
 
 NORMS = (
     Operator(
-        name="rms_norm", run=rms_norm, truth=_truth_rms_norm,
+        name="rms_norm",
+        run=rms_norm,
+        truth=_truth_rms_norm,
         cases=cases_of(_norm),
         implementations={
-            "llama": rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
+            "llama": rms_norm_llama,
+            "torch_npu": _npu_rms_norm,
+            "vllm": _vllm_rms_norm,
             "triton": _liger_rms_norm,
         },
     ),
     Operator(
-        name="add_rms_norm", run=_add_rms_norm,
-        truth=_truth_add_rms_norm, cases=cases_of(_add_norm),
+        name="add_rms_norm",
+        run=_add_rms_norm,
+        truth=_truth_add_rms_norm,
+        cases=cases_of(_add_norm),
         implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
     ),
     Operator(
-        name="layer_norm", run=_layer_norm,
-        truth=_truth_layer_norm, cases=cases_of(_layer),
+        name="layer_norm",
+        run=_layer_norm,
+        truth=_truth_layer_norm,
+        cases=cases_of(_layer),
     ),
-)  # fmt: skip
+)
 
 # Rotary position embedding, in the two layouts that checkpoints come in.
 #
@@ -340,17 +362,20 @@ _ROTARY_PLAN = [entry for entry in PLAN if entry != ("odd", "equal")]  # adds no
 
 ROTARY = (
     Operator(
-        name="rope", run=_rope, truth=_truth_rope,
+        name="rope",
+        run=_rope,
+        truth=_truth_rope,
         cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
         implementations={"torch_npu": partial(_npu_rotary, "half")},
     ),
     Operator(
-        name="rope_interleaved", run=_rope_interleaved,
+        name="rope_interleaved",
+        run=_rope_interleaved,
         truth=_truth_rope_interleaved,
         cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
         implementations={"torch_npu": partial(_npu_rotary, "interleave")},
     ),
-)  # fmt: skip
+)
 
 # Softmax, and attention over whole sequences with grouped heads and masks.
 #
@@ -385,9 +410,14 @@ def _run_sdpa(
 ) -> Tensor:
     """The kernel that torch chooses."""
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale,
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    )
 
 
 def _run_math(**operands: Any) -> Tensor:
@@ -473,10 +503,13 @@ def _attention_inputs(source: TensorSource, shape: Shape) -> Arguments:
     return {
         "query": source.plain("query", (batch, heads, queries, width), scale=2.0),
         "key": source.main("key", where) if inner else source.plain("key", where),
-        "value": source.main("value", where, axis=-2) if outer != "normal" or source.strided
+        "value": source.main("value", where, axis=-2)
+        if outer != "normal" or source.strided
         else source.plain("value", where),
-        "mask": None, "causal": False, "scale": width**-0.5,
-    }  # fmt: skip
+        "mask": None,
+        "causal": False,
+        "scale": width**-0.5,
+    }
 
 
 def _causal(source: TensorSource, shape: Shape) -> Arguments:
@@ -507,14 +540,25 @@ def mask_of(kind: str, shape: Shape) -> np.ndarray:
 
 
 _ATTENTION_SHAPES = {
-    "decode": (1, 8, 2, 1, 130, 64), "odd": (2, 3, 3, 7, 19, 40), "grouped": (2, 6, 2, 9, 33, 32),
-    "square": (1, 3, 3, 33, 33, 40), "prefill": (1, 4, 2, 48, 48, 64),
-}  # fmt: skip
+    "decode": (1, 8, 2, 1, 130, 64),
+    "odd": (2, 3, 3, 7, 19, 40),
+    "grouped": (2, 6, 2, 9, 33, 32),
+    "square": (1, 3, 3, 33, 33, 40),
+    "prefill": (1, 4, 2, 48, 48, 64),
+}
 _ATTENTION_PLAN: Plan = (
-    ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
-    ("odd", "subnormals"), ("odd", "cancelling"), ("odd", "equal"), ("odd.strided", "normal"),
-    ("grouped", "normal"), ("prefill", "normal"), ("prefill", "outliers"),
-)  # fmt: skip
+    ("decode", "normal"),
+    ("decode", "outliers"),
+    ("odd", "normal"),
+    ("odd", "outliers"),
+    ("odd", "subnormals"),
+    ("odd", "cancelling"),
+    ("odd", "equal"),
+    ("odd.strided", "normal"),
+    ("grouped", "normal"),
+    ("prefill", "normal"),
+    ("prefill", "outliers"),
+)
 
 
 def _attention_cases() -> Iterator[OperatorCase]:
@@ -546,31 +590,43 @@ def _flash_attn(
 
 ATTENTION = (
     Operator(
-        name="softmax", run=lambda x: torch.softmax(x, -1), truth=_truth_softmax,
+        name="softmax",
+        run=lambda x: torch.softmax(x, -1),
+        truth=_truth_softmax,
         cases=cases_of(_logits),
     ),
     Operator(
-        name="log_softmax", run=lambda x: torch.log_softmax(x, -1), truth=_truth_log_softmax,
+        name="log_softmax",
+        run=lambda x: torch.log_softmax(x, -1),
+        truth=_truth_log_softmax,
         cases=cases_of(_logits),
     ),
     Operator(
-        name="attention", run=_run_sdpa, truth=_truth_attention, cases=_attention_cases,
+        name="attention",
+        run=_run_sdpa,
+        truth=_truth_attention,
+        cases=_attention_cases,
         implementations={
             "sdpa_flash": partial(_run_backend, "FLASH_ATTENTION"),
             "sdpa_math": partial(_run_backend, "MATH"),
             "sdpa_efficient": partial(_run_backend, "EFFICIENT_ATTENTION"),
-            "sdpa_cudnn": partial(_run_backend, "CUDNN_ATTENTION"), "flash_attn": _flash_attn,
+            "sdpa_cudnn": partial(_run_backend, "CUDNN_ATTENTION"),
+            "flash_attn": _flash_attn,
         },
     ),
     Operator(
-        name="attention_math", run=_run_math, truth=_truth_eager,
+        name="attention_math",
+        run=_run_math,
+        truth=_truth_eager,
         cases=_attention_cases,
     ),
     Operator(
-        name="attention_eager", run=_run_eager, truth=_truth_eager,
+        name="attention_eager",
+        run=_run_eager,
+        truth=_truth_eager,
         cases=_attention_cases,
     ),
-)  # fmt: skip
+)
 
 # Incremental attention over a paged cache of keys and values: one new token per sequence.
 #
@@ -658,10 +714,12 @@ def _paged_inputs(source: TensorSource, shape: Shape) -> Arguments:
         seen = torch.from_numpy(used)[:, :, None, None]
         caches[f"{name}_cache"] = torch.where(seen, cache, beyond)
     return {
-        "query": source.plain("query", (batch, heads, width), scale=2.0), **caches,
+        "query": source.plain("query", (batch, heads, width), scale=2.0),
+        **caches,
         "block_tables": torch.from_numpy(tables.copy()),
-        "context_lens": torch.tensor(lengths, dtype=torch.int32), "scale": width**-0.5,
-    }  # fmt: skip
+        "context_lens": torch.tensor(lengths, dtype=torch.int32),
+        "scale": width**-0.5,
+    }
 
 
 def _repaged(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -690,9 +748,13 @@ def _flash_attn_paged(
     keys, table = _repaged(key_cache, block_tables)
     values, _ = _repaged(value_cache, block_tables)
     attended = flash_attn_with_kvcache(
-        query[:, None], keys, values, cache_seqlens=context_lens, block_table=table,
+        query[:, None],
+        keys,
+        values,
+        cache_seqlens=context_lens,
+        block_table=table,
         softmax_scale=scale,
-    )  # fmt: skip
+    )
     return attended[:, 0]
 
 
@@ -713,8 +775,13 @@ def _npu_paged(
         key_cache.reshape(blocks, size, groups * width),
         value_cache.reshape(blocks, size, groups * width),
     )
-    paged = {"block_table": block_tables, "block_size": size, "num_heads": heads,
-             "num_key_value_heads": groups, "input_layout": "BSH"}  # fmt: skip
+    paged = {
+        "block_table": block_tables,
+        "block_size": size,
+        "num_heads": heads,
+        "num_key_value_heads": groups,
+        "input_layout": "BSH",
+    }
     lengths = context_lens.tolist()
     if hasattr(torch_npu, "npu_fused_infer_attention_score"):  # the only one on newer devices
         attended, *_ = torch_npu.npu_fused_infer_attention_score(
@@ -728,19 +795,25 @@ def _npu_paged(
 
 
 _PAGED_PLAN: Plan = (
-    ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
-    ("odd", "equal"), ("batch", "normal"),
-)  # fmt: skip
+    ("decode", "normal"),
+    ("decode", "outliers"),
+    ("odd", "normal"),
+    ("odd", "outliers"),
+    ("odd", "equal"),
+    ("batch", "normal"),
+)
 _PAGED_SHAPES = {"decode": (1, 8, 2, 9, 64), "odd": (3, 6, 3, 13, 40), "batch": (8, 8, 8, 64, 64)}
 
 
 PAGED = (
     Operator(
-        name="paged_attention", run=_run_paged, truth=_truth_paged,
+        name="paged_attention",
+        run=_run_paged,
+        truth=_truth_paged,
         cases=cases_of(_paged_inputs, shapes=_PAGED_SHAPES, plan=_PAGED_PLAN),
         implementations={"flash_attn": _flash_attn_paged, "torch_npu": _npu_paged},
     ),
-)  # fmt: skip
+)
 
 # Activations: GELU in both forms, SiLU, and SwiGLU, the gated product of feed-forward blocks.
 
@@ -797,23 +870,35 @@ def _liger_swiglu(gate: Tensor, up: Tensor) -> Any:
 
 ACTIVATIONS = (
     Operator(
-        name="gelu", run=lambda x: functional.gelu(x), truth=_truth_gelu, cases=cases_of(_one),
+        name="gelu",
+        run=lambda x: functional.gelu(x),
+        truth=_truth_gelu,
+        cases=cases_of(_one),
     ),
     Operator(
-        name="gelu_tanh", run=lambda x: functional.gelu(x, approximate="tanh"),
-        truth=_truth_gelu_tanh, cases=cases_of(_one),
+        name="gelu_tanh",
+        run=lambda x: functional.gelu(x, approximate="tanh"),
+        truth=_truth_gelu_tanh,
+        cases=cases_of(_one),
     ),
     Operator(
-        name="silu", run=lambda x: functional.silu(x), truth=_truth_silu, cases=cases_of(_one),
+        name="silu",
+        run=lambda x: functional.silu(x),
+        truth=_truth_silu,
+        cases=cases_of(_one),
     ),
     Operator(
-        name="swiglu", run=lambda gate, up: functional.silu(gate) * up, truth=_truth_swiglu,
+        name="swiglu",
+        run=lambda gate, up: functional.silu(gate) * up,
+        truth=_truth_swiglu,
         cases=cases_of(_gate_and_up),
         implementations={
-            "torch_npu": _npu_swiglu, "vllm": _vllm_swiglu, "triton": _liger_swiglu,
+            "torch_npu": _npu_swiglu,
+            "vllm": _vllm_swiglu,
+            "triton": _liger_swiglu,
         },
     ),
-)  # fmt: skip
+)
 
 # Choices, rows of a table, sums: what picks from an axis, or adds along it.
 #
@@ -869,9 +954,15 @@ def _npu_moe_gating(logits: Tensor, k: int) -> Any:
 
 
 _CHOICE_PLAN: Plan = (
-    ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "ties"),
-    ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"), ("prefill", "ties"),
-)  # fmt: skip
+    ("decode", "normal"),
+    ("odd", "normal"),
+    ("odd", "outliers"),
+    ("odd", "ties"),
+    ("odd", "equal"),
+    ("odd.strided", "normal"),
+    ("prefill", "normal"),
+    ("prefill", "ties"),
+)
 _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
@@ -884,8 +975,9 @@ def _truth_embedding(ids: Tensor, weight: Tensor) -> Tensor:
 def _rows(source: TensorSource, shape: Shape) -> Arguments:
     tokens, rows, width = shape
     return {
-        "ids": source.indices("ids", (tokens,), rows), "weight": source.main("x", (rows, width)),
-    }  # fmt: skip
+        "ids": source.indices("ids", (tokens,), rows),
+        "weight": source.main("x", (rows, width)),
+    }
 
 
 def _truth_sum(x: Tensor) -> Tensor:
@@ -905,41 +997,61 @@ def _truth_cumsum(x: Tensor) -> Tensor:
 
 _SUM_SHAPES = {"odd": (7, 129), "prefill": (64, 512), "long": (4, 32768)}
 _SUM_PLAN: Plan = (
-    ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"), ("odd", "cancelling"),
-    ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"), ("long", "normal"),
-    ("long", "cancelling"), ("long", "equal"),
-)  # fmt: skip
+    ("odd", "normal"),
+    ("odd", "outliers"),
+    ("odd", "subnormals"),
+    ("odd", "cancelling"),
+    ("odd", "equal"),
+    ("odd.strided", "normal"),
+    ("prefill", "normal"),
+    ("long", "normal"),
+    ("long", "cancelling"),
+    ("long", "equal"),
+)
 
 REDUCTIONS = (
     Operator(
-        name="topk", run=lambda x, k: torch.topk(x, k, dim=-1), truth=_truth_topk,
-        cases=cases_of(_choose, shapes=_VOCABULARY, plan=_CHOICE_PLAN), scores=lambda x, k: x,
+        name="topk",
+        run=lambda x, k: torch.topk(x, k, dim=-1),
+        truth=_truth_topk,
+        cases=cases_of(_choose, shapes=_VOCABULARY, plan=_CHOICE_PLAN),
+        scores=lambda x, k: x,
     ),
     Operator(
-        name="moe_gating", run=_run_moe_gating, truth=_truth_moe_gating,
+        name="moe_gating",
+        run=_run_moe_gating,
+        truth=_truth_moe_gating,
         cases=cases_of(_route, shapes=_EXPERTS, plan=_CHOICE_PLAN),
         scores=lambda logits, k: _truth_softmax(logits),
         implementations={"torch_npu": _npu_moe_gating},
     ),
     Operator(
-        name="argmax", run=lambda x: torch.argmax(x, -1), truth=_truth_argmax,
+        name="argmax",
+        run=lambda x: torch.argmax(x, -1),
+        truth=_truth_argmax,
         cases=cases_of(_one, shapes=_VOCABULARY, plan=_CHOICE_PLAN),
     ),
     Operator(
-        name="embedding", run=lambda ids, weight: functional.embedding(ids, weight),
+        name="embedding",
+        run=lambda ids, weight: functional.embedding(ids, weight),
         truth=_truth_embedding,
         cases=cases_of(
             _rows,
             shapes={"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
             plan=[
-                ("decode", "normal"), ("odd", "normal"), ("odd", "subnormals"),
-                ("odd.strided", "normal"), ("prefill", "outliers"),
+                ("decode", "normal"),
+                ("odd", "normal"),
+                ("odd", "subnormals"),
+                ("odd.strided", "normal"),
+                ("prefill", "outliers"),
             ],
         ),
     ),
     *(
         Operator(
-            name=name, run=run, truth=truth,
+            name=name,
+            run=run,
+            truth=truth,
             cases=cases_of(_one, shapes=_SUM_SHAPES, plan=_SUM_PLAN),
         )
         for name, run, truth in (
@@ -948,7 +1060,7 @@ REDUCTIONS = (
             ("cumsum", lambda x: x.cumsum(-1), _truth_cumsum),
         )
     ),
-)  # fmt: skip
+)
 
 # Quantisation to int8 and to 8-bit floats, and the linear layer on int8 codes.
 #
@@ -1063,20 +1175,30 @@ def _per_tensor(source: TensorSource, shape: Shape) -> Arguments:
 def _per_channel(source: TensorSource, shape: Shape) -> Arguments:
     scale = source.plain("scale", shape[-1:], scale=4.0, mean=32.0)
     return {
-        "x": source.main("x", shape), "scale": scale,
+        "x": source.main("x", shape),
+        "scale": scale,
         "offset": source.plain("offset", shape[-1:], scale=8.0),
-    }  # fmt: skip
+    }
 
 
 def _quantize_cases() -> Iterator[OperatorCase]:
     plan: Plan = (
-        ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"),
-        ("odd", "ties"), ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"),
-    )  # fmt: skip
+        ("decode", "normal"),
+        ("odd", "normal"),
+        ("odd", "outliers"),
+        ("odd", "subnormals"),
+        ("odd", "ties"),
+        ("odd", "equal"),
+        ("odd.strided", "normal"),
+        ("prefill", "normal"),
+    )
     yield from cases_of(_per_tensor, plan=plan, suffix="per_tensor")()
     few: Plan = (
-        ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("prefill", "normal"),
-    )  # fmt: skip
+        ("decode", "normal"),
+        ("odd", "normal"),
+        ("odd", "outliers"),
+        ("prefill", "normal"),
+    )
     yield from cases_of(_per_channel, plan=few, suffix="per_channel")()
 
 
@@ -1097,10 +1219,15 @@ def _zero_row(source: TensorSource, shape: Shape) -> Arguments:
 
 def _dynamic_cases() -> Iterator[OperatorCase]:
     plan: Plan = (
-        ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
-        ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"),
+        ("decode", "normal"),
+        ("decode", "outliers"),
+        ("odd", "normal"),
+        ("odd", "outliers"),
+        ("odd", "equal"),
+        ("odd.strided", "normal"),
+        ("prefill", "normal"),
         ("prefill", "outliers"),
-    )  # fmt: skip
+    )
     yield from cases_of(_dynamic, plan=plan)()
     yield from cases_of(_smoothed, plan=[("odd", "normal")], suffix="smooth")()
     yield from cases_of(_zero_row, plan=[("odd", "normal")], suffix="zero_row")()
@@ -1127,9 +1254,14 @@ def _cast_inputs(source: TensorSource, shape: Shape) -> Arguments:
 
 
 _CAST_PLAN: Plan = (
-    ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"),
-    ("odd", "ties"), ("odd.strided", "normal"), ("prefill", "normal"),
-)  # fmt: skip
+    ("decode", "normal"),
+    ("odd", "normal"),
+    ("odd", "outliers"),
+    ("odd", "subnormals"),
+    ("odd", "ties"),
+    ("odd.strided", "normal"),
+    ("prefill", "normal"),
+)
 
 
 def _casts() -> Iterator[Operator]:
@@ -1137,9 +1269,11 @@ def _casts() -> Iterator[Operator]:
         for kind in ("", "_saturating"):
             run, truth = _cast(f"float8_{short}", saturating=bool(kind))
             yield Operator(
-                name=f"cast_{short}{kind}", run=run, truth=truth,
+                name=f"cast_{short}{kind}",
+                run=run,
+                truth=truth,
                 cases=cases_of(_cast_inputs, plan=_CAST_PLAN),
-            )  # fmt: skip
+            )
 
 
 def _npu_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Any:
@@ -1166,22 +1300,29 @@ def _npu_dynamic_quant(x: Tensor, smooth: Tensor | None) -> Any:
 
 QUANTIZATION = (
     Operator(
-        name="quantize", run=_run_quantize,
-        truth=_truth_quantize, cases=_quantize_cases,
+        name="quantize",
+        run=_run_quantize,
+        truth=_truth_quantize,
+        cases=_quantize_cases,
         implementations={"torch_npu": _npu_quantize},
     ),
     Operator(
-        name="dynamic_quant", run=_run_dynamic_quant,
-        truth=_truth_dynamic_quant, cases=_dynamic_cases,
+        name="dynamic_quant",
+        run=_run_dynamic_quant,
+        truth=_truth_dynamic_quant,
+        cases=_dynamic_cases,
         implementations={"torch_npu": _npu_dynamic_quant},
     ),
     Operator(
         name="w8a8_linear",
-        run=_run_w8a8, truth=_truth_w8a8,
+        run=_run_w8a8,
+        truth=_truth_w8a8,
         cases=cases_of(
             _w8a8_inputs,
             shapes={
-                "decode": (1, 1024, 256), "odd": (7, 129, 65), "prefill": (64, 512, 256),
+                "decode": (1, 1024, 256),
+                "odd": (7, 129, 65),
+                "prefill": (64, 512, 256),
                 "large_k": (3, 16384, 32),
             },
             plan=[(shape, "normal") for shape in ("decode", "odd", "prefill", "large_k")],
@@ -1189,14 +1330,21 @@ QUANTIZATION = (
         implementations={"torch_npu": _npu_quant_matmul},
     ),
     *_casts(),
-)  # fmt: skip
+)
 
 
 OPERATORS: dict[str, Operator] = {
     operator.full_name: operator
     for family in (
-        PRODUCTS, NORMS, ROTARY, ATTENTION, PAGED, ACTIVATIONS, REDUCTIONS, QUANTIZATION,
+        PRODUCTS,
+        NORMS,
+        ROTARY,
+        ATTENTION,
+        PAGED,
+        ACTIVATIONS,
+        REDUCTIONS,
+        QUANTIZATION,
     )
     for operator in family
-}  # fmt: skip
+}
 """By full name, in the order in which a suite runs them."""

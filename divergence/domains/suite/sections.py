@@ -26,27 +26,42 @@ def sections(
     operators = [op for op in suite.operators if op not in equal]
     body: list[Block] = []
     if operators:
-        body.append(Table(
-            caption="Operators", columns=_titles(suite.judged), num_left=2, widest=44,
-            rows=[_operator_row(op, judged=suite.judged) for op in operators],
-            marks=[_MARKS.get(op.status, "") for op in operators],
-        ))  # fmt: skip
+        body.append(
+            Table(
+                caption="Operators",
+                columns=_titles(suite.judged),
+                num_left=2,
+                widest=44,
+                rows=[_operator_row(op, judged=suite.judged) for op in operators],
+                marks=[_MARKS.get(op.status, "") for op in operators],
+            )
+        )
     if suite.judged and operators:
-        body.append(Sentence(
-            "W: err B over err A. score: error in units of what rounding explains, wrong beyond "
-            f"{suite.score_limit:g}; so is a row's scale that is off by {suite.gain_limit:g} "
-            "standard deviations. ulp: from the truth.", indent=2, style="dim",
-        ))  # fmt: skip
+        body.append(
+            Sentence(
+                "W: err B over err A. score: error in units of what rounding explains, wrong "
+                f"beyond {suite.score_limit:g}; so is a row's scale that is off by "
+                f"{suite.gain_limit:g} standard deviations. ulp: from the truth.",
+                indent=2,
+                style="dim",
+            )
+        )
     if equal:
         names = ", ".join(_short(op.operator) for op in equal)
         body.append(Sentence(f"bit-identical: {names}", indent=2, style="dim"))
     if whole:
-        body.append(Table(
-            caption="Results", title="results", folded=f"All {len(suite.cases):,} results",
-            columns=("operator", "status", *_titles(suite.judged)[3 if suite.judged else 2 :]),
-            rows=[_case_row(case, judged=suite.judged) for case in suite.cases], num_left=2,
-            marks=[_MARKS.get(case.status, "") for case in suite.cases], widest=44,
-        ))  # fmt: skip
+        body.append(
+            Table(
+                caption="Results",
+                title="results",
+                folded=f"All {len(suite.cases):,} results",
+                columns=("operator", "status", *_titles(suite.judged)[3 if suite.judged else 2 :]),
+                rows=[_case_row(case, judged=suite.judged) for case in suite.cases],
+                num_left=2,
+                marks=[_MARKS.get(case.status, "") for case in suite.cases],
+                widest=44,
+            )
+        )
     against = "against the truth" if suite.judged else "against one another: no truth was given"
     what = f"{count(len(suite.operators), 'operator')}, {count(len(suite.cases), 'result')}"
     return [Section(id="suite", title="operators", detail=f"{what}, {against}", body=body)]

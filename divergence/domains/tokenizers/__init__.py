@@ -6,7 +6,8 @@ DOMAIN = Domain(
     name="tokenizers",
     commands=(
         Subcommand(
-            "tokens", "divergence.domains.tokenizers.command:tokens",
+            "tokens",
+            "divergence.domains.tokenizers.command:tokens",
             "Compare two tokenizers or chat templates over texts: which part, where, and why.",
             after="scores",
         ),
@@ -16,4 +17,4 @@ DOMAIN = Domain(
         "compare_tokens": "divergence.domains.tokenizers.compare",
     },
     sentences={"tokenizers": "divergence.domains.tokenizers.sentences"},
-)  # fmt: skip
+)

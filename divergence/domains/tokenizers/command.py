@@ -18,14 +18,15 @@ def tokens(
     reference: str = option("A", "A tokenizer: a directory, or a name on the hub.", default=...),
     candidate: str = option("B", "Another one.", default=...),
     texts: Path = option(
-        "--texts FILE", "Texts: .txt (one a line), .jsonl or .json with text or messages.",
+        "--texts FILE",
+        "Texts: .txt (one a line), .jsonl or .json with text or messages.",
         default=...,
     ),
     chat: bool = option("--chat", "Put texts through the chat templates.", default=False),
     trust_remote_code: bool = TRUST,
     exit_code: bool = option("--exit-code", "Exit 1 if a text differs.", default=False),
     output: Output,
-) -> None:  # fmt: skip
+) -> None:
     """No model is loaded. Each text that becomes other token ids is put down to the first
     thing that makes another of it: the template, the normaliser, the split, the merges, an
     added token; special tokens around it are told beside.
@@ -42,9 +43,13 @@ def tokens(
 
     with progress_bars(quiet=output.silent) as progress:
         report = compare_tokens(
-            reference, candidate, texts=texts, chat=chat, trust_remote_code=trust_remote_code,
+            reference,
+            candidate,
+            texts=texts,
+            chat=chat,
+            trust_remote_code=trust_remote_code,
             progress=progress,
-        )  # fmt: skip
+        )
     show_document(tokens_document(report), output, json=partial(report.to_json, indent=2))
     if exit_code and not report.equal:
         exit_with(1)

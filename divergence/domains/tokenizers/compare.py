@@ -81,12 +81,15 @@ def compare_tokens(
         facts=_settings(*sides),
         causes=[
             TokensCause(
-                name=name, num_texts=len(numbers), first=numbers[0], shown=excerpts[name],
+                name=name,
+                num_texts=len(numbers),
+                first=numbers[0],
+                shown=excerpts[name],
                 facts=[item],
             )
             for name, (numbers, item) in sorted(by_name.items(), key=lambda pair: -len(pair[1][0]))
         ],
-    )  # fmt: skip
+    )
 
 
 def _loaded(source: str, trust_remote_code: bool) -> Any:

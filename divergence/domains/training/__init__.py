@@ -18,7 +18,8 @@ DOMAIN = Domain(
     },
     files=(
         Files(
-            noun="losses", recognise="divergence.domains.training.reading:is_losses",
+            noun="losses",
+            recognise="divergence.domains.training.reading:is_losses",
             command="divergence.domains.training.command:compare",
         ),
     ),
@@ -34,4 +35,4 @@ DOMAIN = Domain(
         "gradients": "divergence.domains.training.gradients.sentences",
         "training": "divergence.domains.training.sentences",
     },
-)  # fmt: skip
+)

@@ -12,9 +12,13 @@ from divergence.options.commands import Output
 
 
 def compare(
-    reference: str, candidate: str | None, *, exit_code: bool, output: Output,
+    reference: str,
+    candidate: str | None,
+    *,
+    exit_code: bool,
+    output: Output,
     warmup_steps: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Compares both curves, and shows the answer."""
     from divergence.domains.training.judging import compare_losses
 
@@ -48,19 +52,37 @@ def losses_document(report: LossReport) -> Document:
     """What is shown of both curves."""
     low, high = report.bands
     style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[EXIT_CODES[report.verdict.kind]]
-    about = [*(("note", note) for note in report.notes), ("A", report.reference),
-             ("B", report.candidate), ("left out", f"{report.warmup_steps} steps of warm-up"),
-             ("bands", f"a rule of thumb, not statistics: up to {low:.0%} aligned, above "
-              f"{high:.0%} misaligned")]  # fmt: skip
-    titles = ("metric", "steps", "mean error", "with sign", "at the end", "largest", "at step",
-              "noise", "leaves the noise", "first beyond")  # fmt: skip
+    about = [
+        *(("note", note) for note in report.notes),
+        ("A", report.reference),
+        ("B", report.candidate),
+        ("left out", f"{report.warmup_steps} steps of warm-up"),
+        (
+            "bands",
+            f"a rule of thumb, not statistics: up to {low:.0%} aligned, above "
+            f"{high:.0%} misaligned",
+        ),
+    ]
+    titles = (
+        "metric",
+        "steps",
+        "mean error",
+        "with sign",
+        "at the end",
+        "largest",
+        "at step",
+        "noise",
+        "leaves the noise",
+        "first beyond",
+    )
     table = Table(columns=titles, rows=list(map(_row, report.metrics)))
     return Document(
         headline=Headline(_HEADLINES[report.verdict.kind], report.verdict.summary, style),
         known=[named(*fact) for fact in about],
-        sections=[Section(title="relative difference of a step", detail="(B - A) / |A|",
-                          body=[table])],
-    )  # fmt: skip
+        sections=[
+            Section(title="relative difference of a step", detail="(B - A) / |A|", body=[table])
+        ],
+    )
 
 
 def _row(curve: CurveDiff) -> tuple[str, ...]:

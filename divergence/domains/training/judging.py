@@ -106,9 +106,12 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
     """``steps`` (n,), ``diffs`` (n,): finite relative differences in order of steps."""
     if len(diffs) < MIN_STEPS:
         return Trend(
-            state="not_told", statistic=None, limit=None, parts_at=None,
+            state="not_told",
+            statistic=None,
+            limit=None,
+            parts_at=None,
             lacking=fact("training.few_steps", num_steps=len(diffs), least=MIN_STEPS),
-        )  # fmt: skip
+        )
     parts = [diffs] + [
         diffs[-(len(diffs) // share) :] for share in (2, 4, 8) if len(diffs) // share >= MIN_PART
     ]
@@ -168,23 +171,28 @@ def compare_losses(
     """
     if candidate is None:
         raise UsageError(
-            "one file of losses is given, and a comparison needs two", where=os.fspath(reference),
+            "one file of losses is given, and a comparison needs two",
+            where=os.fspath(reference),
             hint="divergence compare A.jsonl B.jsonl",
-        )  # fmt: skip
+        )
     paths = [os.fspath(reference), os.fspath(candidate)]
     wrong = [path for path in paths if not is_losses(path)]
     if wrong:
         raise UsageError(
             "losses are compared with losses, runs with runs: one of these is a file of losses, or "
-            "no run at all", where=" and ".join(paths),
-            hint=("two runs, each the directory or archive that `divergence capture` wrote",
-                  "two of JSON lines, CSV, trainer_state.json, TensorBoard's event files"),
-        )  # fmt: skip
+            "no run at all",
+            where=" and ".join(paths),
+            hint=(
+                "two runs, each the directory or archive that `divergence capture` wrote",
+                "two of JSON lines, CSV, trainer_state.json, TensorBoard's event files",
+            ),
+        )
     if os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
         raise UsageError(
-            "a file of losses compared with itself proves nothing", where=paths[0],
+            "a file of losses compared with itself proves nothing",
+            where=paths[0],
             hint="name the other training's file",
-        )  # fmt: skip
+        )
     a, b = (read_losses(path) for path in paths)
     return judge(a, b, warmup_steps=warmup_steps)
 
@@ -219,10 +227,14 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
         remarks.append(fact("training.alone", metric=name, side=side))
     losses = a.metrics["loss"], b.metrics["loss"]
     if not len(losses[0]) == len(losses[1]) == len(common):
-        remarks.append(fact(
-            "training.other_steps", num_reference=len(losses[0]), num_candidate=len(losses[1]),
-            num_common=len(common),
-        ))  # fmt: skip
+        remarks.append(
+            fact(
+                "training.other_steps",
+                num_reference=len(losses[0]),
+                num_candidate=len(losses[1]),
+                num_common=len(common),
+            )
+        )
         ends = [max(curve) for curve in losses]
         if common and ends[0] != ends[1]:
             side = SIDES[ends[1] > ends[0]]
@@ -246,9 +258,10 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
     ends = [step for step in (bad_a, bad_b) if step is not None]
     last = min(ends, default=None)  # what follows a nan is no curve
     every = [
-        step for step in sorted(a.keys() & b.keys())
+        step
+        for step in sorted(a.keys() & b.keys())
         if (last is None or step < last) and a[step] != 0
-    ]  # fmt: skip
+    ]
     jump = jump_of(np.array([a[step] for step in every]), np.array([b[step] for step in every]))
     jump_at = None if jump is None else every[jump[0]]
     steps = [step for step in every if step >= first]
@@ -356,9 +369,12 @@ def _with_jump(verdict: LossVerdict, loss: CurveDiff) -> LossVerdict:
     if loss.jump_at is None or verdict.kind == "nonfinite":
         return verdict
     jump = fact(
-        "training.jump", step=loss.jump_at, error=loss.jump_to or 0, num_before=loss.jump_before,
+        "training.jump",
+        step=loss.jump_at,
+        error=loss.jump_to or 0,
+        num_before=loss.jump_before,
         before=loss.jump_from or None,
-    )  # fmt: skip
+    )
     fails = verdict.kind in ("misaligned", "drift")
     if fails or loss.jump_before < MIN_BEFORE:
         beside = fact("training.beside", look=not fails, what=jump)

@@ -267,8 +267,9 @@ def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -
         ):
             raise ModelError(
                 f"how {style!r} divides {type(part).__name__} is not known to the plan",
-                where=path, hint="plan it without the axis tp",
-            )  # fmt: skip
+                where=path,
+                hint="plan it without the axis tp",
+            )
     method = getattr(module, "get_input_embeddings", None)
     tied = getattr(None if method is None else method(), "weight", None)
     for path, style in styles.items():
@@ -315,9 +316,13 @@ _FACTOR = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
 
 
 def gradient_traffic(
-    pieces: Sequence[RankParameter], rest: Sequence[RankParameter], *, zero: int,
-    axes: dict[str, int], rate: float | None,
-) -> list[Collective]:  # fmt: skip
+    pieces: Sequence[RankParameter],
+    rest: Sequence[RankParameter],
+    *,
+    zero: int,
+    axes: dict[str, int],
+    rate: float | None,
+) -> list[Collective]:
     """Of the axes dp and fsdp. ``rest``: those of ``pieces`` that stay whole between forward and
     backward (ZeRO 3)."""
     trained = [piece for piece in pieces if piece.trained]
@@ -343,9 +348,13 @@ def gradient_traffic(
 
 
 def tensor_traffic(
-    forward_bytes: int, backward_bytes: int, gathered_bytes: int, *, num_ranks: int,
+    forward_bytes: int,
+    backward_bytes: int,
+    gathered_bytes: int,
+    *,
+    num_ranks: int,
     rate: float | None,
-) -> list[Collective]:  # fmt: skip
+) -> list[Collective]:
     """Of the axis tp: sums of outputs, sums of input gradients, outputs put together."""
     return [
         *_some("all-reduce", "activations_forward", "tp", num_ranks, forward_bytes, rate),
@@ -355,20 +364,28 @@ def tensor_traffic(
 
 
 def _some(
-    operation: Literal["all-reduce", "reduce-scatter", "all-gather"], sent: str, axis: str,
-    num_ranks: int, tensor_bytes: int, rate: float | None,
-) -> list[Collective]:  # fmt: skip
+    operation: Literal["all-reduce", "reduce-scatter", "all-gather"],
+    sent: str,
+    axis: str,
+    num_ranks: int,
+    tensor_bytes: int,
+    rate: float | None,
+) -> list[Collective]:
     """``sent``: the code of what is sent, and when."""
     if num_ranks < 2 or tensor_bytes == 0:
         return []
     moved = _FACTOR[operation] * tensor_bytes * (num_ranks - 1) // num_ranks
     return [
         Collective(
-            operation=operation, sent=fact(f"training.{sent}"), axis=axis, num_ranks=num_ranks,
-            tensor_bytes=tensor_bytes, bytes_per_rank=moved,
+            operation=operation,
+            sent=fact(f"training.{sent}"),
+            axis=axis,
+            num_ranks=num_ranks,
+            tensor_bytes=tensor_bytes,
+            bytes_per_rank=moved,
             seconds=None if rate is None else moved / rate,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _bytes(pieces: Sequence[RankParameter], rows: int) -> int:
@@ -534,8 +551,10 @@ def run_step(
             live.see(tensor, num_bytes=0)  # it was there before
         for path, style in layout.styles.items():
             for styles, count in (
-                (REDUCED, sent.forward), (GATHERED, sent.gather), (SHARED, sent.backward)
-            ):  # fmt: skip
+                (REDUCED, sent.forward),
+                (GATHERED, sent.gather),
+                (SHARED, sent.backward),
+            ):
                 if style in styles:
                     stack.enter_context(module.get_submodule(path).register_forward_hook(count))
         # Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
@@ -555,9 +574,11 @@ def run_step(
             del loss
             ranks.finish()
     activations = Activations(
-        checkpointing=checkpointing, saved_bytes=saved, gathered_bytes=gathered,
+        checkpointing=checkpointing,
+        saved_bytes=saved,
+        gathered_bytes=gathered,
         peak_bytes=live.peak,
-    )  # fmt: skip
+    )
     return activations, sent
 
 
@@ -705,9 +726,13 @@ _AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate
 
 
 def plan(
-    loaded: LoadedModel, request: Request, options: PlanOptions,
-    shapes: Sequence[tuple[int, int]], *, forward_bytes: int,
-) -> TrainingPlan | None:  # fmt: skip
+    loaded: LoadedModel,
+    request: Request,
+    options: PlanOptions,
+    shapes: Sequence[tuple[int, int]],
+    *,
+    forward_bytes: int,
+) -> TrainingPlan | None:
     """What ``capture --dry-run`` says of a training step; None where none is asked for."""
     if not request.train:
         for field in given_fields(options):
@@ -719,13 +744,19 @@ def plan(
     batch, tokens = max(shapes, key=math.prod)
     weights = sum(parameter.nbytes for parameter in loaded.module.parameters())
     copies = 1 if request.optimizer is None else 5  # gradient, the optimizer's, update, moments
-    return plan_training(loaded, Wanted(
-        batch=options.micro_batch_size or batch, tokens=options.sequence_length or tokens,
-        **{name: getattr(request, name) for name in _AS_ASKED},
-        gradient_checkpointing=bool(request.gradient_checkpointing), dropout=bool(request.dropout),
-        accumulates=len(shapes) > 1, capture_bytes=request.buffer_bytes,
-        dump_bytes=2 * forward_bytes + copies * weights,
-    ))  # fmt: skip
+    return plan_training(
+        loaded,
+        Wanted(
+            batch=options.micro_batch_size or batch,
+            tokens=options.sequence_length or tokens,
+            **{name: getattr(request, name) for name in _AS_ASKED},
+            gradient_checkpointing=bool(request.gradient_checkpointing),
+            dropout=bool(request.dropout),
+            accumulates=len(shapes) > 1,
+            capture_bytes=request.buffer_bytes,
+            dump_bytes=2 * forward_bytes + copies * weights,
+        ),
+    )
 
 
 @with_sentences
@@ -752,11 +783,13 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         shrink(module, styles, axes["tp"])
     pieces = [  # each once
         RankParameter(
-            name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
+            name=name,
+            shape=tuple(parameter.shape),
+            itemsize=parameter.element_size(),
             trained=parameter.requires_grad,
         )
         for name, parameter in module.named_parameters()
-    ]  # fmt: skip
+    ]
     main_weights = wanted.main_weights is not False and any(param.itemsize < 4 for param in pieces)
     kept = kept_parts(
         pieces, optimizer=optimizer, main_weights=main_weights, zero=zero, num_ranks=count
@@ -767,26 +800,33 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     undivided = sum((axes["tp"] - 1) * piece.bytes for piece in tables) if zero < 2 else 0
     kept = [
         msgspec.structs.replace(part, bytes=part.bytes + undivided)
-        if part.name == "gradients" else part
+        if part.name == "gradients"
+        else part
         for part in kept
-    ]  # fmt: skip
+    ]
     names = {escape_path(name): name for name, _ in module.named_modules()}
     blocks = [
         names[path] for path, note in describe_modules(module).items() if note.role == "block"
     ]
     layout = StepLayout(
-        zero=zero, num_ranks=count, blocks=tuple(blocks), styles=styles,
+        zero=zero,
+        num_ranks=count,
+        blocks=tuple(blocks),
+        styles=styles,
         accumulates=wanted.accumulates,
-    )  # fmt: skip
+    )
     steps, remarks = _steps(loaded, wanted, layout)
     outside = [p for p in pieces if not any(p.name.startswith(f"{block}.") for block in blocks)]
     traffic = gradient_traffic(pieces, outside, zero=zero, axes=axes, rate=rate)
     way = wanted.gradient_checkpointing
     used, sent = next((step for step in steps if step[0].checkpointing == way), (None, Sent()))
     traffic += tensor_traffic(
-        sent.forward_bytes, sent.backward_bytes, sent.gathered_bytes,
-        num_ranks=axes.get("tp", 1), rate=rate,
-    )  # fmt: skip
+        sent.forward_bytes,
+        sent.backward_bytes,
+        sent.gathered_bytes,
+        num_ranks=axes.get("tp", 1),
+        rate=rate,
+    )
     by_name = {part.name: part.bytes for part in kept}
     total, gradients = sum(by_name.values()), by_name["gradients"]
     peak = None

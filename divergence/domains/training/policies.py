@@ -74,9 +74,17 @@ def half(dtype: str | None) -> bool:
 # Source: deepspeed/runtime/engine.py (``communication_data_type``, ``get_data_types``) and
 # deepspeed/runtime/precision_config.py.
 
-SECTIONS = ("bf16", "bfloat16", "fp16", "zero_optimization", "communication_data_type",
-            "data_types", "torch_autocast", "train_batch_size",
-            "train_micro_batch_size_per_gpu")  # fmt: skip
+SECTIONS = (
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "zero_optimization",
+    "communication_data_type",
+    "data_types",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+)
 """By which a configuration is known as DeepSpeed's."""
 
 
@@ -159,8 +167,13 @@ def _at(config: Mapping[str, Any], place: str, default: Any = None) -> Any:
 
 _POLICY = re.compile(r"\s*(?:[\w.]+\.)?MixedPrecision(?:Policy)?\(")
 _DTYPE_NAMES = ("param_dtype", "reduce_dtype", "buffer_dtype")
-_OTHERS = ("output_dtype", "cast_forward_inputs", "cast_root_forward_inputs",
-           "keep_low_precision_grads", "_module_classes_to_ignore")  # fmt: skip
+_OTHERS = (
+    "output_dtype",
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+    "keep_low_precision_grads",
+    "_module_classes_to_ignore",
+)
 
 
 def fsdp_policy(text: str) -> PrecisionPolicy:
@@ -214,9 +227,19 @@ _LOGGED = re.compile(r"^.*?\b([a-z][a-z0-9_]*) \.{2,} *(\S.*)$", re.MULTILINE)
 _YAML = re.compile(r"^[ \t]*([a-z][a-z0-9_]*)[ \t]*:[ \t]*([^\s#]+)[ \t\r]*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?:[ =]+([^\s-]\S*))?")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
-_KNOWN = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16",
-          "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
-          "use_precision_aware_optimizer", "loss_scale", "clip_grad")  # fmt: skip
+_KNOWN = (
+    "bf16",
+    "fp16",
+    "accumulate_allreduce_grads_in_fp32",
+    "grad_reduce_in_bf16",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "use_precision_aware_optimizer",
+    "loss_scale",
+    "clip_grad",
+)
 _NO = ("false", "none", "no", "0")
 
 

@@ -35,11 +35,18 @@ STATE = "trainer_state.json"
 EVENTS = "tfevents"
 _STEPS = ("step", "global_step", "iteration", "iter", "steps")
 _NAMES = {
-    "loss": "loss", "train_loss": "loss", "training_loss": "loss", "lm_loss": "loss",
-    "grad_norm": "grad_norm", "gradient_norm": "grad_norm", "global_grad_norm": "grad_norm",
-    "eval_loss": "eval_loss", "val_loss": "eval_loss", "validation_loss": "eval_loss",
+    "loss": "loss",
+    "train_loss": "loss",
+    "training_loss": "loss",
+    "lm_loss": "loss",
+    "grad_norm": "grad_norm",
+    "gradient_norm": "grad_norm",
+    "global_grad_norm": "grad_norm",
+    "eval_loss": "eval_loss",
+    "val_loss": "eval_loss",
+    "validation_loss": "eval_loss",
     "test_loss": "eval_loss",
-}  # fmt: skip
+}
 
 
 class Curves(msgspec.Struct, kw_only=True):
@@ -93,10 +100,11 @@ def read_losses(path: str) -> Curves:
     if not curves.metrics.get("loss"):
         others = ", ".join(curves.metrics) or "none of them"
         raise DumpError(
-            "no losses were found", where=path,
+            "no losses were found",
+            where=path,
             hint=f"rows of step and loss are needed ({others} found): JSON lines, CSV, "
             f"{STATE}, or TensorBoard's events",
-        )  # fmt: skip
+        )
     return curves
 
 
@@ -153,9 +161,10 @@ def _state(path: Path) -> Iterable[Row]:
     rows = state.get("log_history") if isinstance(state, dict) else state
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DumpError(
-            "it has no log_history, a list of rows", where=str(path),
+            "it has no log_history, a list of rows",
+            where=str(path),
             hint=f"the {STATE} of a checkpoint has one",
-        )  # fmt: skip
+        )
     for number, row in enumerate(rows):
         if "train_runtime" not in row:  # the summary at the end: a mean over all steps
             yield f"log_history[{number}]", row
@@ -169,9 +178,10 @@ def _scalars(place: Path) -> Iterable[Row]:
         from tensorboard.util import tensor_util
     except ImportError as error:
         raise UsageError(
-            "event files are read with tensorboard, which is not installed", where=str(place),
+            "event files are read with tensorboard, which is not installed",
+            where=str(place),
             hint='pip install "divergence-debug[tensorboard]", or export the scalar as CSV',
-        ) from error  # fmt: skip
+        ) from error
     # TensorBoard reads whatever is called so, to any length that a record is said to have
     total = 0
     for path in _events(place) if place.is_dir() else [place]:

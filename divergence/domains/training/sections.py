@@ -31,8 +31,10 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         if usage["gathered_bytes"]:
             rows.append(("  parameters gathered beside them", "", size(usage["gathered_bytes"])))
         rows.append((f"  peak {way} checkpointing, gradients too", "", size(usage["peak_bytes"])))
-    rows += [("buffer of a capture", "host", size(plan["capture_bytes"])),
-             ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}")]  # fmt: skip
+    rows += [
+        ("buffer of a capture", "host", size(plan["capture_bytes"])),
+        ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}"),
+    ]
     memory = Table(columns=("part", "bytes", "size"), rows=rows)
     titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
     traffic = Table(columns=titles, rows=list(map(_collective, plan["traffic"])))
@@ -41,10 +43,11 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         rate = f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
     all_sections = [
         Section(body=step),
-        Section(title="memory on a rank", detail="what stays, then what comes and goes",
-                body=[memory]),
+        Section(
+            title="memory on a rank", detail="what stays, then what comes and goes", body=[memory]
+        ),
         Section(title="traffic of a step", detail=rate, body=[traffic]),
-    ]  # fmt: skip
+    ]
     return all_sections if plan["traffic"] else all_sections[:2]
 
 

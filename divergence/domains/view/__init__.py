@@ -6,9 +6,10 @@ DOMAIN = Domain(
     name="view",
     commands=(
         Subcommand(
-            "view", "divergence.domains.view.command:view",
+            "view",
+            "divergence.domains.view.command:view",
             "Look through a comparison in this terminal: blocks, modules, prompts, steps.",
             after="compare",
         ),
     ),
-)  # fmt: skip
+)

@@ -108,8 +108,14 @@ def _modules(report: Report, block: str) -> Page:
             return Page(title=extra.caption, table=extra)
         return _forwards(report, own[table.rows[number][0]].site)
 
-    shown = Table(caption=block, columns=table.titles, rows=rows, marks=table.marks,
-                  num_left=table.num_left, note=table.note)  # fmt: skip
+    shown = Table(
+        caption=block,
+        columns=table.titles,
+        rows=rows,
+        marks=table.marks,
+        num_left=table.num_left,
+        note=table.note,
+    )
     return Page(title=block, table=shown, open=opened)
 
 
@@ -119,23 +125,33 @@ def _forwards(report: Report, name: str) -> Page:
     titles = ("pass", "prompt", "step", "relative L2", "× floor", "limit", "worst token", "at")
     rows = [
         (
-            site.pass_, str(site.sample), str(site.step) if site.step else "prefill",
-            "equal" if site.identical else decimal(site.rel_l2), times(site.ratio),
-            times(site.limit), times(site.ratio_max),
+            site.pass_,
+            str(site.sample),
+            str(site.step) if site.step else "prefill",
+            "equal" if site.identical else decimal(site.rel_l2),
+            times(site.ratio),
+            times(site.limit),
+            times(site.ratio_max),
             "-" if site.worst_position is None else str(site.worst_position),
         )
         for site in sites
-    ]  # fmt: skip
-    table = Table(caption=name, columns=titles, rows=rows, num_left=3,
-                  marks=["flagged" if site.flagged else "" for site in sites])  # fmt: skip
+    ]
+    table = Table(
+        caption=name,
+        columns=titles,
+        rows=rows,
+        num_left=3,
+        marks=["flagged" if site.flagged else "" for site in sites],
+    )
     return Page(title=name, table=table, open=lambda number: _result(sites[number]))
 
 
 def _result(site: SiteResult) -> Page:
     rows = [(name, value) for name, value in _flat(msgspec.to_builtins(site)) if value]
     title = f"{site.pass_}, prompt {site.sample}, step {site.step}"
-    return Page(title=title, table=Table(caption=title, columns=("field", "value"), rows=rows,
-                                         num_left=2))  # fmt: skip
+    return Page(
+        title=title, table=Table(caption=title, columns=("field", "value"), rows=rows, num_left=2)
+    )
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -160,11 +176,14 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
     rows = [
         (
             "prefill" if what == "step" and not number else str(number),
-            "-" if site.identical else site.site, decimal(site.rel_l2), times(site.ratio),
-            limit_share(site.usage), f"{sum(result.flagged for result in groups[number]):,}",
+            "-" if site.identical else site.site,
+            decimal(site.rel_l2),
+            times(site.ratio),
+            limit_share(site.usage),
+            f"{sum(result.flagged for result in groups[number]):,}",
         )
         for number, site in zip(numbers, worst, strict=True)
-    ]  # fmt: skip
+    ]
     titles = (what, "worst at", "relative L2", "× floor", "share of limit", "beyond limits")
     marks = ["flagged" if any(s.flagged for s in groups[n]) else "" for n in numbers]
 

@@ -369,14 +369,23 @@ def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> EngineForward:
 
 
 def _part(
-    step: int, members: tuple[int, ...], shape: tuple[int, int], rows: list[int],
-    places: list[int], *, num_rows: int,
-) -> StepRows:  # fmt: skip
+    step: int,
+    members: tuple[int, ...],
+    shape: tuple[int, int],
+    rows: list[int],
+    places: list[int],
+    *,
+    num_rows: int,
+) -> StepRows:
     whole = list(range(shape[0] * shape[1]))
     return StepRows(
-        step=step, members=members, shape=shape, rows=torch.tensor(rows),
-        places=torch.tensor(places), in_order=rows == places == whole and num_rows == len(whole),
-    )  # fmt: skip
+        step=step,
+        members=members,
+        shape=shape,
+        rows=torch.tensor(rows),
+        places=torch.tensor(places),
+        in_order=rows == places == whole and num_rows == len(whole),
+    )
 
 
 class Gathered:
@@ -695,10 +704,13 @@ class VllmRecorder(Recorder):
                 yield table_viewed(attention, module, self._post_hook(path), through=self._through)
                 continue
             yield viewed(
-                module, self._pre_hook(path, ()),
-                self._post_hook(path), is_block=self._notes[path].role == "block",
-                rows=place.rows, through=self._routed if path in self._routers else self._through,
-            )  # fmt: skip
+                module,
+                self._pre_hook(path, ()),
+                self._post_hook(path),
+                is_block=self._notes[path].role == "block",
+                rows=place.rows,
+                through=self._routed if path in self._routers else self._through,
+            )
         yield self._root_hooked()
 
     def _through(self, shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
@@ -749,9 +761,12 @@ class VllmRecorder(Recorder):
             gathered.part = part.members
             gathered.members.update(part.members)
             self._lanes[part.step] = Lane(
-                sink=gathered, keep=CopyKeeper().keep, step=part.step,
-                num_tokens=self.lane.num_tokens, selected=self.lane.selected,
-            )  # fmt: skip
+                sink=gathered,
+                keep=CopyKeeper().keep,
+                step=part.step,
+                num_tokens=self.lane.num_tokens,
+                selected=self.lane.selected,
+            )
 
     def _end_parts(self, places: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """After a forward: records the steps that all prompts have made now."""
@@ -780,10 +795,16 @@ class VllmRecorder(Recorder):
 
         head = next((path for path in self._heads & self._hooked if path in self._places), None)
         pair = None if head is None else (self._pre_hook(head, ()), self._post_hook(head))
-        with self._model.register_forward_pre_hook(first, with_kwargs=True), head_hooked(
-            self._model, head=pair, after_root=self._post_hook(ROOT), through=self._last,
-            choose=lambda logits: self._end_parts(self._forward.requests, logits),
-        ):  # fmt: skip
+        with (
+            self._model.register_forward_pre_hook(first, with_kwargs=True),
+            head_hooked(
+                self._model,
+                head=pair,
+                after_root=self._post_hook(ROOT),
+                through=self._last,
+                choose=lambda logits: self._end_parts(self._forward.requests, logits),
+            ),
+        ):
             yield
 
 
@@ -856,19 +877,27 @@ class VllmSession(TorchSession):
         )
 
     def run_group(
-        self, recorder: Recorder, samples: list[SampleTokens], *, max_new_tokens: int,
-        forced: list[list[int]] | None = None, **_: Any,
-    ) -> GroupResult:  # fmt: skip
+        self,
+        recorder: Recorder,
+        samples: list[SampleTokens],
+        *,
+        max_new_tokens: int,
+        forced: list[list[int]] | None = None,
+        **_: Any,
+    ) -> GroupResult:
         from vllm import SamplingParams
 
         assert isinstance(recorder, VllmRecorder)  # made above
         count = max_new_tokens if forced is None else len(forced[0])
         pad, ranks = pad_id(self.loaded), self.loaded.ranks
         tokens = PromptTokens(
-            forced if count else None, num=len(samples), count=count, pad=pad,
+            forced if count else None,
+            num=len(samples),
+            count=count,
+            pad=pad,
             ends=ends_of(self.loaded, forced),
             agree=None if ranks is None else ranks.agree,
-        )  # fmt: skip
+        )
         recorder.expect(samples, tokens.choose, pad=pad)
         params = SamplingParams(
             temperature=0.0, max_tokens=max(count, 1), ignore_eos=True, detokenize=False
@@ -886,9 +915,11 @@ class VllmSession(TorchSession):
 
     def note(self) -> EngineNote:
         return EngineNote(
-            name=self.name, version=self.version(), options=self.options,
+            name=self.name,
+            version=self.version(),
+            options=self.options,
             facts=self._facts | {"forwards of several steps": str(self._num_mixed)},
-        )  # fmt: skip
+        )
 
     def version(self) -> str:
         import vllm
@@ -920,10 +951,12 @@ class PromptTokens:
 
     def choose(self, places: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Logits (n, V) of the prompts at ``places`` → what lets vLLM's sampler no other choice."""
-        return torch.cat([
-            self._only(place, row)
-            for place, row in zip(places, logits.float().split(1), strict=True)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                self._only(place, row)
+                for place, row in zip(places, logits.float().split(1), strict=True)
+            ]
+        )
 
     def _only(self, place: int, scores: torch.Tensor) -> torch.Tensor:
         token = self._pad
@@ -1059,14 +1092,22 @@ class VllmEngine:
             closing.close()
             raise
         loaded = replace(
-            twin, module=module, device=torch.device(loading.device), twin=twin.module,
+            twin,
+            module=module,
+            device=torch.device(loading.device),
+            twin=twin.module,
             ranks=loading.ranks,
-        )  # fmt: skip
+        )
         return VllmSession(
-            loaded, msgspec.structs.asdict(options), llm=llm, runner=runner, places=shown["places"],
-            identity=shown["identity"], facts=_facts(llm, module, variables),
+            loaded,
+            msgspec.structs.asdict(options),
+            llm=llm,
+            runner=runner,
+            places=shown["places"],
+            identity=shown["identity"],
+            facts=_facts(llm, module, variables),
             on_close=closing.close,
-        )  # fmt: skip
+        )
 
 
 def _check(loading: Loading, options: VllmOptions, twin: LoadedModel) -> None:

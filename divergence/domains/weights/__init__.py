@@ -6,7 +6,8 @@ DOMAIN = Domain(
     name="weights",
     commands=(
         Subcommand(
-            "weights", "divergence.domains.weights.command:weights",
+            "weights",
+            "divergence.domains.weights.command:weights",
             "Compare two checkpoints: which parameters differ, and how they are related.",
             after="scores",
         ),
@@ -17,4 +18,4 @@ DOMAIN = Domain(
     },
     sentences={"weights": "divergence.domains.weights.sentences"},
     other_weights="divergence.domains.weights.offer:commands_for",
-)  # fmt: skip
+)

@@ -58,8 +58,10 @@ class Adapter:
         for name, product in self.products.items():
             stored = base.tensors[name]
             if stored.shape != product.shape:
-                raise UsageError(f"{self.source}: {name} is {list(product.shape)}, and in "
-                                 f"{self.base} {list(stored.shape)}")  # fmt: skip
+                raise UsageError(
+                    f"{self.source}: {name} is {list(product.shape)}, and in "
+                    f"{self.base} {list(stored.shape)}"
+                )
             tensors[name] = Stored(stored.shape, stored.dtype, partial(_sum, stored, product))
         return StoredWeights(self.source, f"{base.form} with {self.changes.form}", tensors)
 
@@ -96,8 +98,10 @@ def open_adapter(source: str) -> Adapter | None:
         raise UsageError(f"{folder / CONFIG} is no configuration of LoRA: {error}") from error
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
         kind = "DoRA" if config.get("use_dora") else config["peft_type"]
-        raise UsageError(f"{source} is an adapter of kind {kind}, and LoRA is known here",
-                         hint="merge it with PEFT (merge_and_unload) and compare that")  # fmt: skip
+        raise UsageError(
+            f"{source} is an adapter of kind {kind}, and LoRA is known here",
+            hint="merge it with PEFT (merge_and_unload) and compare that",
+        )
     factors: dict[str, dict[str, Stored]] = {}
     whole: dict[str, Stored] = {}
     for name, stored in open_checkpoint(source).tensors.items():

@@ -80,9 +80,10 @@ def weights_document(report: WeightsReport) -> Document:
         | ({len(rows): [Sentence("equal bit for bit")]} if report.num_equal else {}),
     )
     return Document(
-        headline=Headline(word, text, style), known=known,
+        headline=Headline(word, text, style),
+        known=known,
         sections=[] if report.equal else [Section(title="parameters", body=[table])],
-    )  # fmt: skip
+    )
 
 
 def _several(relations: list[WeightsRelation], before: str) -> str:

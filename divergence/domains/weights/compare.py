@@ -67,10 +67,18 @@ def compare_weights(
         )
     pairs, facts = _matched(a, b)
     facts += [
-        fact("weights.adapter", side=side, base=adapter.base, rank=adapter.rank,
-             alpha=adapter.alpha, num=len(adapter.products), merged=None in adapters)
-        for side, adapter in zip(SIDES, adapters, strict=True) if adapter is not None
-    ]  # fmt: skip
+        fact(
+            "weights.adapter",
+            side=side,
+            base=adapter.base,
+            rank=adapter.rank,
+            alpha=adapter.alpha,
+            num=len(adapter.products),
+            merged=None in adapters,
+        )
+        for side, adapter in zip(SIDES, adapters, strict=True)
+        if adapter is not None
+    ]
     relations: list[tuple[str, Relation]] = []
     for number, (name, other) in enumerate(pairs.items()):
         on_progress("weights", number, len(pairs), name)
@@ -135,11 +143,13 @@ def _left_over(
             alone[side].remove(name)
             alone[other] = [part for part in alone[other] if part not in names]
             how = fact(
-                "weights.fused", side=side, other=other,
+                "weights.fused",
+                side=side,
+                other=other,
                 whole=name.rpartition(".")[0].rpartition(".")[2],
                 names=[part.rpartition(".")[0].rpartition(".")[2] for part in names],
                 order=[fact("weights.fused_mixed")] if mixed else None,
-            )  # fmt: skip
+            )
             relations.append((name, Relation("fused", not mixed, how)))
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         mine = sides[side].tensors
@@ -208,10 +218,15 @@ def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress
             models.append(run.manifest.model)
             notes = run.manifest.model.parameters
             sizes = [torch.Size(note.shape).numel() for note in notes.values()]
-            sides.append(WeightsSide(
-                source=source, form="run", num_parameters=len(run.manifest.model.digests),
-                num_elements=sum(sizes), dtypes=Counter(note.dtype for note in notes.values()),
-            ))  # fmt: skip
+            sides.append(
+                WeightsSide(
+                    source=source,
+                    form="run",
+                    num_parameters=len(run.manifest.model.digests),
+                    num_elements=sum(sizes),
+                    dtypes=Counter(note.dtype for note in notes.values()),
+                )
+            )
             continue
         checkpoint = open_checkpoint(source)
         digests: dict[str, str] = {}
@@ -223,10 +238,16 @@ def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress
             note = parameter_note(tensor, digests[name])
             if note is not None:
                 parameters[name] = note
-        models.append(replace(
-            of_run, source=source, digests=digests, parameters=parameters, quantization=None,
-            missing=[],
-        ))  # fmt: skip
+        models.append(
+            replace(
+                of_run,
+                source=source,
+                digests=digests,
+                parameters=parameters,
+                quantization=None,
+                missing=[],
+            )
+        )
         sides.append(_side(checkpoint))
     a, b = models
     matching = match_parameters(a.digests, b.digests)
@@ -256,10 +277,12 @@ _OTHER = fact("weights.other")
 
 def _side(checkpoint: StoredWeights) -> WeightsSide:
     return WeightsSide(
-        source=checkpoint.source, form=checkpoint.form, num_parameters=len(checkpoint.tensors),
+        source=checkpoint.source,
+        form=checkpoint.form,
+        num_parameters=len(checkpoint.tensors),
         num_elements=checkpoint.num_elements,
         dtypes=dict(Counter(stored.dtype for stored in checkpoint.tensors.values())),
-    )  # fmt: skip
+    )
 
 
 def _report(
@@ -274,14 +297,23 @@ def _report(
     for members in groups.values():
         first, how = members[0]
         percents = [each.percent for _, each in members if each.percent is not None]
-        rows.append(WeightsRelation(
-            name=how.name, same=how.same, num_parameters=len(members), first=first,
-            names=list(dict.fromkeys(starred(name) for name, _ in members)), facts=[how.fact],
-            percent=[min(percents), max(percents)] if percents else None,
-        ))  # fmt: skip
+        rows.append(
+            WeightsRelation(
+                name=how.name,
+                same=how.same,
+                num_parameters=len(members),
+                first=first,
+                names=list(dict.fromkeys(starred(name) for name, _ in members)),
+                facts=[how.fact],
+                percent=[min(percents), max(percents)] if percents else None,
+            )
+        )
     return WeightsReport(
-        tool_version=__version__, reference=sides[0], candidate=sides[1], num_compared=num,
+        tool_version=__version__,
+        reference=sides[0],
+        candidate=sides[1],
+        num_compared=num,
         num_equal=len(relations) - sum(row.num_parameters for row in rows),
         facts=facts,
         relations=sorted(rows, key=lambda row: (row.same, -row.num_parameters)),
-    )  # fmt: skip
+    )

@@ -199,9 +199,15 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
                 rest = _measured(a[order], b, x[order], y)
                 moved = int((order != torch.arange(len(order))).sum())
                 how = fact(
-                    "weights.reordered", what="rows", moved=moved, total=len(order), to=to,
-                    head=head, blocks=None, rest=rest.fact,
-                )  # fmt: skip
+                    "weights.reordered",
+                    what="rows",
+                    moved=moved,
+                    total=len(order),
+                    to=to,
+                    head=head,
+                    blocks=None,
+                    rest=rest.fact,
+                )
                 return Relation("reordered", False, how)
         return Relation("unrelated", False, fact("weights.unrelated", cosine=cosine))
     for side, values in (("candidate", y), ("reference", x)):

@@ -81,18 +81,27 @@ _MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
 
 def prove(
-    maker: Maker, goal: Goal, made: dict[str, Run], truth: Run, deep: Report,
-    first: OperatorResult, side: str,
-) -> CausalCheck | None:  # fmt: skip
+    maker: Maker,
+    goal: Goal,
+    made: dict[str, Run],
+    truth: Run,
+    deep: Report,
+    first: OperatorResult,
+    side: str,
+) -> CausalCheck | None:
     """The healthy side's result in the guilty one's place: what is then still wrong? None where
     that side's machine is not this one, or the run does not repeat what comes before."""
     assert deep.operators is not None
     other = "candidate" if side == "reference" else "reference"
     guilty, healthy = replaced_sites(made, first, side)
     run = maker.substituted(
-        side, goal, made[side], site=guilty, healthy=Substitute(made[other], healthy),
+        side,
+        goal,
+        made[side],
+        site=guilty,
+        healthy=Substitute(made[other], healthy),
         block=first.block or "",
-    )  # fmt: skip
+    )
     if run is None:
         return None
     pair = (made["reference"], run) if side == "candidate" else (run, made["candidate"])
@@ -102,10 +111,14 @@ def prove(
     place = (first.phase == "decode", first.order)
     itself = guilty.rpartition(":")[0] not in (first.site, first.candidate_site)
     before, after = (
-        [r for r in o.results if ((r.phase == "decode", r.order) > place and r.site != first.site)
-         or (itself and r.site == first.site)]
+        [
+            r
+            for r in o.results
+            if ((r.phase == "decode", r.order) > place and r.site != first.site)
+            or (itself and r.site == first.site)
+        ]
         for o in (deep.operators, again.operators)
-    )  # fmt: skip
+    )
     still = [r.site for r in after if r.limit_usage > 1]
     for site in again.sites:
         # what the operator's block gives: its output, of its backward the gradients
@@ -142,16 +155,21 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
     """Each side's operator on its own recorded inputs, against float64."""
     errors: list[OwnError] = []
     places: tuple[tuple[Side, str], ...] = (
-        ("reference", first.site), ("candidate", first.candidate_site)
-    )  # fmt: skip
+        ("reference", first.site),
+        ("candidate", first.candidate_site),
+    )
     for side, path in places:
         if not stands_alone(first, side):
             continue
         try:
             truth = replay(
-                made[side], out=maker.folder / f"{side}-float64", sites=[f"{path}:*"], truth=True,
-                force=True, operators=maker.namespaces,
-            )  # fmt: skip
+                made[side],
+                out=maker.folder / f"{side}-float64",
+                sites=[f"{path}:*"],
+                truth=True,
+                force=True,
+                operators=maker.namespaces,
+            )
         except DivergenceError as error:
             reason = fact("experiments.not_in_float64", site=path, why=error.message)
             maker.tell("note", 0, None, sentence(reason))
@@ -161,9 +179,11 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
         mine = [
             OwnError(side=side, error=r.candidate_error, ideal=r.floor, times=r.w)
             for r in results
-            if r.site == path and r.w is not None
-            and r.candidate_error is not None and r.floor is not None
-        ]  # fmt: skip
+            if r.site == path
+            and r.w is not None
+            and r.candidate_error is not None
+            and r.floor is not None
+        ]
         if mine:
             errors.append(max(mine, key=lambda own: own.times))
     return errors
@@ -177,10 +197,15 @@ def reproduce(
     out = maker.folder / name
     try:
         repro(
-            made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
-            force=True, operators=maker.namespaces,
+            made[side],
+            site=f"{path}:out",
+            out=out,
+            step=first.step,
+            sample=first.sample,
+            force=True,
+            operators=maker.namespaces,
             called=operands_text(first.other_operands, side),
-        )  # fmt: skip
+        )
     except DivergenceError as error:
         reason = fact("experiments.no_reproducer", site=path, why=error.message)
         maker.tell("note", 0, None, sentence(reason))
@@ -214,12 +239,17 @@ def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tu
         return own
     calls = [
         next(
-            (record.call for record in made[which].records
-             if record.call is not None and record.site == f"{names[which]}:out"
-             and (record.sample, record.step) == (first.sample, first.step)), None,
+            (
+                record.call
+                for record in made[which].records
+                if record.call is not None
+                and record.site == f"{names[which]}:out"
+                and (record.sample, record.step) == (first.sample, first.step)
+            ),
+            None,
         )
         for which in (side, other)
-    ]  # fmt: skip
+    ]
     mine, theirs = calls
     if mine is None or theirs is None:
         return own
@@ -318,9 +348,13 @@ def blame(
 
 
 def decided(
-    deep: Report, first: OperatorResult, named: BlamedSide, *, alone: list[OwnError],
+    deep: Report,
+    first: OperatorResult,
+    named: BlamedSide,
+    *,
+    alone: list[OwnError],
     given: list[OtherInput],
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """The verdict of the descent, which all that is printed of it says: the operator ``first`` of
     the last comparison ``deep``, by the side that ``named`` leaves. Of an operator that is right
     ``alone`` what it is ``given`` is the reason, where nothing else is known."""
@@ -444,16 +478,31 @@ def localize(
             "divergence capture --like A -o B; divergence localize A B",
         )
     again = command(
-        "localize", a.path, b.path, o=folder, truth=truth.path if isinstance(truth, Run) else truth,
-        block=block, model=model, device=None if device == "auto" else device,
-        trust_remote_code=trust_remote_code, operators=operators,
-    )  # fmt: skip
+        "localize",
+        a.path,
+        b.path,
+        o=folder,
+        truth=truth.path if isinstance(truth, Run) else truth,
+        block=block,
+        model=model,
+        device=None if device == "auto" else device,
+        trust_remote_code=trust_remote_code,
+        operators=operators,
+    )
     maker = Maker(
-        a, b, folder, model=None if model is None else str(model), device=device, here=here,
-        force=force, trust_remote_code=trust_remote_code, operators=operators, again=again,
+        a,
+        b,
+        folder,
+        model=None if model is None else str(model),
+        device=device,
+        here=here,
+        force=force,
+        trust_remote_code=trust_remote_code,
+        operators=operators,
+        again=again,
         prepare={"reference": prepare_reference, "candidate": prepare_candidate},
         progress=on_progress,
-    )  # fmt: skip
+    )
     done = Localization(
         reference=str(a.path), candidate=str(b.path), out=str(folder), continuation=again
     )
@@ -525,9 +574,12 @@ def _descend(
     first_apart = None if ops_truth is None else disagreement(true_run, ops_truth)[1]
     if ops_truth is not None and first_apart is not None:
         refusal = fact(
-            "experiments.two_truths", made=str(ops_truth.path), truth=str(true_run.path),
-            apart=first_apart, verified=maker.folder.is_verified(ops_truth),
-        )  # fmt: skip
+            "experiments.two_truths",
+            made=str(ops_truth.path),
+            truth=str(true_run.path),
+            apart=first_apart,
+            verified=maker.folder.is_verified(ops_truth),
+        )
         maker.refusals.insert(0, refusal)
         maker.ask("reference", fact("experiments.makes_truths_again"))
         return done
@@ -544,9 +596,11 @@ def _descend(
     levels += [] if operators is None else [Level.of("operator", finding_of(operators))]
     blamed = deep.verdict.side
     done = replace(
-        done, report=deep, levels=[level for level in levels if level is not None],
+        done,
+        report=deep,
+        levels=[level for level in levels if level is not None],
         side=blamed if blamed == "reference" or blamed == "candidate" else None,
-    )  # fmt: skip
+    )
     first = None if operators is None else onset_result(operators)
     if first is not None:
         return _at_operator(done, maker, goal, made, ops_truth, deep, first, verdict=report.verdict)
@@ -568,9 +622,16 @@ def _descend(
 
 
 def _at_operator(
-    done: Localization, maker: Maker, goal: Goal, made: dict[str, Run], truth: Run, deep: Report,
-    first: OperatorResult, *, verdict: Verdict,
-) -> Localization:  # fmt: skip
+    done: Localization,
+    maker: Maker,
+    goal: Goal,
+    made: dict[str, Run],
+    truth: Run,
+    deep: Report,
+    first: OperatorResult,
+    *,
+    verdict: Verdict,
+) -> Localization:
     """``done`` with all that is said of the operator ``first``: whose it is, by what proof.
     ``verdict``: the one that named the block."""
     maker.tell("localize", 4, 4, first.site)

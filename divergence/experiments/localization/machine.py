@@ -75,14 +75,27 @@ if TYPE_CHECKING:
 
 _PAIR, _VERIFIED, _ANSWER = "pair.json", "verified.json", "localize.json"
 _RUNS = {
-    "truth", "truth-operators", "truth-by-candidate", "reference-operators", "candidate-operators",
-    "reference-substituted", "candidate-substituted",
-}  # fmt: skip
+    "truth",
+    "truth-operators",
+    "truth-by-candidate",
+    "reference-operators",
+    "candidate-operators",
+    "reference-substituted",
+    "candidate-substituted",
+}
 """Runs that may be brought from another machine."""
 _MADE = _RUNS | {
-    _PAIR, _VERIFIED, _ANSWER, "reference-float64", "candidate-float64", "reference-again",
-    "candidate-again", "repro", "repro-reference", "repro-candidate",
-}  # fmt: skip
+    _PAIR,
+    _VERIFIED,
+    _ANSWER,
+    "reference-float64",
+    "candidate-float64",
+    "reference-again",
+    "candidate-again",
+    "repro",
+    "repro-reference",
+    "repro-candidate",
+}
 """All that a descent leaves in its folder."""
 
 
@@ -172,8 +185,9 @@ class WorkFolder:
         return verified if isinstance(verified, list) else []
 
     def _write(self, name: str, text: str) -> None:
-        write_output(text, self.path / name, what="folder's notes", error=RunWriteError,
-                     make_folder=True)  # fmt: skip
+        write_output(
+            text, self.path / name, what="folder's notes", error=RunWriteError, make_folder=True
+        )
 
     def _check(self, *, force: bool) -> None:
         folder, text = self.path, None
@@ -284,17 +298,29 @@ class Maker:
             attention = None
         if variables := variables_to_set(own.manifest.environment):
             words = command_words(
-                "truth", source.path, o=out, force=True, model=self._model_of(side),
-                sites=goal.sites, max_new_tokens=goal.num_tokens, attn_implementation=attention,
+                "truth",
+                source.path,
+                o=out,
+                force=True,
+                model=self._model_of(side),
+                sites=goal.sites,
+                max_new_tokens=goal.num_tokens,
+                attn_implementation=attention,
                 trust_remote_code=self._trust,
-            )  # fmt: skip
+            )
             run = _made_elsewhere(words, out, variables)
         else:
             run = make_truth(
-                source, out=out, force=True, model=self._model_of(side), sites=goal.sites or (),
-                max_new_tokens=goal.num_tokens, attn_implementation=attention,
-                trust_remote_code=self._trust, progress=self.tell,
-            )  # fmt: skip
+                source,
+                out=out,
+                force=True,
+                model=self._model_of(side),
+                sites=goal.sites or (),
+                max_new_tokens=goal.num_tokens,
+                attn_implementation=attention,
+                trust_remote_code=self._trust,
+                progress=self.tell,
+            )
         self.folder.verify(run)
         return run
 
@@ -392,11 +418,13 @@ class Maker:
             what = fact("experiments.no_tensor_to_hold")
         self.refusals.append(
             fact(
-                "experiments.not_that_machine", side=side, what=what,
+                "experiments.not_that_machine",
+                side=side,
+                what=what,
                 label=self.runs[side].manifest.environment.label,
                 made=None if lay_there is None else str(lay_there.path),
             )
-        )  # fmt: skip
+        )
 
     def ask(self, side: str, task: Fact) -> None:
         """The same command on that side's machine."""
@@ -424,9 +452,12 @@ class Maker:
         return values
 
     def _capture(
-        self, side: str, out: Path, values: dict[str, Any],
+        self,
+        side: str,
+        out: Path,
+        values: dict[str, Any],
         substitutes: Mapping[str, Substitute] | None = None,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         source, model = self.runs["reference"], self._model_of(side)
         variables = variables_to_set(self.runs[side].manifest.environment)
         theirs = None if model == self._model else model
@@ -435,19 +466,32 @@ class Maker:
             self.tell("taken", 0, None, also)
         if self._prepare.get(side) is not None or not variables:
             return make_run(
-                model, like=source, out=out, force=True, device=self._device_of(side),
-                trust_remote_code=self._trust, progress=self.tell,
-                prepare=self._prepare.get(side), substitutes=substitutes, **values,
-            )  # fmt: skip
+                model,
+                like=source,
+                out=out,
+                force=True,
+                device=self._device_of(side),
+                trust_remote_code=self._trust,
+                progress=self.tell,
+                prepare=self._prepare.get(side),
+                substitutes=substitutes,
+                **values,
+            )
         put = [
             f"{site}={healthy.run.path}" + (f"={healthy.site}" if healthy.site != site else "")
             for site, healthy in (substitutes or {}).items()
         ]
         words = command_words(
-            "capture", like=source.path, o=out, force=True, device=self._device_of(side),
-            model=model, trust_remote_code=self._trust,
-            **command_options(CaptureOptions, values), substitute=put,
-        )  # fmt: skip
+            "capture",
+            like=source.path,
+            o=out,
+            force=True,
+            device=self._device_of(side),
+            model=model,
+            trust_remote_code=self._trust,
+            **command_options(CaptureOptions, values),
+            substitute=put,
+        )
         return _made_elsewhere(words, out, variables)
 
     def _model_of(self, side: str) -> str | None:
@@ -514,11 +558,16 @@ class Maker:
         source, model = self.runs["reference"], self.runs[side].manifest.model.source
         elsewhere = model != source.manifest.model.source  # as it is called on that machine
         return command(
-            "capture", like=source.path, o=out, model=model if elsewhere else None,
-            device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
+            "capture",
+            like=source.path,
+            o=out,
+            model=model if elsewhere else None,
+            device=self._recorded_device(side),
+            trust_remote_code=self._trust,
+            force=force,
             **command_options(CaptureOptions, values),
             note=fact("experiments.on_machine", side=side, task=None),
-        )  # fmt: skip
+        )
 
 
 def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
@@ -530,8 +579,11 @@ def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | N
     environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given
     done = subprocess.run(
         [sys.executable, "-m", *words, "--quiet"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     what = sentence(fact("experiments.with_variables", command=words[1]))
     check_process(done.returncode, what)
     if done.returncode != 0:

@@ -105,8 +105,11 @@ def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
         for number in group:
             a, b = new.tokens.samples[number], old.tokens.samples[number]
             if (a.prompt_ids, a.decoder_prompt_ids, a.num_left_pad, a.num_right_pad) != (
-                b.prompt_ids, b.decoder_prompt_ids, b.num_left_pad, b.num_right_pad
-            ):  # fmt: skip
+                b.prompt_ids,
+                b.decoder_prompt_ids,
+                b.num_left_pad,
+                b.num_right_pad,
+            ):
                 last[group[0]] = -1
                 break
             fed = zip(a.generated_ids, b.generated_ids, strict=False)
@@ -138,10 +141,13 @@ def _held(
     # the one that an error names: a module's before an operator's, an anchored pass first
     different.sort(
         key=lambda pair: (
-            is_operator_site(pair[0].site), _PASSES.index(pair[0].pass_), pair[0].sample,
-            pair[0].step, pair[0].order,
+            is_operator_site(pair[0].site),
+            _PASSES.index(pair[0].pass_),
+            pair[0].sample,
+            pair[0].step,
+            pair[0].order,
         )
-    )  # fmt: skip
+    )
     return count, [(new, _rel_l2(made, new, own, old)) for new, old in different]
 
 
@@ -163,10 +169,17 @@ def _result(
         )
     first, by = different[0]
     return Repetition(
-        run=name, original=original, how="differs", num_compared=count,
-        num_different=len(different), site=first.site, pass_=first.pass_, sample=first.sample,
-        step=first.step, rel_l2=by,
-    )  # fmt: skip
+        run=name,
+        original=original,
+        how="differs",
+        num_compared=count,
+        num_different=len(different),
+        site=first.site,
+        pass_=first.pass_,
+        sample=first.sample,
+        step=first.step,
+        rel_l2=by,
+    )
 
 
 def _same_error(made: Run, own: Run, truth: Run, site: str) -> bool | None:

@@ -161,9 +161,14 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
             hint="use --device cpu, or a newer torch for this device",
         ) from error
     except (
-        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
         RuntimeError,
-    ) as error:  # fmt: skip
+    ) as error:
         length = max(len(sample.prompt_ids) for sample in samples)
         config: Any = loaded.module.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -318,8 +323,10 @@ def pad_id(loaded: LoadedModel) -> int:
     """Padding, or any stand-in: padded positions are masked."""
     own = getattr(loaded.module, "generation_config", None)
     for owner, name in (
-        (own, "pad_token_id"), (loaded.tokenizer, "pad_token_id"), (own, "eos_token_id")
-    ):  # fmt: skip
+        (own, "pad_token_id"),
+        (loaded.tokenizer, "pad_token_id"),
+        (own, "eos_token_id"),
+    ):
         value = getattr(owner, name, None)
         if isinstance(value, list):
             value = value[0] if value else None
@@ -358,8 +365,9 @@ CORE = {
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"
 
-Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch", "pads_right",
-                  "prepare"]  # fmt: skip
+Feature = Literal[
+    "anchor", "escalate", "whole", "operators", "plants", "batch", "pads_right", "prepare"
+]
 """What a capture may ask for and an engine may lack. (What cannot be loaded, ``load`` refuses.)"""
 
 
@@ -484,9 +492,10 @@ def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
     raise UsageError(
         f"--engine {name}: there is no such engine"
         + (" that comes with divergence" if name in points else ""),
-        hint=f"name it yourself: --engine {name}" if name in points
+        hint=f"name it yourself: --engine {name}"
+        if name in points
         else did_you_mean(name, names, count=1) or f"one of {', '.join(names)}",
-    )  # fmt: skip
+    )
 
 
 def recorded_options(note: EngineNote, given: Collection[str]) -> dict[str, EngineValue]:
@@ -548,6 +557,7 @@ def refuse_lacking(session: Session, **asked: bool) -> None:
         if asked.get(feature) and reason is not None:
             raise UsageError(
                 f"{words}: the engine {session.note().name} has none of it, {reason}",
-                hint="--no-batch" if feature == "batch"
+                hint="--no-batch"
+                if feature == "batch"
                 else f"leave it out, or use --engine {DEFAULT}",
-            )  # fmt: skip
+            )

@@ -54,9 +54,10 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
         narrow_digest = digest_tensor(narrow)
         # Does the narrower copy hold the very values?
         pieces = zip(
-            narrow.reshape(-1).split(_MOST_AT_ONCE), tensor.reshape(-1).split(_MOST_AT_ONCE),
+            narrow.reshape(-1).split(_MOST_AT_ONCE),
+            tensor.reshape(-1).split(_MOST_AT_ONCE),
             strict=True,
-        )  # fmt: skip
+        )
         if all(
             bool(((small.to(tensor.dtype) == piece) | piece.isnan()).all())
             for small, piece in pieces
@@ -82,10 +83,16 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
         totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).cpu().double()
     norm, sums = square**0.5, totals.tolist()
     return ParameterNote(
-        dtype=own, shape=list(tensor.shape), form=form, values=values, rounded=rounded, norm=norm,
-        sums=sums, levels=_levels(tensor),
+        dtype=own,
+        shape=list(tensor.shape),
+        form=form,
+        values=values,
+        rounded=rounded,
+        norm=norm,
+        sums=sums,
+        levels=_levels(tensor),
         strides=None if tensor.is_contiguous() else list(tensor.stride()),
-    )  # fmt: skip
+    )
 
 
 def _levels(tensor: torch.Tensor) -> int | None:

@@ -57,9 +57,10 @@ def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
         return given
     hint = '--device-map {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}'
     data = (
-        given.encode() if given.startswith("{")
+        given.encode()
+        if given.startswith("{")
         else read_bytes(expanded(given), error=UsageError, hint=hint)
-    )  # fmt: skip
+    )
     device_map = json_value(data, where=f"--device-map {given}", error=UsageError, hint=hint)
     if not isinstance(device_map, dict) or not all(
         isinstance(v, str | int) for v in device_map.values()
@@ -344,9 +345,15 @@ def _load_config(loading: Loading) -> PretrainedConfig:
     _check_source(loading.source)
     try:
         place, file = _load_parts(loading.source)
-        config = cast("PretrainedConfig", AutoConfig.from_pretrained(
-            place, revision=loading.revision, trust_remote_code=loading.trust_remote_code, **file
-        ))  # fmt: skip
+        config = cast(
+            "PretrainedConfig",
+            AutoConfig.from_pretrained(
+                place,
+                revision=loading.revision,
+                trust_remote_code=loading.trust_remote_code,
+                **file,
+            ),
+        )
     except (Exception, SystemExit) as error:  # a config and its code may do anything
         raise _model_error(loading, error) from error
     # a config.json may name attention too, also a kernel of the hub, and would come before options
@@ -397,9 +404,12 @@ def load_tokenizer(
     place, file = _load_parts(source)
     try:
         return AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code,
-            local_files_only=local, **file,
-        )  # fmt: skip
+            place,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local,
+            **file,
+        )
     except Exception:  # any tokenizer library's own error; reported when text needs it
         return None
 
@@ -484,9 +494,11 @@ def empty_model(loading: Loading) -> LoadedModel:
     try:
         with torch.device("meta"):
             module = factory.from_config(
-                config, attn_implementation=loading.attn_implementation,
-                trust_remote_code=loading.trust_remote_code, **options,
-            )  # fmt: skip
+                config,
+                attn_implementation=loading.attn_implementation,
+                trust_remote_code=loading.trust_remote_code,
+                **options,
+            )
     except (Exception, SystemExit) as error:  # as in load_model
         raise _attention_error(loading, error) or _model_error(loading, error) from error
     check_reads_text(module)
@@ -509,15 +521,20 @@ def _loaded(
 ) -> LoadedModel:
     source, revision, trusted = loading.source, loading.revision, loading.trust_remote_code
     return LoadedModel(
-        source=source, revision=revision, task=task,
-        module=module.eval(), device=device, trust_remote_code=trusted,
+        source=source,
+        revision=revision,
+        task=task,
+        module=module.eval(),
+        device=device,
+        trust_remote_code=trusted,
         tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trusted),
-    )  # fmt: skip
+    )
 
 
 _WITH_TEXT = {
-    "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText", "MULTIMODAL_LM": "AutoModelForMultimodalLM"
-}  # fmt: skip
+    "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
+    "MULTIMODAL_LM": "AutoModelForMultimodalLM",
+}
 """transformers' mapping of models that read text and something else → its auto class."""
 
 

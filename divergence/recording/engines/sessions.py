@@ -107,13 +107,21 @@ class TorchSession:
         return Recorder(self.loaded.module, notes, **how)
 
     def run_group(
-        self, recorder: Recorder, samples: list[SampleTokens], *, max_new_tokens: int,
-        forced: list[list[int]] | None = None, num_logits: int | None = None,
-    ) -> GroupResult:  # fmt: skip
+        self,
+        recorder: Recorder,
+        samples: list[SampleTokens],
+        *,
+        max_new_tokens: int,
+        forced: list[list[int]] | None = None,
+        num_logits: int | None = None,
+    ) -> GroupResult:
         return run_group(
-            self.loaded, samples, max_new_tokens=max_new_tokens, forced=forced,
+            self.loaded,
+            samples,
+            max_new_tokens=max_new_tokens,
+            forced=forced,
             num_logits=num_logits,
-        )  # fmt: skip
+        )
 
     def note(self) -> EngineNote:
         return EngineNote(name=self.name, version=self.version(), options=self.options)
@@ -186,9 +194,11 @@ class CompileEngine:
             )
         for block in blocks:
             block.compile(
-                backend=options.backend, mode=options.mode, dynamic=options.dynamic,
+                backend=options.backend,
+                mode=options.mode,
+                dynamic=options.dynamic,
                 fullgraph=options.fullgraph,
-            )  # fmt: skip
+            )
         return CompileSession(loaded, msgspec.structs.asdict(options), num_blocks=len(blocks))
 
 

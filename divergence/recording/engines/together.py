@@ -302,9 +302,13 @@ class _Group:
             lambda module, args, output: parts.append(output.logits)
         ):
             generate(
-                self._loaded, self._ids[:, :upto], self._mask[:, :upto], 1,
-                num_logits=num_steps, cache=self._cache,
-            )  # fmt: skip
+                self._loaded,
+                self._ids[:, :upto],
+                self._mask[:, :upto],
+                1,
+                num_logits=num_steps,
+                cache=self._cache,
+            )
         self._num_fed = upto
         return parts[-1][:, -num_steps:]
 

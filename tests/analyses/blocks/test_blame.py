@@ -21,15 +21,36 @@ ROWS, COLUMNS, FLOOR = 32, 256, 1e-3
 
 def result(step=0):
     numbers = dict.fromkeys(
-        ("rel_l2", "cosine", "one_minus_cosine", "sqnr_db", "max_abs", "reference_norm",
-         "candidate_norm", "gain", "gain_se", "token_rel_l2_median", "token_rel_l2_p99",
-         "token_rel_l2_max", "channel_rel_l2_max"), 0.0,
-    )  # fmt: skip
+        (
+            "rel_l2",
+            "cosine",
+            "one_minus_cosine",
+            "sqnr_db",
+            "max_abs",
+            "reference_norm",
+            "candidate_norm",
+            "gain",
+            "gain_se",
+            "token_rel_l2_median",
+            "token_rel_l2_p99",
+            "token_rel_l2_max",
+            "channel_rel_l2_max",
+        ),
+        0.0,
+    )
     return SiteResult(
-        pass_="anchored", sample=0, step=step, site="m.0:out", order=1, shape=(1, ROWS, COLUMNS),
-        reference_dtype="bfloat16", candidate_dtype="bfloat16", identical=False,
-        numel=ROWS * COLUMNS, **numbers,
-    )  # fmt: skip
+        pass_="anchored",
+        sample=0,
+        step=step,
+        site="m.0:out",
+        order=1,
+        shape=(1, ROWS, COLUMNS),
+        reference_dtype="bfloat16",
+        candidate_dtype="bfloat16",
+        identical=False,
+        numel=ROWS * COLUMNS,
+        **numbers,
+    )
 
 
 class Block:
@@ -207,8 +228,11 @@ def test_chance_alone_blames_nobody():
 def test_long_figures_are_short():
     """No digits that say nothing."""
     assert [figure(x) for x in (6.81, 1204.6, 401876146.3, math.inf)] == [
-        "6.8", "1204.6", "4.0e+08", "inf",
-    ]  # fmt: skip
+        "6.8",
+        "1204.6",
+        "4.0e+08",
+        "inf",
+    ]
 
 
 class Decoded(Block):

@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicLayer
 
 from divergence import capture, compare
 
-PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)]
-           for n, count in enumerate((20, 33, 12, 27))]  # fmt: skip
+PROMPTS = [
+    [(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((20, 33, 12, 27))
+]
 EVERY = range(6)
 
 
@@ -19,9 +20,14 @@ EVERY = range(6)
 def model(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=128, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        initializer_range=0.08,
+    )
     folder = tmp_path_factory.mktemp("everywhere") / "model"
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -18,8 +18,9 @@ def pair(request, tiny_model, tmp_path_factory):
     """(a run, its truth)."""
     folder = tmp_path_factory.mktemp("half")
     model = tiny_model("llama", num_blocks=4)
-    a = capture(model, out=folder / "a", prompts=PROMPTS, max_new_tokens=2, probe=False,
-                dtype=request.param)  # fmt: skip
+    a = capture(
+        model, out=folder / "a", prompts=PROMPTS, max_new_tokens=2, probe=False, dtype=request.param
+    )
     return a, truth(a, out=folder / "t")
 
 

@@ -43,10 +43,13 @@ def run_of(tiny_model, tmp_path_factory):
     def make(architecture, truth):
         if (architecture, truth) not in made:
             made[architecture, truth] = capture(
-                str(tiny_model(architecture, num_blocks=4, dtype="float32")), prompts=PROMPTS,
-                max_new_tokens=2, out=tmp_path_factory.mktemp("inputs") / "a", truth=truth,
+                str(tiny_model(architecture, num_blocks=4, dtype="float32")),
+                prompts=PROMPTS,
+                max_new_tokens=2,
+                out=tmp_path_factory.mktemp("inputs") / "a",
+                truth=truth,
                 probe=False,
-            )  # fmt: skip
+            )
         return made[architecture, truth]
 
     return make

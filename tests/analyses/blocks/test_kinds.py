@@ -24,15 +24,26 @@ def pair(tmp_path_factory):
             folder = tmp_path_factory.mktemp("kinds")
             torch.manual_seed(0)
             config = transformers.MistralConfig(
-                vocab_size=1024, hidden_size=128, num_hidden_layers=6, num_attention_heads=4,
-                num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
+                vocab_size=1024,
+                hidden_size=128,
+                num_hidden_layers=6,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=256,
+                initializer_range=0.08,
                 sliding_window=window,
-            )  # fmt: skip
+            )
             transformers.MistralForCausalLM(config).save_pretrained(folder / "model")
             a = capture(
-                str(folder / "model"), out=folder / "a", prompts=PROMPTS, max_new_tokens=4,
-                dtype=dtype, probe=False, truth="no", plants=list(plants),
-            )  # fmt: skip
+                str(folder / "model"),
+                out=folder / "a",
+                prompts=PROMPTS,
+                max_new_tokens=4,
+                dtype=dtype,
+                probe=False,
+                truth="no",
+                plants=list(plants),
+            )
             made[key] = a, truth(a, out=folder / "truth")
         return made[key]
 
@@ -148,14 +159,26 @@ def test_most_of_one_type_of_layer_are_a_kind(tmp_path):
     a setting of theirs, not the first of them."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        vocab_size=1024, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=16,
-        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08, sliding_window=12,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        initializer_range=0.08,
+        sliding_window=12,
+    )
     transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
     a = capture(
-        str(tmp_path / "model"), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-        dtype="float32", probe=False, truth="no",
-    )  # fmt: skip
+        str(tmp_path / "model"),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="float32",
+        probe=False,
+        truth="no",
+    )
 
     def prepare(model):
         model.config.sliding_window += 1
@@ -170,18 +193,28 @@ def test_numbers_that_the_modules_hold_stand_beside_what_is_off(tmp_path):
     """In the first line: the models differ where the error is made."""
     torch.manual_seed(0)
     config = transformers.GraniteConfig(
-        vocab_size=1024, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08,
+        vocab_size=1024,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        initializer_range=0.08,
         residual_multiplier=0.5,
-    )  # fmt: skip
+    )
     model = transformers.GraniteForCausalLM(config)
     for name, factor in (("a", 0.5), ("b", 1.0)):
         model.config.residual_multiplier = factor
         model.save_pretrained(tmp_path / f"model-{name}")
     a = capture(
-        str(tmp_path / "model-a"), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-        dtype="float32", probe=False, truth="no",
-    )  # fmt: skip
+        str(tmp_path / "model-a"),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="float32",
+        probe=False,
+        truth="no",
+    )
     b = capture(str(tmp_path / "model-b"), like=a, out=tmp_path / "b", probe=False)
     verdict = compare(a, b).verdict
     assert verdict.kind == "systematic"

@@ -21,16 +21,40 @@ ROWS, FEATURES = 16, 64
 
 def site(block: int, ratio: float, *, sample=0, step=0, rows=ROWS, **changes) -> SiteResult:
     numbers = dict.fromkeys(
-        ("rel_l2", "cosine", "one_minus_cosine", "sqnr_db", "max_abs", "reference_norm",
-         "candidate_norm", "gain", "gain_se", "token_rel_l2_median", "token_rel_l2_p99",
-         "token_rel_l2_max", "channel_rel_l2_max"), 0.0,
-    )  # fmt: skip
+        (
+            "rel_l2",
+            "cosine",
+            "one_minus_cosine",
+            "sqnr_db",
+            "max_abs",
+            "reference_norm",
+            "candidate_norm",
+            "gain",
+            "gain_se",
+            "token_rel_l2_median",
+            "token_rel_l2_p99",
+            "token_rel_l2_max",
+            "channel_rel_l2_max",
+        ),
+        0.0,
+    )
     values = {
-        "pass_": "anchored", "sample": sample, "step": step, "site": f"h.{block}:out",
-        "order": block, "block": f"h.{block}", "role": "block", "kind": "Block",
-        "shape": (1, rows, FEATURES), "numel": rows * FEATURES, "reference_dtype": "bfloat16",
-        "candidate_dtype": "bfloat16", "identical": False, "ratio": ratio, "ratio_max": ratio,
-    }  # fmt: skip
+        "pass_": "anchored",
+        "sample": sample,
+        "step": step,
+        "site": f"h.{block}:out",
+        "order": block,
+        "block": f"h.{block}",
+        "role": "block",
+        "kind": "Block",
+        "shape": (1, rows, FEATURES),
+        "numel": rows * FEATURES,
+        "reference_dtype": "bfloat16",
+        "candidate_dtype": "bfloat16",
+        "identical": False,
+        "ratio": ratio,
+        "ratio_max": ratio,
+    }
     return SiteResult(**(numbers | values | changes))
 
 
@@ -40,11 +64,15 @@ def drawn(*, blocks=6, places, rows=ROWS, seed=0) -> dict[tuple, SiteResult]:
     tokens = {place: math.exp(random.normal(0, 0.2)) for place in places}  # hard for all blocks
     return {
         (block, *place): site(
-            block, 0.8 * tokens[place] * math.exp(random.normal(0, 0.25 / math.sqrt(rows))),
-            sample=place[0], step=place[1], rows=rows,
+            block,
+            0.8 * tokens[place] * math.exp(random.normal(0, 0.25 / math.sqrt(rows))),
+            sample=place[0],
+            step=place[1],
+            rows=rows,
         )
-        for block in range(blocks) for place in places
-    }  # fmt: skip
+        for block in range(blocks)
+        for place in places
+    }
 
 
 def change(sites, key, **fields):
@@ -74,8 +102,9 @@ def test_a_fault_in_one_prompt_of_many_is_flagged_and_named():
 def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
     """At a size at most twice what is found in a run of that step alone."""
     sites = drawn(places=STEPS, rows=1)
-    alone = build_units([result for (_, _, step), result in sites.items() if step == 17],
-                        "anchored")  # fmt: skip
+    alone = build_units(
+        [result for (_, _, step), result in sites.items() if step == 17], "anchored"
+    )
     judge(alone)
     ratio = 2 * alone[4].limit
     change(sites, (4, 0, 17), ratio=ratio, ratio_max=ratio)
@@ -225,9 +254,13 @@ def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
 def step_site(block, ratio, step, *, large=0.0, off=1.0, norm=1.25, form="bfloat16"):
     """One token; a number near 173, where bfloat16 steps by 1, is off by ``off``."""
     values = {
-        "rel_l2": norm / 180, "reference_norm": 180.0, "max_abs": off, "max_abs_reference": large,
-        "max_abs_candidate": large + off, "ulp_format": form,
-    }  # fmt: skip
+        "rel_l2": norm / 180,
+        "reference_norm": 180.0,
+        "max_abs": off,
+        "max_abs_reference": large,
+        "max_abs_candidate": large + off,
+        "ulp_format": form,
+    }
     return site(block, ratio, step=step, rows=1, **values)
 
 
@@ -236,11 +269,12 @@ def test_the_last_bit_of_a_massive_channel_convicts_nothing():
     judged."""
     for off, expected in ((1.0, []), (8.0, ["h.2:out"])):
         results = [
-            step_site(block, 0.4, step) if (block, step) != (2, 3)
+            step_site(block, 0.4, step)
+            if (block, step) != (2, 3)
             else step_site(block, 9.0 * off, step, large=173.0, off=off, norm=1.1 * off)
             for block in range(6)
             for step in range(1, 9)
-        ]  # fmt: skip
+        ]
         assert [unit.site for unit in judge(build_units(results, "anchored"))] == expected
 
 

@@ -113,9 +113,11 @@ def test_capture_says_that_a_run_is_nan(healthy, faulty, monkeypatch, tmp_path):
     """A note names the first place, so that nobody stores such a run unknowingly."""
     notes = []
     capture(
-        like=healthy, out=tmp_path / "noted", plants=["model.layers.1:out=nan"],
+        like=healthy,
+        out=tmp_path / "noted",
+        plants=["model.layers.1:out=nan"],
         progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
-    )  # fmt: skip
+    )
     (note,) = [text for text in notes if "no usable run" in text]
     assert "model.layers.1:out (sample 0, step 0)" in note
 
@@ -133,9 +135,13 @@ def test_nan_that_enters_between_blocks_is_the_sides_that_has_it(healthy, faulty
 def test_infinities_of_a_mask_are_no_fault(padded, healthy, tmp_path, tiny_model):
     """-inf in a mask is equal on both sides, and it is no result of a block."""
     run = capture(
-        str(tiny_model("gpt2", dtype="float32")), out=tmp_path / "a", prompts=PROMPTS,
-        max_new_tokens=2, batching=BatchOptions(batch=padded), sites=["modules"],
-    )  # fmt: skip
+        str(tiny_model("gpt2", dtype="float32")),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        batching=BatchOptions(batch=padded),
+        sites=["modules"],
+    )
     again = capture(like=run, out=tmp_path / "b")
     assert compare(run, again).verdict.kind == "identical"
 
@@ -179,9 +185,12 @@ def test_equal_infinities_count_where_a_block_hands_them_on(healthy, tmp_path):
 def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):
     """Rows that a batch added hold anything, equal on both sides or not."""
     run = capture(
-        str(tiny_model("llama", dtype="float32")), out=tmp_path / "a", prompts=PROMPTS,
-        max_new_tokens=2, batching=BatchOptions(batch=True),
-    )  # fmt: skip
+        str(tiny_model("llama", dtype="float32")),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        batching=BatchOptions(batch=True),
+    )
     short = min(range(2), key=lambda n: len(run.manifest.tokens.samples[n].prompt_ids))
     assert run.manifest.tokens.samples[short].num_left_pad > 0
 
@@ -206,11 +215,12 @@ def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):
     try:
         one, two = (
             capture(
-                like=run, out=tmp_path / name,
+                like=run,
+                out=tmp_path / name,
                 progress=lambda event, done, total, text: noted(text) if event == "note" else None,
             )
             for name in ("b", "c")
-        )  # fmt: skip
+        )
     finally:
         api.load_model = load
     assert torch.isnan(one.read(one.find(("free", 0, 0, "model.norm:out")))).any()

@@ -49,9 +49,16 @@ def test_what_is_beyond_its_limit_is_so_by_more_than_it(usage):
     """A truth may use less of its limits than the two sides' difference does of its own."""
     kind = ("block", "", "out", "Block", "prefill")
     members = [
-        Unit(f"layers.{number}:out", "anchored", "prefill", kind,
-             limit_usage=usage, between=2.0 + number, why="typical")
+        Unit(
+            f"layers.{number}:out",
+            "anchored",
+            "prefill",
+            kind,
+            limit_usage=usage,
+            between=2.0 + number,
+            why="typical",
+        )
         for number in range(5)
-    ]  # fmt: skip
+    ]
     evidence = onset._family_evidence(Family("Block", members, 5))
     assert sentence(evidence) == "5 of 5 Block are beyond their limit, the least by 2.0 ×"

@@ -30,8 +30,15 @@ def pair(tmp_path_factory):
 
 def scaled(root, a, size, name="planted", **options):
     plant = f"model.layers.3.mlp.down_proj:out=noise:{size}"
-    return capture(like=a, out=root / name, force=True, device="cpu", plants=[plant],
-                   attn_implementation="sdpa", **options)  # fmt: skip
+    return capture(
+        like=a,
+        out=root / name,
+        force=True,
+        device="cpu",
+        plants=[plant],
+        attn_implementation="sdpa",
+        **options,
+    )
 
 
 def test_a_block_that_differs_more_than_its_siblings_is_noted_within_the_floor(pair):

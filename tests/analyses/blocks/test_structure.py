@@ -14,8 +14,19 @@ PROMPTS = [
     "A bridge is built twice: once on paper, where every beam is exact, and once in steel.",
     "Hello there",
 ]
-CODES = ("factor", "vocabulary_row", "channel", "head", "vector", "row_constants", "growing",
-         "one_token", "beginning", "layer_type", "shard")  # fmt: skip
+CODES = (
+    "factor",
+    "vocabulary_row",
+    "channel",
+    "head",
+    "vector",
+    "row_constants",
+    "growing",
+    "one_token",
+    "beginning",
+    "layer_type",
+    "shard",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +37,16 @@ def runs(tmp_path_factory, tiny_model):
     def make(family="llama", dtype="float32"):
         if (family, dtype) not in made:
             made[family, dtype] = capture(
-                tiny_model(family, num_blocks=5), out=tmp_path_factory.mktemp("a") / "a",
-                prompts=PROMPTS, max_new_tokens=3, dtype=dtype, probe=False, truth="full",
-                store="full", sites="modules",
-            )  # fmt: skip
+                tiny_model(family, num_blocks=5),
+                out=tmp_path_factory.mktemp("a") / "a",
+                prompts=PROMPTS,
+                max_new_tokens=3,
+                dtype=dtype,
+                probe=False,
+                truth="full",
+                store="full",
+                sites="modules",
+            )
         return made[family, dtype]
 
     return make
@@ -101,40 +118,90 @@ def faster(model):
 
 
 CASES = {
-    "a factor": ("llama", hooked(f"{BLOCK}.mlp.up_proj", lambda out: out * 0.5),
-                 "blocks.factor", {"factor": 0.5, "update": False}),
-    "a bias twice": ("gpt2", bias(1.0), "blocks.vector",
-                     {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": 1.0,
-                      "cause": "twice"}),
-    "a bias left out": ("gpt2", bias(-1.0), "blocks.vector",
-                        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -1.0,
-                         "cause": "left_out"}),
-    "half a bias": ("gpt2", bias(-0.5), "blocks.vector",
-                    {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -0.5,
-                     "cause": None}),
-    "any vector": ("llama", hooked(f"{BLOCK}.mlp.down_proj",
-                                   lambda out: out + torch.linspace(-0.1, 0.1, out.shape[-1])),
-                   "blocks.vector", {"parameter": None}),
-    "a constant a row": ("llama", hooked(f"{BLOCK}.mlp.down_proj",
-                                         lambda out: out + out[..., :1]),
-                         "blocks.row_constants", {}),
-    "a head": ("llama", hooked(f"{BLOCK}.self_attn.q_proj", one_head),
-               "blocks.head", {"number": 1}),
-    "a channel": ("llama", hooked(f"{BLOCK}.mlp.down_proj", one_channel),
-                  "blocks.channel", {"number": 5}),
-    "a row of the vocabulary": ("llama", hooked("lm_head", lambda out: at(77, out)),
-                                "blocks.vocabulary_row", {"number": 77}),
-    "a shard of the vocabulary": ("llama", hooked("lm_head", second_half), "blocks.shard",
-                                  {"vocabulary": True, "num": 2}),
+    "a factor": (
+        "llama",
+        hooked(f"{BLOCK}.mlp.up_proj", lambda out: out * 0.5),
+        "blocks.factor",
+        {"factor": 0.5, "update": False},
+    ),
+    "a bias twice": (
+        "gpt2",
+        bias(1.0),
+        "blocks.vector",
+        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": 1.0, "cause": "twice"},
+    ),
+    "a bias left out": (
+        "gpt2",
+        bias(-1.0),
+        "blocks.vector",
+        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -1.0, "cause": "left_out"},
+    ),
+    "half a bias": (
+        "gpt2",
+        bias(-0.5),
+        "blocks.vector",
+        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -0.5, "cause": None},
+    ),
+    "any vector": (
+        "llama",
+        hooked(
+            f"{BLOCK}.mlp.down_proj", lambda out: out + torch.linspace(-0.1, 0.1, out.shape[-1])
+        ),
+        "blocks.vector",
+        {"parameter": None},
+    ),
+    "a constant a row": (
+        "llama",
+        hooked(f"{BLOCK}.mlp.down_proj", lambda out: out + out[..., :1]),
+        "blocks.row_constants",
+        {},
+    ),
+    "a head": (
+        "llama",
+        hooked(f"{BLOCK}.self_attn.q_proj", one_head),
+        "blocks.head",
+        {"number": 1},
+    ),
+    "a channel": (
+        "llama",
+        hooked(f"{BLOCK}.mlp.down_proj", one_channel),
+        "blocks.channel",
+        {"number": 5},
+    ),
+    "a row of the vocabulary": (
+        "llama",
+        hooked("lm_head", lambda out: at(77, out)),
+        "blocks.vocabulary_row",
+        {"number": 77},
+    ),
+    "a shard of the vocabulary": (
+        "llama",
+        hooked("lm_head", second_half),
+        "blocks.shard",
+        {"vocabulary": True, "num": 2},
+    ),
     "growing": ("llama", faster, "blocks.growing", {"token": None}),
-    "beginning": ("llama", hooked(f"{BLOCK}.self_attn.o_proj", lambda out: out * (
-        1 + 0.1 * (torch.arange(out.shape[1])[:, None] >= 7)) if out.shape[1] > 8 else out),
-        "blocks.beginning", {"token": 7}),
-    "one token": ("llama", hooked(f"{BLOCK}.mlp.down_proj", one_token), "blocks.one_token",
-                  {"sample": 0}),
-    "every second block": ("llama", every_second_block, "blocks.layer_type",
-                           {"type": "odd"}),
-}  # fmt: skip
+    "beginning": (
+        "llama",
+        hooked(
+            f"{BLOCK}.self_attn.o_proj",
+            lambda out: (
+                out * (1 + 0.1 * (torch.arange(out.shape[1])[:, None] >= 7))
+                if out.shape[1] > 8
+                else out
+            ),
+        ),
+        "blocks.beginning",
+        {"token": 7},
+    ),
+    "one token": (
+        "llama",
+        hooked(f"{BLOCK}.mlp.down_proj", one_token),
+        "blocks.one_token",
+        {"sample": 0},
+    ),
+    "every second block": ("llama", every_second_block, "blocks.layer_type", {"type": "odd"}),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,11 +231,20 @@ def test_rounding_alone_has_no_structure(kind, coarse):
         d = coarse * 2**-8 * a * rng.standard_normal(a.shape)
         count = np.arange(len(a))
         difference = OnsetRows(
-            site="model.layers.1.self_attn.o_proj:in", kind="Linear", block=BLOCK, a=a, d=d,
-            base=a + rng.standard_normal(a.shape), prompt=np.zeros(len(a)),
-            position=count.astype(float), beyond=np.ones(len(a), bool), tokens=count % 7, heads=4,
-            vocabulary=False, parameters={},
-        )  # fmt: skip
+            site="model.layers.1.self_attn.o_proj:in",
+            kind="Linear",
+            block=BLOCK,
+            a=a,
+            d=d,
+            base=a + rng.standard_normal(a.shape),
+            prompt=np.zeros(len(a)),
+            position=count.astype(float),
+            beyond=np.ones(len(a), bool),
+            tokens=count % 7,
+            heads=4,
+            vocabulary=False,
+            parameters={},
+        )
         for structure in (*VALUES, *PLACES):
             answer = structure(difference)
             assert answer is None or answer[0] < 0.9, answer
@@ -190,9 +266,14 @@ def test_a_healthy_pair_is_not_looked_at(runs, tmp_path):
 def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(tmp_path, tiny_model):
     """However many decode steps pass behind it."""
     a = capture(
-        tiny_model("llama", num_blocks=5), out=tmp_path / "a", prompts=[list(range(3, 23))],
-        max_new_tokens=6, dtype="float32", probe=False, truth="no",
-    )  # fmt: skip
+        tiny_model("llama", num_blocks=5),
+        out=tmp_path / "a",
+        prompts=[list(range(3, 23))],
+        max_new_tokens=6,
+        dtype="float32",
+        probe=False,
+        truth="no",
+    )
     prepare = CASES["beginning"][1]
     b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
     headline = compare(a, b).verdict.headline
@@ -202,9 +283,14 @@ def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(tmp_path, 
 def test_the_one_block_that_rounds_otherwise_is_named(tmp_path, tiny_model):
     """Where all others are equal bit for bit, however small its difference is."""
     a = capture(
-        tiny_model("llama", num_blocks=5), out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=3,
-        dtype="float32", probe=False, truth="full",
-    )  # fmt: skip
+        tiny_model("llama", num_blocks=5),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=3,
+        dtype="float32",
+        probe=False,
+        truth="full",
+    )
 
     def nudge(out):
         bits = out.contiguous().view(torch.int32).clone()

@@ -53,17 +53,26 @@ def verdict_of(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("unexplained"), {}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=128, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        initializer_range=0.08,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
 
     def verdict(dtype, product, blocks, **options):
         if dtype not in made:
             made[dtype] = capture(
-                str(folder / "model"), out=folder / dtype, dtype=dtype, prompts=PROMPTS,
-                truth="full", max_new_tokens=3,
-            )  # fmt: skip
+                str(folder / "model"),
+                out=folder / dtype,
+                dtype=dtype,
+                prompts=PROMPTS,
+                truth="full",
+                max_new_tokens=3,
+            )
         plant = planting(replace_sums, product, blocks, 1.0)
         out = folder / f"{dtype}-{product}-{list(blocks)}-{len(options)}"
         return compare(
@@ -137,9 +146,14 @@ def test_a_block_that_stands_out_from_coarse_ones_is_named(tmp_path):
     large."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        initializer_range=0.08,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     model = str(tmp_path / "model")
     a = capture(model, out=tmp_path / "a", dtype="bfloat16", prompts=PROMPTS, truth="no")

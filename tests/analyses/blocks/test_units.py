@@ -20,15 +20,35 @@ def site(name: str, ratio: float, *, features: int = 64, rows: int = 8, **change
     path = name.partition(":")[0]
     block = ".".join(path.split(".")[:2]) if path.startswith(("h.", "g.")) else None
     values = {
-        "pass_": "anchored", "sample": 0, "step": 0, "site": name, "order": 0, "block": block,
+        "pass_": "anchored",
+        "sample": 0,
+        "step": 0,
+        "site": name,
+        "order": 0,
+        "block": block,
         "role": "block" if path == block else "trunk" if block is None else "inner",
-        "kind": "Block", "shape": (1, rows, features), "numel": rows * features,
-        "reference_dtype": "float32", "candidate_dtype": "float32", "identical": False,
-        "rel_l2": 0.0, "cosine": 1.0, "one_minus_cosine": 0.0, "sqnr_db": math.inf,
-        "max_abs": 0.0, "reference_norm": 1.0, "candidate_norm": 1.0, "gain": 0.0, "gain_se": 0.0,
-        "token_rel_l2_median": 0.0, "token_rel_l2_p99": 0.0, "token_rel_l2_max": 0.0,
-        "channel_rel_l2_max": 0.0, "ratio": ratio, "ratio_max": ratio,
-    }  # fmt: skip
+        "kind": "Block",
+        "shape": (1, rows, features),
+        "numel": rows * features,
+        "reference_dtype": "float32",
+        "candidate_dtype": "float32",
+        "identical": False,
+        "rel_l2": 0.0,
+        "cosine": 1.0,
+        "one_minus_cosine": 0.0,
+        "sqnr_db": math.inf,
+        "max_abs": 0.0,
+        "reference_norm": 1.0,
+        "candidate_norm": 1.0,
+        "gain": 0.0,
+        "gain_se": 0.0,
+        "token_rel_l2_median": 0.0,
+        "token_rel_l2_p99": 0.0,
+        "token_rel_l2_max": 0.0,
+        "channel_rel_l2_max": 0.0,
+        "ratio": ratio,
+        "ratio_max": ratio,
+    }
     return SiteResult(**(values | changes))
 
 
@@ -136,12 +156,18 @@ def test_a_free_run_that_is_off_in_one_prompt_says_nothing_of_the_others():
     """What only rounds in the anchored pass is known by prompt, as far as its own free run goes."""
     sites = [
         site(
-            f"h.{number}:out", 90.0 if (pass_, sample, step, number) == ("free", 1, 1, 3) else 0.9,
-            pass_=pass_, sample=sample, step=step, order=number,
+            f"h.{number}:out",
+            90.0 if (pass_, sample, step, number) == ("free", 1, 1, 3) else 0.9,
+            pass_=pass_,
+            sample=sample,
+            step=step,
+            order=number,
         )
-        for pass_ in ("anchored", "free") for sample in range(5) for step in (0, 1)
+        for pass_ in ("anchored", "free")
+        for sample in range(5)
+        for step in (0, 1)
         for number in range(6)
-    ]  # fmt: skip
+    ]
     tokens = SimpleNamespace(groups=[[n] for n in range(5)], group_of=lambda sample: [sample])
     run = SimpleNamespace(manifest=SimpleNamespace(tokens=tokens))
     measured = SimpleNamespace(

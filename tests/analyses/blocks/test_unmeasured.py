@@ -11,10 +11,16 @@ from divergence.facts import sentence
 def site(step, *, error=None, at_least=None, rel_l2=None, identical=False):
     estimated = None if error is None else SimpleNamespace(relative_error=error)
     return SimpleNamespace(
-        step=step, estimated=estimated, at_least=at_least, rel_l2=rel_l2, identical=identical,
+        step=step,
+        estimated=estimated,
+        at_least=at_least,
+        rel_l2=rel_l2,
+        identical=identical,
         statistics_agree=False,
-        is_unmeasured=not identical and rel_l2 is None, site=f"m{step}:out", pass_="free",
-    )  # fmt: skip
+        is_unmeasured=not identical and rel_l2 is None,
+        site=f"m{step}:out",
+        pass_="free",
+    )
 
 
 def test_estimates_of_prefill_and_decode_steps_are_told_apart():

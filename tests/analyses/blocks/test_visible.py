@@ -25,9 +25,14 @@ def pair(tiny_model, tmp_path_factory):
         if dtype not in made:
             folder = tmp_path_factory.mktemp("visible")
             a = capture(
-                str(tiny_model("llama", num_blocks=5)), out=folder / "a", prompts=PROMPTS,
-                max_new_tokens=4, dtype=dtype, probe=False, truth="full",
-            )  # fmt: skip
+                str(tiny_model("llama", num_blocks=5)),
+                out=folder / "a",
+                prompts=PROMPTS,
+                max_new_tokens=4,
+                dtype=dtype,
+                probe=False,
+                truth="full",
+            )
             made[dtype] = (
                 a,
                 capture(like=a, out=folder / "b", attn_implementation="sdpa", probe=False),
@@ -72,9 +77,12 @@ def test_what_is_larger_is_found_and_what_is_far_smaller_is_not(
         assert seen.block < min(seen.forward, seen.token)
         for size, place in ((2 * getattr(seen, level), BLOCK), (seen.block / 5, None)):
             bad = capture(
-                like=a, out=tmp_path / str(place), prepare=off(level, size), probe=False,
+                like=a,
+                out=tmp_path / str(place),
+                prepare=off(level, size),
+                probe=False,
                 attn_implementation="sdpa",
-            )  # fmt: skip
+            )
             verdict = compare(a, bad).verdict
             assert (verdict.onset and verdict.onset.block) == place
 

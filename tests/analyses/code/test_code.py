@@ -106,9 +106,11 @@ def test_the_function_that_differs_is_named(manifests):
     b.model.code["LlamaAttention"].functions["rotate_half"] = "other"
     norm = b.model.code.pop("LlamaRMSNorm")
     b.model.code["LigerRMSNorm"] = CodeNote(
-        digest="x", origin="liger_kernel.transformers.rms_norm", functions={"forward": "x"},
+        digest="x",
+        origin="liger_kernel.transformers.rms_norm",
+        functions={"forward": "x"},
         places=norm.places,
-    )  # fmt: skip
+    )
     line = worded(code_line(a, b))
     assert "other code of rotate_half" in line.detail
     assert (
@@ -161,14 +163,17 @@ def test_numbers_and_functions_of_torch_count(manifests):
     ("a", "b", "text"),
     [
         (numbers("16", {"None": [1]}), numbers("17", {"None": [1]}), "16 / 17"),
-        (numbers("16", {"None": [1, 3]}), numbers("None", {"16": [0], "17": [2]}),
-         "16 / 17 in model.layers.2.self_attn"),
+        (
+            numbers("16", {"None": [1, 3]}),
+            numbers("None", {"16": [0], "17": [2]}),
+            "16 / 17 in model.layers.2.self_attn",
+        ),
         ("0.25", numbers("0.25", {"0.26": [1, 2]}), "0.25 / 0.26 in 2 modules"),
         ("50.0", "None", "50.0 / None"),
         # of an earlier version, which told the modules in words: nothing is claimed
         ("16; None in model.layers.1.self_attn", numbers("16", {"None": [1]}), None),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_some_modules_hold_is_compared_module_by_module(manifests, a, b, text):
     """A window that every other layer has, one too wide in one of them or in all."""
     first, second = manifests
@@ -310,9 +315,15 @@ def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
     have one."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08, rms_norm_eps=1e-5,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        initializer_range=0.08,
+        rms_norm_eps=1e-5,
+    )
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "right")
     model.config.rms_norm_eps = 1e-2
@@ -330,9 +341,12 @@ def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
             str(tmp_path / first), out=tmp_path / f"{name} a", probe=False, truth="full", **how
         )
         b = capture(
-            None if second is None else str(tmp_path / second), like=a, out=tmp_path / f"{name} b",
-            probe=False, prepare=None if second else changed,
-        )  # fmt: skip
+            None if second is None else str(tmp_path / second),
+            like=a,
+            out=tmp_path / f"{name} b",
+            probe=False,
+            prepare=None if second else changed,
+        )
         verdict = compare(a, b).verdict
         assert verdict.kind == "systematic"
         sides[name] = verdict.side

@@ -27,9 +27,13 @@ def strided(name, *, is_read_wrongly=True):
 def run(tmp_path_factory, tiny_model):
     out = tmp_path_factory.mktemp("layout") / "a"
     return capture(
-        str(tiny_model("llama")), out=out, prompts=PROMPTS, dtype="float32", max_new_tokens=1,
+        str(tiny_model("llama")),
+        out=out,
+        prompts=PROMPTS,
+        dtype="float32",
+        max_new_tokens=1,
         probe=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,18 @@ def verdict(side, kind="localized"):
 
 def block_finding(side, kind="localized", block=BLOCK):
     """What the blocks say."""
-    onset = Onset(site=f"{block}:out", block=block, sample=0, step=0, position=None,
-                  pass_="anchored")  # fmt: skip
+    onset = Onset(
+        site=f"{block}:out", block=block, sample=0, step=0, position=None, pass_="anchored"
+    )
     return Finding(
-        claim="error_made_here", kind=kind, onset=onset, side=side, equal_inputs=True,
+        claim="error_made_here",
+        kind=kind,
+        onset=onset,
+        side=side,
+        equal_inputs=True,
         headline=[fact("made_at", seems=False, site=f"{block}:out", before=None, by=side)],
         evidence=[plain("W is large")],
-    )  # fmt: skip
+    )
 
 
 def owned(verdict, truth, a, b):
@@ -191,13 +196,27 @@ def test_code_that_differs_leaves_no_side_unless_the_candidates_was_replaced():
 
 def operators(side):
     first = OperatorResult(
-        site=f"{BLOCK}.mlp/aten.mul", candidate_site=f"{BLOCK}.mlp/aten.mul", match="exact",
-        operator="aten.mul", candidate_operator="aten.mul", block=BLOCK, phase="prefill", order=3,
-        shape=(2, 4), reference_dtype="float32", candidate_dtype="float32", limit_usage=9.0, w=0.01,
-        reference_error=1e-2, candidate_error=1e-4, floor=1e-7, verdict=side,
-    )  # fmt: skip
-    return OperatorsResult(frame="block", judged="truth", num_matched=1, onset=first.site,
-                           side=side, results=[first])  # fmt: skip
+        site=f"{BLOCK}.mlp/aten.mul",
+        candidate_site=f"{BLOCK}.mlp/aten.mul",
+        match="exact",
+        operator="aten.mul",
+        candidate_operator="aten.mul",
+        block=BLOCK,
+        phase="prefill",
+        order=3,
+        shape=(2, 4),
+        reference_dtype="float32",
+        candidate_dtype="float32",
+        limit_usage=9.0,
+        w=0.01,
+        reference_error=1e-2,
+        candidate_error=1e-4,
+        floor=1e-7,
+        verdict=side,
+    )
+    return OperatorsResult(
+        frame="block", judged="truth", num_matched=1, onset=first.site, side=side, results=[first]
+    )
 
 
 def operator_finding(side):
@@ -217,9 +236,11 @@ def test_levels_that_blame_different_sides_are_told_as_a_contradiction():
 def test_levels_that_agree_or_say_nothing_do_not_contradict():
     """Nor does an operator in another block."""
     for block, operator, place in (
-        ("candidate", "candidate", BLOCK), ("both", "reference", BLOCK),
-        ("candidate", None, BLOCK), ("candidate", "reference", "model.layers.2"),
-    ):  # fmt: skip
+        ("candidate", "candidate", BLOCK),
+        ("both", "reference", BLOCK),
+        ("candidate", None, BLOCK),
+        ("candidate", "reference", "model.layers.2"),
+    ):
         blocks = block_finding(block, block=place)
         found = worded(decide([blocks, operator_finding(operator)]).verdict)
         assert "contradicts" not in found.summary

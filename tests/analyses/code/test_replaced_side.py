@@ -15,8 +15,13 @@ def pair(tiny_model, tmp_path_factory):
     """(the run, its truth)."""
     folder = tmp_path_factory.mktemp("replaced")
     model = str(tiny_model("llama", dtype="float32", num_blocks=4))
-    a = capture(model, out=folder / "a", prompts=["one two three four five six seven eight"],
-                max_new_tokens=2, probe=False)  # fmt: skip
+    a = capture(
+        model,
+        out=folder / "a",
+        prompts=["one two three four five six seven eight"],
+        max_new_tokens=2,
+        probe=False,
+    )
     return a, truth(a, out=folder / "truth")
 
 

@@ -441,11 +441,12 @@ def test_drift_behind_the_blocks(run):
     off = (".:out", 1, 2)
     sites = [
         msgspec.structs.replace(
-            site, floor=1e-3,
+            site,
+            floor=1e-3,
             token_rel_l2_median=0.5 if (site.site, site.sample, site.step) == off else 1e-3,
         )
         for site in report.sites
-    ]  # fmt: skip
+    ]
     (found,) = find_drifts(sites, THRESHOLDS)
     assert "at .:out" in sentence(found.headline)
     assert "prompt 1, step 2" in sentence(found.evidence)

@@ -50,12 +50,16 @@ def one_row(path, change=lambda table: table, *, decode=False):
 CASES = {
     "positions of a padded batch": ("gpt2", "transformer.wpe", one_row("transformer.wpe")),
     "a rotary table in decode steps": (
-        "llama", "model.rotary_emb", one_row("model.rotary_emb", decode=True)
+        "llama",
+        "model.rotary_emb",
+        one_row("model.rotary_emb", decode=True),
     ),
     "a table of other values": (
-        "gpt2", "transformer.wpe", one_row("transformer.wpe", lambda table: table * 1.1)
+        "gpt2",
+        "transformer.wpe",
+        one_row("transformer.wpe", lambda table: table * 1.1),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("with_truth", [False, True])

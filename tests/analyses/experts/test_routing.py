@@ -76,20 +76,41 @@ def deepseek(folder, dtype="float32", **options):
     """A run of a small DeepSeek with a trained bias in its routers."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
-        vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, intermediate_size=128, moe_intermediate_size=32, n_routed_experts=8,
-        num_experts_per_tok=2, n_group=4, topk_group=1, n_shared_experts=1, first_k_dense_replace=1,
-        kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
         initializer_range=0.08,
-    )  # fmt: skip
+    )
     model = transformers.DeepseekV3ForCausalLM(config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.2)
     model.save_pretrained(folder / "model")
     prompts = [[(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(24)] for n in range(2)]
-    return capture(str(folder / "model"), out=folder / "a", prompts=prompts, max_new_tokens=2,
-                   dtype=dtype, probe=False, **options)  # fmt: skip
+    return capture(
+        str(folder / "model"),
+        out=folder / "a",
+        prompts=prompts,
+        max_new_tokens=2,
+        dtype=dtype,
+        probe=False,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")

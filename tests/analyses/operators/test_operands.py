@@ -156,8 +156,10 @@ def test_what_an_operator_writes_to_is_no_constant(judged):
 
     result = judged(put(7), put(7), [X])
     assert result.onset is None
-    found = {r.site: [one.argument for one in r.other_operands] for r in
-             judged(put(7), put(8), [X]).results}  # fmt: skip
+    found = {
+        r.site: [one.argument for one in r.other_operands]
+        for r in judged(put(7), put(8), [X]).results
+    }
     assert found["./aten.fill_"] == ["value"]
     assert found["./aten.copy_"] == []
 
@@ -216,8 +218,11 @@ def test_axes_and_masks_said_in_two_ways_are_the_same():
     x = Operand(site="m/aten.mul:out", shape=(2, 3, 4), dtype="float32")
 
     def summed(dim):
-        return Call(operator="aten.sum.dim_IntList", operands=(x,),
-                    arguments={"self": {"tensor": 0}, "dim": dim})  # fmt: skip
+        return Call(
+            operator="aten.sum.dim_IntList",
+            operands=(x,),
+            arguments={"self": {"tensor": 0}, "dim": dim},
+        )
 
     assert other_scalars(summed([-1]), summed([2])) == []
     assert other_scalars(summed([-1]), summed([1])) != []

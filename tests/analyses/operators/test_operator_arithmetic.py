@@ -17,9 +17,17 @@ def fact(name: str, value: str) -> ArithmeticFact:
 
 def operator(name: str, dtype: str = "float32") -> OperatorResult:
     return OperatorResult(
-        site="m/x", candidate_site="m/x", match="exact", operator=name, candidate_operator=name,
-        phase="prefill", order=0, shape=(1, 4), reference_dtype=dtype, candidate_dtype=dtype,
-    )  # fmt: skip
+        site="m/x",
+        candidate_site="m/x",
+        match="exact",
+        operator=name,
+        candidate_operator=name,
+        phase="prefill",
+        order=0,
+        shape=(1, 4),
+        reference_dtype=dtype,
+        candidate_dtype=dtype,
+    )
 
 
 TF32 = (

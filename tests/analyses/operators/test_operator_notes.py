@@ -14,8 +14,14 @@ BLOCK = "model.layers.1"
 def run(llama, tmp_path_factory):
     """A run with one block's operators, in bfloat16."""
     folder = tmp_path_factory.mktemp("notes")
-    return capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2,
-                   dtype="bfloat16", sites=["blocks", f"ops@{BLOCK}"])  # fmt: skip
+    return capture(
+        llama,
+        out=folder / "a",
+        prompts=["one two three"],
+        max_new_tokens=2,
+        dtype="bfloat16",
+        sites=["blocks", f"ops@{BLOCK}"],
+    )
 
 
 @pytest.mark.parametrize("with_truth", [True, False])

@@ -25,9 +25,14 @@ def pair(tmp_path_factory):
             folder = tmp_path_factory.mktemp("massive")
             torch.manual_seed(seed)
             config = transformers.LlamaConfig(
-                vocab_size=512, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
-                num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
-            )  # fmt: skip
+                vocab_size=512,
+                hidden_size=128,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=256,
+                initializer_range=0.08,
+            )
             model = transformers.LlamaForCausalLM(config)
             with torch.no_grad():
                 mlp = model.get_submodule(BLOCK).mlp
@@ -35,9 +40,15 @@ def pair(tmp_path_factory):
                 mlp.down_proj.weight[:, MASSIVE] /= massive
             model.save_pretrained(folder / "model")
             a = capture(
-                str(folder / "model"), out=folder / "a", prompts=PROMPTS, max_new_tokens=3,
-                dtype="float32", sites=["blocks", f"ops@{BLOCK}"], probe=False, truth="no",
-            )  # fmt: skip
+                str(folder / "model"),
+                out=folder / "a",
+                prompts=PROMPTS,
+                max_new_tokens=3,
+                dtype="float32",
+                sites=["blocks", f"ops@{BLOCK}"],
+                probe=False,
+                truth="no",
+            )
             made[key] = a, truth(a, out=folder / "truth")
         return made[key]
 

@@ -26,8 +26,9 @@ def judged(toy):
     def judge(forward, *, wrong=0.0, pads=PADS):
         a = toy(lambda x: forward(x, 0.5, 0.0), [X], pads=pads)
         b = toy(lambda x: forward(x, 2.0, wrong), [X], pads=pads)
-        right = toy(lambda x: forward(x, 0.5, 0.0), [X.double()], compute_dtype="float64",
-                    pads=pads)  # fmt: skip
+        right = toy(
+            lambda x: forward(x, 0.5, 0.0), [X.double()], compute_dtype="float64", pads=pads
+        )
         return worded(judge_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
 
     return judge
@@ -139,7 +140,8 @@ def test_a_padded_batch_on_two_attentions_blames_none(tiny_model, tmp_path, arch
     healthy = capture(like=a, out=tmp_path / "b", attn_implementation="eager")
     assert compare(a, healthy, truth=truth).operators.onset is None
     where = "model.layers.1.post_attention_layernorm"
-    planted = capture(like=a, out=tmp_path / "c", attn_implementation="eager",
-                      plants=[f"{where}:out=scale:1.1"])  # fmt: skip
+    planted = capture(
+        like=a, out=tmp_path / "c", attn_implementation="eager", plants=[f"{where}:out=scale:1.1"]
+    )
     found = compare(a, planted, truth=truth).verdict
     assert found.onset is not None and found.onset.block == "model.layers.1"

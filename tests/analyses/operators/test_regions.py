@@ -343,8 +343,11 @@ def test_a_cast_at_another_place_is_no_fault(judged, early):
 
     weights = {"w": 1 + 0.1 * random(128, seed=8)}
     result = judged(
-        lambda x, w: norm(x, w, after=early), lambda x, w: norm(x, w, after=not early), [X],
-        weights=weights, dtype=torch.bfloat16,
-    )  # fmt: skip
+        lambda x, w: norm(x, w, after=early),
+        lambda x, w: norm(x, w, after=not early),
+        [X],
+        weights=weights,
+        dtype=torch.bfloat16,
+    )
     assert result.onset is None
     assert all(r.reference_dtype == r.candidate_dtype for r in result.results)

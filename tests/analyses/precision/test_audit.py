@@ -38,11 +38,17 @@ def run_of(tiny_model, tmp_path_factory):
         key = (architecture, dtype, attention)
         if options or key not in made:
             run = capture(
-                str(tiny_model(architecture)), out=tmp_path_factory.mktemp("audit") / "run",
-                prompts=["A bridge is built twice."], max_new_tokens=2, dtype=dtype, device="cpu",
-                attn_implementation=attention, sites=["blocks", f"ops@{BLOCKS[architecture]}"],
-                loading=LoadOptions(trust_remote_code=architecture == "remote-code"), **options,
-            )  # fmt: skip
+                str(tiny_model(architecture)),
+                out=tmp_path_factory.mktemp("audit") / "run",
+                prompts=["A bridge is built twice."],
+                max_new_tokens=2,
+                dtype=dtype,
+                device="cpu",
+                attn_implementation=attention,
+                sites=["blocks", f"ops@{BLOCKS[architecture]}"],
+                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
+                **options,
+            )
             if options:
                 return run
             made[key] = run

@@ -25,15 +25,25 @@ def parts(module, *inputs, blocks=(), logits=None):
         tensor = item.tensor
         records.append(
             SimpleNamespace(
-                pass_="free", sample=0, step=0, order=len(records), site=site, call=call,
-                dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape),
+                pass_="free",
+                sample=0,
+                step=0,
+                order=len(records),
+                site=site,
+                call=call,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
             )
-        )  # fmt: skip
+        )
 
     recorder = OperatorRecorder(
-        module, {"."}, emit=emit, call_of=lambda path: "", active=lambda: True,
+        module,
+        {"."},
+        emit=emit,
+        call_of=lambda path: "",
+        active=lambda: True,
         keep=CopyKeeper().keep,
-    )  # fmt: skip
+    )
     with torch.no_grad(), recorder.installed():
         module(*inputs)
     (nodes,) = forwards_of(SimpleNamespace(records=records), "free").values()
@@ -317,8 +327,13 @@ def test_vendor_kernels_are_told_by_name():
         result = SimpleNamespace(dtype="bfloat16", shape=(3, 8), order=order, site=f"m/{name}:out")
         return CallNode(f"m/{name}", "m", name, call, [result])
 
-    names = ["npu.npu_add_rms_norm", "npu.npu_rotary_mul", "npu.npu_fusion_attention",
-             "transformers.grouped_mm_fallback", "vllm.reshape_and_cache"]  # fmt: skip
+    names = [
+        "npu.npu_add_rms_norm",
+        "npu.npu_rotary_mul",
+        "npu.npu_fusion_attention",
+        "transformers.grouped_mm_fallback",
+        "vllm.reshape_and_cache",
+    ]
     found = find_parts([node(*item) for item in enumerate(names)], {"m"})
     assert [(item.part, item.root.name, item.kernel) for item in found] == [
         ("norm statistics", "npu.npu_add_rms_norm", True),

@@ -29,10 +29,16 @@ PLACE = AuditedPlace(
 
 def audit(**changes) -> AuditResult:
     row = {
-        "part": "softmax", "reference": ["float32"], "candidate": ["bfloat16"],
-        "expected": ["float32"], "expected_by": "attention of modeling_llama.py", "own": True,
-        "below": "candidate", "differs": True, "num_places": 2,
-    }  # fmt: skip
+        "part": "softmax",
+        "reference": ["float32"],
+        "candidate": ["bfloat16"],
+        "expected": ["float32"],
+        "expected_by": "attention of modeling_llama.py",
+        "own": True,
+        "below": "candidate",
+        "differs": True,
+        "num_places": 2,
+    }
     return AuditResult(rows=[AuditRow(**(row | changes))], reference=[], candidate=[PLACE])
 
 
@@ -67,9 +73,15 @@ def test_a_kernel_is_named_below_the_table():
     found = audit(candidate=["inside aten._scaled_dot_product_flash_attention_for_cpu"])
     kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
     place = AuditedPlace(
-        part="softmax", module="m", site="m/x", operators=["m/x"], operands=["bfloat16"],
-        result="bfloat16", computed=None, kernel=kernel,
-    )  # fmt: skip
+        part="softmax",
+        module="m",
+        site="m/x",
+        operators=["m/x"],
+        operands=["bfloat16"],
+        result="bfloat16",
+        computed=None,
+        kernel=kernel,
+    )
     found = msgspec.structs.replace(found, candidate=[place])
     lines = texts(found)
     assert "in one kernel" in lines[2]

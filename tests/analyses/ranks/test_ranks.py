@@ -43,9 +43,16 @@ def pair(size: int, digests: tuple[int, int], row: int | None = None) -> Pair:
     pieces = []
     for digest in digests:
         record = Record(
-            pass_="free", sample=0, step=0, site="x:out", order=0, shape=(size, 8),
-            dtype="float32", summary=summarize(torch.zeros(1)), xxh3=f"{digest:032x}",
-        )  # fmt: skip
+            pass_="free",
+            sample=0,
+            step=0,
+            site="x:out",
+            order=0,
+            shape=(size, 8),
+            dtype="float32",
+            summary=summarize(torch.zeros(1)),
+            xxh3=f"{digest:032x}",
+        )
         pieces.append(Piece(record, 0, row))
     return Pair(reference=pieces[0], candidate=pieces[1], pass_="free", match="exact")
 
@@ -136,14 +143,19 @@ def divide(run: Run, out: Path) -> None:
             continue
         whole = run.read(record)
         even = whole.shape[-1] % 2 == 0
-        for writer, part in zip(writers, whole.chunk(2, dim=-1) if even else (whole,) * 2,
-                                strict=True):  # fmt: skip
+        for writer, part in zip(
+            writers, whole.chunk(2, dim=-1) if even else (whole,) * 2, strict=True
+        ):
             writer.put(
-                CapturedTensor(part.contiguous()), pass_=record.pass_, sample=record.sample,
-                step=record.step, site=record.site, order=record.order,
+                CapturedTensor(part.contiguous()),
+                pass_=record.pass_,
+                sample=record.sample,
+                step=record.step,
+                site=record.site,
+                order=record.order,
                 positions=record.positions,
                 placement=(f"shard:{whole.ndim - 1}" if even else "replicate",),
-            )  # fmt: skip
+            )
     for writer in writers:
         writer.flush()
     writers[1].close(complete=True)
@@ -154,10 +166,13 @@ def divide(run: Run, out: Path) -> None:
 def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedProcess:
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_", "MASTER_"))}
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, words)], cwd=cwd, text=True, capture_output=True,
+        [sys.executable, *launcher, *map(str, words)],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
         timeout=300,
         env={**keep, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes,
-    )  # fmt: skip
+    )
 
 
 def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
@@ -181,10 +196,10 @@ def test_two_processes_give_the_report_of_one(fleet):
     that another run holds, sketches, a run of two ranks, and the error that damage gives. Rank 0
     prints, once."""
     names = ["a", *CANDIDATES]
-    done = launch("-m", "divergence", "compare", *names, "--truth", "truth", "--json",
-                  cwd=fleet)  # fmt: skip
-    alone = launch(*names, "--truth", "truth", "--json", cwd=fleet,
-                   launcher=("-m", "divergence", "compare"))  # fmt: skip
+    done = launch("-m", "divergence", "compare", *names, "--truth", "truth", "--json", cwd=fleet)
+    alone = launch(
+        *names, "--truth", "truth", "--json", cwd=fleet, launcher=("-m", "divergence", "compare")
+    )
     assert alone.returncode == 2  # one run is damaged
     assert done.stdout == alone.stdout
     rows = json.loads(done.stdout)["rows"]
@@ -259,9 +274,11 @@ class Wire:
             objects[:] = pickle.loads(self.queues[src, rank].get(timeout=300))
 
         return SimpleNamespace(
-            get_rank=lambda: rank, get_world_size=lambda: self.size,
-            send_object_list=send, recv_object_list=receive,
-        )  # fmt: skip
+            get_rank=lambda: rank,
+            get_world_size=lambda: self.size,
+            send_object_list=send,
+            recv_object_list=receive,
+        )
 
 
 @pytest.fixture

@@ -12,11 +12,20 @@ from divergence.comparison.results import TokensResult
 
 def _measured(w, *, floor_side="reference", ratio=6.2):
     tokens = TokensResult(
-        num_tokens=16, num_equal=16, forced=True, kl_mean=1e-9, kl_p99=1e-9, floor_side=floor_side,
-        floor_kl_mean=1e-10, floor_kl_p99=1e-10, kl_ratio=ratio, kl_limit=6.0,
-    )  # fmt: skip
-    block = SimpleNamespace(truth=SimpleNamespace(w_median=w), role="block", identical=False,
-                            pass_="anchored")  # fmt: skip
+        num_tokens=16,
+        num_equal=16,
+        forced=True,
+        kl_mean=1e-9,
+        kl_p99=1e-9,
+        floor_side=floor_side,
+        floor_kl_mean=1e-10,
+        floor_kl_p99=1e-10,
+        kl_ratio=ratio,
+        kl_limit=6.0,
+    )
+    block = SimpleNamespace(
+        truth=SimpleNamespace(w_median=w), role="block", identical=False, pass_="anchored"
+    )
     return SimpleNamespace(tokens=tokens, sites=[block] * 5)
 
 

@@ -175,8 +175,9 @@ def test_kl_numbers_are_those_by_hand():
     a = [row + noise(4 + n, 0.1 * (n + 1)) for n, row in enumerate(truth)]
     b = [row + noise(14 + n, 0.3 * (n + 1)) for n, row in enumerate(truth)]
     fed = [1, 1, 1]
-    found = compare_tokens(*(HandMade(rows, fed=fed) for rows in (a, b)),
-                           truth=HandMade(truth, fed=fed))  # fmt: skip
+    found = compare_tokens(
+        *(HandMade(rows, fed=fed) for rows in (a, b)), truth=HandMade(truth, fed=fed)
+    )
     between = [by_hand(x, y) for x, y in zip(a, b, strict=True)]
     floor = [by_hand(x, y) for x, y in zip(truth, a, strict=True)]
     assert found.floor_side == "reference"
@@ -196,8 +197,9 @@ def test_kl_goes_with_the_square_of_the_error(w, beyond):
     a = [row + noise(300 + n, 0.01) for n, row in enumerate(truth)]
     b = [row + noise(500 + n, 0.01 * w) for n, row in enumerate(truth)]
     fed = [0] * num
-    found = compare_tokens(*(HandMade(rows, fed=fed) for rows in (a, b)),
-                           truth=HandMade(truth, fed=fed))  # fmt: skip
+    found = compare_tokens(
+        *(HandMade(rows, fed=fed) for rows in (a, b)), truth=HandMade(truth, fed=fed)
+    )
     assert found.kl_mean / found.floor_kl_mean == pytest.approx(1 + w * w, rel=0.3)
     assert (found.kl_ratio > found.kl_limit) is beyond
     drift = drift_in(found)

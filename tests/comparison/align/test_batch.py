@@ -22,8 +22,10 @@ BLOCK = "model.layers.1"
 def prompts(tmp_path_factory):
     """Eight prompts of 1 to 14 tokens."""
     file = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    rows = [[(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(length)]
-            for n, length in enumerate(LENGTHS)]  # fmt: skip
+    rows = [
+        [(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(length)]
+        for n, length in enumerate(LENGTHS)
+    ]
     file.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
     return file
 
@@ -55,15 +57,28 @@ def anchored(report):
 
 
 HEALTHY = [
-    ("llama", "float32"), ("gpt2", "bfloat16"), ("bert", "float32"), ("qwen3-moe", "bfloat16"),
-]  # fmt: skip
+    ("llama", "float32"),
+    ("gpt2", "bfloat16"),
+    ("bert", "float32"),
+    ("qwen3-moe", "bfloat16"),
+]
 MORE = [
     (arch, dtype)
-    for arch in ("bert", "gemma3", "gpt2", "llama", "mamba", "mamba2", "mixtral", "qwen3",
-                 "qwen3-moe", "t5")
+    for arch in (
+        "bert",
+        "gemma3",
+        "gpt2",
+        "llama",
+        "mamba",
+        "mamba2",
+        "mixtral",
+        "qwen3",
+        "qwen3-moe",
+        "t5",
+    )
     for dtype in ("float32", "bfloat16", "float16")
     if (arch, dtype) not in HEALTHY
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +185,13 @@ def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single
     assert compare(a, b).verdict.onset.block == BLOCK
 
 
-@pytest.mark.parametrize(("architecture", "site"), [
-    ("gpt2", "transformer.wpe"), ("llama", "model.rotary_emb"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "site"),
+    [
+        ("gpt2", "transformer.wpe"),
+        ("llama", "model.rotary_emb"),
+    ],
+)
 def test_positions_that_count_the_pads_are_found(architecture, site, single, tmp_path):
     """Position ids that are not shifted by the pads: the table of positions, not the blocks behind
     it, which get the recorded rows."""
@@ -285,8 +304,9 @@ def test_localize_goes_to_the_modules_of_a_batch_and_says_why_no_further(single,
     b = capture(
         like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=only_in_batches
     )
-    found = localize(a, b, out=tmp_path / "down", truth=truth, here="both",
-                     prepare_candidate=only_in_batches)  # fmt: skip
+    found = localize(
+        a, b, out=tmp_path / "down", truth=truth, here="both", prepare_candidate=only_in_batches
+    )
     assert found.levels[-1].site.startswith(f"{BLOCK}.mlp")
     assert "other batches" in found.stopped
 

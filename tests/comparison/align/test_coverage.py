@@ -134,10 +134,14 @@ def test_every_record_of_the_candidate_is_accounted_for(zoo):
         known = {(s.pass_, s.sample, s.step, s.candidate_site or s.site) for s in report.sites}
         known |= {(s.pass_, s.sample, s.step, s.site) for s in report.coverage.unmatched}
         paired = {
-            ("free" if found == "anchored" and a.manifest.plan.anchored_to == b.manifest.id
-             else found, *rest)
+            (
+                "free"
+                if found == "anchored" and a.manifest.plan.anchored_to == b.manifest.id
+                else found,
+                *rest,
+            )
             for found, *rest in known
-        }  # fmt: skip
+        }
         for record in b.records:
             assert kinds(record) != "tensor" or record.coordinates in known | paired, record
 
@@ -214,9 +218,8 @@ def test_a_site_that_the_anchored_pass_lost_is_missing(run):
     golden = run()
     new = run(like=golden)
     lost = [
-        r for r in new.records
-        if not (r.pass_ == "anchored" and r.site == "model.layers.1:out")
-    ]  # fmt: skip
+        r for r in new.records if not (r.pass_ == "anchored" and r.site == "model.layers.1:out")
+    ]
     report = compare(golden, Run(new.path, new.manifest, lost))
     found = row(report, "anchored")
     assert found.num_missing == 2 * 3

@@ -54,14 +54,20 @@ def changed(run: Run, path, site: str, factor: float) -> Run:
             if record.site == site:
                 tensor = tensor * factor
             writer.put(
-                CapturedTensor(tensor), pass_=record.pass_, sample=record.sample, step=record.step,
-                site=record.site, order=record.order, call=record.call,
-            )  # fmt: skip
+                CapturedTensor(tensor),
+                pass_=record.pass_,
+                sample=record.sample,
+                step=record.step,
+                site=record.site,
+                order=record.order,
+                call=record.call,
+            )
     return Run.open(path)
 
 
-@pytest.mark.parametrize("order", [("source", "replay"), ("replay", "source"), ("replay", "again")],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "order", [("source", "replay"), ("replay", "source"), ("replay", "again")], ids=str
+)
 def test_operators_of_a_replay_are_compared_alone(runs, order):
     """With its source either way round, and with another replay of it; modules are left alone."""
     one, two = (runs[name] for name in order)

@@ -14,16 +14,21 @@ from divergence.numerics.floor import norm_floor
 
 
 def run_of(norm):
-    sites = {"embed#optimizer:in.weight": 10**7, "norm#optimizer:in.weight": 64,
-             "norm#optimizer:out.weight": 64, ".#optimizer:in.grad_norm": 1}  # fmt: skip
+    sites = {
+        "embed#optimizer:in.weight": 10**7,
+        "norm#optimizer:in.weight": 64,
+        "norm#optimizer:out.weight": 64,
+        ".#optimizer:in.grad_norm": 1,
+    }
     summary = SimpleNamespace(rms=norm)
     training = SimpleNamespace(learning_rate=0.5, clip_grad_norm=0.1)
     return SimpleNamespace(
         manifest=SimpleNamespace(training=training),
-        records=[SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary,
-                                 dtype="float32")
-                 for site, numel in sites.items()],
-    )  # fmt: skip
+        records=[
+            SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary, dtype="float32")
+            for site, numel in sites.items()
+        ],
+    )
 
 
 def test_what_is_clipped_has_the_error_of_the_norm():
@@ -72,9 +77,10 @@ def half(a, tmp_path_factory):
     clip = torch.nn.utils.clip_grads_with_norm_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            torch.nn.utils, "clip_grads_with_norm_",
+            torch.nn.utils,
+            "clip_grads_with_norm_",
             lambda some, most, norm: clip(some, most / 2, norm),
-        )  # fmt: skip
+        )
         b = divergence.capture(like=a, out=tmp_path_factory.mktemp("half") / "b", probe=False)
     return divergence.compare(a, b).verdict
 

@@ -24,8 +24,14 @@ def rows_of(norm, diff) -> RowMetrics:
 
 def rated(norm, diff, **more):
     rows = rows_of([norm], [diff])
-    how = {"form": BF16, "work": BF16, "num_features": WIDTH, "role": "trunk", "inherited": None,
-           "beside": np.zeros(1)}  # fmt: skip
+    how = {
+        "form": BF16,
+        "work": BF16,
+        "num_features": WIDTH,
+        "role": "trunk",
+        "inherited": None,
+        "beside": np.zeros(1),
+    }
     return ModelFloor().ratios(rows, **how | more)[0]
 
 

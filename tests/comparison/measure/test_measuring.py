@@ -36,8 +36,12 @@ def dumps(tmp_path_factory, tiny_model):
     """Two runs of seven blocks, each block's input the output of the one before; the fourth
     block's output is equal on both sides."""
     folder = tmp_path_factory.mktemp("dumps")
-    small = capture(str(tiny_model("llama", dtype="float32")), out=folder / "small",
-                    prompts=["Snow fell"], max_new_tokens=1)  # fmt: skip
+    small = capture(
+        str(tiny_model("llama", dtype="float32")),
+        out=folder / "small",
+        prompts=["Snow fell"],
+        max_new_tokens=1,
+    )
     generator = torch.Generator().manual_seed(1)
     writers = []
     for name in ("a", "b"):
@@ -55,9 +59,13 @@ def dumps(tmp_path_factory, tiny_model):
         for port, tensors in (("in", before), ("out", after)):
             for writer, tensor in zip(writers, tensors or (), strict=False):
                 writer.put(
-                    CapturedTensor(tensor.bfloat16()), pass_="free", sample=0, step=0,
-                    site=f"model.layers.{number}:{port}", order=2 * number + (port == "out"),
-                )  # fmt: skip
+                    CapturedTensor(tensor.bfloat16()),
+                    pass_="free",
+                    sample=0,
+                    step=0,
+                    site=f"model.layers.{number}:{port}",
+                    order=2 * number + (port == "out"),
+                )
         before = after
     for writer in writers:
         writer.close(complete=True)
@@ -94,8 +102,9 @@ def test_found_apart_and_judged_together_is_the_same(case):
     parts = results_of_pairs(fresh, pairs, [found[number] for number in range(len(pairs))])
     assert plain(parts) == plain(whole)
     assert [result.site for result in whole if result.identical] == [
-        "model.layers.3:out", "model.layers.4:in"
-    ]  # fmt: skip
+        "model.layers.3:out",
+        "model.layers.4:in",
+    ]
 
 
 def test_logits_of_which_most_rows_are_no_numbers_are_measured_in_the_others(dumps, tmp_path):
@@ -109,8 +118,14 @@ def test_logits_of_which_most_rows_are_no_numbers_are_measured_in_the_others(dum
             logits = values * (1 + 0.01 * number)
             logits[:, finite:] = math.nan
             writer = RunWriter(tmp_path / f"{finite}-{number}", manifest)
-            writer.put(CapturedTensor(logits), pass_="free", sample=0, step=0, order=0,
-                       site=manifest.plan.logits_site)  # fmt: skip
+            writer.put(
+                CapturedTensor(logits),
+                pass_="free",
+                sample=0,
+                step=0,
+                order=0,
+                site=manifest.plan.logits_site,
+            )
             writer.close(complete=True)
             runs.append(Run.open(tmp_path / f"{finite}-{number}"))
         (site,) = measure_all(Measurer(*runs, ModelFloor()), align(*runs).pairs)
@@ -123,16 +138,26 @@ def test_an_accelerator_finds_the_same(dumps):
     own, there = (compare(*dumps, device=device) for device in ("cpu", "cpu:0"))
     assert there.verdict.kind == own.verdict.kind
     for one, two in zip(own.sites, there.sites, strict=True):
-        for name in ("rel_l2", "one_minus_cosine", "token_rel_l2_p99", "channel_rel_l2_max",
-                     "ulp_p99", "ulp_max", "max_abs", "ratio"):  # fmt: skip
+        for name in (
+            "rel_l2",
+            "one_minus_cosine",
+            "token_rel_l2_p99",
+            "channel_rel_l2_max",
+            "ulp_p99",
+            "ulp_max",
+            "max_abs",
+            "ratio",
+        ):
             assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-6), name
 
 
 @pytest.mark.parametrize("device", ["meta", "nonsense"])
 def test_a_device_that_cannot_add_up_is_refused(dumps, device):
     """It is said before anything is measured, by both ways to compare."""
-    for run in (lambda: compare(*dumps, device=device),
-                lambda: compare_many(dumps[0], dumps[1:], device=device)):  # fmt: skip
+    for run in (
+        lambda: compare(*dumps, device=device),
+        lambda: compare_many(dumps[0], dumps[1:], device=device),
+    ):
         with pytest.raises(UsageError, match=f"cannot measure on {device}"):
             run()
 
@@ -150,8 +175,10 @@ def test_large_runs_are_measured_by_compiled_loops(case, monkeypatch):
     for one, two in zip(slow, fast, strict=True):
         assert two.rel_l2 == pytest.approx(one.rel_l2, rel=1e-6)
         assert (two.ulp_p99, two.ulp_max, two.worst_channel) == (
-            one.ulp_p99, one.ulp_max, one.worst_channel
-        )  # fmt: skip
+            one.ulp_p99,
+            one.ulp_max,
+            one.worst_channel,
+        )
 
 
 def test_large_pairs_are_shared_by_threads(case, monkeypatch):

@@ -32,10 +32,14 @@ def recorded(tmp_path_factory, tiny_model):
         key = architecture, dtype, store, sites, number
         if key not in runs:
             runs[key] = capture(
-                str(tiny_model(architecture, dtype=dtype, hidden=HIDDEN)), store=store,
-                out=tmp_path_factory.mktemp("recorded") / store, prompts=[PROMPT],
-                max_new_tokens=3, sites=[sites], probe=False,
-            )  # fmt: skip
+                str(tiny_model(architecture, dtype=dtype, hidden=HIDDEN)),
+                store=store,
+                out=tmp_path_factory.mktemp("recorded") / store,
+                prompts=[PROMPT],
+                max_new_tokens=3,
+                sites=[sites],
+                probe=False,
+            )
         return runs[key]
 
     return make
@@ -100,8 +104,11 @@ def test_other_kernels_raise_no_alarm(recorded, tmp_path, architecture, dtype):
 @pytest.mark.parametrize("architecture", [FEW[0], *SLOWLY])
 def test_another_machine_raises_no_alarm(recorded, tmp_path, architecture):
     """The oldest kernels of this CPU, in a process of their own."""
-    switches = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
-                "MKL_CBWR": "COMPATIBLE"}  # fmt: skip
+    switches = {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE",
+    }
     script = (
         "import sys; from divergence.recording.api import capture\n"
         "for like, out in zip(sys.argv[1::2], sys.argv[2::2]):\n"
@@ -111,8 +118,10 @@ def test_another_machine_raises_no_alarm(recorded, tmp_path, architecture):
     names = [str(one) for n, run in enumerate(firsts) for one in (run.path, tmp_path / str(n))]
     subprocess.run(
         [sys.executable, "-c", script, *names],
-        env={**os.environ, **switches}, cwd=Path(__file__).parents[3], check=True,
-    )  # fmt: skip
+        env={**os.environ, **switches},
+        cwd=Path(__file__).parents[3],
+        check=True,
+    )
     for number, first in enumerate(firsts):
         report = compare(first, tmp_path / str(number))
         assert report.verdict.kind in ("identical", "within_floor"), report.verdict.summary
@@ -125,8 +134,13 @@ def test_faults_are_found(recorded, tmp_path, architecture, fault):
     for number, store in enumerate(("full", "sketch")):
         first = recorded(architecture, "bfloat16", store)
         block = blocks_of(first)[1]
-        second = repeated(first, tmp_path / str(number), architecture, store="sketch",
-                          plants=[f"{block}:out={fault}"])  # fmt: skip
+        second = repeated(
+            first,
+            tmp_path / str(number),
+            architecture,
+            store="sketch",
+            plants=[f"{block}:out={fault}"],
+        )
         verdict = compare(first, second).verdict
         assert verdict.kind == "localized", (store, verdict.summary)
         assert verdict.onset.block == block
@@ -136,8 +150,12 @@ def test_what_to_do_next(recorded, tmp_path):
     """Two sketches that differ end in commands that capture the blocks, and what was flagged, in
     full."""
     first = recorded(store="sketch", sites="modules")
-    second = capture(like=first.path, out=tmp_path / "b", probe=False,
-                     plants=["model.layers.1.mlp:out=scale:1.3"])  # fmt: skip
+    second = capture(
+        like=first.path,
+        out=tmp_path / "b",
+        probe=False,
+        plants=["model.layers.1.mlp:out=scale:1.3"],
+    )
     commands = compare(first, second).verdict.next
     assert "--store full" in commands[0] and "--sites blocks" in commands[0]
     assert "--sites model.layers.1.mlp:out" in commands[0]
@@ -148,8 +166,13 @@ def test_what_a_full_reference_can_anchor_is_captured_in_full(recorded, tmp_path
     """Where the candidate alone kept no bytes, the first command captures it with them, and with
     its fault; nothing is advised of digests that digests cannot tell."""
     first = recorded()
-    second = capture(like=first.path, out=tmp_path / "b", store=store, probe=False,
-                     plants=["model.layers.1:out=scale:1.3"])  # fmt: skip
+    second = capture(
+        like=first.path,
+        out=tmp_path / "b",
+        store=store,
+        probe=False,
+        plants=["model.layers.1:out=scale:1.3"],
+    )
     commands = compare(first, second).verdict.next
     assert "--store full --sites blocks" in commands[0]
     assert "--plant model.layers.1:out=scale:1.3" in commands[0]
@@ -159,10 +182,15 @@ def test_what_a_full_reference_can_anchor_is_captured_in_full(recorded, tmp_path
 
 @pytest.mark.parametrize(
     "pair",
-    [("sketch", "sketch"), ("hash", "hash"), ("full", "hash"), ("stats", "sketch"),
-     ("hash", "stats")],
+    [
+        ("sketch", "sketch"),
+        ("hash", "hash"),
+        ("full", "hash"),
+        ("stats", "sketch"),
+        ("hash", "stats"),
+    ],
     ids="-".join,
-)  # fmt: skip
+)
 def test_equal_digests_are_identical(recorded, tmp_path, pair):
     """The same machine again: every bit is equal, whatever is kept."""
     first, second = (recorded(store=store, number=n) for n, store in enumerate(pair))
@@ -209,8 +237,9 @@ def test_digests_tell_where_not_how_much(recorded, tmp_path, store):
     """Without bytes and sketches a fault is shown where statistics prove more than rounding; of
     digests alone the first difference is named."""
     first = recorded(store=store)
-    second = capture(like=first.path, out=tmp_path / "b", probe=False,
-                     plants=["model.layers.1:out=scale:1.3"])  # fmt: skip
+    second = capture(
+        like=first.path, out=tmp_path / "b", probe=False, plants=["model.layers.1:out=scale:1.3"]
+    )
     report = compare(first, second)
     assert report.verdict.kind == ("drift" if store == "stats" else "undetermined")
     assert report.verdict.confidence == ("medium" if store == "stats" else "low")
@@ -228,8 +257,9 @@ def test_digests_tell_where_not_how_much(recorded, tmp_path, store):
 def test_nan_is_seen_in_statistics(recorded, tmp_path):
     """Counts of what is no finite number are enough for that verdict."""
     first = recorded(store="stats")
-    second = capture(like=first.path, out=tmp_path / "b", probe=False,
-                     plants=["model.layers.1:out=nan"])  # fmt: skip
+    second = capture(
+        like=first.path, out=tmp_path / "b", probe=False, plants=["model.layers.1:out=nan"]
+    )
     verdict = compare(first, second).verdict
     assert verdict.kind == "nonfinite" and verdict.onset.site == "model.layers.1:out"
 
@@ -333,8 +363,13 @@ def test_two_dtypes(tiny_model, tmp_path):
 
 def test_a_truth_clears_nobody_by_sketches(tiny_model, tmp_path):
     """It judged what was kept in full alone, rotary tables, and blocks were not."""
-    a = capture(str(tiny_model("llama", dtype="bfloat16", hidden=128)), out=tmp_path / "a",
-                prompts=[PROMPT], max_new_tokens=3, probe=False)  # fmt: skip
+    a = capture(
+        str(tiny_model("llama", dtype="bfloat16", hidden=128)),
+        out=tmp_path / "a",
+        prompts=[PROMPT],
+        max_new_tokens=3,
+        probe=False,
+    )
     b = repeated(a, tmp_path / "b", store="sketch")
     verdict = compare(a, b, truth=make_truth(a.path, out=tmp_path / "truth")).verdict
     assert any("against the truth" in fact.text for fact in verdict.evidence)

@@ -19,9 +19,16 @@ def model(tmp_path_factory):
 
     def make(vocab=256, steps=0, scale=1.0):
         torch.manual_seed(0)
-        module = LlamaForCausalLM(LlamaConfig(
-            vocab_size=vocab, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=128))  # fmt: skip
+        module = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocab,
+                hidden_size=64,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=128,
+            )
+        )
         optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
         for _ in range(steps):
             optimizer.zero_grad()
@@ -38,14 +45,17 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("vocab, steps, scale, options", [
-    pytest.param(1024, 0, 1.0, {"optimizer": "adamw"}, id="norm"),
-    pytest.param(1 << 15, 0, 1.0, {"optimizer": "sgd"}, id="norm-of-two-million"),
-    pytest.param(1024, 0, 1.0, {"optimizer": "adamw", "clip_grad_norm": 0.1}, id="clipped"),
-    pytest.param(256, 60, 1.0, {"optimizer": "adamw"}, id="small-loss"),
-    pytest.param(256, 60, 2.0, {}, id="loss-near-zero"),
-    pytest.param(256, 60, 1.0, {"autocast": "bfloat16"}, id="small-loss-autocast"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "vocab, steps, scale, options",
+    [
+        pytest.param(1024, 0, 1.0, {"optimizer": "adamw"}, id="norm"),
+        pytest.param(1 << 15, 0, 1.0, {"optimizer": "sgd"}, id="norm-of-two-million"),
+        pytest.param(1024, 0, 1.0, {"optimizer": "adamw", "clip_grad_norm": 0.1}, id="clipped"),
+        pytest.param(256, 60, 1.0, {"optimizer": "adamw"}, id="small-loss"),
+        pytest.param(256, 60, 2.0, {}, id="loss-near-zero"),
+        pytest.param(256, 60, 1.0, {"autocast": "bfloat16"}, id="small-loss-autocast"),
+    ],
+)
 def test_a_healthy_step_is_not_far_from_the_truth(vocab, steps, scale, options, model, tmp_path):
     """What both sides lose by adding in float32, or by cancelling, is no fault of both."""
     a = divergence.capture(
@@ -83,12 +93,15 @@ def scale_backward(path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("path, steps, site", [
-    ("model.layers.1.mlp", 0, "model.layers.1#backward:out"),
-    ("model.layers.2.mlp.up_proj", 60, "model.layers.2#backward:out"),
-    ("model.norm", 60, "model.norm#backward:out"),
-    ("lm_head", 60, "lm_head#backward:out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, steps, site",
+    [
+        ("model.layers.1.mlp", 0, "model.layers.1#backward:out"),
+        ("model.layers.2.mlp.up_proj", 60, "model.layers.2#backward:out"),
+        ("model.norm", 60, "model.norm#backward:out"),
+        ("lm_head", 60, "lm_head#backward:out"),
+    ],
+)
 def test_a_backward_that_is_wrong_in_b_alone_is_b_s(path, steps, site, model, tmp_path):
     """The norm of all gradients, which follows from it, takes no side back."""
     a = divergence.capture(

@@ -88,9 +88,13 @@ def test_a_faulty_reference_is_named(case, dtype, tmp_path):
     """The fault was on the first machine; the second is right, and so it is said."""
     one = case(dtype)
     bad = capture(
-        one.model, out=tmp_path / "bad", prompts=[PROMPT], max_new_tokens=3, device="cpu",
+        one.model,
+        out=tmp_path / "bad",
+        prompts=[PROMPT],
+        max_new_tokens=3,
+        device="cpu",
         prepare=lambda model: plant(model, "gate-up", 1),
-    )  # fmt: skip
+    )
     truth = make_truth(bad, out=tmp_path / "truth")
     verdict = compare(bad, one.like(bad), truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "reference")
@@ -280,8 +284,12 @@ def test_free_runs_alone_have_a_side_too(case):
 def test_a_truth_of_many_prompts_in_one_batch(case, tmp_path, tiny_model):
     """Pads are apart, and the fault is found all the same."""
     root = tmp_path
-    one = Case(root, tiny_model("llama", dtype="bfloat16"),
-               prompts=[PROMPT, "Short.", "A little longer than that."], batch=True)  # fmt: skip
+    one = Case(
+        root,
+        tiny_model("llama", dtype="bfloat16"),
+        prompts=[PROMPT, "Short.", "A little longer than that."],
+        batch=True,
+    )
     assert compare(one.a, one.like(), truth=one.truth).verdict.kind == "within_floor"
     verdict = compare(one.a, one.like(fault=("gate-up", [1])), truth=one.truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
@@ -314,8 +322,13 @@ def test_torch_stays_out_of_the_widened_state(case):
 
 def test_a_module_that_hands_its_input_on_is_not_far_from_the_truth(tiny_model, tmp_path):
     """BERT's dropouts inherit the error of what is before them; equal runs are wrong nowhere."""
-    a = capture(tiny_model("bert"), out=tmp_path / "a", prompts=["one two three four five six"],
-                sites=["blocks", "modules"], dtype="float32")  # fmt: skip
+    a = capture(
+        tiny_model("bert"),
+        out=tmp_path / "a",
+        prompts=["one two three four five six"],
+        sites=["blocks", "modules"],
+        dtype="float32",
+    )
     b = capture(like=a, out=tmp_path / "b")
     report = compare(a, b, truth=make_truth(a, out=tmp_path / "t"))
     assert (report.verdict.kind, report.verdict.side) == ("identical", "neither")

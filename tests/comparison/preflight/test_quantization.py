@@ -72,9 +72,12 @@ def simulated(plain, kept="lm_head", calibration=None, **options):
     note = QuantizationNote(method="simulated", schemes=[scheme], kept=["h.*"])
     run.manifest.model = msgspec.structs.replace(run.manifest.model, quantization=note)
     run.manifest.engine = EngineNote(
-        name="quantize", version="5", options=options, facts={"scheme": "W8A16", "kept": kept},
+        name="quantize",
+        version="5",
+        options=options,
+        facts={"scheme": "W8A16", "kept": kept},
         calibration=None if calibration is None else Calibration(num_tokens=9, **calibration),
-    )  # fmt: skip
+    )
     return run
 
 
@@ -82,11 +85,13 @@ def simulated(plain, kept="lm_head", calibration=None, **options):
     ("a", "b", "said"),
     [
         (
-            {"smooth": None}, {"smooth": 0.5},
+            {"smooth": None},
+            {"smooth": 0.5},
             ("W8A16", "W8A16 (scales migrated by alpha 0.5)"),
         ),
         (
-            {"kept": "h.1"}, {"kept": "h.2"},
+            {"kept": "h.1"},
+            {"kept": "h.2"},
             ("W8A16 (kept: h.1)", "W8A16 (kept: h.2)"),
         ),
         (
@@ -107,7 +112,7 @@ def simulated(plain, kept="lm_head", calibration=None, **options):
         ),
     ],
     ids=["migration", "kept", "static", "migrated"],
-)  # fmt: skip
+)
 def test_other_scales_of_one_simulated_scheme_are_another_model(plain, a, b, said):
     """Migration and calibration stand in no note of the model, and starred names hide which block
     was kept: nothing that they change is a machine's."""

@@ -26,8 +26,15 @@ def recorded(tmp_path_factory, tiny_model):
     def make(dtype):
         if dtype not in runs:
             model, out = str(tiny_model("llama")), tmp_path_factory.mktemp("a") / "run"
-            runs[dtype] = capture(model, out=out, prompts=PROMPTS, dtype=dtype, max_new_tokens=2,
-                                  probe=False, prepare=filled)  # fmt: skip
+            runs[dtype] = capture(
+                model,
+                out=out,
+                prompts=PROMPTS,
+                dtype=dtype,
+                max_new_tokens=2,
+                probe=False,
+                prepare=filled,
+            )
         return runs[dtype]
 
     return make
@@ -230,10 +237,11 @@ def test_what_a_checkpoint_lacks_or_has_twice_is_said(edit, relation, checkpoint
         edit(weights)
 
     runs = [
-        capture(checkpoint(change), out=tmp_path / name, prompts=PROMPTS, max_new_tokens=1,
-                probe=False)
+        capture(
+            checkpoint(change), out=tmp_path / name, prompts=PROMPTS, max_new_tokens=1, probe=False
+        )
         for name, change in (("a", untied), ("b", edited))
-    ]  # fmt: skip
+    ]
     line = weights_line(compare(*runs))
     assert line.status == "blocking"
     assert relation in line.detail

@@ -44,13 +44,25 @@ def library() -> Path:
         if not made.exists():
             part = made.with_suffix(".part")
             command = [
-                _compiler() or _COMPILERS[0], "-std=c++20", "-O1", "-fPIC", "-shared", "-w",
-                "-fvisibility=hidden", "-fvisibility-inlines-hidden",
-                f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
+                _compiler() or _COMPILERS[0],
+                "-std=c++20",
+                "-O1",
+                "-fPIC",
+                "-shared",
+                "-w",
+                "-fvisibility=hidden",
+                "-fvisibility-inlines-hidden",
+                f"-I{root / 'include'}",
+                f"-I{root / 'include/torch/csrc/api/include'}",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-                str(SOURCE / "device.cpp"), "-o", str(part),
-                f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10",
-            ]  # fmt: skip
+                str(SOURCE / "device.cpp"),
+                "-o",
+                str(part),
+                f"-L{root / 'lib'}",
+                "-ltorch_cpu",
+                "-ltorch",
+                "-lc10",
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{SOURCE} does not compile:\n{done.stderr[-4000:]}")

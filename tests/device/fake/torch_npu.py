@@ -33,9 +33,14 @@ import torch.distributed as dist
 __version__ = "2.0.0+simulated"
 SCHEDULES = ("none", "copies", "kernels", "both")
 _NUMBERS = (
-    "strict_threads", "no_pinned", "pinned_by_base", "no_float64", "no_float64_products",
-    "short_products", "max_bytes",
-)  # fmt: skip
+    "strict_threads",
+    "no_pinned",
+    "pinned_by_base",
+    "no_float64",
+    "no_float64_products",
+    "short_products",
+    "max_bytes",
+)
 _NAMES = ("missing", "fallback", "wrong")
 
 _library = ctypes.CDLL(str(simulated_build.library()))
@@ -184,9 +189,19 @@ def _module() -> types.ModuleType:
     """torch.npu, as far as torch, transformers and divergence ask for it."""
     made = types.ModuleType("torch.npu")
     for function in (
-        Event, Stream, stream, current_stream, get_device_properties, manual_seed, manual_seed_all,
-        max_memory_allocated, mem_get_info, memory_allocated, reset_peak_memory_stats, set_device,
-    ):  # fmt: skip
+        Event,
+        Stream,
+        stream,
+        current_stream,
+        get_device_properties,
+        manual_seed,
+        manual_seed_all,
+        max_memory_allocated,
+        mem_get_info,
+        memory_allocated,
+        reset_peak_memory_stats,
+        set_device,
+    ):
         setattr(made, function.__name__, function)
     made.device_count = lambda: 2
     made.is_available = made.is_bf16_supported = lambda: True

@@ -54,9 +54,19 @@ def made(*args: object, **switches: object) -> Said:
 def captured(model: object, out: str, device: str, *args: object, **switches: object) -> Said:
     """A short capture on ``device``."""
     return made(
-        "capture", model, "-o", out, "--device", device, "--max-new-tokens", 2, "--no-probe",
-        "--force", *args, **switches,
-    )  # fmt: skip
+        "capture",
+        model,
+        "-o",
+        out,
+        "--device",
+        device,
+        "--max-new-tokens",
+        2,
+        "--no-probe",
+        "--force",
+        *args,
+        **switches,
+    )
 
 
 if __name__ == "__main__":

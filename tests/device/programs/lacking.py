@@ -11,9 +11,19 @@ from commands import captured, divergence, made
 
 def _attempt(model: str, *args: object, **switches: object) -> list:
     said = divergence(
-        "capture", model, "-o", "n", "--device", "npu", "--max-new-tokens", 2, "--no-probe",
-        "--force", *args, **switches,
-    )  # fmt: skip
+        "capture",
+        model,
+        "-o",
+        "n",
+        "--device",
+        "npu",
+        "--max-new-tokens",
+        2,
+        "--no-probe",
+        "--force",
+        *args,
+        **switches,
+    )
     if said.code:
         return [said, None]
     like = "c-sketch" if "sketch" in args else "c"
@@ -23,8 +33,19 @@ def _attempt(model: str, *args: object, **switches: object) -> list:
 def answers(work, model) -> dict:
     captured(model, "c", "cpu")
     captured(model, "c-sketch", "cpu", "--store", "sketch")
-    made("capture", model, "-o", "n4", "--device", "npu", "--max-new-tokens", 2, "--no-probe",
-         "--plant", "model.layers.1.mlp.down_proj:out=zero")  # fmt: skip
+    made(
+        "capture",
+        model,
+        "-o",
+        "n4",
+        "--device",
+        "npu",
+        "--max-new-tokens",
+        2,
+        "--no-probe",
+        "--plant",
+        "model.layers.1.mlp.down_proj:out=zero",
+    )
     found = {}
     for name, switches in {
         "no pinned": {"no_pinned": 1},

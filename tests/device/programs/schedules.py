@@ -40,8 +40,17 @@ def answers(work, model) -> dict:
                     "n"
                 ).manifest.repeatability.num_different
         made(
-            "capture", "--like", "c-modules", "-o", "n-like", "--device", "npu", "--escalate",
-            "--force", "--no-probe", schedule=schedule,
-        )  # fmt: skip
+            "capture",
+            "--like",
+            "c-modules",
+            "-o",
+            "n-like",
+            "--device",
+            "npu",
+            "--escalate",
+            "--force",
+            "--no-probe",
+            schedule=schedule,
+        )
         found[f"anchored, {schedule}"] = divergence("compare", "c-modules", "n-like")
     return found

@@ -30,9 +30,17 @@ def _truth(run: str) -> dict[str, str | None]:
 def _captured(folder) -> dict[str, object]:
     """By what the device lacks: what the capture said, and whether its truth is the host's."""
     command = (
-        "capture", folder, "--prompt", "hello world this is", "--max-new-tokens", 8,
-        "--truth", "full", "--no-probe", "--force",
-    )  # fmt: skip
+        "capture",
+        folder,
+        "--prompt",
+        "hello world this is",
+        "--max-new-tokens",
+        8,
+        "--truth",
+        "full",
+        "--no-probe",
+        "--force",
+    )
     made(*command, "-o", "host", "--device", "cpu")
     found = {}
     for lacking in LACKING:

@@ -114,12 +114,16 @@ def test_every_case_holds_on_gloo(tmp_path, ranks):
         ("all_gather=swap@2", ["all_gather.*.odd.random"], "definition", "chunk 1 holds what"),
         ("broadcast=tail:17@1", ["broadcast.*.odd.random"], "definition", "the last 17 of 1,037"),
         ("send_recv=tail:17@0", ["send_recv.*.odd.random"], "definition", "the last 17 of 129"),
-        ("all_reduce=bit@2", [*SUMS[2:], "all_reduce.float32.*.cancelling"], "same_bits",
-         "holds other bits than ranks 0, 1"),
+        (
+            "all_reduce=bit@2",
+            [*SUMS[2:], "all_reduce.float32.*.cancelling"],
+            "same_bits",
+            "holds other bits than ranks 0, 1",
+        ),
         ("all_gather=bit@0", ["all_gather.*.odd.random"], "definition", "1 of 387 elements"),
         ("all_to_all=swap@1", ["all_to_all.*.odd.random"], "definition", "chunk 0 holds what"),
     ],
-)  # fmt: skip
+)
 def test_planted_faults_are_found_with_their_rank(made, plant, sites, check, said):
     """On three ranks; the first line has the rank, the collective, the size and the dtype."""
     report = compare(made(3, plant, sites=sites))
@@ -288,9 +292,22 @@ def test_the_report_is_whole_in_every_form(made):
 def test_torchrun_starts_the_ranks(tmp_path):
     """As on several machines."""
     out = tmp_path / "r"
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m",
-             "divergence", "capture", "suite:collectives", "-o", str(out), "--sites",
-             "all_reduce.*.odd.random", "--no-probe"]  # fmt: skip
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "divergence",
+        "capture",
+        "suite:collectives",
+        "-o",
+        str(out),
+        "--sites",
+        "all_reduce.*.odd.random",
+        "--no-probe",
+    ]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert compare(Run.open(out)).verdict.kind == "within_floor"

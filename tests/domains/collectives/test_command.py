@@ -8,8 +8,17 @@ import json
 def test_capture_and_compare(invoke, tmp_path):
     """Exit code 1 for a faulty rank, 0 for a right one; the second run is not needed."""
     out = str(tmp_path / "c")
-    words = ["capture", "suite:collectives", "-o", out, "--ranks", "2", "--no-probe", "--sites",
-             "all_gather.float32.odd.*"]  # fmt: skip
+    words = [
+        "capture",
+        "suite:collectives",
+        "-o",
+        out,
+        "--ranks",
+        "2",
+        "--no-probe",
+        "--sites",
+        "all_gather.float32.odd.*",
+    ]
     code, said, _ = invoke(*words)
     assert code == 0
     assert "does every rank hold what it should?" in said
@@ -34,8 +43,9 @@ def test_without_ranks_the_line_to_type_is_said(invoke):
 
 def test_a_dry_run_lists_the_cases(invoke):
     """With the sizes of so many ranks."""
-    code, said, _ = invoke("capture", "suite:collectives", "--ranks", "4", "--dry-run", "--sites",
-                           "all_gather.*")  # fmt: skip
+    code, said, _ = invoke(
+        "capture", "suite:collectives", "--ranks", "4", "--dry-run", "--sites", "all_gather.*"
+    )
     assert code == 0
     assert "all_gather.float32.odd.random" in said
     assert "516 B" in said  # 129 8-bit floats of each rank

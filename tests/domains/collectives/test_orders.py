@@ -73,12 +73,21 @@ def measured(add, n: int, size: int, dtype: str = "float32"):
 @pytest.mark.parametrize(
     ("add", "n", "name"),
     [
-        (gloo, 3, "ring"), (gloo, 4, "ring"), (gloo, 5, "ring"), (gloo, 8, "ring"),
-        (halving, 4, "recursive halving"), (halving, 8, "recursive halving"),
-        (tree, 4, "tree"), (tree, 6, "tree"), (tree, 8, "tree"),
-        (flat, 3, "flat"), (flat, 5, "flat"), (flat, 8, "flat"), (flat, 2, "one addition"),
+        (gloo, 3, "ring"),
+        (gloo, 4, "ring"),
+        (gloo, 5, "ring"),
+        (gloo, 8, "ring"),
+        (halving, 4, "recursive halving"),
+        (halving, 8, "recursive halving"),
+        (tree, 4, "tree"),
+        (tree, 6, "tree"),
+        (tree, 8, "tree"),
+        (flat, 3, "flat"),
+        (flat, 5, "flat"),
+        (flat, 8, "flat"),
+        (flat, 2, "one addition"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_orders_are_named(add, n, name, size, dtype):
     """Small buffers element by element, large ones by windows."""

@@ -24,8 +24,9 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrong")
     number = iter(range(100))
 
-    def make(ranks: int, sites: tuple[str, ...] = RANDOM, own: tuple[str, ...] = (),
-             **functions: str) -> Run:  # fmt: skip
+    def make(
+        ranks: int, sites: tuple[str, ...] = RANDOM, own: tuple[str, ...] = (), **functions: str
+    ) -> Run:
         impl = [*own, *(f"{name}={HERE}:{what}" for name, what in functions.items())]
         return capture(
             "suite:collectives",
@@ -50,12 +51,16 @@ def faults(run: Run) -> dict[str, list[CollectiveFault]]:
 def three(made):
     return faults(
         made(
-            3, (*RANDOM, "order.all_reduce.float32.odd"), all_reduce="own_first",
-            reduce="lacks_1", reduce_scatter="scattered_at_times",
-            all_gather="gathered_wrong_from_1", all_to_all="dealt_wrong_from_1",
+            3,
+            (*RANDOM, "order.all_reduce.float32.odd"),
+            all_reduce="own_first",
+            reduce="lacks_1",
+            reduce_scatter="scattered_at_times",
+            all_gather="gathered_wrong_from_1",
+            all_to_all="dealt_wrong_from_1",
             broadcast="sent_by_1",
         )
-    )  # fmt: skip
+    )
 
 
 def test_ranks_that_add_in_orders_of_their_own_are_not_blamed(three):

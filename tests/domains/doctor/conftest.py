@@ -179,8 +179,9 @@ class Pairs:
 
     def _code_elsewhere(self):
         """The error is made in block 1; other code runs in block 2, and is right."""
-        return self.again("code-elsewhere", prepare=_scaled([2], by=1.0),
-                          plants=[f"{MLP}=scale:1.2"])  # fmt: skip
+        return self.again(
+            "code-elsewhere", prepare=_scaled([2], by=1.0), plants=[f"{MLP}=scale:1.2"]
+        )
 
     def _no_code(self):
         return self.altered("no-code", self("same")[1], lambda one: one["model"].update(code={}))
@@ -216,8 +217,9 @@ class Pairs:
         """Every MLP runs other code, which is right; every attention is wrong."""
         first = self.capture("modules", sites=["modules"])
         plants = [f"model.layers.{n}.self_attn.o_proj:out=scale:1.2" for n in range(3)]
-        return first, self.again("code-beside", first, prepare=_scaled(range(3), by=1.0),
-                                 plants=plants)  # fmt: skip
+        return first, self.again(
+            "code-beside", first, prepare=_scaled(range(3), by=1.0), plants=plants
+        )
 
     def _as_truth(self):
         truth(self.a(), out=self._folder / "float64")
@@ -309,9 +311,11 @@ class Pairs:
         block 1, in each pass."""
         whole = Run.open(run)
         made = msgspec.structs.replace(
-            whole.manifest, id=f"{sum(name.encode()):032x}", sizes=Sizes(),
+            whole.manifest,
+            id=f"{sum(name.encode()):032x}",
+            sizes=Sizes(),
             mesh=Mesh(axes=[MeshAxis(name="tp", size=2)]),
-        )  # fmt: skip
+        )
         out = self._folder / name
         writers = [
             RunWriter(out, msgspec.structs.replace(made, sizes=Sizes()), rank=rank)
@@ -327,11 +331,15 @@ class Pairs:
                 if not split and halves and writer is writers[1]:
                     continue
                 writer.put(
-                    CapturedTensor(part.contiguous()), pass_=record.pass_, sample=record.sample,
-                    step=record.step, site=record.site, order=record.order,
+                    CapturedTensor(part.contiguous()),
+                    pass_=record.pass_,
+                    sample=record.sample,
+                    step=record.step,
+                    site=record.site,
+                    order=record.order,
                     positions=record.positions,
                     placement=(f"shard:{tensor.ndim - 1}" if split else "replicate",),
-                )  # fmt: skip
+                )
         for writer in writers:
             writer.flush()
         writers[1].close(complete=True)

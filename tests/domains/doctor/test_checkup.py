@@ -138,7 +138,14 @@ def test_what_is_not_reached_is_below_the_rung_that_explains(every, checkups):
         ("code", "code", ("LlamaMLP.forward was replaced", "model.layers.0:out")),
         ("code_elsewhere", "code", ("in model.layers.2.mlp",)),
         ("rounding", "code", ("attention eager / sdpa", "no more than rounding")),
-        ("tie", "sampling", ("A's tokens were fed to B", "(tie); each is the largest",)),
+        (
+            "tie",
+            "sampling",
+            (
+                "A's tokens were fed to B",
+                "(tie); each is the largest",
+            ),
+        ),
         ("same", "sampling", ("A's tokens were fed to B; 6 of 6",)),
         ("seed", "seed", ("A: 0, B: 7", "greedy")),
         ("engine_on", "engine", ("A: transformers", "B: vllm: prefix caching on")),
@@ -154,7 +161,7 @@ def test_what_is_not_reached_is_below_the_rung_that_explains(every, checkups):
         ("as_truth", "weights", ("B: float32 (computed in float64)",)),
         ("imported", "seed", ("B: a seed is not recorded",)),
     ],
-)  # fmt: skip
+)
 def test_evidence_is_of_both_runs(pair, place, texts, checkups):
     """One line, with the names and numbers of A and B."""
     checkup = checkups(pair)

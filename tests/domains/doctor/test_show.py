@@ -46,8 +46,9 @@ def test_the_answer_is_short(checkup):
     assert len(lines) <= 18
     assert "points  7 of 8 points pass" in lines
     assert [line.split()[:2] for line in lines if line.startswith("  FAIL")] == [
-        ["FAIL", "8"], ["FAIL", "prefill"],
-    ]  # fmt: skip
+        ["FAIL", "8"],
+        ["FAIL", "prefill"],
+    ]
     lines = [one.text for one in document_lines(checkup_document(checkup, verbose=True))]
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
     assert len(numbered) == 8

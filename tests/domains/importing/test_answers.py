@@ -20,45 +20,83 @@ LOGPS = [-0.5, -1.25, -0.125, -2.0]
 def chat(logps=LOGPS, **more):
     """As OpenAI and vLLM send it; -9999.0 stands for a token that is on no list."""
     content = [
-        {"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": [
-            {"token": text, "logprob": logp, "bytes": []},
-            {"token": "x", "logprob": -9999.0, "bytes": []}]}
+        {
+            "token": text,
+            "logprob": logp,
+            "bytes": list(text.encode()),
+            "top_logprobs": [
+                {"token": text, "logprob": logp, "bytes": []},
+                {"token": "x", "logprob": -9999.0, "bytes": []},
+            ],
+        }
         for text, logp in zip(TEXTS, logps, strict=True)
-    ]  # fmt: skip
-    return {"object": "chat.completion", "model": "m", "usage": {"prompt_tokens": 6}, "choices": [
-        {"message": {"role": "assistant", "content": "".join(TEXTS)},
-         "logprobs": {"content": content}, **more}]}  # fmt: skip
+    ]
+    return {
+        "object": "chat.completion",
+        "model": "m",
+        "usage": {"prompt_tokens": 6},
+        "choices": [
+            {
+                "message": {"role": "assistant", "content": "".join(TEXTS)},
+                "logprobs": {"content": content},
+                **more,
+            }
+        ],
+    }
 
 
 def completions(logps=LOGPS):
     names = [f"token_id:{10 + n}" for n in range(4)]
-    scored = {"tokens": names, "token_logprobs": logps, "text_offset": [0, 2, 4, 5],
-              "top_logprobs": [{n: v} for n, v in zip(names, logps, strict=True)]}  # fmt: skip
+    scored = {
+        "tokens": names,
+        "token_logprobs": logps,
+        "text_offset": [0, 2, 4, 5],
+        "top_logprobs": [{n: v} for n, v in zip(names, logps, strict=True)],
+    }
     prompt = [None, {"6": {"logprob": -1.0, "rank": 1, "decoded_token": "p"}}]
-    return {"object": "text_completion", "choices": [{
-        "text": "".join(TEXTS), "prompt_token_ids": [5, 6], "token_ids": [10, 11, 12, 13],
-        "prompt_logprobs": prompt, "logprobs": scored}]}  # fmt: skip
+    return {
+        "object": "text_completion",
+        "choices": [
+            {
+                "text": "".join(TEXTS),
+                "prompt_token_ids": [5, 6],
+                "token_ids": [10, 11, 12, 13],
+                "prompt_logprobs": prompt,
+                "logprobs": scored,
+            }
+        ],
+    }
 
 
 def llama(logps=LOGPS, *, form: str):
     if form == "2024":
-        rows = [{"content": text, "probs": [{"tok_str": text, "prob": math.exp(logp)}]}
-                for text, logp in zip(TEXTS, logps, strict=True)]  # fmt: skip
+        rows = [
+            {"content": text, "probs": [{"tok_str": text, "prob": math.exp(logp)}]}
+            for text, logp in zip(TEXTS, logps, strict=True)
+        ]
     else:
         key, top = ("logprob", "top_logprobs") if form == "now" else ("prob", "top_probs")
         values = logps if form == "now" else [math.exp(logp) for logp in logps]
-        rows = [{"id": 10 + n, "token": text, "bytes": [], key: value,
-                 top: [{"id": 10 + n, "token": text, "bytes": [], key: value}]}
-                for n, (text, value) in enumerate(zip(TEXTS, values, strict=True))]  # fmt: skip
+        rows = [
+            {
+                "id": 10 + n,
+                "token": text,
+                "bytes": [],
+                key: value,
+                top: [{"id": 10 + n, "token": text, "bytes": [], key: value}],
+            }
+            for n, (text, value) in enumerate(zip(TEXTS, values, strict=True))
+        ]
     return {"content": "".join(TEXTS), "tokens_evaluated": 6, "completion_probabilities": rows}
 
 
 FORMS = {
-    "chat": chat, "completions": completions,
+    "chat": chat,
+    "completions": completions,
     "llama now": lambda logps=LOGPS: llama(logps, form="now"),
     "llama after sampling": lambda logps=LOGPS: llama(logps, form="post"),
     "llama of 2024": lambda logps=LOGPS: llama(logps, form="2024"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -91,10 +129,13 @@ def test_ids_and_scores_of_the_prompt(tmp_path):
     assert run.find(("free", 0, 0, "logprobs:out")).positions == (1, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize("text, words", [
-    ('{"choices": [{"message": {"content": "hi"}}]}', "no token has a log-probability"),
-    (json.dumps(chat()) + '\n{"error": {"message": "overloaded"}}\n', "no answer of a server"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"choices": [{"message": {"content": "hi"}}]}', "no token has a log-probability"),
+        (json.dumps(chat()) + '\n{"error": {"message": "overloaded"}}\n', "no answer of a server"),
+    ],
+)
 def test_what_is_no_answer_is_refused(text, words, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(text)
@@ -117,20 +158,44 @@ def slime(folder, *, shift=0.0):
     for number in range(9):
         tokens = [1, 2, *range(10, 40)]
         logps = (-torch.rand(30)).tolist()
-        samples.append({
-            "index": number, "prompt": "p", "tokens": tokens, "response_length": 30, "reward": 1.0,
-            "loss_mask": [1] * 30, "rollout_log_probs": logps, "status": "completed",
-            "weight_versions": ["0"], "metadata": {},
-        })  # fmt: skip
-        trained.append({
-            "data_parallel_rank": 0, "rollout_position": number, "tokens": torch.tensor(tokens),
-            "total_lengths": 32, "response_lengths": 30, "loss_masks": torch.ones(30).int(),
-            "rollout_log_probs": torch.tensor(logps),
-            "log_probs": torch.tensor(logps) * (1 + shift),
-        })  # fmt: skip
+        samples.append(
+            {
+                "index": number,
+                "prompt": "p",
+                "tokens": tokens,
+                "response_length": 30,
+                "reward": 1.0,
+                "loss_mask": [1] * 30,
+                "rollout_log_probs": logps,
+                "status": "completed",
+                "weight_versions": ["0"],
+                "metadata": {},
+            }
+        )
+        trained.append(
+            {
+                "data_parallel_rank": 0,
+                "rollout_position": number,
+                "tokens": torch.tensor(tokens),
+                "total_lengths": 32,
+                "response_lengths": 30,
+                "loss_masks": torch.ones(30).int(),
+                "rollout_log_probs": torch.tensor(logps),
+                "log_probs": torch.tensor(logps) * (1 + shift),
+            }
+        )
     torch.save({"rollout_id": 0, "samples": samples}, folder / "data_0.pt")
-    torch.save({"format_version": 2, "rollout_id": 0, "rank": 0, "samples": trained,
-                "dp_shards": [], "raw_reward": [1.0]}, folder / "train_0.pt")  # fmt: skip
+    torch.save(
+        {
+            "format_version": 2,
+            "rollout_id": 0,
+            "rank": 0,
+            "samples": trained,
+            "dp_shards": [],
+            "raw_reward": [1.0],
+        },
+        folder / "train_0.pt",
+    )
 
 
 def test_slimes_files_of_torch_save(tmp_path):
@@ -148,9 +213,14 @@ def test_slimes_files_of_torch_save(tmp_path):
 def test_a_batch_of_tensors_by_name(tmp_path):
     """verl's fields, saved as a plain dict."""
     ones = torch.ones(2, 3)
-    batch = {"prompts": torch.full((2, 2), 5), "responses": torch.full((2, 3), 7),
-             "attention_mask": torch.ones(2, 5).long(), "response_mask": ones.long(),
-             "rollout_log_probs": -ones, "old_log_probs": -2 * ones}  # fmt: skip
+    batch = {
+        "prompts": torch.full((2, 2), 5),
+        "responses": torch.full((2, 3), 7),
+        "attention_mask": torch.ones(2, 5).long(),
+        "response_mask": ones.long(),
+        "rollout_log_probs": -ones,
+        "old_log_probs": -2 * ones,
+    }
     torch.save(batch, tmp_path / "batch.pt")
     run = import_dump(tmp_path / "batch.pt", out=tmp_path / "a")
     assert run.manifest.tokens.samples[1].generated_ids == [7, 7, 7]

@@ -132,8 +132,9 @@ def test_printed_tensors_are_statistics(tiny_model, tmp_path, told):
     assert [record.summary for record in again.records] == [r.summary for r in run.records]
     verdict = compare(run, again).verdict
     assert (verdict.kind, verdict.headline[0].code) == (
-        "undetermined", "blocks.statistics_show_nothing"
-    )  # fmt: skip
+        "undetermined",
+        "blocks.statistics_show_nothing",
+    )
 
 
 def test_a_forward_that_did_not_end(tiny_model, tmp_path):
@@ -221,9 +222,12 @@ def test_names_of_the_dumpers_author(captured, tmp_path, told):
     write_sglang_dumper(captured, tmp_path / "dump")
     (tmp_path / "map.toml").write_text('[[key]]\npattern = "my_hidden"\nsite = "model.norm:out"\n')
     run = import_dump(
-        tmp_path / "dump", out=tmp_path / "b", map=tmp_path / "map.toml", like=captured,
+        tmp_path / "dump",
+        out=tmp_path / "b",
+        map=tmp_path / "map.toml",
+        like=captured,
         progress=told,
-    )  # fmt: skip
+    )
     assert "model.norm:out" in {record.site for record in run.records}
     assert compare(captured, run).verdict.kind == "identical"
 

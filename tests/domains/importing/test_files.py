@@ -49,16 +49,25 @@ def test_keys_inside_files(captured, tmp_path):
 @pytest.mark.parametrize(
     ("rule", "error", "words"),
     [
-        ('pattern = "block_{layer}_step{step}.npy"\nsite = "a.{layer}:out"', UsageError,
-         ["matches nothing", "layer_0_step0.npy"]),
-        ('pattern = "layer_{layer}_step{step}.npy"\nsite = "model.{layer}.hidden:out"', UsageError,
-         ["none of the dump's 2 sites", "there: model."]),
-        ('pattern = "layer_{layer}_step{step}.npy"\nsite = "model.layers.{n}:out"', ConfigError,
-         ["makes no site", "layer, step"]),
+        (
+            'pattern = "block_{layer}_step{step}.npy"\nsite = "a.{layer}:out"',
+            UsageError,
+            ["matches nothing", "layer_0_step0.npy"],
+        ),
+        (
+            'pattern = "layer_{layer}_step{step}.npy"\nsite = "model.{layer}.hidden:out"',
+            UsageError,
+            ["none of the dump's 2 sites", "there: model."],
+        ),
+        (
+            'pattern = "layer_{layer}_step{step}.npy"\nsite = "model.layers.{n}:out"',
+            ConfigError,
+            ["makes no site", "layer, step"],
+        ),
         ('pattern = "layer_{layer}_step{layer}.npy"\nsite = "a:out"', ConfigError, ["no pattern"]),
         ('patern = "x"\nsite = "a:out"', ConfigError, ["did you mean pattern"]),
     ],
-)  # fmt: skip
+)
 def test_a_map_that_does_not_fit(captured, tmp_path, rule, error, words):
     """What is wrong, and the names that are nearest; nothing is written."""
     write_npy(captured, tmp_path / "dump")
@@ -114,12 +123,15 @@ def test_samples_and_ranks_of_a_map(tmp_path):
     )
     notes = []
     run = import_dump(
-        tmp_path / "dump", out=tmp_path / "b", map=tmp_path / "map.toml",
+        tmp_path / "dump",
+        out=tmp_path / "b",
+        map=tmp_path / "map.toml",
         progress=lambda event, done, total=None, detail="": notes.append(detail),
-    )  # fmt: skip
+    )
     assert [(r.sample, r.step, r.site) for r in run.records] == [
-        (0, 0, "layers.0.same:out"), (1, 0, "layers.0.same:out")
-    ]  # fmt: skip
+        (0, 0, "layers.0.same:out"),
+        (1, 0, "layers.0.same:out"),
+    ]
     assert notes == ["2 tensors are not the same on all ranks (parts, it seems), and were left out"]
     assert run.verify() == []
 

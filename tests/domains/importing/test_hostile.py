@@ -56,8 +56,15 @@ class Subclass(torch.Tensor):
 
 
 def tensor(*shape: object, stride: object = (), offset: object = 0, **options: Any) -> Call:
-    return Call(torch._utils._rebuild_tensor_v2, Stored(**options), offset, shape, stride or
-                (1,) * len(shape), False, collections.OrderedDict())  # fmt: skip
+    return Call(
+        torch._utils._rebuild_tensor_v2,
+        Stored(**options),
+        offset,
+        shape,
+        stride or (1,) * len(shape),
+        False,
+        collections.OrderedDict(),
+    )
 
 
 def archive(path: Path, value: object, *, method: int = 0, **members: bytes) -> None:
@@ -67,8 +74,12 @@ def archive(path: Path, value: object, *, method: int = 0, **members: bytes) -> 
         Pickler(buffer, 2).dump(value)
         value = buffer.getvalue()
     with zipfile.ZipFile(path, "w", method) as file:
-        for name, data in {"data.pkl": value, "byteorder": b"little", "data/0": bytes(16),
-                           **members}.items():  # fmt: skip
+        for name, data in {
+            "data.pkl": value,
+            "byteorder": b"little",
+            "data/0": bytes(16),
+            **members,
+        }.items():
             file.writestr(f"x/{name}", data)
 
 
@@ -140,8 +151,7 @@ def shared(item: object) -> object:
 TENSORS = {
     "many files.pt": (lambda p: many(p.parent), "more than is unpacked"),
     "spread.pt": (lambda p: torch.save({"a": torch.zeros(1).expand(1 << 40)}, p), "unpacked"),
-    "views.pt": (
-        lambda p: torch.save([torch.zeros(1 << 16).expand(4096, -1)] * 60, p), "unpacked"),
+    "views.pt": (lambda p: torch.save([torch.zeros(1 << 16).expand(4096, -1)] * 60, p), "unpacked"),
     "holes.pt": (lambda p: holes(p, b"PK\3\4"), "unpacked"),
     "loop.pt": (lambda p: torch.save({"a": loop()}, p), "holds itself"),
     "shared.pt": (lambda p: torch.save({"a": shared(torch.ones(1))}, p), "values"),
@@ -151,22 +161,34 @@ TENSORS = {
     "counter.pt": (lambda p: archive(p, Call(collections.Counter, 2**40)), "which is code"),
     "codec.pt": (lambda p: archive(p, Call(os.system, "touch pwned")), "which is code"),
     "pickled.pt": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "could run code"),
-    "conj.pt": (lambda p: torch.save({"a": torch.ones(2, dtype=torch.cfloat).conj()}, p),
-                "conjugated"),
-    "neg.pt": (lambda p: torch.save({"a": torch.ones(2, dtype=torch.cfloat).conj().imag}, p),
-               "negated"),
-    "nested.pt": (lambda p: torch.save({"a": torch.nested.nested_tensor([torch.ones(2)])}, p),
-                  "nested"),
+    "conj.pt": (
+        lambda p: torch.save({"a": torch.ones(2, dtype=torch.cfloat).conj()}, p),
+        "conjugated",
+    ),
+    "neg.pt": (
+        lambda p: torch.save({"a": torch.ones(2, dtype=torch.cfloat).conj().imag}, p),
+        "negated",
+    ),
+    "nested.pt": (
+        lambda p: torch.save({"a": torch.nested.nested_tensor([torch.ones(2)])}, p),
+        "nested",
+    ),
     "meta.pt": (lambda p: torch.save({"a": torch.ones(2, device="meta")}, p), "empty tensor"),
-    "subclass.pt": (lambda p: torch.save({"a": torch.ones(2).as_subclass(Subclass)}, p),
-                    "a class of its own"),
-    "quantised.pt": (lambda p: torch.save(
-        {"a": torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)}, p), "quantised"),
+    "subclass.pt": (
+        lambda p: torch.save({"a": torch.ones(2).as_subclass(Subclass)}, p),
+        "a class of its own",
+    ),
+    "quantised.pt": (
+        lambda p: torch.save({"a": torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)}, p),
+        "quantised",
+    ),
     "offset.pt": (lambda p: archive(p, {"a": tensor(4, offset=1)}), "element 5 of 4"),
     "stride.pt": (lambda p: archive(p, {"a": tensor(2, stride=(-1,), offset=3)}), "negative"),
     "negative.pt": (lambda p: archive(p, {"a": tensor(-2)}), "negative"),
-    "wide.pt": (lambda p: archive(p, {"a": tensor(2**40, 2**40, stride=(2**40, 2**40))}),
-                "element"),
+    "wide.pt": (
+        lambda p: archive(p, {"a": tensor(2**40, 2**40, stride=(2**40, 2**40))}),
+        "element",
+    ),
     "hollow.pt": (lambda p: archive(p, {"a": tensor(0, 2**62)}), "shape"),
     "axes.pt": (lambda p: archive(p, {"a": tensor(*[1] * 99)}), "axes"),
     "letters.pt": (lambda p: archive(p, {"a": tensor("4")}), "negative or no integers"),
@@ -206,22 +228,28 @@ TENSORS = {
     "text.npy": (lambda p: shaped(p, "0,", "<U4"), "one array"),
     "objects.npy": (lambda p: numpy.save(p, numpy.array([{}], object)), "one array"),
     "zip.npy": (lambda p: zipfile.ZipFile(p, "w").close(), "archive of several"),
-    "holes.npy": (lambda p: (shaped(p, f"{10 << 30},"), os.truncate(p, (40 << 30) + 128)),
-                  "more than is unpacked"),
+    "holes.npy": (
+        lambda p: (shaped(p, f"{10 << 30},"), os.truncate(p, (40 << 30) + 128)),
+        "more than is unpacked",
+    ),
     "huge.safetensors": (lambda p: p.write_bytes(struct.pack("<Q", 1 << 60)), "header of"),
     "shape.safetensors": (lambda p: safe(p, entry(shape=[0, 2**62, 2**62])), "safetensors writes"),
     "less.safetensors": (lambda p: safe(p, entry(shape=[-1, 0])), "shape [-1, 0]"),
     "kind.safetensors": (lambda p: safe(p, entry(dtype="F33")), "F33"),
     "list.safetensors": (lambda p: safe(p, [entry()]), "not a JSON object"),
     "values.safetensors": (
-        lambda p: safe(p, b'{"__metadata__":[' + b"[]," * 10_000_001 + b"0]}"), "values"),
+        lambda p: safe(p, b'{"__metadata__":[' + b"[]," * 10_000_001 + b"0]}"),
+        "values",
+    ),
     "deep.safetensors": (lambda p: safe(p, b'{"__metadata__":' + b"[" * 99_999), "deep"),
     "over.safetensors": (
-        lambda p: save_file({"x": torch.ones(2)}, p) or patched(p, b"[0,8]", b"[0,9]"), "cut off"),
+        lambda p: save_file({"x": torch.ones(2)}, p) or patched(p, b"[0,8]", b"[0,9]"),
+        "cut off",
+    ),
     "name.safetensors": (lambda p: save_file({"x" * 1001: torch.ones(2)}, p), "1,001 letters"),
     "pipe.npy": (os.mkfifo, "pipe"),
     "link.npy": (lambda p: p.symlink_to("/etc/passwd"), "link"),
-}  # fmt: skip
+}
 """By name: a file that is the dump, or lies in it, and what is said of it."""
 
 
@@ -230,8 +258,11 @@ def msprobe(entry: object, **described: object) -> Callable[[Path], None]:
         place = folder / "step0" / "rank0"
         (place / "dump_tensor_data").mkdir(parents=True)
         torch.save(torch.ones(2), place / "dump_tensor_data" / "a.pt")
-        data = entry if isinstance(entry, dict) and "Module.a.A.forward.0" in entry else {
-            "Module.a.A.forward.0": entry}  # fmt: skip
+        data = (
+            entry
+            if isinstance(entry, dict) and "Module.a.A.forward.0" in entry
+            else {"Module.a.A.forward.0": entry}
+        )
         value = {"task": "tensor", "data": data} | described
         (place / "dump.json").write_text(json.dumps(value))
 
@@ -293,33 +324,51 @@ FOLDERS = {
     "msprobe long": (msprobe(named("a" * 300 + ".pt")), "dump", "cannot be read"),
     "msprobe dots": (
         msprobe({"Module.a.A.forward.0": {}, "Module." + "a." * 200_000 + "A.forward.0": {}}),
-        "dump.json", "400,018 letters"),
-    "msprobe keys": (msprobe({"output": {"k" * 999: {"l" * 99: [{"data_name": "a.pt"}]}}}),
-                     "dump.json", "letters"),
+        "dump.json",
+        "400,018 letters",
+    ),
+    "msprobe keys": (
+        msprobe({"output": {"k" * 999: {"l" * 99: [{"data_name": "a.pt"}]}}}),
+        "dump.json",
+        "letters",
+    ),
     "msprobe list": (msprobe({}, data=[]), "dump.json", "no dump.json"),
     "msprobe null": (msprobe({}, data=None), "dump.json", "no dump.json"),
     "msprobe params": (msprobe({"parameters": 7}), "dump.json", "as msprobe writes it"),
-    "msprobe deep": (text("step0.json", "[") , "dump", "no dump that is known"),
+    "msprobe deep": (text("step0.json", "["), "dump", "no dump that is known"),
     "msprobe step": (
         lambda p: (msprobe(named("a.pt"))(p), os.rename(p / "step0", p / "step999999999")),
-        "dump", "step 0 is missing"),
+        "dump",
+        "step 0 is missing",
+    ),
     "msprobe rank": (
-        lambda p: (msprobe(named("a.pt"))(p),
-                   os.rename(p / "step0/rank0", p / f"step0/rank{'9' * 200}")),
-        "dump", "rank 0 is missing"),
+        lambda p: (
+            msprobe(named("a.pt"))(p),
+            os.rename(p / "step0/rank0", p / f"step0/rank{'9' * 200}"),
+        ),
+        "dump",
+        "rank 0 is missing",
+    ),
     "sglang pass": (sglang(PLACE, PLACE.replace("00000", "999999999")), "TP0", "Pass00001.pt is"),
-    "sglang ranks": (sglang(PLACE, PLACE.replace("TP0_PP0", "TP999999_PP999999")), "dump",
-                     "TP1 PP0 is missing"),
+    "sglang ranks": (
+        sglang(PLACE, PLACE.replace("TP0_PP0", "TP999999_PP999999")),
+        "dump",
+        "TP1 PP0 is missing",
+    ),
     "sglang list": (sglang(PLACE, value=[1]), "Pass00000.pt", "no tensors by name"),
     "sglang lengths": (
-        sglang(PLACE, value={"m.forward_batch_info.seq_lens": torch.ones(9)}), "Pass00000.pt",
-        "9 sequences"),
+        sglang(PLACE, value={"m.forward_batch_info.seq_lens": torch.ones(9)}),
+        "Pass00000.pt",
+        "9 sequences",
+    ),
     "sglang names": (sglang(PLACE, value={"a" * 2000: torch.ones(2)}), "Pass", "2,000 letters"),
     "dumper index": (sglang(TAGS.replace("=1_", "=x_")), "step=0", "not numbers in its name"),
     "dumper step": (sglang(TAGS.replace(".pt", "___step=x.pt")), "step=0", "not numbers"),
     "dumper world": (
-        sglang(TAGS, value={"value": torch.ones(2), "meta": {"world_size": 2**62}}), "step=0",
-        "rank 1 is missing"),
+        sglang(TAGS, value={"value": torch.ones(2), "meta": {"world_size": 2**62}}),
+        "step=0",
+        "rank 1 is missing",
+    ),
     "debugger up": (debugger(node("./../../etc/passwd")), "M_debug", "outside the folder"),
     "debugger root": (debugger(node("/etc/passwd")), "M_debug", "outside the folder"),
     "debugger dots": (debugger(node("./..")), "dump", "leads out"),
@@ -330,8 +379,10 @@ FOLDERS = {
     "lines deep": (text("r.jsonl", "[" * 10**6), "r.jsonl, line 1", "deep"),
     "lines wide": (text("r.jsonl", b"[" + b"[]," * 10_000_001 + b"0]"), "line 1", "values"),
     "lines hidden": (  # an escaped quote of UTF-16 is none of its bytes
-        text("r.jsonl", ('["\\"' + '","' * 9 + '",' + "[" * 999).encode("utf-16-le")), "line 1",
-        ""),
+        text("r.jsonl", ('["\\"' + '","' * 9 + '",' + "[" * 999).encode("utf-16-le")),
+        "line 1",
+        "",
+    ),
     "lines digits": (text("r.jsonl", "9" * 5000), "r.jsonl, line 1", "no JSON"),
     "lines number": (rollout(rollout_log_probs=[10**400, -1, -1]), "r.jsonl, line 1", "log-prob"),
     "lines text": (rollout(rollout_log_probs=[[], -1, -1]), "r.jsonl, line 1", "no number"),
@@ -339,26 +390,52 @@ FOLDERS = {
     "lines length": (rollout(response_length=-(2**70)), "r.jsonl, line 1", "of 6 tokens"),
     "lines nul": (text("r.jsonl", bytes(999)), "r.jsonl, line 1", "no JSON"),
     "top wide": (
-        text("r.jsonl", json.dumps({
-            "prompt_ids": [], "completion_ids": [1] * 5000, "logprobs": [-1] * 5000,
-            "top_logprobs": [[[1, -1]] * 5000, *[[]] * 4999]})),
-        "r.jsonl, line 1", "likeliest ones"),
+        text(
+            "r.jsonl",
+            json.dumps(
+                {
+                    "prompt_ids": [],
+                    "completion_ids": [1] * 5000,
+                    "logprobs": [-1] * 5000,
+                    "top_logprobs": [[[1, -1]] * 5000, *[[]] * 4999],
+                }
+            ),
+        ),
+        "r.jsonl, line 1",
+        "likeliest ones",
+    ),
     "top endless": (
-        text("r.jsonl", json.dumps({
-            "prompt_ids": [], "completion_ids": [1], "logprobs": [-1],
-            "top_logprobs": [{"1": float("nan")} | {"2": 1e999}]})),
-        "r.jsonl, line 1", "log-prob"),
-    "lm-eval numbers": (text("s.jsonl", json.dumps(SAMPLE | {"resps": [[[10**400, "x"]]]})),
-                        "s.jsonl, line 1", "writes it"),
-    "lm-eval requests": (text("s.jsonl", json.dumps(SAMPLE | {"arguments": 7})),
-                         "s.jsonl, line 1", "not of one length"),
+        text(
+            "r.jsonl",
+            json.dumps(
+                {
+                    "prompt_ids": [],
+                    "completion_ids": [1],
+                    "logprobs": [-1],
+                    "top_logprobs": [{"1": float("nan")} | {"2": 1e999}],
+                }
+            ),
+        ),
+        "r.jsonl, line 1",
+        "log-prob",
+    ),
+    "lm-eval numbers": (
+        text("s.jsonl", json.dumps(SAMPLE | {"resps": [[[10**400, "x"]]]})),
+        "s.jsonl, line 1",
+        "writes it",
+    ),
+    "lm-eval requests": (
+        text("s.jsonl", json.dumps(SAMPLE | {"arguments": 7})),
+        "s.jsonl, line 1",
+        "not of one length",
+    ),
     "kld holes": (kld(1 << 22, 1 << 22, 9999, size=40 << 30), "base.kld", "unpacked"),
     "kld negative": (kld(512, -5, -5), "base.kld", "a context of 512"),
     "kld large": (kld(1 << 22, 1 << 22, 2**31 - 1), "base.kld", "cut off"),
     "kld short": (lambda p: (p / "base.kld").write_bytes(b"_logits_"), "base.kld", "cut off"),
     "pipe within": (lambda p: (rollout()(p), os.mkfifo(p / "pipe")), "pipe", "pipe"),
     "link to folder": (lambda p: (rollout()(p), (p / "up").symlink_to(p)), "up", "link"),
-}  # fmt: skip
+}
 """By name: what writes the folder, what the error names, and what it says."""
 
 
@@ -410,8 +487,13 @@ def test_folders_of_each_form(name, tmp_path, refused):
 def test_what_is_no_file(tmp_path, refused):
     """A pipe, a device and a name that no system has are not waited for."""
     os.mkfifo(tmp_path / "pipe")
-    for path, words in (("pipe", "pipe"), ("/dev/zero", "device"), ("x" * 400, "no such file"),
-                        ("a\0b", "no such file"), ("/dev/stdin", "stdin")):  # fmt: skip
+    for path, words in (
+        ("pipe", "pipe"),
+        ("/dev/zero", "device"),
+        ("x" * 400, "no such file"),
+        ("a\0b", "no such file"),
+        ("/dev/stdin", "stdin"),
+    ):
         assert words in refused(path)
 
 
@@ -426,10 +508,20 @@ def test_what_looks_odd_is_read(tmp_path, monkeypatch):
     for name in names:
         numpy.save(folder / f"{name}.npy", numpy.ones(2, "f4"))
     os.link(folder / "a.npy", folder / "hard.npy")
-    archive(folder / "t.pt", {"t": tensor(2, 2, stride=(0, 1), offset=2), "size": torch.Size([3]),
-                              "set": {1}, "bytes": b"x", "kind": torch.float32, "none": None,
-                              "parameter": Call(torch._utils._rebuild_parameter, tensor(3), True,
-                                                collections.OrderedDict())})  # fmt: skip
+    archive(
+        folder / "t.pt",
+        {
+            "t": tensor(2, 2, stride=(0, 1), offset=2),
+            "size": torch.Size([3]),
+            "set": {1},
+            "bytes": b"x",
+            "kind": torch.float32,
+            "none": None,
+            "parameter": Call(
+                torch._utils._rebuild_parameter, tensor(3), True, collections.OrderedDict()
+            ),
+        },
+    )
     with pytest.raises(SystemExit) as end:
         app(["import", "dump", "--map", "map.toml", "-o", "out"], prog_name="divergence")
     assert end.value.code == 0
@@ -453,14 +545,36 @@ def test_more_files_than_may_be_open(tmp_path):
 def test_every_dtype_and_view(tmp_path):
     """What torch.save writes of plain tensors is read as torch.load reads it, bit for bit."""
     numbers = torch.arange(48, dtype=torch.uint8)
-    plain = {name: numbers.clone().view(getattr(torch, name)) for name in (
-        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
-        "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn",
-        "float8_e5m2",
-    )}  # fmt: skip
-    views = {"t": numbers.view(6, 8).t(), "part": numbers[5:9], "step": numbers[::3],
-             "scalar": numbers[3], "empty": numbers[:0], "bool": numbers > 3,
-             "grad": torch.nn.Parameter(torch.ones(2))}  # fmt: skip
+    plain = {
+        name: numbers.clone().view(getattr(torch, name))
+        for name in (
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "float16",
+            "bfloat16",
+            "float32",
+            "float64",
+            "complex64",
+            "complex128",
+            "float8_e4m3fn",
+            "float8_e5m2",
+        )
+    }
+    views = {
+        "t": numbers.view(6, 8).t(),
+        "part": numbers[5:9],
+        "step": numbers[::3],
+        "scalar": numbers[3],
+        "empty": numbers[:0],
+        "bool": numbers > 3,
+        "grad": torch.nn.Parameter(torch.ones(2)),
+    }
     torch.save({**plain, **views}, tmp_path / "a.pt")
     value = DumpFolder(tmp_path).value("a.pt")
     expected = torch.load(tmp_path / "a.pt", weights_only=True)

@@ -17,30 +17,41 @@ ROLLOUT, TRAINER = [-0.5, -1.0, -2.0], [-0.25, -1.5, -2.0]
 
 LINES = {
     "verl": {
-        "prompts": [0, *PROMPT], "responses": [*ANSWER, 0],
+        "prompts": [0, *PROMPT],
+        "responses": [*ANSWER, 0],
         "attention_mask": [0, 1, 1, 1, 1, 1, 1, 0],
-        "response_mask": [1, 1, 1, 0], "rollout_log_probs": [*ROLLOUT, 0.0],
+        "response_mask": [1, 1, 1, 0],
+        "rollout_log_probs": [*ROLLOUT, 0.0],
         "old_log_probs": [*TRAINER, 0.0],
     },
     "verl's agent loop": {
-        "prompt_ids": PROMPT, "response_ids": ANSWER, "response_mask": [1, 1, 1],
-        "response_logprobs": ROLLOUT, "old_log_probs": TRAINER,
+        "prompt_ids": PROMPT,
+        "response_ids": ANSWER,
+        "response_mask": [1, 1, 1],
+        "response_logprobs": ROLLOUT,
+        "old_log_probs": TRAINER,
     },
     "slime": {
-        "tokens": [*PROMPT, *ANSWER], "response_length": 3, "loss_mask": [1, 1, 1],
-        "rollout_log_probs": ROLLOUT, "log_probs": TRAINER,
+        "tokens": [*PROMPT, *ANSWER],
+        "response_length": 3,
+        "loss_mask": [1, 1, 1],
+        "rollout_log_probs": ROLLOUT,
+        "log_probs": TRAINER,
     },
     "TRL": {
-        "prompt_ids": PROMPT, "completion_ids": ANSWER, "sampling_per_token_logps": ROLLOUT,
+        "prompt_ids": PROMPT,
+        "completion_ids": ANSWER,
+        "sampling_per_token_logps": ROLLOUT,
         "old_per_token_logps": TRAINER,
     },
     "NeMo-RL": {  # a batch of one a line
-        "token_ids": [[*PROMPT, *ANSWER, 0, 0]], "input_lengths": [6],
+        "token_ids": [[*PROMPT, *ANSWER, 0, 0]],
+        "input_lengths": [6],
         "token_loss_mask": [[0, 0, 0, 1, 1, 1, 0, 0]],
         "generation_logprobs": [[0.0, 0.0, 0.0, *ROLLOUT, 0.0, 0.0]],
         "prev_logprobs": [[0.0, 0.0, 0.0, *TRAINER, 0.0, 0.0]],
     },
-}  # fmt: skip
+}
 
 
 def write(path, *lines):
@@ -77,8 +88,11 @@ def test_a_map_names_other_fields(tmp_path):
     names.write_text(
         '[fields]\nprompt = "in.ids"\nanswer = "out.0.ids"\nlogprobs = "out.0.lp"\ntop = "top"\n'
     )
-    line = {"in": {"ids": PROMPT}, "out": [{"ids": ANSWER, "lp": ROLLOUT}],
-            "top": [{"11": -0.5, "3": -1.0}, [[12, -1.0]], None]}  # fmt: skip
+    line = {
+        "in": {"ids": PROMPT},
+        "out": [{"ids": ANSWER, "lp": ROLLOUT}],
+        "top": [{"11": -0.5, "3": -1.0}, [[12, -1.0]], None],
+    }
     run = import_dump(write(tmp_path / "r.jsonl", line), out=tmp_path / "a", map=names)
     ids = run.read(run.find(("free", 0, 0, "logprobs:out.ids")))
     assert ids[0].tolist() == [[11, 11, 3], [12, 12, -1], [13, -1, -1]]
@@ -163,11 +177,16 @@ def test_a_map_of_modules_is_none_of_fields(tmp_path):
 
 def lm_eval(path, values, context="2 + 2 ="):
     lines = [
-        {"doc_id": n, "arguments": {"gen_args_0": {"arg_0": f"{n} {context}", "arg_1": " 4"},
-                                    "gen_args_1": {"arg_0": f"{n} {context}", "arg_1": " 5"}},
-         "resps": [[[str(one), "True"]], [[str(two), "False"]]]}
+        {
+            "doc_id": n,
+            "arguments": {
+                "gen_args_0": {"arg_0": f"{n} {context}", "arg_1": " 4"},
+                "gen_args_1": {"arg_0": f"{n} {context}", "arg_1": " 5"},
+            },
+            "resps": [[[str(one), "True"]], [[str(two), "False"]]],
+        }
         for n, (one, two) in enumerate(values)
-    ]  # fmt: skip
+    ]
     return write(path, *lines)
 
 

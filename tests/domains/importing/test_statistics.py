@@ -131,12 +131,21 @@ def test_each_form_shows_a_fault_at_its_module(name, captured, faulty, tmp_path)
     assert site.startswith(FAULT) or site in ("model.layers.1:out", "model.layers.2:in"), site
 
 
-@pytest.mark.parametrize("name, text, words", [
-    ("statistic.csv", "Device and PID,Execution Count,Op Name,Op Id,Input/Output,Index,Dtype\na,0",
-     "another number of fields"),
-    ("rank_0_activations.log", "[a/op_0_mm]\nShape: torch.Size([2]), Dtype: torch.what\n",
-     "no line holds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        (
+            "statistic.csv",
+            "Device and PID,Execution Count,Op Name,Op Id,Input/Output,Index,Dtype\na,0",
+            "another number of fields",
+        ),
+        (
+            "rank_0_activations.log",
+            "[a/op_0_mm]\nShape: torch.Size([2]), Dtype: torch.what\n",
+            "no line holds",
+        ),
+    ],
+)
 def test_what_is_damaged_is_refused(name, text, words, tmp_path):
     """With its place, and no run behind it."""
     (tmp_path / "dump").mkdir()
@@ -151,9 +160,16 @@ def test_what_is_damaged_is_refused(name, text, words, tmp_path):
 
 def leaf_of(tensor: torch.Tensor, *, checksums: bool = False) -> dict:
     """As msprobe has it: Mean and Norm in the tensor's own dtype, of floats alone."""
-    leaf = {"type": "torch.Tensor", "dtype": str(tensor.dtype), "shape": list(tensor.shape),
-            "Max": tensor.max().item(), "Min": tensor.min().item(), "Mean": None, "Norm": None,
-            "requires_grad": False}  # fmt: skip
+    leaf = {
+        "type": "torch.Tensor",
+        "dtype": str(tensor.dtype),
+        "shape": list(tensor.shape),
+        "Max": tensor.max().item(),
+        "Min": tensor.min().item(),
+        "Mean": None,
+        "Norm": None,
+        "requires_grad": False,
+    }
     if tensor.is_floating_point():
         leaf |= {"Mean": tensor.mean().item(), "Norm": tensor.norm().item()}
     if checksums:
@@ -211,9 +227,10 @@ def write_graph(run, folder):
 
 def outputs_of(run) -> list[tuple[int, str, torch.Tensor]]:
     return [
-        (step, path, ports["out"]) for step, path, ports in modules_of(run)
+        (step, path, ports["out"])
+        for step, path, ports in modules_of(run)
         if "out" in ports and ports["out"].is_floating_point() and path not in (".", "model")
-    ]  # fmt: skip
+    ]
 
 
 @form
@@ -221,14 +238,45 @@ def write_atb(run, folder):
     folder.mkdir()
     with (folder / "statistic.csv").open("w", newline="") as file:
         out = csv.writer(file)
-        out.writerow(["Device and PID", "Execution Count", "Op Name", "Op Type", "Op Id",
-                      "Input/Output", "Index", "Dtype", "Format", "Shape", "Max", "Min", "Mean",
-                      "Norm", "Tensor Path"])  # fmt: skip
+        out.writerow(
+            [
+                "Device and PID",
+                "Execution Count",
+                "Op Name",
+                "Op Type",
+                "Op Id",
+                "Input/Output",
+                "Index",
+                "Dtype",
+                "Format",
+                "Shape",
+                "Max",
+                "Min",
+                "Mean",
+                "Norm",
+                "Tensor Path",
+            ]
+        )
         for step, path, x in outputs_of(run):
-            out.writerow(["0_39943", step, *path.rsplit(".", 1)[:1], "Linear",
-                          path.rsplit(".", 1)[-1], "Output", 0, "float", "nd",
-                          "x".join(map(str, x.shape)), f"{x.max():.6g}", f"{x.min():.6g}",
-                          f"{x.mean():.6g}", f"{x.norm():.6g}", "N/A"])  # fmt: skip
+            out.writerow(
+                [
+                    "0_39943",
+                    step,
+                    *path.rsplit(".", 1)[:1],
+                    "Linear",
+                    path.rsplit(".", 1)[-1],
+                    "Output",
+                    0,
+                    "float",
+                    "nd",
+                    "x".join(map(str, x.shape)),
+                    f"{x.max():.6g}",
+                    f"{x.min():.6g}",
+                    f"{x.mean():.6g}",
+                    f"{x.norm():.6g}",
+                    "N/A",
+                ]
+            )
 
 
 @form
@@ -237,10 +285,17 @@ def write_torchtitan(run, folder):
     lines = []
     for step, path, x in outputs_of(run):
         if step == 0:
-            lines += [f"[{path}/op_0_mm]", f"Shape: {x.shape}, Dtype: {x.dtype}",
-                      f"L1 norm: {x.abs().sum():.3g}", f"L2 norm: {x.norm():.3g}",
-                      f"Min: {x.min():.3g}", f"Max: {x.max():.3g}", "Location: a.py:5",
-                      "Phase: forward", ""]  # fmt: skip
+            lines += [
+                f"[{path}/op_0_mm]",
+                f"Shape: {x.shape}, Dtype: {x.dtype}",
+                f"L1 norm: {x.abs().sum():.3g}",
+                f"L2 norm: {x.norm():.3g}",
+                f"Min: {x.min():.3g}",
+                f"Max: {x.max():.3g}",
+                "Location: a.py:5",
+                "Phase: forward",
+                "",
+            ]
     (folder / "rank_0_activations.log").write_text("\n".join(lines))
 
 
@@ -251,8 +306,10 @@ def write_engine(run, folder):
     lines = []
     for step, path, x in outputs_of(run):
         for name, value in (("std", x.std()), ("mean", x.mean()), ("l2_norm", x.norm())):
-            lines.append(f"2026-01-01 00:00:00,000 - INFO - {path}_output_{name} \t\t\t\t "
-                         f"iteration={step:06d} \t\t\t\t value={value:.8f}")  # fmt: skip
+            lines.append(
+                f"2026-01-01 00:00:00,000 - INFO - {path}_output_{name} \t\t\t\t "
+                f"iteration={step:06d} \t\t\t\t value={value:.8f}"
+            )
     (place / "nvdlfw_inspect_globalrank-0.log").write_text("\n".join(lines))
 
 
@@ -263,16 +320,31 @@ def write_sglang(run, other, folder):
     lines = [{"type": "config", "config": {}}]
     for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
         sides = [
-            {"shape": list(t.shape), "dtype": str(t.dtype), "stats": {
-                "mean": t.mean().item(), "abs_mean": t.abs().mean().item(), "std": t.std().item(),
-                "min": t.min().item(), "max": t.max().item(), "percentiles": {}}}
+            {
+                "shape": list(t.shape),
+                "dtype": str(t.dtype),
+                "stats": {
+                    "mean": t.mean().item(),
+                    "abs_mean": t.abs().mean().item(),
+                    "std": t.std().item(),
+                    "min": t.min().item(),
+                    "max": t.max().item(),
+                    "percentiles": {},
+                },
+            }
             for t in (x, y)
-        ]  # fmt: skip
-        lines.append({
-            "type": "comparison", "name": f"non_intrusive__{path}.output",
-            "location": {"step": step}, "baseline": sides[0], "target": sides[1],
-            "shape_mismatch": False, "diff": {"rel_diff": 0.0, "passed": True},
-        })  # fmt: skip
+        ]
+        lines.append(
+            {
+                "type": "comparison",
+                "name": f"non_intrusive__{path}.output",
+                "location": {"step": step},
+                "baseline": sides[0],
+                "target": sides[1],
+                "shape_mismatch": False,
+                "diff": {"rel_diff": 0.0, "passed": True},
+            }
+        )
     lines.append({"type": "summary", "total": len(lines), "passed": len(lines)})
     (folder / "report.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
@@ -284,13 +356,37 @@ def write_msprobe_csv(run, other, folder):
     with (folder / "compare_result_20260101000000.csv").open("w", newline="") as file:
         out = csv.writer(file)
         stats = ["max", "min", "mean", "l2norm"]
-        out.writerow(["NPU Name", "Bench Name", "NPU Dtype", "Bench Dtype", "NPU Tensor Shape",
-                      "Bench Tensor Shape", *[f"NPU {s}" for s in stats],
-                      *[f"Bench {s}" for s in stats], "Result", "Err_message"])  # fmt: skip
+        out.writerow(
+            [
+                "NPU Name",
+                "Bench Name",
+                "NPU Dtype",
+                "Bench Dtype",
+                "NPU Tensor Shape",
+                "Bench Tensor Shape",
+                *[f"NPU {s}" for s in stats],
+                *[f"Bench {s}" for s in stats],
+                "Result",
+                "Err_message",
+            ]
+        )
         for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
             if step == 0:
                 name = f"Module.{path}.Class.forward.0.output.0"
-                out.writerow([name, name, y.dtype, x.dtype, list(y.shape), list(x.shape),
-                              *[value.item() for t in (y, x)
-                                for value in (t.max(), t.min(), t.mean(), t.norm())],
-                              "pass", ""])  # fmt: skip
+                out.writerow(
+                    [
+                        name,
+                        name,
+                        y.dtype,
+                        x.dtype,
+                        list(y.shape),
+                        list(x.shape),
+                        *[
+                            value.item()
+                            for t in (y, x)
+                            for value in (t.max(), t.min(), t.mean(), t.norm())
+                        ],
+                        "pass",
+                        "",
+                    ]
+                )

@@ -59,9 +59,14 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
 def write_sglang(
-    run: Run, folder: Path, *, ranks: int = 1, pids: tuple[int, ...] = (), warm_up: bool = False,
+    run: Run,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    pids: tuple[int, ...] = (),
+    warm_up: bool = False,
     damage: Callable[[int, dict], dict] = lambda rank, held: held,
-) -> Path:  # fmt: skip
+) -> Path:
     """Pass files as tensor_dump_forward_hook writes them: leaves alone, norms with their residual,
     the model's own output and the logits one pass late. ``damage``: changes what a rank holds."""
     steps = forwards(run)
@@ -112,11 +117,21 @@ def write_sglang_dumper(run: Run, folder: Path, *, ranks: int = 1) -> Path:
         for step, held in enumerate(forwards(run)):
 
             def put(
-                name: str, value: object, layer: str | None = None,
-                *, step: int = step, rank: int = rank, index: Iterator[int] = index,
-            ) -> None:  # fmt: skip
-                tags = {"step": step, "rank": rank, "dump_index": next(index), "name": name,
-                        "recompute_status": "disabled"}  # fmt: skip
+                name: str,
+                value: object,
+                layer: str | None = None,
+                *,
+                step: int = step,
+                rank: int = rank,
+                index: Iterator[int] = index,
+            ) -> None:
+                tags = {
+                    "step": step,
+                    "rank": rank,
+                    "dump_index": next(index),
+                    "name": name,
+                    "recompute_status": "disabled",
+                }
                 tags |= {"layer_id": int(layer)} if layer is not None else {}
                 meta = {**tags, "world_rank": rank, "world_size": ranks}
                 file = "___".join(f"{key}={item}" for key, item in tags.items()) + ".pt"

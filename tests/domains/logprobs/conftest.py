@@ -28,9 +28,12 @@ def pair(tmp_path):
                     min(0.0, change(sequence, n, value, noise)) for n, value in enumerate(rollout)
                 ]
                 line = {
-                    "tokens": ids, "response_length": length, "loss_mask": [1] * length,
-                    "rollout_log_probs": rollout, "log_probs": trainer,
-                }  # fmt: skip
+                    "tokens": ids,
+                    "response_length": length,
+                    "loss_mask": [1] * length,
+                    "rollout_log_probs": rollout,
+                    "log_probs": trainer,
+                }
                 file.write(json.dumps(line) + "\n")
         a = import_dump(path, out=tmp_path / "rollout", force=True)
         b = import_dump(path, out=tmp_path / "trainer", layout="trainer", force=True)

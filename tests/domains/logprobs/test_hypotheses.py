@@ -39,8 +39,11 @@ def sides(tmp_path):
             path = tmp_path / f"{name}.jsonl"
             with open(path, "w") as file:
                 for prompt, (row, answer) in enumerate(zip(values, tokens, strict=True)):
-                    line = {"prompt_ids": [prompt, 1], "completion_ids": answer.tolist(),
-                            "logprobs": row.tolist()}  # fmt: skip
+                    line = {
+                        "prompt_ids": [prompt, 1],
+                        "completion_ids": answer.tolist(),
+                        "logprobs": row.tolist(),
+                    }
                     if whole is not None:
                         top = whole[prompt].sort(descending=True, stable=True)
                         line["top_logprobs"] = [
@@ -88,7 +91,7 @@ SETTINGS = {
         lambda log_p: kept((log_p / 0.6).log_softmax(-1), "top-p", 0.9),
         "at temperature 0.6, renormalised over top-p 0.9",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("lists", "noise"), [("a", 1e-7), ("a", 0.005), ("both", 0.005)])
@@ -104,8 +107,13 @@ def test_a_setting_is_fitted_where_one_side_tells_its_distribution(sides, settin
         after.exp().reshape(-1, VOCABULARY), 1, generator=torch.Generator().manual_seed(2)
     )
     tokens = tokens.reshape(NUM_PROMPTS, LENGTH)
-    report = sides(tokens, chosen(before, tokens), noisy(chosen(after, tokens), noise), before,
-                   after if lists == "both" else None)  # fmt: skip
+    report = sides(
+        tokens,
+        chosen(before, tokens),
+        noisy(chosen(after, tokens), noise),
+        before,
+        after if lists == "both" else None,
+    )
     assert words in report.verdict.summary
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "high")
     assert "within rounding" in report.verdict.summary
@@ -132,7 +140,7 @@ PLACES = {
         lambda x, p, ids: chosen(p, torch.cat([torch.ones_like(ids[:, :1]), ids[:, :-1]], -1)),
         "of another token, the one before it",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("noise", [1e-7, 0.02])
@@ -160,7 +168,7 @@ def one_place(logits):
 def drawn(seed, size):
     return size * torch.randn(
         NUM_PROMPTS, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(seed)
-    )  # fmt: skip
+    )
 
 
 HEALTHY = {

@@ -25,8 +25,9 @@ def as_scores(run: Run, path) -> Run:
         for step, token in enumerate(answer):
             logits = run.read(run.find(("free", number, step, run.manifest.plan.logits_site)))
             values.append(float(torch.log_softmax(logits[0, -1].double(), -1)[token]))
-        lines.append({"prompt_ids": sample.prompt_ids, "completion_ids": answer,
-                      "logprobs": values})  # fmt: skip
+        lines.append(
+            {"prompt_ids": sample.prompt_ids, "completion_ids": answer, "logprobs": values}
+        )
     file = path.with_suffix(".jsonl")
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return import_dump(file, out=path)
@@ -37,8 +38,13 @@ def runs(llama, tmp_path_factory):
     """A trainer with layers; a faulty engine with layers, and what it says without them."""
     folder = tmp_path_factory.mktemp("layers")
     trainer = capture(llama, out=folder / "trainer", prompts=PROMPTS, **OPTIONS)
-    engine = capture(like=trainer, model=llama, out=folder / "engine",
-                     plants=["model.layers.1.mlp.down_proj:out=scale:3"], device="cpu")  # fmt: skip
+    engine = capture(
+        like=trainer,
+        model=llama,
+        out=folder / "engine",
+        plants=["model.layers.1.mlp.down_proj:out=scale:3"],
+        device="cpu",
+    )
     return trainer, engine, as_scores(engine, folder / "rollout")
 
 
@@ -56,8 +62,13 @@ def test_the_block_that_explains_the_difference(runs):
 def test_a_stand_in_that_shows_something_else(runs, llama, tmp_path):
     """A healthy build of what the server is said to run: the difference is not in it."""
     trainer, _, rollout = runs
-    other = capture(like=trainer, model=llama, out=tmp_path / "healthy", device="cpu",
-                    plants=["lm_head:out=noise:1e-6"])  # fmt: skip
+    other = capture(
+        like=trainer,
+        model=llama,
+        out=tmp_path / "healthy",
+        device="cpu",
+        plants=["lm_head:out=noise:1e-6"],
+    )
     report = compare(trainer, rollout, layers=other)
     assert report.logprobs.layers.share < 0.1
     assert "not in what they ran" in report.verdict.evidence[0].text
@@ -88,8 +99,15 @@ def test_the_expert_whose_tokens_differ(tmp_path):
     for name in names:
         weights[name] = weights[name] * -6
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    engine = capture(like=trainer, model=model, out=tmp_path / "engine", device="cpu",
-                     recording=RecordOptions(anchor=False), probe=False, force=True)  # fmt: skip
+    engine = capture(
+        like=trainer,
+        model=model,
+        out=tmp_path / "engine",
+        device="cpu",
+        recording=RecordOptions(anchor=False),
+        probe=False,
+        force=True,
+    )
     report = compare(trainer, as_scores(engine, tmp_path / "rollout"))
     found = report.logprobs.expert
     assert found is not None and (found.block, found.expert) == ("model.layers.1", 3)

@@ -18,16 +18,20 @@ def runs(tmp_path_factory):
     lines = []
     for _ in range(12):
         values = [-generator.expovariate(1.2) for _ in range(20)]
-        lines.append({
-            "tokens": [generator.randrange(900) for _ in range(25)], "response_length": 20,
-            "rollout_log_probs": values,
-            "log_probs": [min(0.0, value + generator.gauss(0, 0.02)) for value in values],
-        })  # fmt: skip
+        lines.append(
+            {
+                "tokens": [generator.randrange(900) for _ in range(25)],
+                "response_length": 20,
+                "rollout_log_probs": values,
+                "log_probs": [min(0.0, value + generator.gauss(0, 0.02)) for value in values],
+            }
+        )
     file = folder / "r.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return (
-        import_dump(file, out=folder / "a"), import_dump(file, out=folder / "b", layout="trainer")
-    )  # fmt: skip
+        import_dump(file, out=folder / "a"),
+        import_dump(file, out=folder / "b", layout="trainer"),
+    )
 
 
 def test_the_default_policy_passes_a_healthy_pair(runs):
@@ -44,8 +48,9 @@ def test_numbers_have_limits_by_their_names(runs):
     )
     result = check(*runs, policy=Policy(parts={"logprobs": rules}))
     assert [one.rule for one in result.failures] == [
-        "logprobs.max.rollout_probs_diff_mean", "logprobs.max.k33",
-    ]  # fmt: skip
+        "logprobs.max.rollout_probs_diff_mean",
+        "logprobs.max.k33",
+    ]
     assert "did you mean k3" in result.failures[1].text
 
 

@@ -14,19 +14,24 @@ CAUSES = {
     "the same": (lambda s, n, v, r: v, "identical", "equal"),
     "quantised": (lambda s, n, v, r: v + r.gauss(0, 0.35), "drift", "everywhere"),
     "one prompt": (
-        lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "localized", "sequences"
+        lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02),
+        "localized",
+        "sequences",
     ),
     "an expert": (
         lambda s, n, v, r: v + (r.choice((-3, 3)) if r.random() < 0.02 else r.gauss(0, 0.02)),
-        "undetermined", "positions",
+        "undetermined",
+        "positions",
     ),
     "a cache": (lambda s, n, v, r: v + r.gauss(0, 0.01 + n * 0.01), "drift", "growing"),
     "another model": (lambda s, n, v, r: v - abs(r.gauss(0.8, 0.5)), "systematic", "shifted"),
     "a temperature": (lambda s, n, v, r: v / 0.7 + r.gauss(0, 0.02), "systematic", "shifted"),
     "not a number": (
-        lambda s, n, v, r: -float("inf") if (s, n) == (3, 9) else v, "nonfinite", "equal"
+        lambda s, n, v, r: -float("inf") if (s, n) == (3, 9) else v,
+        "nonfinite",
+        "equal",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -34,9 +39,11 @@ def test_each_cause_is_told(pair, cause):
     change, kind, pattern = CAUSES[cause]
     report = pair(change)
     assert (report.verdict.kind, report.logprobs.pattern) == (kind, pattern), report.verdict
-    assert report.verdict.confidence != "high" or kind in ("identical", "nonfinite") or (
-        report.logprobs.pattern not in ("within", "everywhere")
-    )  # fmt: skip
+    assert (
+        report.verdict.confidence != "high"
+        or kind in ("identical", "nonfinite")
+        or (report.logprobs.pattern not in ("within", "everywhere"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,13 +57,16 @@ def test_few_prompts_tell_no_kind(pair, cause):
     assert report.logprobs.shift.p_value is None
 
 
-@pytest.mark.parametrize(("change", "kind"), [
-    pytest.param(lambda v, r: v / 1.3 + r.gauss(0, 0.02), "systematic", id="temperature above"),
-    pytest.param(lambda v, r: v / 0.7 + r.gauss(0, 0.02), "systematic", id="temperature below"),
-    pytest.param(lambda v, r: v - 0.4 - 0.1 * r.random(), "systematic", id="another template"),
-    pytest.param(lambda v, r: v + r.gauss(0.1, 0.35), "undetermined", id="quantised"),
-    pytest.param(lambda v, r: v - 0.01 * r.random(), "within_floor", id="within rounding"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        pytest.param(lambda v, r: v / 1.3 + r.gauss(0, 0.02), "systematic", id="temperature above"),
+        pytest.param(lambda v, r: v / 0.7 + r.gauss(0, 0.02), "systematic", id="temperature below"),
+        pytest.param(lambda v, r: v - 0.4 - 0.1 * r.random(), "systematic", id="another template"),
+        pytest.param(lambda v, r: v + r.gauss(0.1, 0.35), "undetermined", id="quantised"),
+        pytest.param(lambda v, r: v - 0.01 * r.random(), "within_floor", id="within rounding"),
+    ],
+)
 def test_tokens_that_all_lie_on_one_side_need_no_many_prompts(pair, change, kind):
     """No precision moves all tokens one way, and of how many prompts they are does not matter."""
     for num in (4, 12):

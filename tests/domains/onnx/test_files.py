@@ -44,9 +44,11 @@ def test_a_file_without_modules_has_a_site_for_each_value(damaged, recorded, aga
     run = recorded("llama", sites="blocks")
     notes: list[str] = []
     other = again(
-        run, damaged(without_modules), sites="modules",
+        run,
+        damaged(without_modules),
+        sites="modules",
         progress=lambda event, done, total, text: notes.append(text),
-    )  # fmt: skip
+    )
     assert other.manifest.plan.passes == ["free"]
     assert any("does not tell the blocks" in note for note in notes)
     report = compare(run, other)
@@ -105,9 +107,14 @@ def wants_a_cache(model: Any) -> None:
     joined.metadata_props.extend(wide.metadata_props)
     wide.input[0] = "joined"
     graph.node.insert(place, joined)
-    shape = ["batch", 2, "past", next(
-        one for one in graph.value_info if one.name == keys
-    ).type.tensor_type.shape.dim[3].dim_value]  # fmt: skip
+    shape = [
+        "batch",
+        2,
+        "past",
+        next(one for one in graph.value_info if one.name == keys)
+        .type.tensor_type.shape.dim[3]
+        .dim_value,
+    ]
     graph.input.append(onnx.helper.make_tensor_value_info(name, 1, shape))
 
 

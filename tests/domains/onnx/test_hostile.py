@@ -31,15 +31,21 @@ def gather(name: str = "/model/embed/Gather") -> Any:
 
 
 def model(
-    *nodes: Any, constants: tuple[Any, ...] = (), inputs: tuple[Any, ...] = (),
-    kind: int = FLOAT, shape: Any = ("b", "t", 16),
-) -> Any:  # fmt: skip
+    *nodes: Any,
+    constants: tuple[Any, ...] = (),
+    inputs: tuple[Any, ...] = (),
+    kind: int = FLOAT,
+    shape: Any = ("b", "t", 16),
+) -> Any:
     """A table of 16 rows looked up, or other nodes."""
     weight = numpy_helper.from_array(np.eye(16, dtype=np.float32), "model.embed.weight")
     graph = helper.make_graph(
-        nodes or [gather()], "g", [value("input_ids", INT64, ["b", "t"]), *inputs],
-        [value("logits", kind, shape)], [weight, *constants],
-    )  # fmt: skip
+        nodes or [gather()],
+        "g",
+        [value("input_ids", INT64, ["b", "t"]), *inputs],
+        [value("logits", kind, shape)],
+        [weight, *constants],
+    )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
 
 
@@ -96,8 +102,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "digits": (model(constants=(beside("bytes", offset="9" * 5000),)), "it ends before"),
     "negative sizes": (model(constants=(sized(-2, -2),)), "negative size"),
     "cycle": (
-        model(gather(), helper.make_node("Add", ["a", "b"], ["b"]),
-              helper.make_node("Identity", ["b"], ["a"])),
+        model(
+            gather(),
+            helper.make_node("Add", ["a", "b"], ["b"]),
+            helper.make_node("Identity", ["b"], ["a"]),
+        ),
         "not acyclic",
     ),
     "twice": (model(gather(), gather()), "cannot load the graph"),
@@ -116,11 +125,14 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "forward pass failed",
     ),
     "texts": (
-        model(helper.make_node("Cast", ["input_ids"], ["logits"], to=STRING), kind=STRING,
-              shape=["b", "t"]),
+        model(
+            helper.make_node("Cast", ["input_ids"], ["logits"], to=STRING),
+            kind=STRING,
+            shape=["b", "t"],
+        ),
         "forward pass failed",
     ),
-}  # fmt: skip
+}
 HARMLESS = {
     "sizes that no memory has": model(constants=(sized(2**30, 2**30),)),
     "many folders": model(gather("/a" * 300_000 + "/Gather")),
@@ -137,9 +149,13 @@ def record(made: Any, folder: Path) -> Any:
     (folder / "up").symlink_to("/etc")
     os.mkfifo(folder / "pipe")
     return capture(
-        path, engine="onnx", prompts=[Prompt(input_ids=(1, 2, 3))], max_new_tokens=2,
-        out=folder / "run", probe=False,
-    )  # fmt: skip
+        path,
+        engine="onnx",
+        prompts=[Prompt(input_ids=(1, 2, 3))],
+        max_new_tokens=2,
+        out=folder / "run",
+        probe=False,
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -107,9 +107,13 @@ def test_the_other_way_round_and_without_tokens_to_repeat(graph_of, recorded, ti
     """What ONNX Runtime ran by itself is what transformers would run, and can be repeated by it."""
     run = recorded("llama", sites="blocks")
     own = capture(
-        graph_of("llama"), engine="onnx", out=tmp_path / "own", max_new_tokens=3, probe=False,
+        graph_of("llama"),
+        engine="onnx",
+        out=tmp_path / "own",
+        max_new_tokens=3,
+        probe=False,
         prompts=[sample.text for sample in run.manifest.tokens.samples],
-    )  # fmt: skip
+    )
     for one, two in zip(run.manifest.tokens.samples, own.manifest.tokens.samples, strict=True):
         assert (one.prompt_ids, one.generated_ids) == (two.prompt_ids, two.generated_ids)
     checkpoint = tiny_model(**onnx_graphs.MODELS["llama"])

@@ -54,9 +54,10 @@ def test_a_file_of_another_model(graph_of, recorded, again, tmp_path, tiny_model
     checkpoint = tiny_model("llama", dtype="float32", num_blocks=2)
     with pytest.raises(ModelError, match=r"3 blocks, and the config in .* tells of 2"):
         again(
-            recorded("llama", sites="blocks"), graph_of("llama"),
+            recorded("llama", sites="blocks"),
+            graph_of("llama"),
             engine_options={"tokenizer": str(checkpoint)},
-        )  # fmt: skip
+        )
     run, said = recorded("llama", sites="blocks"), []
     other = again(run, graph_of("qwen3"), progress=lambda *args: said.append(args[3]))
     assert any("are not those of the recorded run" in text for text in said)
@@ -92,8 +93,11 @@ def test_unknown_options(options, words, graph_of, recorded, again):
 
 def test_providers_are_listed(graph_of, recorded, again):
     with pytest.raises(UsageError) as caught:
-        again(recorded("llama", sites="blocks"), graph_of("llama"),
-              engine_options={"provider": "cudaa"})  # fmt: skip
+        again(
+            recorded("llama", sites="blocks"),
+            graph_of("llama"),
+            engine_options={"provider": "cudaa"},
+        )
     assert "did you mean cuda?" in str(caught.value.hint)
     assert "CPUExecutionProvider" in str(caught.value.hint)
 
@@ -107,8 +111,13 @@ def test_what_a_graph_cannot_do(graph_of, recorded, again):
     with pytest.raises(UsageError, match="prepare: the engine onnx has none of it"):
         again(run, file, prepare=lambda module: None)
     notes: list[str] = []
-    other = again(run, file, escalate=True, whole=True,
-                  progress=lambda event, done, total, text: notes.append(text))  # fmt: skip
+    other = again(
+        run,
+        file,
+        escalate=True,
+        whole=True,
+        progress=lambda event, done, total, text: notes.append(text),
+    )
     assert other.manifest.plan.passes == ["free", "anchored"]
     assert any(note.startswith("no whole pass") for note in notes)
 

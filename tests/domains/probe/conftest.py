@@ -61,9 +61,15 @@ def machine() -> Callable[..., Summing]:
             return made
 
         operator = Summing(
-            name="machine", shape=f"n={tree.num_leaves}", dtype=dtype, terms=tree.num_leaves,
-            rows=rows if products else 1, columns=columns, products=products, call=call,
-        )  # fmt: skip
+            name="machine",
+            shape=f"n={tree.num_leaves}",
+            dtype=dtype,
+            terms=tree.num_leaves,
+            rows=rows if products else 1,
+            columns=columns,
+            products=products,
+            call=call,
+        )
         return operator
 
     return make

@@ -63,9 +63,14 @@ def matrix_unit(
 
     bits = f"{fraction_bits} bits, {format_of(dtype).name}"
     return Summing(
-        name="simulated", shape=f"{width} wide, {bits}, M={rows} K={terms} N={columns}",
-        dtype=dtype, terms=terms, rows=rows, columns=columns, call=call,
-    )  # fmt: skip
+        name="simulated",
+        shape=f"{width} wide, {bits}, M={rows} K={terms} N={columns}",
+        dtype=dtype,
+        terms=terms,
+        rows=rows,
+        columns=columns,
+        call=call,
+    )
 
 
 def _fused(parts: np.ndarray, fraction_bits: int, *, cut: bool) -> np.ndarray:

@@ -37,10 +37,12 @@ def texts(a: Manifest, b: Manifest) -> list[str]:
     return [sentence(item) for item in explain_arithmetic(a, b).evidence]
 
 
-TF32 = fact(f"input bits: {SHAPE} float32", "10 bits (TF32), cut off",
-            numbers={"weight": 10, "input": 10})  # fmt: skip
-FULL = fact(f"input bits: {SHAPE} float32", "23 bits (float32)",
-            numbers={"weight": 23, "input": 23})  # fmt: skip
+TF32 = fact(
+    f"input bits: {SHAPE} float32", "10 bits (TF32), cut off", numbers={"weight": 10, "input": 10}
+)
+FULL = fact(
+    f"input bits: {SHAPE} float32", "23 bits (float32)", numbers={"weight": 23, "input": 23}
+)
 
 
 def test_lost_input_bits_are_named_with_their_side():
@@ -191,13 +193,19 @@ def asked(a, b):
         (FULL, FULL, "identical"),
         (order("a", 10), order("b", 20), "within_floor"),
         (FULL, TF32, "systematic"),
-        (fact("ulp: exp float32", "1", digest="a", numbers={"worst": 1.0}),
-         fact("ulp: exp float32", "900", digest="b", numbers={"worst": 900.0}), "systematic"),
-        (fact("ulp: exp float32", "1", digest="a", numbers={"worst": 1.0}),
-         fact("ulp: exp float32", "2", digest="b", numbers={"worst": 2.0}), "within_floor"),
+        (
+            fact("ulp: exp float32", "1", digest="a", numbers={"worst": 1.0}),
+            fact("ulp: exp float32", "900", digest="b", numbers={"worst": 900.0}),
+            "systematic",
+        ),
+        (
+            fact("ulp: exp float32", "1", digest="a", numbers={"worst": 1.0}),
+            fact("ulp: exp float32", "2", digest="b", numbers={"worst": 2.0}),
+            "within_floor",
+        ),
         (FULL, fact("fma: add float32", "fused"), "undetermined"),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_on_two_probes(one, two, kind):
     """Another order is rounding, another precision is not."""
     a, b = manifest(one, source="probe"), manifest(two, source="probe")

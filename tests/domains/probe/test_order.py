@@ -91,8 +91,12 @@ def test_a_tree_that_does_not_replay_is_not_claimed(machine):
     operator = machine(balanced(16))
     made = trials(operator)
     assert prove(operator, balanced(16), made).verified
-    halves = Tree.of(16, [(k, k + 8) for k in range(8)] + [(16 + k, 20 + k) for k in range(4)]
-                     + [(24, 26), (25, 27), (28, 29)])  # fmt: skip
+    halves = Tree.of(
+        16,
+        [(k, k + 8) for k in range(8)]
+        + [(16 + k, 20 + k) for k in range(4)]
+        + [(24, 26), (25, 27), (28, 29)],
+    )
     for wrong in (sequential(16), halves):
         proof = prove(operator, wrong, made)
         assert not proof.verified
@@ -110,9 +114,14 @@ def test_an_order_that_depends_on_the_values_is_unverified():
         return total[None]
 
     operator = Summing(
-        name="sorted", shape="n=32", dtype=torch.float32, terms=32, columns=16, products=False,
+        name="sorted",
+        shape="n=32",
+        dtype=torch.float32,
+        terms=32,
+        columns=16,
+        products=False,
         call=call,
-    )  # fmt: skip
+    )
     finding = find_order(operator)
     assert not finding.verified
     assert finding.reason or all(not order.verified for order in finding.orders)

@@ -40,9 +40,17 @@ def test_it_is_little_work():
         facts = quick_facts("cpu")
     assert calls.count < 60_000 and calls.num_elements < 300_000_000
     assert {fact.probe for fact in facts} >= {
-        "order", "accumulator", "input bits", "fma", "rows", "batch", "subnormals", "rounding",
-        "ulp", "lanes",
-    }  # fmt: skip
+        "order",
+        "accumulator",
+        "input bits",
+        "fma",
+        "rows",
+        "batch",
+        "subnormals",
+        "rounding",
+        "ulp",
+        "lanes",
+    }
     names = [fact.name for fact in facts]
     assert len(set(names)) == len(names)
 
@@ -117,10 +125,15 @@ def test_a_slow_machine_tries_the_same(monkeypatch):
 def test_a_capture_notes_it_and_records_the_same(llama, tmp_path):
     """With and without: the same tensors, warnings and tokens."""
     with_, without = (
-        capture(str(llama), out=tmp_path / str(probe), prompts=["a bridge"], probe=probe,
-                max_new_tokens=2)
+        capture(
+            str(llama),
+            out=tmp_path / str(probe),
+            prompts=["a bridge"],
+            probe=probe,
+            max_new_tokens=2,
+        )
         for probe in (True, False)
-    )  # fmt: skip
+    )
     assert with_.manifest.arithmetic
     assert without.manifest.arithmetic == []
     digests = [[(r.coordinates, r.xxh3) for r in run.records] for run in (with_, without)]
@@ -147,9 +160,13 @@ def test_a_replay_notes_it_and_its_truth_does_not(llama, tmp_path):
     from divergence import replay
 
     run = capture(
-        str(llama), out=tmp_path / "run", prompts=["a bridge"], max_new_tokens=1,
-        sites=["ops@model.layers.0.mlp"], recording=RecordOptions(weights=True),
-    )  # fmt: skip
+        str(llama),
+        out=tmp_path / "run",
+        prompts=["a bridge"],
+        max_new_tokens=1,
+        sites=["ops@model.layers.0.mlp"],
+        recording=RecordOptions(weights=True),
+    )
     again = replay(run, out=tmp_path / "again", device="cpu")
     assert again.manifest.arithmetic == run.manifest.arithmetic
     truth = replay(run, out=tmp_path / "truth", device="cpu", truth=True)

@@ -119,9 +119,15 @@ def test_inputs_are_exact_and_the_true_value_is_float64s(name, dtype):
     assert (given != 0).all()
     right = function(given.double()).to(dtype)
     assert worst_ulp(function, given, right) <= 0.5 + 1e-6
-    away = torch.nextafter(right.float(), torch.tensor(torch.inf)) if dtype == torch.float32 else (
-        (right.float() * (1 + 2.0 ** -torch.tensor(6 if dtype == torch.bfloat16 else 9))).to(dtype)
-    )  # fmt: skip
+    away = (
+        torch.nextafter(right.float(), torch.tensor(torch.inf))
+        if dtype == torch.float32
+        else (
+            (right.float() * (1 + 2.0 ** -torch.tensor(6 if dtype == torch.bfloat16 else 9))).to(
+                dtype
+            )
+        )
+    )
     assert worst_ulp(function, given, away) > 0.5
 
 

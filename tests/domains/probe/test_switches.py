@@ -12,8 +12,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.probe import agreement, run_machine
 
 FEW = ("native", "old")
-ALL = ("native", "aten-default", "aten-avx2", "onednn-sse41", "onednn-avx2", "onednn-avx512",
-       "mkl-compatible", "mkl-avx2", "threads-2", "old")  # fmt: skip
+ALL = (
+    "native",
+    "aten-default",
+    "aten-avx2",
+    "onednn-sse41",
+    "onednn-avx2",
+    "onednn-avx512",
+    "mkl-compatible",
+    "mkl-avx2",
+    "threads-2",
+    "old",
+)
 
 
 UNPROVEN = ("sdpa", "linear M=1 ")

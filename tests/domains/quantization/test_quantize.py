@@ -26,9 +26,12 @@ PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", 
 def plain(tiny_model, tmp_path_factory):
     folder = tiny_model("llama", num_blocks=3, hidden=64, dtype="float32")
     return capture(
-        folder, out=tmp_path_factory.mktemp("plain") / "run", prompts=PROMPTS, max_new_tokens=2,
+        folder,
+        out=tmp_path_factory.mktemp("plain") / "run",
+        prompts=PROMPTS,
+        max_new_tokens=2,
         probe=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +113,14 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
     text = "\n".join(line.text for line in document_lines(quantization_document(found)))
     # the KL above is that of the whole scheme
     assert f"{each.num_quantized} matrices ({found.num_quantized} with the policy below)" in text
-    groups = {name.replace("q_proj", "qkv").replace("k_proj", "qkv").replace("v_proj", "qkv")
-              .replace("gate_proj", "gate_up").replace("up_proj", "gate_up")
-              for name in policy.keep}  # fmt: skip
+    groups = {
+        name.replace("q_proj", "qkv")
+        .replace("k_proj", "qkv")
+        .replace("v_proj", "qkv")
+        .replace("gate_proj", "gate_up")
+        .replace("up_proj", "gate_up")
+        for name in policy.keep
+    }
     assert policy.num_groups == len(groups) < len(policy.keep)
     assert f"with any one of their {len(groups)} group" in text
 
@@ -139,8 +147,11 @@ def test_lists_that_quantisers_read():
     slim = yaml.safe_load(written["msmodelslim.yaml"])["spec"]["process"][0]
     assert slim["exclude"] == names
     assert slim["qconfig"]["act"] == {
-        "scope": "per_token", "dtype": "int8", "symmetric": True, "method": "minmax",
-    }  # fmt: skip
+        "scope": "per_token",
+        "dtype": "int8",
+        "symmetric": True,
+        "method": "minmax",
+    }
     assert "ext" not in slim["qconfig"]["weight"]
     off = yaml.safe_load(written["modelopt.yaml"])["quant_cfg"]
     assert [one["enable"] for one in off] == [False, False]
@@ -185,8 +196,9 @@ def test_a_quantised_run_is_not_quantised_again(plain, tmp_path):
 
 
 def test_an_encoder_is_quantised_but_has_no_next_token(tiny_model, tmp_path):
-    run = capture(tiny_model("bert", num_blocks=2), out=tmp_path / "a", prompts=["one two"],
-                  probe=False)  # fmt: skip
+    run = capture(
+        tiny_model("bert", num_blocks=2), out=tmp_path / "a", prompts=["one two"], probe=False
+    )
     found = quantize(run, scheme="w8a8", out=tmp_path / "q")
     assert found.cost is None
     assert Run.open(tmp_path / "q").manifest.engine.options["scheme"] == "w8a8"

@@ -71,9 +71,12 @@ def test_codes_are_those_of_compressed_tensors(quantizer, dtype):
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     ours = Quantizer(
-        format=quantizer.format, per=quantizer.per, group=quantizer.group,
-        symmetric=quantizer.symmetric, recipe="compressed-tensors",
-    )  # fmt: skip
+        format=quantizer.format,
+        per=quantizer.per,
+        group=quantizer.group,
+        symmetric=quantizer.symmetric,
+        recipe="compressed-tensors",
+    )
     args = library.QuantizationArgs(
         num_bits=4 if ours.format == "int4" else 8,
         type="float" if ours.is_float else "int",
@@ -106,9 +109,12 @@ def test_codes_are_those_of_torchao(quantizer, dtype):
     from torchao.quantization import quant_primitives as ao
 
     ours = Quantizer(
-        format=quantizer.format, per=quantizer.per, group=quantizer.group,
-        symmetric=quantizer.symmetric, recipe="torchao",
-    )  # fmt: skip
+        format=quantizer.format,
+        per=quantizer.per,
+        group=quantizer.group,
+        symmetric=quantizer.symmetric,
+        recipe="torchao",
+    )
     for name, x in inputs(dtype).items():
         block = {"tensor": x.shape, "channel": (1, x.shape[1]), "group": (1, 16)}[ours.per]
         scale, zero = scales_of(x if not ours.is_float else x.float(), ours)

@@ -81,8 +81,9 @@ def test_a_cache_that_is_not_there_is_not_quantised(folder, tiny_model, tmp_path
     bare = made(folder, tmp_path / "bare", use_cache=False)
     with pytest.raises(UsageError, match="without a cache"):
         quantize(bare, scheme="kv8")
-    encoder = capture(tiny_model("bert", num_blocks=2), out=tmp_path / "bert", prompts=["one two"],
-                      probe=False)  # fmt: skip
+    encoder = capture(
+        tiny_model("bert", num_blocks=2), out=tmp_path / "bert", prompts=["one two"], probe=False
+    )
     with pytest.raises(UsageError, match="no keys and values"):
         quantize(encoder, scheme="kv8")
 

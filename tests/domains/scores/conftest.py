@@ -39,13 +39,22 @@ def sample(number: int, *, score: float, right: int, likelihoods: Sequence[float
     doc = {"query": prompt, "gold": right, **fields.pop("doc", {})}
     said = [[str(one), str(one == max(likelihoods))] for one in likelihoods]
     return {
-        "doc_id": number, "doc": doc, "target": str(right),
-        "arguments": {f"gen_args_{n}": {"arg_0": prompt, "arg_1": choice}
-                      for n, choice in enumerate(choices)},
-        "resps": [[one] for one in said], "filtered_resps": said, "filter": "none",
-        "metrics": ["acc"], "doc_hash": _hash(f"doc {number}"), "prompt_hash": _hash(prompt),
-        "target_hash": _hash(str(right)), "acc": score, **fields,
-    }  # fmt: skip
+        "doc_id": number,
+        "doc": doc,
+        "target": str(right),
+        "arguments": {
+            f"gen_args_{n}": {"arg_0": prompt, "arg_1": choice} for n, choice in enumerate(choices)
+        },
+        "resps": [[one] for one in said],
+        "filtered_resps": said,
+        "filter": "none",
+        "metrics": ["acc"],
+        "doc_hash": _hash(f"doc {number}"),
+        "prompt_hash": _hash(prompt),
+        "target_hash": _hash(str(right)),
+        "acc": score,
+        **fields,
+    }
 
 
 @pytest.fixture

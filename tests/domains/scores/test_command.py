@@ -18,8 +18,10 @@ def tables(tmp_path):
     """Two thousand documents: a healthy side, a faulty one, one of four tasks."""
 
     def write(name, lost, tasks=1):
-        rows = [{"id": n, "score": float(n % 2 and not n < 2 * lost), "task": f"t{n % tasks}"}
-                for n in range(2000)]  # fmt: skip
+        rows = [
+            {"id": n, "score": float(n % 2 and not n < 2 * lost), "task": f"t{n % tasks}"}
+            for n in range(2000)
+        ]
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path

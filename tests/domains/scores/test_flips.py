@@ -13,8 +13,10 @@ from divergence.facts import sentence, worded
 
 
 def side(choices, scores):
-    rows = [ScoreRow(document=str(n), score=score, choices=tuple(one), answer=str(np.argmax(one)))
-            for n, (one, score) in enumerate(zip(choices, scores, strict=True))]  # fmt: skip
+    rows = [
+        ScoreRow(document=str(n), score=score, choices=tuple(one), answer=str(np.argmax(one)))
+        for n, (one, score) in enumerate(zip(choices, scores, strict=True))
+    ]
     return Series(SeriesName("t", "", "acc"), "file", rows=rows)
 
 
@@ -66,10 +68,16 @@ def test_a_fault_everywhere_is_no_rounding():
     assert causes_of(pairs, ("float32", "float32")).limit < 0.001
 
 
-@pytest.mark.parametrize(("moved", "dtype", "is_told"), [
-    (0.26, "float32", True), (2.0, "bfloat16", True), (1e-5, "float32", False),
-    (0.02, "bfloat16", False), (0.26, None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moved", "dtype", "is_told"),
+    [
+        (0.26, "float32", True),
+        (2.0, "bfloat16", True),
+        (1e-5, "float32", False),
+        (0.02, "bfloat16", False),
+        (0.26, None, False),
+    ],
+)
 @pytest.mark.parametrize("lost", [0, 3])
 def test_margins_beyond_rounding_stand_in_the_first_line(moved, dtype, is_told, lost):
     """Whether or not a score flipped: the score may be the same by luck."""

@@ -172,23 +172,25 @@ LOGS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "unknown method": (lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 10, b"\x63\x00"), "99"),
     "bzip2": (lambda p: inspect(p, SAMPLE, pack=zipfile.ZIP_BZIP2), "method 12"),
     "lies: shorter": (
-        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 24, struct.pack("<I", 3)), "size"
+        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 24, struct.pack("<I", 3)),
+        "size",
     ),
     "lies: longer": (
-        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 24, struct.pack("<I", 4000)), "size"
+        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 24, struct.pack("<I", 4000)),
+        "size",
     ),
     "lies: elsewhere": (
-        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 42, struct.pack("<I", 7)), "where"
+        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 42, struct.pack("<I", 7)),
+        "where",
     ),
-    "another checksum": (
-        lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 16, b"abcd"), "checksum"
-    ),
+    "another checksum": (lambda p: patched(inspect(p, SAMPLE), SAMPLE[0], 16, b"abcd"), "checksum"),
     "cut off": (lambda p: p.write_bytes(inspect(p, SAMPLE).read_bytes()[:100]) and p, "no zip"),
     "no object": (lambda p: inspect(p, ("samples/a.json", "[]")), "no object"),
     "other types": (
-        lambda p: inspect(p, ("samples/a.json", '{"scores": [], "epoch": []}')), "inspect"
+        lambda p: inspect(p, ("samples/a.json", '{"scores": [], "epoch": []}')),
+        "inspect",
     ),
-}  # fmt: skip
+}
 
 
 def growing(path: Path, num: int, size: int) -> Path:

@@ -30,8 +30,13 @@ def _lines(model, tokenizer):
         with torch.no_grad():
             row = model(**tokenizer(prompt, return_tensors="pt")).logits[0, -1].log_softmax(-1)
         said = [float(row[one[0]]) for one in ids]
-        line = sample(number, score=float(said.index(max(said)) == number % 3), right=number % 3,
-                      likelihoods=said, prompt=prompt)  # fmt: skip
+        line = sample(
+            number,
+            score=float(said.index(max(said)) == number % 3),
+            right=number % 3,
+            likelihoods=said,
+            prompt=prompt,
+        )
         for choice, one in zip(CHOICES, line["arguments"].values(), strict=True):
             one["arg_1"] = choice
         lines.append(line)

@@ -31,10 +31,20 @@ def test_documents_meet_by_identity_in_any_order():
 
 def test_what_is_in_no_pair_is_counted():
     """Missing, without a score, asked in other words, another right answer."""
-    a = series(row("x", 1.0), row("only", 1.0), row("nan", 1.0),
-               row("p", 1.0, prompt="1"), row("t", 1.0, target="1"))  # fmt: skip
-    b = series(row("x", 1.0), row("new", 1.0), row("nan", None, why=plain("the score is nan")),
-               row("p", 1.0, prompt="2"), row("t", 1.0, target="2"))  # fmt: skip
+    a = series(
+        row("x", 1.0),
+        row("only", 1.0),
+        row("nan", 1.0),
+        row("p", 1.0, prompt="1"),
+        row("t", 1.0, target="1"),
+    )
+    b = series(
+        row("x", 1.0),
+        row("new", 1.0),
+        row("nan", None, why=plain("the score is nan")),
+        row("p", 1.0, prompt="2"),
+        row("t", 1.0, target="2"),
+    )
     held = pair(a, b).pairing
     assert (held.num_paired, held.num_reference, held.num_candidate) == (1, 5, 5)
     assert (held.num_reference_only, held.num_candidate_only) == (1, 1)
@@ -76,8 +86,9 @@ def test_duplicates():
 
 def test_repeats_are_a_mean_and_no_documents():
     """Four answers to each of two questions are two documents."""
-    answers = [row(name, score, repeat=n) for name in "xy"
-               for n, score in enumerate((1.0, 1.0, 0.0, 0.0))]  # fmt: skip
+    answers = [
+        row(name, score, repeat=n) for name in "xy" for n, score in enumerate((1.0, 1.0, 0.0, 0.0))
+    ]
     found = pair(series(*answers), series(row("x", 1.0), row("y", 0.0)))
     assert found.pairing.num_paired == 2 and found.pairing.repeats == (4.0, 1.0)
     assert found.reference.tolist() == [0.5, 0.5] and not found.binary and not found.single
@@ -96,9 +107,14 @@ def test_clusters():
 
 @pytest.mark.parametrize(
     ("a", "b", "status"),
-    [("ggh", "xxy", None), ("ggh", "xyy", "blocking"), ("ghi", "xxx", "blocking"),
-     ("ggh", "", None), ("gg-", "-xx", None)],
-)  # fmt: skip
+    [
+        ("ggh", "xxy", None),
+        ("ggh", "xyy", "blocking"),
+        ("ghi", "xxx", "blocking"),
+        ("ggh", "", None),
+        ("gg-", "-xx", None),
+    ],
+)
 def test_clusters_must_be_the_same_on_both_sides(a, b, status):
     """By what belongs together: names may differ, and one side may tell none."""
     sides = [
@@ -115,8 +131,9 @@ def test_lower_and_higher_is_no_one_direction():
     lines = {line.check: line for line in preflight(a, b, pair(a, b))}
     assert lines["direction"].status == "blocking"
     assert (lines["direction"].reference, lines["direction"].candidate) == (
-        "higher is better", "lower is better",
-    )  # fmt: skip
+        "higher is better",
+        "lower is better",
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,9 +151,12 @@ def test_other_units_are_told_by_documents(scale, noise, is_told):
 
 @pytest.mark.parametrize(
     ("a", "b", "status"),
-    [({"few-shot": "5"}, {"few-shot": "0"}, "blocking"), ({"few-shot": "5"}, {}, "unknown"),
-     ({"few-shot": "5"}, {"few-shot": "5"}, "same")],
-)  # fmt: skip
+    [
+        ({"few-shot": "5"}, {"few-shot": "0"}, "blocking"),
+        ({"few-shot": "5"}, {}, "unknown"),
+        ({"few-shot": "5"}, {"few-shot": "5"}, "same"),
+    ],
+)
 def test_settings_must_be_the_same(a, b, status):
     """Where both sides tell them."""
     one, other = series(row("x", 1.0), **a), series(row("x", 1.0), **b)

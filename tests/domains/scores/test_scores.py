@@ -162,9 +162,14 @@ def test_the_gate(table):
 
 @pytest.mark.parametrize(
     ("text", "band"),
-    [("3%", Band(0.03, True)), ("±2.5 %", Band(0.025, True)), ("1.5pp", Band(0.015, False)),
-     ("0.015", Band(0.015, False)), (2.0, Band(2.0, False))],
-)  # fmt: skip
+    [
+        ("3%", Band(0.03, True)),
+        ("±2.5 %", Band(0.025, True)),
+        ("1.5pp", Band(0.015, False)),
+        ("0.015", Band(0.015, False)),
+        (2.0, Band(2.0, False)),
+    ],
+)
 def test_bands(text, band):
     assert parse_band(text) == band
 
@@ -179,8 +184,10 @@ def test_other_tasks_and_other_few_shot(lm_eval):
     """Stopped, with what differs; --force compares all the same."""
 
     def lines(words):
-        return [sample(n, score=float(n % 2), right=0, likelihoods=[-1.0, -2.0],
-                       prompt=f"{words} {n}") for n in range(8)]  # fmt: skip
+        return [
+            sample(n, score=float(n % 2), right=0, likelihoods=[-1.0, -2.0], prompt=f"{words} {n}")
+            for n in range(8)
+        ]
 
     def results(shots):
         return {"n-shot": {"quiz": shots}, "versions": {"quiz": 1}, "configs": {"quiz": {}}}
@@ -250,8 +257,10 @@ def test_one_cluster_and_one_document_tell_nothing(table):
     """Undecided, within what a score of 0 or 1 can differ by."""
     groups = ["all"] * 300
     a, b = flipped(300, 0, 30)
-    for one, other in ((table("a", a, group=groups), table("b", b, group=groups)),
-                       (table("c", [1.0]), table("d", [0.0]))):  # fmt: skip
+    for one, other in (
+        (table("a", a, group=groups), table("b", b, group=groups)),
+        (table("c", [1.0]), table("d", [0.0])),
+    ):
         (task,) = scores(one, other).candidates[0].tasks
         assert (task.verdict, task.p_value) == ("undecided", 1.0)
         assert -1 <= task.low < task.high <= 1 and task.shown_band <= 1
@@ -285,15 +294,17 @@ def test_a_score_below_zero(table):
 def test_counts_of_one_and_documents_in_no_pair_are_said_of_every_verdict(table):
     a = [1.0, 0.0] * 20
     one = ["all"] * 40
-    (task,) = scores(
-        table("a", a, group=one), table("b", a[:39], group=one[:39])
-    ).candidates[0].tasks  # fmt: skip
+    (task,) = (
+        scores(table("a", a, group=one), table("b", a[:39], group=one[:39])).candidates[0].tasks
+    )
     assert task.verdict == "undecided" and "; 1 document is in no pair" in task.summary
     assert any("no more than 1 cluster:" in note for note in task.notes)
     groups = [f"g{n // 4}" for n in range(40)]
-    (task,) = scores(
-        table("c", a, group=groups), table("d", [0.0] * 4 + a[4:], group=groups)
-    ).candidates[0].tasks  # fmt: skip
+    (task,) = (
+        scores(table("c", a, group=groups), table("d", [0.0] * 4 + a[4:], group=groups))
+        .candidates[0]
+        .tasks
+    )
     assert any(note.startswith("only 1 cluster differs") for note in task.notes)
 
 
@@ -349,8 +360,9 @@ def test_without_scipy(monkeypatch):
 @pytest.mark.slow
 def test_two_hundred_thousand_documents(tmp_path, lm_eval):
     """Two evaluations of so many are paired in whole."""
-    lines = [sample(n, score=float(n % 3 > 0), right=0, likelihoods=[-1.0, -2.0])
-             for n in range(200_000)]  # fmt: skip
+    lines = [
+        sample(n, score=float(n % 3 > 0), right=0, likelihoods=[-1.0, -2.0]) for n in range(200_000)
+    ]
     a = lm_eval("a", lines)
     for n in range(0, 2000, 2):
         lines[n]["acc"] = 1.0 - lines[n]["acc"]
@@ -362,8 +374,10 @@ def test_more_documents_are_as_much_work_a_document(lm_eval):
     """Reading, pairing, statistics."""
     counts = []
     for size in (300, 1200):
-        lines = [sample(n, score=float(n % 3 > 0), right=0, likelihoods=[-1.0, -2.0])
-                 for n in range(size)]  # fmt: skip
+        lines = [
+            sample(n, score=float(n % 3 > 0), right=0, likelihoods=[-1.0, -2.0])
+            for n in range(size)
+        ]
         a = lm_eval(f"a{size}", lines)
         lines[0]["acc"] = 1.0 - lines[0]["acc"]
         b = lm_eval(f"b{size}", lines)
@@ -378,8 +392,12 @@ def test_from_a_score_to_a_run(lm_eval, llama, tmp_path):
     """--capture records the flipped prompts; the run is compared as any other."""
 
     def lines(score):
-        return [sample(n, score=score(n), right=0, likelihoods=[-1.0, -2.0 + n],
-                       prompt=f"{n} snow fell on") for n in range(6)]  # fmt: skip
+        return [
+            sample(
+                n, score=score(n), right=0, likelihoods=[-1.0, -2.0 + n], prompt=f"{n} snow fell on"
+            )
+            for n in range(6)
+        ]
 
     a = lm_eval("a", lines(lambda n: 1.0))
     b = lm_eval("b", lines(lambda n: float(n % 3 > 0)))

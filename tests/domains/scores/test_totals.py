@@ -13,16 +13,29 @@ from divergence.errors import UsageError
 
 def lm_eval(folder, score, *, num=1319, version=3.0):
     folder.mkdir()
-    (folder / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps({
-        "results": {"gsm8k": {
-            "alias": "gsm8k", "exact_match,strict-match": score,
-            "exact_match_stderr,strict-match": math.sqrt(score * (1 - score) / (num - 1))}},
-        "group_subtasks": {}, "configs": {"gsm8k": {"task": "gsm8k", "num_fewshot": 5}},
-        "versions": {"gsm8k": version}, "n-shot": {"gsm8k": 5},
-        "higher_is_better": {"gsm8k": {"exact_match": True}},
-        "n-samples": {"gsm8k": {"original": num, "effective": num}},
-        "config": {"model": "vllm", "model_args": {"pretrained": "m"}}, "lm_eval_version": "0.4.9",
-    }))  # fmt: skip
+    (folder / "results_2026-01-01T00-00-00.000000.json").write_text(
+        json.dumps(
+            {
+                "results": {
+                    "gsm8k": {
+                        "alias": "gsm8k",
+                        "exact_match,strict-match": score,
+                        "exact_match_stderr,strict-match": math.sqrt(
+                            score * (1 - score) / (num - 1)
+                        ),
+                    }
+                },
+                "group_subtasks": {},
+                "configs": {"gsm8k": {"task": "gsm8k", "num_fewshot": 5}},
+                "versions": {"gsm8k": version},
+                "n-shot": {"gsm8k": 5},
+                "higher_is_better": {"gsm8k": {"exact_match": True}},
+                "n-samples": {"gsm8k": {"original": num, "effective": num}},
+                "config": {"model": "vllm", "model_args": {"pretrained": "m"}},
+                "lm_eval_version": "0.4.9",
+            }
+        )
+    )
     return folder
 
 
@@ -57,11 +70,28 @@ def evalscope(file, parts, *, name="gsm8k"):
         {"name": part, "score": score, "num": num, "is_aggregate": aggregate}
         for part, score, num, aggregate in parts
     ]
-    file.write_text(json.dumps({
-        "name": f"m@{name}", "dataset_name": name, "model_name": "m", "score": 0.6, "num": 10,
-        "metrics": [{"name": "mean_acc", "num": 10, "score": 0.6, "categories": [
-            {"name": ["default"], "num": 10, "score": 0.6, "subsets": subsets}]}],
-        "analysis": "N/A"}))  # fmt: skip
+    file.write_text(
+        json.dumps(
+            {
+                "name": f"m@{name}",
+                "dataset_name": name,
+                "model_name": "m",
+                "score": 0.6,
+                "num": 10,
+                "metrics": [
+                    {
+                        "name": "mean_acc",
+                        "num": 10,
+                        "score": 0.6,
+                        "categories": [
+                            {"name": ["default"], "num": 10, "score": 0.6, "subsets": subsets}
+                        ],
+                    }
+                ],
+                "analysis": "N/A",
+            }
+        )
+    )
     return file
 
 
@@ -102,18 +132,38 @@ def test_both_machines_in_one_summary_of_opencompass(form, tmp_path):
 
 def every_eval(folder, rows):
     folder.mkdir()
-    (folder / "record.json").write_text(json.dumps({
-        "schema_version": "0.2.1", "evaluation_id": "x", "model_info": {"name": "m"},
-        "eval_library": {"name": "helm", "version": "1"}, "evaluation_results": [{
-            "evaluation_name": "gsm8k", "metric_config": {"lower_is_better": False},
-            "score_details": {"score": sum(rows) / len(rows)}}]}))  # fmt: skip
+    (folder / "record.json").write_text(
+        json.dumps(
+            {
+                "schema_version": "0.2.1",
+                "evaluation_id": "x",
+                "model_info": {"name": "m"},
+                "eval_library": {"name": "helm", "version": "1"},
+                "evaluation_results": [
+                    {
+                        "evaluation_name": "gsm8k",
+                        "metric_config": {"lower_is_better": False},
+                        "score_details": {"score": sum(rows) / len(rows)},
+                    }
+                ],
+            }
+        )
+    )
     lines = [
-        {"schema_version": "0.2.1", "evaluation_id": "x", "model_id": "m", "sample_id": str(n),
-         "evaluation_name": "gsm8k", "interaction_type": "single_turn",
-         "input": {"raw": f"q{n}", "reference": ["1"]}, "output": {"raw": [str(row)]},
-         "evaluation": {"score": float(row), "is_correct": bool(row)}, "answer_attribution": []}
+        {
+            "schema_version": "0.2.1",
+            "evaluation_id": "x",
+            "model_id": "m",
+            "sample_id": str(n),
+            "evaluation_name": "gsm8k",
+            "interaction_type": "single_turn",
+            "input": {"raw": f"q{n}", "reference": ["1"]},
+            "output": {"raw": [str(row)]},
+            "evaluation": {"score": float(row), "is_correct": bool(row)},
+            "answer_attribution": [],
+        }
         for n, row in enumerate(rows)
-    ]  # fmt: skip
+    ]
     (folder / "instances.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 

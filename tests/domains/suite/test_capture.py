@@ -75,8 +75,10 @@ def test_a_repeat_takes_the_recorded_bytes(quick, tmp_path):
 
     def swap(line):
         if line["site"] == site:
-            line |= {"place": {"shard": other.place.shard, "key": other.place.key},
-                     "xxh3": other.xxh3}  # fmt: skip
+            line |= {
+                "place": {"shard": other.place.shard, "key": other.place.key},
+                "xxh3": other.xxh3,
+            }
 
     changed = edit_records(run, tmp_path / "changed", swap)
     again = capture(like=changed, out=tmp_path / "b", sites=["silu.float32.odd.normal"])

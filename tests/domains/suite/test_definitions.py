@@ -64,9 +64,12 @@ def test_add_rms_norm():
 def test_layer_norm():
     """(2, 4, 12) has mean 6 and variance (16 + 4 + 36)/3; with ε = 49/3 the root is √35."""
     found = define(
-        "layer_norm", x=[[2.0, 4.0, 12.0]], weight=[1.0, 2.0, 1.0], bias=[0.0, 0.0, 1.0],
+        "layer_norm",
+        x=[[2.0, 4.0, 12.0]],
+        weight=[1.0, 2.0, 1.0],
+        bias=[0.0, 0.0, 1.0],
         eps=49 / 3,
-    )  # fmt: skip
+    )
     root = math.sqrt(35)
     assert close(found, [[-4 / root, -4 / root, 6 / root + 1]])
 
@@ -96,9 +99,13 @@ def test_softmax():
 
 
 ONE_HEAD = {
-    "query": [[[[math.log(3.0)]]]], "key": [[[[1.0], [0.0]]]], "value": [[[[4.0], [8.0]]]],
-    "mask": None, "causal": False, "scale": 1.0,
-}  # fmt: skip
+    "query": [[[[math.log(3.0)]]]],
+    "key": [[[[1.0], [0.0]]]],
+    "value": [[[[4.0], [8.0]]]],
+    "mask": None,
+    "causal": False,
+    "scale": 1.0,
+}
 
 
 @pytest.mark.parametrize("operator", ["attention", "attention_math", "attention_eager"])
@@ -119,9 +126,14 @@ def test_attention_masks():
 def test_attention_of_grouped_heads():
     """Of four query heads the first two read the first key-value head."""
     found = define(
-        "attention", query=[[[[0.0]]] * 4], key=[[[[0.0]], [[0.0]]]], value=[[[[1.0]], [[2.0]]]],
-        mask=None, causal=False, scale=1.0,
-    )  # fmt: skip
+        "attention",
+        query=[[[[0.0]]] * 4],
+        key=[[[[0.0]], [[0.0]]]],
+        value=[[[[1.0]], [[2.0]]]],
+        mask=None,
+        causal=False,
+        scale=1.0,
+    )
     assert close(found, [[[[1.0]], [[1.0]], [[2.0]], [[2.0]]]])
 
 
@@ -140,10 +152,14 @@ def test_paged_attention():
     cache = torch.tensor([[6.0, 900.0], [900.0, 900.0], [1.0, 2.0]], dtype=torch.float64)
     cache = cache[:, :, None, None]  # (blocks, block size, G, H)
     found = define(
-        "paged_attention", query=[[[0.0], [0.0]]], key_cache=cache, value_cache=cache,
+        "paged_attention",
+        query=[[[0.0], [0.0]]],
+        key_cache=cache,
+        value_cache=cache,
         block_tables=torch.tensor([[2, 0]], dtype=torch.int32),
-        context_lens=torch.tensor([3], dtype=torch.int32), scale=1.0,
-    )  # fmt: skip
+        context_lens=torch.tensor([3], dtype=torch.int32),
+        scale=1.0,
+    )
     assert close(found, [[[3.0], [3.0]]])
 
 
@@ -202,10 +218,13 @@ def test_dynamic_quant():
 def test_w8a8_linear():
     """(1·3 + 2·4) · 2 · 0.5 = 11, and a second channel with scale 0.25."""
     found = define(
-        "w8a8_linear", x=torch.tensor([[1, 2]], dtype=torch.int8),
-        weight=torch.tensor([[3, 4], [-128, 127]], dtype=torch.int8), x_scale=[2.0],
-        weight_scale=[0.5, 0.25], out_dtype="float32",
-    )  # fmt: skip
+        "w8a8_linear",
+        x=torch.tensor([[1, 2]], dtype=torch.int8),
+        weight=torch.tensor([[3, 4], [-128, 127]], dtype=torch.int8),
+        x_scale=[2.0],
+        weight_scale=[0.5, 0.25],
+        out_dtype="float32",
+    )
     assert close(found, [[11.0, 63.0]])
 
 
@@ -218,8 +237,10 @@ def test_casts_to_8_bits():
     assert open_ended[:2].tolist() == [448.0, 448.0]
     assert open_ended[2].isnan()
     assert define("cast_e5m2_saturating", x=[1.125, 1.375, 1e6]).double().tolist() == [
-        1.0, 1.5, 57344.0,
-    ]  # fmt: skip
+        1.0,
+        1.5,
+        57344.0,
+    ]
     assert define("cast_e5m2", x=[1e6]).double().isnan().all()
 
 
@@ -250,10 +271,15 @@ ORACLES = {
     "layer_norm": lambda x, w, b, eps: functional.layer_norm(x, x.shape[-1:], w, b, eps),
     "embedding": functional.embedding,
     "attention": lambda q, k, v, mask, causal, scale: functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(ORACLES))

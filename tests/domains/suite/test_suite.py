@@ -50,8 +50,10 @@ def test_planted_faults_are_named(name, fault, planted_suite, tmp_path):
     assert report.verdict.side == "candidate"
     (operator,) = report.suite.operators
     assert (operator.operator, operator.status, operator.side) == (
-        f"suite.{name}", "wrong", "candidate",
-    )  # fmt: skip
+        f"suite.{name}",
+        "wrong",
+        "candidate",
+    )
     assert name in report.verdict.summary
     assert report.verdict.onset.site.startswith(f"{name}.")
     turned = compare(wrong, run, truth=truth)
@@ -62,9 +64,11 @@ def test_statistics_in_bfloat16_show_in_bfloat16(planted_suite, tmp_path):
     """Though each element's error is that of one more rounding, the rows' scale gives it away."""
     run, truth = planted_suite
     wrong = capture(
-        like=run, out=tmp_path / "b", sites=["rms_norm.bfloat16.prefill.normal"],
+        like=run,
+        out=tmp_path / "b",
+        sites=["rms_norm.bfloat16.prefill.normal"],
         loading=LoadOptions(impl={"rms_norm": faulty.rms_norm_statistics_bf16}),
-    )  # fmt: skip
+    )
     (case,) = compare(run, wrong, truth=truth).suite.cases
     assert (case.status, case.side) == ("wrong", "candidate")
     assert case.candidate.score < 4
@@ -171,9 +175,11 @@ def test_healthy_machines_are_not_blamed(settings, quick_llm, tmp_path):
     run, truth = quick_llm
     program = "import sys; from divergence import capture; capture(like=sys.argv[1], out='b')"
     subprocess.run(
-        [sys.executable, "-c", program, str(run.path)], cwd=tmp_path, check=True,
+        [sys.executable, "-c", program, str(run.path)],
+        cwd=tmp_path,
+        check=True,
         env={**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+    )
     report = compare(run, Run.open(tmp_path / "b"), truth=truth)
     assert report.verdict.kind in ("identical", "within_floor")
     assert not [item for item in report.suite.operators if item.status == "wrong"]

@@ -30,9 +30,13 @@ def package(monkeypatch):
 
 def paged(query, key_cache, value_cache, table, lengths, scale):
     return PAGED_ATTENTION.run(
-        query=query, key_cache=key_cache, value_cache=value_cache, block_tables=table,
-        context_lens=lengths, scale=scale,
-    )  # fmt: skip
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=table,
+        context_lens=lengths,
+        scale=scale,
+    )
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -51,14 +55,30 @@ def test_flash_attn_is_given_pages_that_it_takes(package, number):
     torch.testing.assert_close(found, PAGED_ATTENTION.run(**arguments))
 
 
-def ascend(query, key, value, *, block_table, block_size, num_heads, num_key_value_heads,
-           input_layout, lengths, scale):  # fmt: skip
+def ascend(
+    query,
+    key,
+    value,
+    *,
+    block_table,
+    block_size,
+    num_heads,
+    num_key_value_heads,
+    input_layout,
+    lengths,
+    scale,
+):
     assert input_layout == "BSH" and isinstance(lengths, list)
     batch, _, wide = query.shape
     pool = (-1, block_size, num_key_value_heads, wide // num_heads)
     caches = (x.reshape(pool) for x in (key, value))
-    found = paged(query.reshape(batch, num_heads, -1), *caches, block_table,
-                  torch.tensor(lengths, dtype=torch.int32), scale)  # fmt: skip
+    found = paged(
+        query.reshape(batch, num_heads, -1),
+        *caches,
+        block_table,
+        torch.tensor(lengths, dtype=torch.int32),
+        scale,
+    )
     return found.reshape(batch, 1, wide)
 
 
@@ -113,8 +133,11 @@ def test_what_the_cpu_ran_is_not_judged_as_the_devices(monkeypatch, tmp_path):
     """The operator whose call was warned of is left out, with the reason."""
 
     def silu(x):
-        warnings.warn("The operator 'aten::silu.out' is not currently supported on the NPU backend "
-                      "and will fall back to run on the CPU.", stacklevel=1)  # fmt: skip
+        warnings.warn(
+            "The operator 'aten::silu.out' is not currently supported on the NPU backend "
+            "and will fall back to run on the CPU.",
+            stacklevel=1,
+        )
         return torch.nn.functional.silu(x)
 
     run = capture(

@@ -103,14 +103,17 @@ def test_a_spike_is_a_place_to_look(steps):
     assert "a place to look: step 3" in verdict.summary and "is off by 15.00%" in verdict.summary
 
 
-@pytest.mark.parametrize(("before", "after", "at", "digits", "kind"), [
-    pytest.param(8e-8, 1e-3, 150, 17, "drift", id="float32 kernels, then a lost gradient"),
-    pytest.param(0.0, 1e-3, 150, 17, "drift", id="bit for bit, then a lost gradient"),
-    pytest.param(3e-5, 4e-3, 150, 17, "drift", id="bfloat16 kernels"),
-    pytest.param(0.0, 4e-3, 150, 4, "drift", id="logs of four decimals"),
-    pytest.param(8e-8, 1e-3, 20, 17, "drift", id="within the warm-up"),
-    pytest.param(0.0, 1e-4, 2, 17, "aligned", id="another beta2, from the second update on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "at", "digits", "kind"),
+    [
+        pytest.param(8e-8, 1e-3, 150, 17, "drift", id="float32 kernels, then a lost gradient"),
+        pytest.param(0.0, 1e-3, 150, 17, "drift", id="bit for bit, then a lost gradient"),
+        pytest.param(3e-5, 4e-3, 150, 17, "drift", id="bfloat16 kernels"),
+        pytest.param(0.0, 4e-3, 150, 4, "drift", id="logs of four decimals"),
+        pytest.param(8e-8, 1e-3, 20, 17, "drift", id="within the warm-up"),
+        pytest.param(0.0, 1e-4, 2, 17, "aligned", id="another beta2, from the second update on"),
+    ],
+)
 def test_the_first_step_beyond_the_logs_own_agreement_is_named(before, after, at, digits, kind):
     """However small the mean error is; of few steps that agreed it is a place to look."""
     diffs = noise(n=300, size=1.0)
@@ -122,12 +125,15 @@ def test_the_first_step_beyond_the_logs_own_agreement_is_named(before, after, at
     assert f"step {at} is off by" in found.verdict.summary
 
 
-@pytest.mark.parametrize("diffs", [
-    pytest.param(1e-7 * 1.25 ** np.minimum(np.arange(300.0), 40), id="chaos"),
-    pytest.param(np.where(np.arange(300) == 150, 0.1, 0.0), id="a spike"),
-    pytest.param(np.where(np.arange(300) < 150, 1e-4, 5e-4), id="within ten times"),
-    pytest.param(np.where(np.arange(300) < 1, 0.0, 1e-5), id="one step before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "diffs",
+    [
+        pytest.param(1e-7 * 1.25 ** np.minimum(np.arange(300.0), 40), id="chaos"),
+        pytest.param(np.where(np.arange(300) == 150, 0.1, 0.0), id="a spike"),
+        pytest.param(np.where(np.arange(300) < 150, 1e-4, 5e-4), id="within ten times"),
+        pytest.param(np.where(np.arange(300) < 1, 0.0, 1e-5), id="one step before"),
+    ],
+)
 def test_what_grows_or_passes_is_no_first_step(diffs):
     """Two healthy trainings go apart step by step, and a spike ends."""
     sign = np.sign(noise(n=300))

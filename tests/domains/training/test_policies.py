@@ -26,35 +26,90 @@ def megatron(tmp_path, text):
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        ({"train_batch_size": 8},
-         {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"}),
-        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-         {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "accumulate_dtype": "float32",
-          "main_weights": True}),
-        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
-         {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16",
-          "main_weights": True}),
-        ({"bfloat16": {"enabled": True}, "communication_data_type": "fp32",
-          "zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"},
-          "gradient_clipping": 1.0},
-         {"dtype": "bfloat16", "reduce_dtype": "float32", "accumulate_dtype": "float32",
-          "main_weights": True, "clip_grad_norm": 1.0}),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True,
-                   "bf16_optimizer_states": True}, "zero_optimization": {"stage": 3}},
-         {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16",
-          "main_weights": False, "moments_dtype": "bfloat16"}),
-        ({"fp16": {"enabled": True, "loss_scale": 1024}},
-         {"dtype": "float16", "reduce_dtype": "float16", "accumulate_dtype": "float16",
-          "main_weights": True, "loss_scale": 1024.0}),
-        ({"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
-         {"dtype": "float16", "reduce_dtype": "float16", "accumulate_dtype": "float16",
-          "main_weights": True}),
-        ({"train_batch_size": 8, "gradient_clipping": "auto"},
-         {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"}),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-         {"dtype": "float32", "autocast": "bfloat16", "accumulate_dtype": "float32"}),
+        (
+            {"train_batch_size": 8},
+            {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"},
+        ),
+        (
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+            {
+                "dtype": "bfloat16",
+                "reduce_dtype": "bfloat16",
+                "accumulate_dtype": "float32",
+                "main_weights": True,
+            },
+        ),
+        (
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
+            {
+                "dtype": "bfloat16",
+                "reduce_dtype": "bfloat16",
+                "accumulate_dtype": "bfloat16",
+                "main_weights": True,
+            },
+        ),
+        (
+            {
+                "bfloat16": {"enabled": True},
+                "communication_data_type": "fp32",
+                "zero_optimization": {"stage": 2},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "gradient_clipping": 1.0,
+            },
+            {
+                "dtype": "bfloat16",
+                "reduce_dtype": "float32",
+                "accumulate_dtype": "float32",
+                "main_weights": True,
+                "clip_grad_norm": 1.0,
+            },
+        ),
+        (
+            {
+                "bf16": {
+                    "enabled": True,
+                    "bf16_master_weights_and_grads": True,
+                    "bf16_optimizer_states": True,
+                },
+                "zero_optimization": {"stage": 3},
+            },
+            {
+                "dtype": "bfloat16",
+                "reduce_dtype": "bfloat16",
+                "accumulate_dtype": "bfloat16",
+                "main_weights": False,
+                "moments_dtype": "bfloat16",
+            },
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 1024}},
+            {
+                "dtype": "float16",
+                "reduce_dtype": "float16",
+                "accumulate_dtype": "float16",
+                "main_weights": True,
+                "loss_scale": 1024.0,
+            },
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
+            {
+                "dtype": "float16",
+                "reduce_dtype": "float16",
+                "accumulate_dtype": "float16",
+                "main_weights": True,
+            },
+        ),
+        (
+            {"train_batch_size": 8, "gradient_clipping": "auto"},
+            {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"},
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            {"dtype": "float32", "autocast": "bfloat16", "accumulate_dtype": "float32"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_deepspeeds_configuration(config, options, tmp_path):
     policy = deepspeed(tmp_path, **config)
     assert policy.options == options
@@ -78,8 +133,12 @@ def test_a_configuration_that_decides_nothing_is_refused(config, words, tmp_path
         deepspeed(tmp_path, **config)
 
 
-WIDE = {"dtype": "bfloat16", "reduce_dtype": "float32", "accumulate_dtype": "float32",
-        "main_weights": True}  # fmt: skip
+WIDE = {
+    "dtype": "bfloat16",
+    "reduce_dtype": "float32",
+    "accumulate_dtype": "float32",
+    "main_weights": True,
+}
 NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
 
 
@@ -89,22 +148,34 @@ NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
         ("torchrun pretrain_gpt.py --bf16 \\\n  --lr 1e-4\n", WIDE),
         ('ARGS="--bf16 --grad-reduce-in-bf16"', NARROW),
         ("--bf16\n--main-grads-dtype bf16", NARROW),
-        ("--fp16 --loss-scale 4096 --clip-grad 1.0",
-         {"dtype": "float16", "reduce_dtype": "float16", "accumulate_dtype": "float16",
-          "main_weights": True, "loss_scale": 4096.0, "clip_grad_norm": 1.0}),
-        ("--fp16 --accumulate-allreduce-grads-in-fp32",
-         {**WIDE, "dtype": "float16"}),
-        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-         {**WIDE, "moments_dtype": "bfloat16"}),
-        ("[rank0]:  accumulate_allreduce_grads_in_fp32 .............. False\n"
-         "[rank0]:  bf16 ............................................ True\n"
-         "[rank0]:  fp16 ............................................ False\n"
-         "[rank0]:  grad_reduce_in_bf16 ............................. True\n"
-         "[rank0]:  loss_scale ...................................... None\n", NARROW),
+        (
+            "--fp16 --loss-scale 4096 --clip-grad 1.0",
+            {
+                "dtype": "float16",
+                "reduce_dtype": "float16",
+                "accumulate_dtype": "float16",
+                "main_weights": True,
+                "loss_scale": 4096.0,
+                "clip_grad_norm": 1.0,
+            },
+        ),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {**WIDE, "dtype": "float16"}),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+            {**WIDE, "moments_dtype": "bfloat16"},
+        ),
+        (
+            "[rank0]:  accumulate_allreduce_grads_in_fp32 .............. False\n"
+            "[rank0]:  bf16 ............................................ True\n"
+            "[rank0]:  fp16 ............................................ False\n"
+            "[rank0]:  grad_reduce_in_bf16 ............................. True\n"
+            "[rank0]:  loss_scale ...................................... None\n",
+            NARROW,
+        ),
         ("# --fp16 \\\n--bf16 \\\n  # --grad-reduce-in-bf16\n", WIDE),
         ("model:\n  bf16: true  # mixed precision\n  fp16: false\n", WIDE),
     ],
-)  # fmt: skip
+)
 def test_megatrons_arguments(text, options, tmp_path):
     policy = megatron(tmp_path, text)
     assert policy.options == options
@@ -134,11 +205,13 @@ def test_arguments_that_cannot_be_tried_are_refused(text, words, tmp_path):
         ("MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)", WIDE),
         ("MixedPrecisionPolicy(param_dtype=bf16)", {**NARROW, "accumulate_dtype": "float32"}),
         ("MixedPrecisionPolicy()", {"accumulate_dtype": "float32"}),
-        ("torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16, "
-         "buffer_dtype=torch.bfloat16, cast_forward_inputs=True)",
-         {**NARROW, "accumulate_dtype": "float32", "buffer_dtype": "bfloat16"}),
+        (
+            "torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16, "
+            "buffer_dtype=torch.bfloat16, cast_forward_inputs=True)",
+            {**NARROW, "accumulate_dtype": "float32", "buffer_dtype": "bfloat16"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_fsdps_policy(text, options):
     assert read_policy(text).options == options
 

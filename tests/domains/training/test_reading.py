@@ -103,11 +103,17 @@ def test_no_file_is_a_usage_error(tmp_path):
 @pytest.mark.parametrize(
     ("name", "metric"),
     [
-        ("train/loss", "loss"), ("Loss", "loss"), ("lm loss", "loss"), ("eval/loss", "eval_loss"),
-        ("validation loss", "eval_loss"), ("train/grad-norm", "grad_norm"), ("aux_loss", None),
-        ("learning_rate", None), ("lm loss validation", None),
+        ("train/loss", "loss"),
+        ("Loss", "loss"),
+        ("lm loss", "loss"),
+        ("eval/loss", "eval_loss"),
+        ("validation loss", "eval_loss"),
+        ("train/grad-norm", "grad_norm"),
+        ("aux_loss", None),
+        ("learning_rate", None),
+        ("lm loss validation", None),
     ],
-)  # fmt: skip
+)
 def test_names_of_metrics(name, metric):
     """As common trainers write them; another loss is not taken for the loss."""
     assert metric_of(name) == metric
@@ -149,15 +155,22 @@ def test_event_files_are_read_through_tensorboard(tmp_path, monkeypatch):
         def Tensors(self, tag):
             shapes = [[], [10**6, 10**6]]  # the second is said to be large, and holds one number
             return [
-                SimpleNamespace(step=step, tensor_proto=SimpleNamespace(
-                    tensor_shape=SimpleNamespace(dim=[SimpleNamespace(size=n) for n in shape])
-                ))
+                SimpleNamespace(
+                    step=step,
+                    tensor_proto=SimpleNamespace(
+                        tensor_shape=SimpleNamespace(dim=[SimpleNamespace(size=n) for n in shape])
+                    ),
+                )
                 for step, shape in enumerate(shapes, 1)
-            ]  # fmt: skip
+            ]
 
     package = "tensorboard.backend.event_processing.event_accumulator"
-    for name in ("tensorboard", "tensorboard.backend", "tensorboard.backend.event_processing",
-                 "tensorboard.util"):  # fmt: skip
+    for name in (
+        "tensorboard",
+        "tensorboard.backend",
+        "tensorboard.backend.event_processing",
+        "tensorboard.util",
+    ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     sys.modules[package].EventAccumulator = Events

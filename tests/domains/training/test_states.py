@@ -47,8 +47,11 @@ def test_16_bits_alone_and_sgd():
 def test_the_formula_says_what_is_divided():
     """In the words of the report."""
     assert total(2, 2)[1] == {
-        "parameters": "2Ψ", "gradients": "2Ψ/N", "main weights": "4Ψ/N", "moments": "8Ψ/N",
-    }  # fmt: skip
+        "parameters": "2Ψ",
+        "gradients": "2Ψ/N",
+        "main weights": "4Ψ/N",
+        "moments": "8Ψ/N",
+    }
 
 
 def test_rows_are_not_split():

@@ -176,8 +176,13 @@ def test_help_and_quit(reports):
         assert "go deeper" in screen(app) and app.return_code is None
 
     shown(reports.make_report(), "question_mark", check=check)
-    shown(reports.make_report(), "question_mark", "escape", "q",
-          check=lambda app: app.return_code == 0)  # fmt: skip
+    shown(
+        reports.make_report(),
+        "question_mark",
+        "escape",
+        "q",
+        check=lambda app: app.return_code == 0,
+    )
 
 
 def test_odd_reports_are_shown(reports):
@@ -203,8 +208,17 @@ def test_names_are_no_markup(reports):
         shown(report, *keys, check=check, size=(160, 40))
 
 
-NAMES = ["x" * 100_000, "#verdict DataTable > .x:hover", "verdict", "\ud800", "漢" * 80,
-         "e\u0301" * 200, "\u200d\ufeff" * 30, "[@click=app.quit]x[/]", "a\nb\r\tc"]  # fmt: skip
+NAMES = [
+    "x" * 100_000,
+    "#verdict DataTable > .x:hover",
+    "verdict",
+    "\ud800",
+    "漢" * 80,
+    "e\u0301" * 200,
+    "\u200d\ufeff" * 30,
+    "[@click=app.quit]x[/]",
+    "a\nb\r\tc",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -77,14 +77,17 @@ def test_a_prefill_beside_decode_steps():
     changed = prefill.put(torch.full((3, 3, 2), 9.0), rows(4))
     assert changed[:, 0].tolist() == [1, 9, 9, 4]
     assert [part.spread(rows(3))[..., 0].tolist() for part in forward.last] == [
-        [[0], [0], [2]], [[0], [3], [0]], [[1], [0], [0]],
-    ]  # fmt: skip
+        [[0], [0], [2]],
+        [[0], [3], [0]],
+        [[1], [0], [0]],
+    ]
 
 
 @pytest.mark.parametrize(
-    "request_", [(0, 0, 2), (0, 2, 1), (0, 3, 2), (0, 0, 4)],
+    "request_",
+    [(0, 0, 2), (0, 2, 1), (0, 3, 2), (0, 0, 4)],
     ids=["first chunk", "last chunk", "two tokens", "begun again"],
-)  # fmt: skip
+)
 def test_other_rows_are_refused(request_):
     """A prompt in chunks, or begun again after its cache was taken, is no step."""
     with pytest.raises(ModelError, match="divided the prompt, or begun it again"):

@@ -54,9 +54,13 @@ def test_an_option_that_it_has_not(model, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [("max_num_seqs=many", "Expected `int`"), ("max_model_len=0", ">= 1"),
-     ("batch_invariant=often", "Expected `bool`"), ("max_model_len", "is not KEY=VALUE")],
-)  # fmt: skip
+    [
+        ("max_num_seqs=many", "Expected `int`"),
+        ("max_model_len=0", ">= 1"),
+        ("batch_invariant=often", "Expected `bool`"),
+        ("max_model_len", "is not KEY=VALUE"),
+    ],
+)
 def test_an_option_of_another_type(model, tmp_path, option, said):
     """Before anything is loaded, with what would be right."""
     error = refused(model, tmp_path, UsageError, engine_options=[option])

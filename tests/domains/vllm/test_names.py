@@ -15,9 +15,14 @@ from divergence.recording.engines.load import Loading, empty_model
 from tests.models.families import build
 
 FAMILIES = {
-    "gemma2": "gemma2", "gemma3": "gemma3", "llama": "llama", "mixtral": "mixtral",
-    "phi3": "phi3", "qwen3": "qwen3", "qwen3_moe": "qwen3-moe",
-}  # fmt: skip
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "llama": "llama",
+    "mixtral": "mixtral",
+    "phi3": "phi3",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3-moe",
+}
 """Name map → a tiny model of such a family."""
 
 
@@ -81,9 +86,11 @@ def test_a_map_names_all_modules_with_weights(mapped):
     """Each has a place, or its parameters are found one by one."""
     _, twin, places, parameters = mapped
     left = {
-        f"{path}.{weight}" for path, module in twin.named_modules() if path not in places
+        f"{path}.{weight}"
+        for path, module in twin.named_modules()
+        if path not in places
         for weight, _ in module.named_parameters(recurse=False)
-    }  # fmt: skip
+    }
     if twin.config.tie_word_embeddings:
         left.discard("lm_head.weight")
     assert left <= set(parameters)

@@ -25,10 +25,21 @@ MORE = ["one two three four"]
 DTYPES = ("float32", "bfloat16")
 PAIRS = [
     *((name, dtype) for name in ("llama", "qwen3") for dtype in DTYPES),
-    *((name, "bfloat16") for name in ("gemma2", "gemma3", "granite", "mistral", "mixtral", "phi3",
-                                      "qwen2", "qwen3-moe")),
+    *(
+        (name, "bfloat16")
+        for name in (
+            "gemma2",
+            "gemma3",
+            "granite",
+            "mistral",
+            "mixtral",
+            "phi3",
+            "qwen2",
+            "qwen3-moe",
+        )
+    ),
     ("gpt2", "float32"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +105,14 @@ def compared(report):
     return {(site.pass_, site.sample, site.step, site.site) for site in report.sites}
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), [
-    ("llama", "float32"), ("llama", "bfloat16"), ("qwen3-moe", "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", "float32"),
+        ("llama", "bfloat16"),
+        ("qwen3-moe", "bfloat16"),
+    ],
+)
 def test_a_batch(made, tmp_path, architecture, dtype):
     """Prompts of several lengths in one forward: each row in its own prompt and step."""
     _, a, wide = made(architecture, dtype, batch=True)
@@ -178,8 +194,11 @@ def cached_values(model):
     attention.forward = forward
 
 
-@pytest.mark.parametrize(("fault", "block"), [(weight, 1), (epsilon, 2), (cached_values, 1)],
-                         ids=["weight", "epsilon", "cached_values"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "block"),
+    [(weight, 1), (epsilon, 2), (cached_values, 1)],
+    ids=["weight", "epsilon", "cached_values"],
+)
 @pytest.mark.parametrize(("architecture", "dtype"), PAIRS[:4])
 def test_a_fault_in_a_module_of_vllm(made, tmp_path, architecture, dtype, fault, block):
     """The right block, and the right side."""

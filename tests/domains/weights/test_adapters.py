@@ -48,8 +48,12 @@ def stored(tmp_path):
                 for module, pair in tensors.items()
                 for letter, tensor in zip("AB", pair, strict=True)
             }
-            whole = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base"),
-                     "r": RANK, "lora_alpha": ALPHA}  # fmt: skip
+            whole = {
+                "peft_type": "LORA",
+                "base_model_name_or_path": str(tmp_path / "base"),
+                "r": RANK,
+                "lora_alpha": ALPHA,
+            }
             (tmp_path / name / "adapter_config.json").write_text(json.dumps(whole | config))
         file = "adapter_model.safetensors" if config else "model.safetensors"
         save_file(tensors, tmp_path / name / file)

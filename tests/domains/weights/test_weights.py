@@ -25,9 +25,15 @@ def original(tmp_path_factory):
     """A checkpoint of three blocks, its head untied."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
-        num_key_value_heads=2, intermediate_size=128, initializer_range=0.05,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        initializer_range=0.05,
+    )
     folder = tmp_path_factory.mktemp("weights") / "a"
     model = transformers.LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
@@ -125,35 +131,95 @@ def mixed(tensors):
 
 
 SAME = [
-    ("bfloat16", lambda tensors: {n: t.bfloat16() for n, t in tensors.items()},
-     "rounded", 23, "rounded to bfloat16 on B"),
-    ("wider", lambda tensors: {n: t.double() for n, t in tensors.items()},
-     "dtype", 30, "equal values, float32 / float64"),
-    ("transposed", every("down_proj", lambda t: t.T), "transposed", 3,
-     "transposed, 64 x 128 / 128 x 64"),
+    (
+        "bfloat16",
+        lambda tensors: {n: t.bfloat16() for n, t in tensors.items()},
+        "rounded",
+        23,
+        "rounded to bfloat16 on B",
+    ),
+    (
+        "wider",
+        lambda tensors: {n: t.double() for n, t in tensors.items()},
+        "dtype",
+        30,
+        "equal values, float32 / float64",
+    ),
+    (
+        "transposed",
+        every("down_proj", lambda t: t.T),
+        "transposed",
+        3,
+        "transposed, 64 x 128 / 128 x 64",
+    ),
     ("turned", every("_proj", lambda t: t.T), "transposed", 21, "transposed, 64 x 64 / 64 x 64"),
     ("wide norm", every("norm", torch.Tensor.double), "dtype", 7, "float32 / float64"),
-    ("flat", of(UP, torch.flatten), "reshaped", 1,
-     "the same numbers in another shape, 128 x 64 / 8192"),
-    ("padded", every("embed_tokens", lambda t: torch.cat([t, torch.zeros(32, 64)])), "padded", 1,
-     "the first 96 rows are equal, and B has 32 more, of zeros"),
+    (
+        "flat",
+        of(UP, torch.flatten),
+        "reshaped",
+        1,
+        "the same numbers in another shape, 128 x 64 / 8192",
+    ),
+    (
+        "padded",
+        every("embed_tokens", lambda t: torch.cat([t, torch.zeros(32, 64)])),
+        "padded",
+        1,
+        "the first 96 rows are equal, and B has 32 more, of zeros",
+    ),
     ("fused", fused, "fused", 3, "q_proj + k_proj + v_proj of A are qkv_proj of B"),
-]  # fmt: skip
+]
 OTHER = [
-    ("stored wide", every("up_proj", lambda t: t.bfloat16().float()), "rounded", 3,
-     "rounded to bfloat16 on B, and stored wider"),
-    ("pairs", lambda tensors: every("q_proj", to_pairs)(every("k_proj", to_pairs)(tensors)),
-     "reordered", 6, "halves became pairs of neighbours within heads of 16"),
-    ("pairs, 4 bits", every("q_proj", lambda t: four_bits(to_pairs(t))), "reordered", 3,
-     "pairs of neighbours within heads of 16 (56 of 64 moved), and 9"),
-    ("pairs, bfloat16", every("q_proj", lambda t: to_pairs(t).bfloat16()), "reordered", 3,
-     "pairs of neighbours within heads of 16 (56 of 64 moved), and rounded to bfloat16 on B"),
-    ("heads", of(PROJ.format(1, "q"), heads_swapped), "reordered", 1,
-     "the same rows in another order: blocks of 16 moved (32 of 64 moved)"),
-    ("columns", of(PROJ.format(1, "o"), lambda t: t.flip(1)), "reordered", 1,
-     "the same columns in another order (64 of 64 moved)"),
-    ("mixed", mixed, "fused", 3,
-     "q_proj + k_proj + v_proj of A are qkv_proj of B, their rows mixed"),
+    (
+        "stored wide",
+        every("up_proj", lambda t: t.bfloat16().float()),
+        "rounded",
+        3,
+        "rounded to bfloat16 on B, and stored wider",
+    ),
+    (
+        "pairs",
+        lambda tensors: every("q_proj", to_pairs)(every("k_proj", to_pairs)(tensors)),
+        "reordered",
+        6,
+        "halves became pairs of neighbours within heads of 16",
+    ),
+    (
+        "pairs, 4 bits",
+        every("q_proj", lambda t: four_bits(to_pairs(t))),
+        "reordered",
+        3,
+        "pairs of neighbours within heads of 16 (56 of 64 moved), and 9",
+    ),
+    (
+        "pairs, bfloat16",
+        every("q_proj", lambda t: to_pairs(t).bfloat16()),
+        "reordered",
+        3,
+        "pairs of neighbours within heads of 16 (56 of 64 moved), and rounded to bfloat16 on B",
+    ),
+    (
+        "heads",
+        of(PROJ.format(1, "q"), heads_swapped),
+        "reordered",
+        1,
+        "the same rows in another order: blocks of 16 moved (32 of 64 moved)",
+    ),
+    (
+        "columns",
+        of(PROJ.format(1, "o"), lambda t: t.flip(1)),
+        "reordered",
+        1,
+        "the same columns in another order (64 of 64 moved)",
+    ),
+    (
+        "mixed",
+        mixed,
+        "fused",
+        3,
+        "q_proj + k_proj + v_proj of A are qkv_proj of B, their rows mixed",
+    ),
     ("scaled", of(UP, lambda t: -0.5 * t), "scaled", 1, "B = -0.5 × A"),
     ("one plus", every("norm", lambda t: t + 1), "shifted", 7, "B = A + 1"),
     ("adapter", every("v_proj", with_adapter), "low_rank", 3, "a difference of rank 4"),
@@ -162,14 +228,29 @@ OTHER = [
     ("fresh", of(UP, fresh), "unrelated", 1, "as of another initialisation or another model"),
     ("zeros", of(UP, torch.zeros_like), "zeros", 1, "all zeros on B"),
     ("nan", of(UP, with_nan), "nonfinite", 1, "1 number on B not finite"),
-    ("square", of(PROJ.format(0, "o"), lambda t: t.T), "transposed", 1,
-     "transposed, 64 x 64 / 64 x 64"),
-    ("more rows", every("embed_tokens", lambda t: torch.cat([t, fresh(t)])), "padded", 1,
-     "the first 96 rows are equal, and B has 96 more"),
+    (
+        "square",
+        of(PROJ.format(0, "o"), lambda t: t.T),
+        "transposed",
+        1,
+        "transposed, 64 x 64 / 64 x 64",
+    ),
+    (
+        "more rows",
+        every("embed_tokens", lambda t: torch.cat([t, fresh(t)])),
+        "padded",
+        1,
+        "the first 96 rows are equal, and B has 96 more",
+    ),
     ("shape", of(UP, lambda t: t[:, :32]), "shapes", 1, "128 x 64 / 128 x 32"),
-    ("a block lost", lambda tensors: {n: t for n, t in tensors.items() if "layers.2" not in n},
-     "alone", 9, "only on A"),
-]  # fmt: skip
+    (
+        "a block lost",
+        lambda tensors: {n: t for n, t in tensors.items() if "layers.2" not in n},
+        "alone",
+        9,
+        "only on A",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -230,9 +311,14 @@ def test_names_without_a_prefix_belong_together(original, tmp_path):
 def test_a_run_is_held_against_a_checkpoint_by_digests(original, tmp_path, changed):
     """The values are not in the run; what they are rounded to is."""
     run = divergence.capture(
-        original, out=tmp_path / "run", prompts=[[1, 2, 3]], max_new_tokens=1, dtype="bfloat16",
-        probe=False, truth="no",
-    )  # fmt: skip
+        original,
+        out=tmp_path / "run",
+        prompts=[[1, 2, 3]],
+        max_new_tokens=1,
+        dtype="bfloat16",
+        probe=False,
+        truth="no",
+    )
     report = divergence.compare_weights(original, run.path)
     assert report.same
     assert report.relations[0].text == "B = A rounded to bfloat16"

@@ -28,9 +28,18 @@ def on(run: Run, device_type: str) -> Run:
 
 def maker(a: Run, b: Run, folder, device: str = "auto", here: str = "auto") -> Maker:
     return Maker(
-        a, b, folder / "work", model=None, device=device, here=here, force=False,
-        trust_remote_code=False, prepare={}, again=command("localize"), progress=lambda *_: None,
-    )  # fmt: skip
+        a,
+        b,
+        folder / "work",
+        model=None,
+        device=device,
+        here=here,
+        force=False,
+        trust_remote_code=False,
+        prepare={},
+        again=command("localize"),
+        progress=lambda *_: None,
+    )
 
 
 @pytest.mark.parametrize("device", ["auto", "npu", "npu:1"])
@@ -64,5 +73,6 @@ def test_compare_prints_the_devices_where_they_differ(run):
     assert "--device" not in " ".join(item.text for item in alike.into_block("model.layers.1"))
     other = Advice(run, on(run, "npu"), None).into_block("model.layers.1")
     assert [("--device cpu" in one.text, "--device npu" in one.text) for one in other[1:3]] == [
-        (True, False), (False, True)
-    ]  # fmt: skip
+        (True, False),
+        (False, True),
+    ]

@@ -34,8 +34,9 @@ def truncated_down_proj(model):
 def runs(llama, tmp_path_factory):
     """a, its healthy repeat, a repeat with a planted fault, a repeat with a wrong kernel, truth."""
     folder = tmp_path_factory.mktemp("localize")
-    a = capture(llama, out=folder / "a", prompts=["one two three four"], dtype="float32",
-                max_new_tokens=2)  # fmt: skip
+    a = capture(
+        llama, out=folder / "a", prompts=["one two three four"], dtype="float32", max_new_tokens=2
+    )
     capture(like=a, out=folder / "healthy")
     capture(like=a, out=folder / "planted", plants=[f"{BLOCK}.mlp.act_fn:out=scale:1.02"])
     capture(like=a, out=folder / "kernel", prepare=truncated_down_proj)
@@ -48,8 +49,10 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
     result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
     assert [level.level for level in result.levels] == ["block", "module", "operator"]
     assert [level.site for level in result.levels] == [
-        f"{BLOCK}:out", f"{BLOCK}.mlp.act_fn:out", f"{BLOCK}.mlp/aten.mul:out"
-    ]  # fmt: skip
+        f"{BLOCK}:out",
+        f"{BLOCK}.mlp.act_fn:out",
+        f"{BLOCK}.mlp/aten.mul:out",
+    ]
     assert result.side == "candidate"
     assert f"{BLOCK}.mlp.act_fn/aten.mul" in result.operator.fed_by
     assert result.causal.holds
@@ -139,9 +142,12 @@ def test_a_wrong_side_may_be_the_reference(runs, tmp_path):
 def test_a_wrong_kernel_is_named_by_what_it_is_given(runs, tmp_path):
     """What was prepared for the capture is prepared again for the descent."""
     result = localize(
-        runs / "a", runs / "kernel", truth=runs / "truth", out=tmp_path / "work",
+        runs / "a",
+        runs / "kernel",
+        truth=runs / "truth",
+        out=tmp_path / "work",
         prepare_candidate=truncated_down_proj,
-    )  # fmt: skip
+    )
     assert result.side == "candidate"
     assert result.operator.site == f"{BLOCK}.mlp.down_proj/aten.mm"
     assert result.causal.holds
@@ -162,8 +168,13 @@ def test_a_block_can_be_asked_for(runs, tmp_path):
     )
     assert result.stopped == f"no operator of {BLOCK} is beyond its limit"
     with pytest.raises(UsageError, match=r"no block 'model\.layers\.9'"):
-        localize(runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "w",
-                 block="model.layers.9")  # fmt: skip
+        localize(
+            runs / "a",
+            runs / "healthy",
+            truth=runs / "truth",
+            out=tmp_path / "w",
+            block="model.layers.9",
+        )
 
 
 def test_what_another_machine_must_make_is_a_command(runs, tmp_path):

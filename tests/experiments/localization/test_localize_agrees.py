@@ -17,8 +17,13 @@ def pair(tiny_model, tmp_path_factory):
     """(the run, its truth)."""
     folder = tmp_path_factory.mktemp("agrees")
     model = str(tiny_model("llama", dtype="float32", num_blocks=3))
-    a = capture(model, out=folder / "a", prompts=["one two three four five six seven eight"],
-                max_new_tokens=2, probe=False)  # fmt: skip
+    a = capture(
+        model,
+        out=folder / "a",
+        prompts=["one two three four five six seven eight"],
+        max_new_tokens=2,
+        probe=False,
+    )
     return a, truth(a, out=folder / "truth")
 
 
@@ -120,8 +125,9 @@ def test_no_command_says_otherwise(pair, tmp_path, case):
     (a, true), (prepare, words) = pair, CASES[case]
     b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
     verdict = compare(a, b, truth=true).verdict
-    result = localize(a, b, truth=true, out=tmp_path / "work", here="both",
-                      prepare_candidate=prepare)  # fmt: skip
+    result = localize(
+        a, b, truth=true, out=tmp_path / "work", here="both", prepare_candidate=prepare
+    )
     first = document_lines(localization_document(result))[0].text
     assert words in first
     assert "is made at" not in first
@@ -144,8 +150,9 @@ def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch):
     monkeypatch.setattr("divergence.recording.code._Reader._say", lambda *_: None)
     b = capture(like=a, out=tmp_path / "b", prepare=kept_results, probe=False)
     verdict = compare(a, b, truth=true).verdict
-    result = localize(a, b, truth=true, out=tmp_path / "work", here="both",
-                      prepare_candidate=kept_results)  # fmt: skip
+    result = localize(
+        a, b, truth=true, out=tmp_path / "work", here="both", prepare_candidate=kept_results
+    )
     assert result.report is not None
     decided = result.report.verdict
     assert (verdict.side, verdict.confidence) == (None, "medium")

@@ -53,9 +53,11 @@ def recorded(tiny_model, tmp_path_factory):
         if dtype not in made:
             folder = tmp_path_factory.mktemp(f"operands-{dtype}")
             made[dtype] = capture(
-                str(tiny_model("llama", dtype=dtype)), out=folder / "a",
-                prompts=["one two three four five six seven eight nine ten"], max_new_tokens=2,
-            )  # fmt: skip
+                str(tiny_model("llama", dtype=dtype)),
+                out=folder / "a",
+                prompts=["one two three four five six seven eight nine ten"],
+                max_new_tokens=2,
+            )
         return made[dtype]
 
     return make

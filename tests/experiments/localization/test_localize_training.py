@@ -17,10 +17,15 @@ from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 
 pytestmark = pytest.mark.whole
-IDS = [[(7 * place + 13 * number) % 90 + 5 for place in range(length)]
-       for number, length in enumerate((17, 9, 12))]  # fmt: skip
-ATTENTION = {"llama": "model.layers.1.self_attn", "gpt2": "transformer.h.1.attn",
-             "qwen3-moe": "model.layers.1.self_attn"}  # fmt: skip
+IDS = [
+    [(7 * place + 13 * number) % 90 + 5 for place in range(length)]
+    for number, length in enumerate((17, 9, 12))
+]
+ATTENTION = {
+    "llama": "model.layers.1.self_attn",
+    "gpt2": "transformer.h.1.attn",
+    "qwen3-moe": "model.layers.1.self_attn",
+}
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3-moe")]
 
 
@@ -50,8 +55,13 @@ def pair(wrong, tiny_model, tmp_path_factory):
             )
             made[key] = a, divergence.truth(a, out=folder / "truth")
         a, right = made[key]
-        b = divergence.capture(like=a, out=tmp_path_factory.mktemp("b") / "b", probe=False,
-                               prepare=wrong.into(fault, module), **options)  # fmt: skip
+        b = divergence.capture(
+            like=a,
+            out=tmp_path_factory.mktemp("b") / "b",
+            probe=False,
+            prepare=wrong.into(fault, module),
+            **options,
+        )
         return a, b, right
 
     return make
@@ -60,9 +70,14 @@ def pair(wrong, tiny_model, tmp_path_factory):
 def descend(wrong, runs, out, fault=None, module="", **options):
     a, b, right = runs
     return divergence.localize(
-        a, b, truth=right, out=out, prepare_reference=wrong.into(None),
-        prepare_candidate=wrong.into(fault, module), **options,
-    )  # fmt: skip
+        a,
+        b,
+        truth=right,
+        out=out,
+        prepare_reference=wrong.into(None),
+        prepare_candidate=wrong.into(fault, module),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", *OTHERS])
@@ -109,12 +124,17 @@ def test_the_reference_may_be_wrong(wrong, pair, tmp_path):
     fault = "softmax", ATTENTION["llama"]
     _, faulty, _ = pair("llama", "float32", *fault)
     right = divergence.truth(faulty, out=tmp_path / "truth")
-    again = divergence.capture(like=faulty, out=tmp_path / "again", probe=False,
-                               prepare=wrong.into(None))  # fmt: skip
+    again = divergence.capture(
+        like=faulty, out=tmp_path / "again", probe=False, prepare=wrong.into(None)
+    )
     result = divergence.localize(
-        faulty, again, truth=right, out=tmp_path / "work",
-        prepare_reference=wrong.into(*fault), prepare_candidate=wrong.into(None),
-    )  # fmt: skip
+        faulty,
+        again,
+        truth=right,
+        out=tmp_path / "work",
+        prepare_reference=wrong.into(*fault),
+        prepare_candidate=wrong.into(None),
+    )
     assert result.operator.site == f"{fault[1]}{BACKWARD}/aten._softmax_backward_data"
     assert result.side == "reference"
 
@@ -132,8 +152,9 @@ def test_a_hook_of_one_side_alone_is_what_feeds_it(wrong, pair, tmp_path):
 
     a, _, right = pair("llama", "float32")
     b = divergence.capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare)
-    result = divergence.localize(a, b, truth=right, out=tmp_path / "work",
-                                 prepare_candidate=prepare)  # fmt: skip
+    result = divergence.localize(
+        a, b, truth=right, out=tmp_path / "work", prepare_candidate=prepare
+    )
     assert result.operator.fed_by == [f"model.layers.1.self_attn.q_proj{BACKWARD}/aten.mul"]
     assert (result.operator.fed_by_side, result.side) == ("candidate", "candidate")
     assert result.causal.holds
@@ -141,10 +162,15 @@ def test_a_hook_of_one_side_alone_is_what_feeds_it(wrong, pair, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["llama", *OTHERS])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("change", [
-    {"attn_implementation": "sdpa"}, {"gradient_checkpointing": True},
-    pytest.param({"batch": True}, marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_implementation": "sdpa"},
+        {"gradient_checkpointing": True},
+        pytest.param({"batch": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_healthy_pair_has_no_wrong_operator(architecture, dtype, change, wrong, pair, tmp_path):
     """Another attention kernel is another backward, of which each part is within rounding."""
     runs = pair(architecture, dtype, **change)
@@ -160,9 +186,14 @@ def test_a_healthy_pair_has_no_wrong_operator(architecture, dtype, change, wrong
         assert max(one.limit_usage for one in backward) < 0.8
 
 
-@pytest.mark.parametrize("options", [
-    {"autocast": "bfloat16"}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autocast": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
     a, *_ = pair("llama", "float32")
     sites = ["blocks", "ops@model.layers.1"]
@@ -190,8 +221,9 @@ def test_the_optimizers_step_is_behind_all_operators(wrong, pair, tmp_path):
         )
         for name, rate in (("one", 0.1), ("two", 0.2))
     )
-    result = divergence.localize(one, two, out=tmp_path / "work",
-                                 truth=divergence.truth(one, out=tmp_path / "truth"))  # fmt: skip
+    result = divergence.localize(
+        one, two, out=tmp_path / "work", truth=divergence.truth(one, out=tmp_path / "truth")
+    )
     assert "by the optimizer's step" in result.stopped
     assert result.levels[0].site.partition(":")[0].endswith("#optimizer")
 
@@ -215,8 +247,13 @@ def test_the_commands_that_compare_prints_work(tiny_model, tmp_path):
     """Copied into a shell, one after the other."""
 
     def run(*words):
-        done = subprocess.run([sys.executable, "-m", "divergence", *words], cwd=tmp_path,
-                              capture_output=True, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "divergence", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

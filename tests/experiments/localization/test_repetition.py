@@ -85,8 +85,14 @@ def test_another_machine_does_not_and_the_block_is_named(runs):
 
 def test_runs_that_were_fed_other_tokens_share_only_what_comes_before(runs, llama, tmp_path):
     """A capture of its own chose another token: its prefill is shared, its decode step is not."""
-    b = capture(llama, out=tmp_path / "b", prompts=[PROMPT], dtype="float32", max_new_tokens=2,
-                prepare=other_head)  # fmt: skip
+    b = capture(
+        llama,
+        out=tmp_path / "b",
+        prompts=[PROMPT],
+        dtype="float32",
+        max_new_tokens=2,
+        prepare=other_head,
+    )
     a = Run.open(runs / "a")
     assert b.manifest.tokens.samples[0].generated_ids != a.manifest.tokens.samples[0].generated_ids
     found = check_repetition(a, b, name="a", side="candidate")
@@ -116,12 +122,21 @@ def test_what_comes_before_a_substitute_must_repeat(runs, tmp_path):
     made = capture(like=runs / "a", out=tmp_path / "made", sites=sites)
     b = capture(like=runs / "a", out=tmp_path / "b", sites=sites, prepare=faulty_mlp)
     site = f"{BLOCK}.mlp.act_fn/aten.silu:out"
-    run = capture(like=runs / "a", out=tmp_path / "sub", sites=sites, prepare=faulty_mlp,
-                  recording=RecordOptions(substitutes={site: made}))  # fmt: skip
+    run = capture(
+        like=runs / "a",
+        out=tmp_path / "sub",
+        sites=sites,
+        prepare=faulty_mlp,
+        recording=RecordOptions(substitutes={site: made}),
+    )
     check = {"site": site, "block": BLOCK, "name": "sub"}
     assert check_substituted(run, b, **check).how == "bits"
-    early = capture(like=runs / "a", out=tmp_path / "early", sites=sites,
-                    plants=["model.layers.0:out=scale:1.01"])  # fmt: skip
+    early = capture(
+        like=runs / "a",
+        out=tmp_path / "early",
+        sites=sites,
+        plants=["model.layers.0:out=scale:1.01"],
+    )
     assert check_substituted(early, b, **check).site == "model.layers.0:out"
 
 

@@ -19,8 +19,13 @@ SITE = f"{BLOCK}.mlp/aten.mul:out"
 @pytest.fixture(scope="module")
 def operators(llama, tmp_path_factory):
     """A run of one forward with a block's operators."""
-    return capture(llama, out=tmp_path_factory.mktemp("substitution") / "a", prompts=["one two"],
-                   max_new_tokens=1, sites=["blocks", f"ops@{BLOCK}"])  # fmt: skip
+    return capture(
+        llama,
+        out=tmp_path_factory.mktemp("substitution") / "a",
+        prompts=["one two"],
+        max_new_tokens=1,
+        sites=["blocks", f"ops@{BLOCK}"],
+    )
 
 
 def test_a_run_with_results_of_another_says_so(operators, tmp_path):
@@ -53,8 +58,12 @@ def test_a_run_whose_results_are_used_is_not_replaced(operators, tmp_path, kind)
         if not out.exists():
             unpack(operators, out=out)
         with pytest.raises(RunExistsError, match="is the run that --substitute reads"):
-            capture(like=operators, out=tmp_path / f"a{kind}", force=True,
-                    recording=RecordOptions(substitutes={SITE: out}))  # fmt: skip
+            capture(
+                like=operators,
+                out=tmp_path / f"a{kind}",
+                force=True,
+                recording=RecordOptions(substitutes={SITE: out}),
+            )
         assert Run.open(out).verify() == []
 
 

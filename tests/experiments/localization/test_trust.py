@@ -43,10 +43,18 @@ def maker(run, tmp_path):
 
     def make(candidate: Run, here: str = "both") -> Maker:
         return Maker(
-            run, candidate, tmp_path / "work", model=None, device="cpu", here=here, force=False,
-            trust_remote_code=False, prepare={}, again=command("localize"),
+            run,
+            candidate,
+            tmp_path / "work",
+            model=None,
+            device="cpu",
+            here=here,
+            force=False,
+            trust_remote_code=False,
+            prepare={},
+            again=command("localize"),
             progress=lambda *_: None,
-        )  # fmt: skip
+        )
 
     return make
 
@@ -66,10 +74,14 @@ def test_the_attention_of_a_planted_candidate(run, tmp_path):
     trials = SimpleNamespace(channel=lambda _: 0, num_features=lambda _: 8)
     with pytest.raises(UsageError, match="may be code of its own"):
         confirm_sizes(
-            run, changed(run, attn_implementation=KERNEL), trials, [size], block="b",
+            run,
+            changed(run, attn_implementation=KERNEL),
+            trials,
+            [size],
+            block="b",
             capturing=partial(capture, like=run, out=tmp_path / "planted", device="cpu"),
             comparing=compare,
-        )  # fmt: skip
+        )
 
 
 def test_the_candidates_model(run, llama, maker, tmp_path):
@@ -132,10 +144,16 @@ def test_weights_of_a_replay(run, llama, tmp_path):
 def test_environment_variables_that_are_set(run, monkeypatch):
     """Numbers and names for arithmetic; no code, no paths, no flood of threads."""
     hostile = {
-        "OMP_NUM_THREADS": "100000", "MKL_NUM_THREADS": "3", "MKL_CBWR": "AVX2,STRICT",
-        "USE_HUB_KERNELS": "YES", "PYTORCH_TUNABLEOP_TUNING": "1", "LD_PRELOAD": "/tmp/evil.so",
-        "KMP_AFFINITY": "x\0y", "OMP_PLACES": "/tmp/evil", "XLA_FLAGS": "--xla_dump_to=/tmp",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "100000",
+        "MKL_NUM_THREADS": "3",
+        "MKL_CBWR": "AVX2,STRICT",
+        "USE_HUB_KERNELS": "YES",
+        "PYTORCH_TUNABLEOP_TUNING": "1",
+        "LD_PRELOAD": "/tmp/evil.so",
+        "KMP_AFFINITY": "x\0y",
+        "OMP_PLACES": "/tmp/evil",
+        "XLA_FLAGS": "--xla_dump_to=/tmp",
+    }
     for name in hostile:
         monkeypatch.delenv(name, raising=False)
     found = msgspec.structs.replace(run.manifest.environment, variables=hostile)

@@ -53,8 +53,13 @@ def other_kernel():
 def made(folder, llama, first, second):
     """a on the machine ``first``, b on ``second``; its truth on ``first``."""
     with first():
-        a = capture(llama, out=folder / "a", prompts=["one two three four five"], dtype="float32",
-                    max_new_tokens=1)  # fmt: skip
+        a = capture(
+            llama,
+            out=folder / "a",
+            prompts=["one two three four five"],
+            dtype="float32",
+            max_new_tokens=1,
+        )
         make_truth(a, out=folder / "truth")
     with second():
         capture(like=a, out=folder / "b")

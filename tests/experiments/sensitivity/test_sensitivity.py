@@ -109,9 +109,12 @@ def test_a_real_plant_agrees(runs, found, tmp_path, dtype, fault):
     for factor, expected in ((1.5, True), (0.3, False)):
         planted = FAULTS[fault].spelled(factor * size, 0, 64)
         faulty = capture(
-            like=a, out=tmp_path / "planted", force=True, plants=[f"{MIDDLE}:out={planted}"],
+            like=a,
+            out=tmp_path / "planted",
+            force=True,
+            plants=[f"{MIDDLE}:out={planted}"],
             attn_implementation=b.manifest.model.attn_implementation,
-        )  # fmt: skip
+        )
         verdict = compare(a, faulty).verdict
         assert sees(verdict, MIDDLE) is expected, verdict.summary
         if not expected:
@@ -123,9 +126,11 @@ def test_a_trial_is_what_compare_says_of_a_real_plant(runs, tmp_path, dtype):
     """Same summary, same onset, same numbers, though no model ran for the trial."""
     a, b, truth = runs(dtype)
     faulty = capture(
-        like=a, out=tmp_path / "planted", plants=[f"{MIDDLE}:out=noise:0.02"],
+        like=a,
+        out=tmp_path / "planted",
+        plants=[f"{MIDDLE}:out=noise:0.02"],
         attn_implementation=b.manifest.model.attn_implementation,
-    )  # fmt: skip
+    )
     for right in (None, truth):
         trials = SensitivityTrials(measure_runs(a, b, preflight(a, b), truth=right))
         tried = trials.judge(MIDDLE, FAULTS["noise"], 0.02)
@@ -140,9 +145,12 @@ def test_without_a_candidate_one_is_made_and_removed(runs, monkeypatch, tmp_path
     a, *_ = runs("float32")
     seen = []
     result = sensitivity(
-        a, blocks=["middle"], faults=["scale", "update-scale"], confirm=True,
+        a,
+        blocks=["middle"],
+        faults=["scale", "update-scale"],
+        confirm=True,
         progress=lambda event, *_: seen.append(event),
-    )  # fmt: skip
+    )
     assert result.made_here
     assert any("other attention kernels: sdpa" in note for note in result.notes)
     assert "not planted for real: update-scale" in result.notes
@@ -174,9 +182,18 @@ def test_json_is_versioned_and_complete(found):
     assert answer["schema_version"] == 1
     assert (answer["blocks"], answer["num_blocks"]) == (["model.layers.0", MIDDLE], 4)
     assert set(answer["sizes"][0]) == {
-        "block", "fault", "size", "tried", "evidence", "by", "escalated_size",
-        "escalated_evidence", "escalated_by", "why", "reason",
-    }  # fmt: skip
+        "block",
+        "fault",
+        "size",
+        "tried",
+        "evidence",
+        "by",
+        "escalated_size",
+        "escalated_evidence",
+        "escalated_by",
+        "why",
+        "reason",
+    }
     assert {"verdict", "truth", "units", "phrases", "next", "num_trials", "dtype"} <= set(answer)
 
 

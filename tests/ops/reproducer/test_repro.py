@@ -49,8 +49,11 @@ def run_bare(folders: list[Path], tmp_path: Path) -> str:
     elsewhere.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-I", "-c", BARE, *(str(folder / "repro.py") for folder in folders)],
-        cwd=elsewhere, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout
@@ -134,9 +137,11 @@ def test_the_worst_call_beside_another_run(record, tmp_path):
 def test_the_title_says_what_the_call_is_given(record, tmp_path):
     """A right operator with a wrong argument: its own error is not what matters."""
     made = repro(
-        record(lambda: X * 0.5), site="block/aten.mul:out", out=tmp_path / "bug",
+        record(lambda: X * 0.5),
+        site="block/aten.mul:out",
+        out=tmp_path / "bug",
         called="other=0.5 (A 0.25)",
-    )  # fmt: skip
+    )
     assert made.title.endswith("called with other=0.5 (A 0.25)")
     report = (made.path / "report.md").read_text()
     assert "`other=0.5 (A 0.25)`" in report.splitlines()[0]
@@ -215,8 +220,9 @@ def test_without_float64(record, tmp_path):
         run = record(lambda: torch.ops.divtest2.second(X), path=tmp_path / "second")
         with pytest.raises(UsageError, match="only on request"):
             repro(run, site="block/divtest2.second:out", out=tmp_path / "bug")
-        made = repro(run, site="block/divtest2.second:out", out=tmp_path / "bug",
-                     operators=["divtest2"])  # fmt: skip
+        made = repro(
+            run, site="block/divtest2.second:out", out=tmp_path / "bug", operators=["divtest2"]
+        )
     assert "truth.safetensors" not in made.files
     assert made.notes == ("no truth: divtest2.second has no float64 kernel on cpu",)
     script = (made.path / "repro.py").read_text()
@@ -286,7 +292,7 @@ def test_nothing_in_a_run_becomes_code(tmp_path):
             Operand(site="m/aten.add:in.other", shape=(2,), dtype="float32"),
         ),
         source=evil,
-    )  # fmt: skip
+    )
     site = f"{evil}/aten.add:out"
     run = _by_hand(tmp_path / "run", call, site, label=evil)
     made = repro(run, site=site, out=tmp_path / "bug")
@@ -348,10 +354,12 @@ def test_a_report_has_no_markup_of_the_run_s(tmp_path):
     call = Call(
         operator="aten.add.Tensor",
         arguments={"self": {"tensor": 0}, "other": {"tensor": 1}, "alpha": 1},
-        operands=tuple(Operand(site=f"m/aten.add:in.{name}", shape=(2,), dtype="float32")
-                       for name in ("self", "other")),
+        operands=tuple(
+            Operand(site=f"m/aten.add:in.{name}", shape=(2,), dtype="float32")
+            for name in ("self", "other")
+        ),
         source=evil,
-    )  # fmt: skip
+    )
     site = "m/aten.add:out"
     run = _by_hand(tmp_path / "run", call, site, label=evil)
     run.manifest.environment.versions[evil] = evil
@@ -410,14 +418,23 @@ def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     from divergence.recording.machine import collect_environment
 
     values = by_hand.manifest(
-        id="c" * 32, model={"task": "operators", "num_parameters": 0}, prompts=[[0]],
-        settings={"max_new_tokens": 0}, environment=collect_environment("cpu", label=label),
+        id="c" * 32,
+        model={"task": "operators", "num_parameters": 0},
+        prompts=[[0]],
+        settings={"max_new_tokens": 0},
+        environment=collect_environment("cpu", label=label),
         plan={"sites": ["ops@m"]},
-    )  # fmt: skip
+    )
     with RunWriter(path, values) as writer:
         for order, name in enumerate(("self", "other")):
-            writer.put(CapturedTensor(torch.tensor([1.0, 2.0])), pass_="free", sample=0, step=0,
-                       site=f"m/aten.add:in.{name}", order=order)  # fmt: skip
+            writer.put(
+                CapturedTensor(torch.tensor([1.0, 2.0])),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=f"m/aten.add:in.{name}",
+                order=order,
+            )
         writer.put(
             CapturedTensor(torch.tensor([2.0, 4.0])),
             pass_="free",

@@ -15,11 +15,14 @@ from divergence.ops.allowed import Refusal
 from divergence.ops.reproducer import call_node, check_script, literal, node, place
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text()
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.text()
     | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(PLAIN)
@@ -33,10 +36,19 @@ def test_a_literal_is_the_value(value):
 
 @pytest.mark.parametrize(
     "value",
-    [-0.0, math.inf, -math.inf, complex(math.inf, -0.0), -5, 5e-324, torch.bfloat16,
-     torch.strided, torch.channels_last],
+    [
+        -0.0,
+        math.inf,
+        -math.inf,
+        complex(math.inf, -0.0),
+        -5,
+        5e-324,
+        torch.bfloat16,
+        torch.strided,
+        torch.channels_last,
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_that_python_has_no_word_for(value):
     """Infinities, the sign of zero, and torch's own."""
     text = literal(value)
@@ -70,11 +82,19 @@ def test_names_are_identifiers(name):
 @pytest.mark.parametrize(
     "text",
     [
-        '"""doc"""\nx = 1\nimport os', '"""doc"""; import os\nx = 1', '"""d""" + f()\nx = 1',
-        '"""doc"""\nx = (1, f())', "x = 1", '"""doc"""\nx = 2', '"""doc"""\nx = True',
-        '"""doc"""\nx = 1.0', "f()\nx = 1", '"""doc"""\nx = (', '"""doc"""\nx = 1\0',
+        '"""doc"""\nx = 1\nimport os',
+        '"""doc"""; import os\nx = 1',
+        '"""d""" + f()\nx = 1',
+        '"""doc"""\nx = (1, f())',
+        "x = 1",
+        '"""doc"""\nx = 2',
+        '"""doc"""\nx = True',
+        '"""doc"""\nx = 1.0',
+        "f()\nx = 1",
+        '"""doc"""\nx = (',
+        '"""doc"""\nx = 1\0',
     ],
-)  # fmt: skip
+)
 def test_a_script_with_anything_else_is_not_written(text):
     """A statement, an expression or another value: a fault of the tool, said as such."""
     template = f'"""what"""\nx = {place("x")}  # why'

@@ -24,9 +24,13 @@ def plain(folder, tmp_path_factory):
 
 def compiled(run, out, backend="eager", dynamic=True, **options):
     return capture(
-        like=run, out=out, engine="compile", probe=False,
-        loading=LoadOptions(engine_options={"backend": backend, "dynamic": dynamic}), **options,
-    )  # fmt: skip
+        like=run,
+        out=out,
+        engine="compile",
+        probe=False,
+        loading=LoadOptions(engine_options={"backend": backend, "dynamic": dynamic}),
+        **options,
+    )
 
 
 def test_every_block_runs_compiled(plain, tmp_path):
@@ -107,9 +111,12 @@ def test_a_model_without_blocks(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("divergence.recording.engines.sessions.blocks_of", lambda model: [])
     with pytest.raises(UsageError, match="no repeated blocks to compile"):
         capture(
-            tiny_model("llama"), out=tmp_path / "run", engine="compile",
-            loading=LoadOptions(engine_options={"backend": "eager"}), **WISHES,
-        )  # fmt: skip
+            tiny_model("llama"),
+            out=tmp_path / "run",
+            engine="compile",
+            loading=LoadOptions(engine_options={"backend": "eager"}),
+            **WISHES,
+        )
 
 
 @pytest.mark.slow

@@ -187,9 +187,12 @@ def test_an_option_without_a_value(folder, tmp_path):
 def test_an_option_beside_recorded_ones(installed, folder, tmp_path):
     """--like keeps the options that the command does not name."""
     run = capture(
-        folder, out=tmp_path / "a", engine="compile",
-        loading=LoadOptions(engine_options={"backend": "eager", "dynamic": True}), **WISHES,
-    )  # fmt: skip
+        folder,
+        out=tmp_path / "a",
+        engine="compile",
+        loading=LoadOptions(engine_options={"backend": "eager", "dynamic": True}),
+        **WISHES,
+    )
     again = capture(
         like=run,
         out=tmp_path / "b",

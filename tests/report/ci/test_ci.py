@@ -239,8 +239,12 @@ def test_codequality_has_what_gitlab_asks_for(failing, hostile, reports):
         assert len({issue["fingerprint"] for issue in issues}) == len(issues)
         for issue in issues:
             assert set(issue) == {
-                "description", "check_name", "fingerprint", "severity", "location",
-            }  # fmt: skip
+                "description",
+                "check_name",
+                "fingerprint",
+                "severity",
+                "location",
+            }
             assert issue["severity"] in ("info", "minor", "major", "critical", "blocker")
             assert issue["location"]["lines"] == {"begin": 1}
             assert issue["description"].isprintable()

@@ -104,10 +104,11 @@ def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
         response = _inner(item)
         if response is None:
             raise DumpError(
-                "this is no answer of a server that is known", where=where,
+                "this is no answer of a server that is known",
+                where=where,
                 hint="chat or completions as OpenAI and vLLM send them, or llama.cpp's, SGLang's, "
                 "TGI's; errors and requests are no answers",
-            )  # fmt: skip
+            )
         form = next(form for form in _FORMS if form.holds(response))
         engine = form.name
         choices = response.get("choices")
@@ -124,9 +125,11 @@ def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
     facts |= {"token ids": BY_TEXT} if by_text else {}
     longest = max((len(answer.tokens) for answer, _ in answers), default=0)
     source = ScoreSource(
-        engine="saved answers", model=" and ".join(sorted(models)) or "unknown", facts=facts,
+        engine="saved answers",
+        model=" and ".join(sorted(models)) or "unknown",
+        facts=facts,
         max_new_tokens=longest,
-    )  # fmt: skip
+    )
     scored = Scored(source)
     vocabulary = Vocabulary(scored.texts, by_text=by_text)
     num_without = 0

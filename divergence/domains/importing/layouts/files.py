@@ -43,8 +43,9 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
     if rules is None:
         raise UsageError(
             f"which site is {names[0]!r}? A plain folder needs a map",
-            where=str(folder.path), hint="--map FILE.toml; docs/importing.md has one to copy",
-        )  # fmt: skip
+            where=str(folder.path),
+            hint="--map FILE.toml; docs/importing.md has one to copy",
+        )
     forwards: dict[tuple[int | None, int], list[_Entry]] = {}
     for entry in _entries(folder, names, rules, notes):
         key = entry.place.sample, entry.place.step or 0
@@ -102,10 +103,12 @@ def _tensor(entry: _Entry, flat: dict[str, Any], where: str) -> torch.Tensor:
         (value,) = flat.values()
     if not isinstance(value, torch.Tensor):
         raise DumpError(
-            f"the file holds {len(flat)} tensors, not one" if entry.key is None
+            f"the file holds {len(flat)} tensors, not one"
+            if entry.key is None
             else f"the file holds no tensor {entry.key!r}",
-            where=where, hint="name those inside it by [[key]] rules of the map",
-        )  # fmt: skip
+            where=where,
+            hint="name those inside it by [[key]] rules of the map",
+        )
     return value
 
 

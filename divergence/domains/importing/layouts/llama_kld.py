@@ -55,8 +55,11 @@ def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
         raise _cut(where)
     tokens = np.memmap(path, "<i4", "r", _HEAD.size, (n_chunk, n_ctx))
     table = np.memmap(path, "<u2", "r", begin, (n_chunk, rows, width))
-    facts = {"tokens": "given", "top-k": str(min(MOST_TOP, n_vocab)),
-             "rounding": "16 bits over 16 nats"}  # fmt: skip
+    facts = {
+        "tokens": "given",
+        "top-k": str(min(MOST_TOP, n_vocab)),
+        "rounding": "16 bits over 16 nats",
+    }
     scored = Scored(ScoreSource(engine="llama.cpp", facts=facts))
     for chunk in range(n_chunk):
         ids = [int(token) for token in tokens[chunk]]
@@ -70,18 +73,25 @@ def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
             values.append(np.minimum(0.0, whole))
         orders = [np.argsort(-value, kind="stable")[:MOST_TOP] for value in values]
         scores = Scores(
-            prompt_ids=ids[: first + 1], generated_ids=ids[first + 1 :], positions=positions,
+            prompt_ids=ids[: first + 1],
+            generated_ids=ids[first + 1 :],
+            positions=positions,
             logprobs=[float(v[ids[p]]) for v, p in zip(values, positions, strict=True)],
-            top=[[(int(token), float(value[token])) for token in order]
-                 for value, order in zip(values, orders, strict=True)],
-        )  # fmt: skip
+            top=[
+                [(int(token), float(value[token])) for token in order]
+                for value, order in zip(values, orders, strict=True)
+            ],
+        )
         scored.prompts.append((scores, f"{where}, chunk {chunk}"))
     return scored
 
 
 def _cut(where: str) -> DumpError:
-    return DumpError("the file was cut off", where=where,
-                     hint="run llama-perplexity again, and let it end by itself")  # fmt: skip
+    return DumpError(
+        "the file was cut off",
+        where=where,
+        hint="run llama-perplexity again, and let it end by itself",
+    )
 
 
 LLAMA_KLD = Layout(words="llama.cpp's base file of KL divergence", recognise=recognise, scores=read)

@@ -34,9 +34,12 @@ def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
             number = numbers.setdefault(text, len(numbers))
             scored.texts[str(number)] = text
             scores = Scores(
-                prompt_ids=(), generated_ids=[number], positions=[0], logprobs=[value],
+                prompt_ids=(),
+                generated_ids=[number],
+                positions=[0],
+                logprobs=[value],
                 text=context,
-            )  # fmt: skip
+            )
             scored.prompts.append((scores, where))
     if num_free:
         notes.say(f"{num_free} requests without a log-likelihood (generated freely) left out")

@@ -30,8 +30,11 @@ _MOST_TOKENS = 1 << 20
 def _read_debug(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     names = [name for name in folder.names if _BINARY.fullmatch(name)]
     if len(names) != 1:
-        raise DumpError(f"{len(names)} files of logits, not one", where=str(folder.path),
-                        hint="name one of them: llamacpp-MODEL.bin")  # fmt: skip
+        raise DumpError(
+            f"{len(names)} files of logits, not one",
+            where=str(folder.path),
+            hint="name one of them: llamacpp-MODEL.bin",
+        )
     (name,) = names
     beside = name.removesuffix(".bin") + _TOKENS
     where, path = folder.where(name), folder.regular(name)
@@ -86,12 +89,16 @@ def _read_edge(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterato
         if not isinstance(lengths, torch.Tensor) or tensor.ndim != 5 or tensor.shape[1] != 2:
             raise DumpError(f"{key} is no cache with its context_lengths", where=where)
         if len(set(lengths.reshape(-1).tolist())) != 1:
-            raise DumpError(f"round {number} holds prompts of several lengths", where=where,
-                            hint="dump one request at a time")  # fmt: skip
+            raise DumpError(
+                f"round {number} holds prompts of several lengths",
+                where=where,
+                hint="dump one request at a time",
+            )
         length = int(lengths.reshape(-1)[0])
         if not 0 < length <= tensor.shape[3]:
-            raise DumpError(f"{key} has room for {tensor.shape[3]} tokens, not for {length}",
-                            where=where)  # fmt: skip
+            raise DumpError(
+                f"{key} has room for {tensor.shape[3]} tokens, not for {length}", where=where
+            )
         # (B, heads, tokens, width) as (B, tokens, heads, width)
         for part, what in enumerate(("key", "value")):
             site = module_site(f"model.layers.{match['layer']}.self_attn.{what}_cache", "out")

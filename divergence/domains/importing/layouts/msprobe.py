@@ -62,7 +62,7 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
             tensor
             for rank in sorted(ranks)
             for tensor in _tensors(folder, ranks[rank], rank, notes)
-        ]  # fmt: skip
+        ]
         yield DumpedForward(where=folder.where(ranks[min(ranks)]), tensors=tensors, number=step)
 
 
@@ -77,9 +77,10 @@ def _of_graphs(
         len(processes) > 1 and any("pid" in rank for _, rank in processes)
     ):
         raise DumpError(
-            "the folder holds dumps of several processes", where=str(folder.path),
+            "the folder holds dumps of several processes",
+            where=str(folder.path),
             hint="name one of them, or rename their folders to rank0, rank1, ...",
-        )  # fmt: skip
+        )
     for name in sorted(graphs, key=natural_key):
         match = graphs[name]
         digits = match["rank"].removeprefix("rank")
@@ -118,16 +119,18 @@ def _steps(folder: DumpFolder) -> dict[int, dict[int, str]]:
         ranks = steps.setdefault(int(match["step"]), {})
         if rank in ranks or len(before) > 1:
             raise DumpError(
-                "the folder holds several dumps", where=f"{ranks.get(rank, '')} and {name}",
+                "the folder holds several dumps",
+                where=f"{ranks.get(rank, '')} and {name}",
                 hint="name one of them",
-            )  # fmt: skip
+            )
         ranks[rank] = name
     data = {match["folder"] for name in folder.names if (match := _DATA.fullmatch(name))}
     if cut := sorted(data - written):
         raise DumpError(
             "there are tensors without dump.json: the dump is half written",
-            where=folder.where(cut[0]), hint="dump again, and let the step end (debugger.step())",
-        )  # fmt: skip
+            where=folder.where(cut[0]),
+            hint="dump again, and let the step end (debugger.step())",
+        )
     check_ranks(steps, str(folder.path))
     return steps
 
@@ -159,8 +162,10 @@ def _tensors(folder: DumpFolder, name: str, rank: int, notes: Notes) -> Iterator
             rows.append((place, path, call, port, leaf))
     files: set[str] = set()
     if rows and all("data_name" not in leaf for *_, leaf in rows):
-        notes.say("the dump holds statistics, no tensors: they can show a fault, and no health "
-                  '(tensors: "task": "tensor")')  # fmt: skip
+        notes.say(
+            "the dump holds statistics, no tensors: they can show a fault, and no health "
+            '(tensors: "task": "tensor")'
+        )
     for _, path, call, port, leaf in sorted(rows, key=lambda row: row[0]):
         if "data_name" not in leaf:
             kept = _kept(module_site(path, port, call), leaf, rank)
@@ -191,10 +196,17 @@ def _kept(site: str, leaf: dict[str, Any], rank: int) -> Dumped | None:
         return None
     shape = leaf["shape"] if isinstance(leaf["shape"], list) else [None]
     return kept_of(
-        site, shape, str(leaf["dtype"]), rank=rank, low=leaf.get("Min"), high=leaf.get("Max"),
-        mean=leaf.get("Mean"), norm=leaf.get("Norm"), num_nan=int(leaf.get("is_nan") == 1),
+        site,
+        shape,
+        str(leaf["dtype"]),
+        rank=rank,
+        low=leaf.get("Min"),
+        high=leaf.get("Max"),
+        mean=leaf.get("Mean"),
+        norm=leaf.get("Norm"),
+        num_nan=int(leaf.get("is_nan") == 1),
         checksum=checksum,
-    )  # fmt: skip
+    )
 
 
 def _ports(entry: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -37,30 +37,75 @@ class _Dialect:
 
 
 DIALECTS = (
-    _Dialect("verl", ("responses",), ("rollout_log_probs",), ("old_log_probs",), {
-        "prompt": ("prompts",), "answer": ("responses",), "mask": ("response_mask",),
-        "attention": ("attention_mask",),
-    }),
-    _Dialect("verl", ("response_ids",), ("rollout_log_probs", "response_logprobs"),
-             ("old_log_probs",), {
-        "prompt": ("prompt_ids",), "answer": ("response_ids",), "mask": ("response_mask",),
-    }),
-    _Dialect("slime", ("tokens", "response_length"), ("rollout_log_probs",), ("log_probs",), {
-        "tokens": ("tokens",), "answer_length": ("response_length",), "mask": ("loss_mask",),
-    }),
-    _Dialect("slime", ("tokens", "response_lengths"), ("rollout_log_probs",), ("log_probs",), {
-        "tokens": ("tokens",), "answer_length": ("response_lengths",), "mask": ("loss_masks",),
-    }),
-    _Dialect("TRL", ("completion_ids",), ("sampling_per_token_logps", "logprobs"),
-             ("old_per_token_logps",), {
-        "prompt": ("prompt_ids",), "answer": ("completion_ids",), "mask": ("completion_mask",),
-        "top": ("top_logprobs",),
-    }),
-    _Dialect("NeMo-RL", ("token_ids",), ("generation_logprobs",), ("prev_logprobs",), {
-        "tokens": ("token_ids",), "length": ("input_lengths",),
-        "mask": ("token_loss_mask", "token_mask"),
-    }),
-)  # fmt: skip
+    _Dialect(
+        "verl",
+        ("responses",),
+        ("rollout_log_probs",),
+        ("old_log_probs",),
+        {
+            "prompt": ("prompts",),
+            "answer": ("responses",),
+            "mask": ("response_mask",),
+            "attention": ("attention_mask",),
+        },
+    ),
+    _Dialect(
+        "verl",
+        ("response_ids",),
+        ("rollout_log_probs", "response_logprobs"),
+        ("old_log_probs",),
+        {
+            "prompt": ("prompt_ids",),
+            "answer": ("response_ids",),
+            "mask": ("response_mask",),
+        },
+    ),
+    _Dialect(
+        "slime",
+        ("tokens", "response_length"),
+        ("rollout_log_probs",),
+        ("log_probs",),
+        {
+            "tokens": ("tokens",),
+            "answer_length": ("response_length",),
+            "mask": ("loss_mask",),
+        },
+    ),
+    _Dialect(
+        "slime",
+        ("tokens", "response_lengths"),
+        ("rollout_log_probs",),
+        ("log_probs",),
+        {
+            "tokens": ("tokens",),
+            "answer_length": ("response_lengths",),
+            "mask": ("loss_masks",),
+        },
+    ),
+    _Dialect(
+        "TRL",
+        ("completion_ids",),
+        ("sampling_per_token_logps", "logprobs"),
+        ("old_per_token_logps",),
+        {
+            "prompt": ("prompt_ids",),
+            "answer": ("completion_ids",),
+            "mask": ("completion_mask",),
+            "top": ("top_logprobs",),
+        },
+    ),
+    _Dialect(
+        "NeMo-RL",
+        ("token_ids",),
+        ("generation_logprobs",),
+        ("prev_logprobs",),
+        {
+            "tokens": ("token_ids",),
+            "length": ("input_lengths",),
+            "mask": ("token_loss_mask", "token_mask"),
+        },
+    ),
+)
 
 
 def recognise(folder: DumpFolder) -> bool:
@@ -95,9 +140,10 @@ def _items(folder: DumpFolder) -> Iterator[tuple[Any, str]]:
         samples = _samples(folder.value(name))
         if samples is None:
             raise DumpError(
-                "the file holds no samples", where=folder.where(name),
+                "the file holds no samples",
+                where=folder.where(name),
                 hint="slime's {rollout_id, samples}, or a dict of a batch's tensors by name",
-            )  # fmt: skip
+            )
         for number, sample in enumerate(samples):
             if isinstance(sample, dict):
                 sample = {
@@ -140,9 +186,10 @@ def _fields(item: Any, role: str, where: str) -> tuple[str, FieldMap]:
         if logprobs is None:
             raise DumpError(
                 f"a file of {dialect.name} without {' or '.join(names)}, which the {role} would "
-                "have said", where=where,
+                "have said",
+                where=where,
                 hint="--map names another field; docs/rl.md tells what makes a framework write it",
-            )  # fmt: skip
+            )
         rest = {key: first(tried) for key, tried in dialect.rest.items()}
         return dialect.name, FieldMap(logprobs=logprobs, **rest)
     if {"input", "output"} <= item.keys():
@@ -151,18 +198,23 @@ def _fields(item: Any, role: str, where: str) -> tuple[str, FieldMap]:
             where=where,
             hint="tokenise and score them with the model: jq -c '{text: (.input + .output)}' FILE "
             "> texts.jsonl; divergence capture MODEL --prompts texts.jsonl -o scored",
-        )  # fmt: skip
+        )
     raise DumpError(
-        f"no framework's fields are known here: {', '.join(list(item)[:12])}", where=where,
+        f"no framework's fields are known here: {', '.join(list(item)[:12])}",
+        where=where,
         hint="--map FILE.toml names them; docs/rl.md has one to copy",
-    )  # fmt: skip
+    )
 
 
 ROLLOUTS = Layout(
-    words="rollouts' log-probabilities", recognise=recognise, takes_map=True,
+    words="rollouts' log-probabilities",
+    recognise=recognise,
+    takes_map=True,
     scores=partial(read, role="rollout"),
-)  # fmt: skip
+)
 TRAINER = Layout(
-    words="a trainer's scores", recognise=recognise, takes_map=True,
+    words="a trainer's scores",
+    recognise=recognise,
+    takes_map=True,
     scores=partial(read, role="trainer"),
-)  # fmt: skip
+)

@@ -104,22 +104,27 @@ def _passes(folder: DumpFolder) -> list[dict[int, str]]:
         if other != match["folder"]:
             raise DumpError(
                 "the folder holds dumps of several processes of one rank",
-                where=f"{other} and {match['folder']}", hint="keep those of one start of it",
-            )  # fmt: skip
+                where=f"{other} and {match['folder']}",
+                hint="keep those of one start of it",
+            )
         files.setdefault(place, {})[int(match["number"])] = name
     sizes = [max(place[axis] for place in files) + 1 for axis in (0, 1)]
     for pp in range(sizes[0]):
         for tp in range(sizes[1]):
             if (pp, tp) not in files:
-                raise DumpError(f"the rank TP{tp} PP{pp} is missing", where=str(folder.path),
-                                hint="copy the folders of all ranks together")  # fmt: skip
+                raise DumpError(
+                    f"the rank TP{tp} PP{pp} is missing",
+                    where=str(folder.path),
+                    hint="copy the folders of all ranks together",
+                )
     num = max(max(numbers) for numbers in files.values()) + 1
     for place, numbers in files.items():
         if (missing := first_missing(numbers)) < num:
             raise DumpError(
                 f"Pass{missing:05d}.pt is missing, of {num} passes",
-                where=folder.where(processes[place]), hint="copy all files of the dump",
-            )  # fmt: skip
+                where=folder.where(processes[place]),
+                hint="copy all files of the dump",
+            )
     ranks = {place: place[0] * sizes[1] + place[1] for place in sorted(files)}
     return [{ranks[place]: files[place][n] for place in ranks} for n in range(num)]
 
@@ -135,9 +140,10 @@ def _returned(held: dict[str, Any], rank: int, where: str, notes: Notes) -> Iter
     lengths = [v for k, v in held.items() if k.endswith(f"{_BATCH}seq_lens")]
     if any(isinstance(length, torch.Tensor) and length.numel() > 1 for length in lengths):
         raise DumpError(
-            f"the pass holds {lengths[0].numel()} sequences at once", where=where,
+            f"the pass holds {lengths[0].numel()} sequences at once",
+            where=where,
             hint="send one request at a time while dumping",
-        )  # fmt: skip
+        )
     blocks = [match for key in held if (match := BLOCK.match(key))]
     last = max(blocks, key=lambda match: int(match[1]))[0] if blocks else None
     given: set[str] = set()
@@ -215,13 +221,17 @@ def _read_dumper(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
         folders.add(name.rpartition("/")[0])
         tags: _Tags = dict(tag.partition("=")[::2] for tag in match["tags"].split("___"))
         if not all(tags.get(key, "0").isdecimal() for key in _NUMBERS):
-            raise DumpError(f"{', '.join(_NUMBERS)} are not numbers in its name",
-                            where=folder.where(name))  # fmt: skip
+            raise DumpError(
+                f"{', '.join(_NUMBERS)} are not numbers in its name", where=folder.where(name)
+            )
         step = int(tags.get("step") or tags["forward_pass_id"])
         steps.setdefault(step, {}).setdefault(int(tags["rank"]), []).append((name, tags))
     if len(folders) > 1:
-        raise DumpError("the folder holds several dumps", where=" and ".join(sorted(folders)[:2]),
-                        hint="name one of them")  # fmt: skip
+        raise DumpError(
+            "the folder holds several dumps",
+            where=" and ".join(sorted(folders)[:2]),
+            hint="name one of them",
+        )
     ranks = {rank for files in steps.values() for rank in files}
     check_ranks(steps, str(folder.path))
     names: set[str] = set()
@@ -229,8 +239,11 @@ def _read_dumper(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
     first = min(steps)  # a server that warmed up before the dump does not begin at 0
     for number, step in enumerate(sorted(steps)):
         if step != first + number:
-            raise DumpError(f"step {first + number} is missing", where=str(folder.path),
-                            hint="copy all files of the dump")  # fmt: skip
+            raise DumpError(
+                f"step {first + number} is missing",
+                where=str(folder.path),
+                hint="copy all files of the dump",
+            )
         tensors: list[Dumped] = []
         for rank in sorted(steps[step]):
             files = sorted(steps[step][rank], key=lambda file: int(file[1].get("dump_index", "0")))
@@ -260,9 +273,10 @@ def _value_of(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> t
     size = meta.get("world_size") if isinstance(meta, dict) else None
     if isinstance(size, int) and (missing := first_missing(ranks)) < size:
         raise DumpError(
-            f"rank {missing} is missing, of {size}", where=folder.where(name),
+            f"rank {missing} is missing, of {size}",
+            where=folder.where(name),
             hint="copy the files of all ranks",
-        )  # fmt: skip
+        )
     if isinstance(held, torch.Tensor):
         return held
     notes.add("were no tensors, and left out")
@@ -270,9 +284,12 @@ def _value_of(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> t
 
 
 def _dumped(
-    values: list[tuple[_Tags, torch.Tensor | None]], rank: int, rules: Rules | None, notes: Notes,
+    values: list[tuple[_Tags, torch.Tensor | None]],
+    rank: int,
+    rules: Rules | None,
+    notes: Notes,
     where: str,
-) -> Iterator[Dumped]:  # fmt: skip
+) -> Iterator[Dumped]:
     """Sites in the order of the dump. The parts of a module's input or output stand together."""
     modules: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for tags, tensor in values:
@@ -283,8 +300,11 @@ def _dumped(
             notes.add("were computed again for a backward pass, and left out")
             continue
         if name == "seq_lens" and tensor.numel() > 1:
-            raise DumpError(f"a forward holds {tensor.numel()} sequences at once", where=where,
-                            hint="send one request at a time while dumping")  # fmt: skip
+            raise DumpError(
+                f"a forward holds {tensor.numel()} sequences at once",
+                where=where,
+                hint="send one request at a time while dumping",
+            )
         target = None if rules is None else rules.place(name, inside="", tags=tags)
         if target is not None:
             yield Dumped(site=target.site, tensor=tensor, rank=rank)

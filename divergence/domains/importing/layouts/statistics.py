@@ -39,18 +39,34 @@ from divergence.numerics.summary import Summary
 from divergence.run.foreign import LINES, DumpFolder
 
 _SHORT = {
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
-    "double": "float64", "long": "int64", "int": "int32", "boolean": "bool",
-}  # fmt: skip
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "double": "float64",
+    "long": "int64",
+    "int": "int32",
+    "boolean": "bool",
+}
 _NUMBER = re.compile(r"(?:tensor\()?\s*([^\s,()]+).*")
 _ONE_SIDED = "the dump holds statistics, no tensors: they can show a fault, and no health"
 
 
 def kept_of(
-    site: str, shape: Sequence[Any] | None, dtype: str, *, rank: int = 0, low: Any = None,
-    high: Any = None, mean: Any = None, norm: Any = None, std: Any = None, num_nan: int = 0,
+    site: str,
+    shape: Sequence[Any] | None,
+    dtype: str,
+    *,
+    rank: int = 0,
+    low: Any = None,
+    high: Any = None,
+    mean: Any = None,
+    norm: Any = None,
+    std: Any = None,
+    num_nan: int = 0,
     checksum: str | None = None,
-) -> Dumped | None:  # fmt: skip
+) -> Dumped | None:
     """A tensor of which only this is known; numbers may be text. None where its dtype or shape is
     none. ``shape``: None where it is not known; then extremes say nothing of norms."""
     name = dtype.removeprefix("torch.").lower()
@@ -102,9 +118,15 @@ def _half_units(given: Sequence[Any], values: Sequence[float | None]) -> list[fl
 
 
 def _summary(
-    numel: int | None, low: float | None, high: float | None, mean: float | None,
-    norm: float | None, std: float | None, *, num_nan: int,
-) -> Summary:  # fmt: skip
+    numel: int | None,
+    low: float | None,
+    high: float | None,
+    mean: float | None,
+    norm: float | None,
+    std: float | None,
+    *,
+    num_nan: int,
+) -> Summary:
     given = (low, high, mean, norm, std)
     count = max(1, numel or 1)
     if norm is None and std is not None and mean is not None:
@@ -119,10 +141,15 @@ def _summary(
     rms = None if broken or norm is None or not math.isfinite(norm) else norm / math.sqrt(count)
     ends = [abs(end) for end in (low, high) if end is not None]
     return Summary(
-        min=low, max=high, mean=None if broken else mean, rms=rms,
+        min=low,
+        max=high,
+        mean=None if broken else mean,
+        rms=rms,
         absmax=max(ends) if len(ends) == 2 else rms,
-        num_nan=num_nan, num_posinf=num_posinf, num_neginf=num_neginf,
-    )  # fmt: skip
+        num_nan=num_nan,
+        num_posinf=num_posinf,
+        num_neginf=num_neginf,
+    )
 
 
 def _forwards(
@@ -138,8 +165,11 @@ def _forwards(
             forwards.setdefault(key, []).append(kept)
             places.setdefault(key, where)
     if not forwards:
-        raise DumpError("no line holds a tensor's statistics", where=str(folder.path),
-                        hint="docs/importing.md shows what is read")  # fmt: skip
+        raise DumpError(
+            "no line holds a tensor's statistics",
+            where=str(folder.path),
+            hint="docs/importing.md shows what is read",
+        )
     for index, key in enumerate(sorted(forwards)):
         yield DumpedForward(where=places[key], tensors=forwards[key], number=index)
 
@@ -150,8 +180,11 @@ def _table(folder: DumpFolder, name: str) -> Iterator[tuple[str, dict[str, str]]
     for row, fields in enumerate(csv.DictReader(texts), 2):
         where = f"{folder.where(name)}, line {row}"
         if None in fields or None in fields.values():
-            raise DumpError("the line has another number of fields than the head", where=where,
-                            hint="it may have been cut off: copy the file again")  # fmt: skip
+            raise DumpError(
+                "the line has another number of fields than the head",
+                where=where,
+                hint="it may have been cut off: copy the file again",
+            )
         yield where, {key.strip(): (value or "").strip() for key, value in fields.items()}
 
 
@@ -182,8 +215,9 @@ def _is_atb(folder: DumpFolder) -> bool:
 def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     files = [name for name in folder.names if name.rpartition("/")[2] == "statistic.csv"]
     if len(files) > 1:
-        raise DumpError("the folder holds several dumps", where=" and ".join(files[:2]),
-                        hint="name one of them")  # fmt: skip
+        raise DumpError(
+            "the folder holds several dumps", where=" and ".join(files[:2]), hint="name one of them"
+        )
     devices: dict[str, int] = {}
 
     def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
@@ -193,10 +227,20 @@ def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator
             side = "in" if row["Input/Output"].lower().startswith("in") else "out"
             port = side if row["Index"] == "0" else f"{side}.{row['Index']}"
             shape = _sizes(row.get("Shape", ""))
-            yield int(row["Execution Count"]), where, kept_of(
-                module_site(path, port), shape, row["Dtype"], rank=rank, low=row.get("Min"),
-                high=row.get("Max"), mean=row.get("Mean"), norm=row.get("Norm"),
-            )  # fmt: skip
+            yield (
+                int(row["Execution Count"]),
+                where,
+                kept_of(
+                    module_site(path, port),
+                    shape,
+                    row["Dtype"],
+                    rank=rank,
+                    low=row.get("Min"),
+                    high=row.get("Max"),
+                    mean=row.get("Mean"),
+                    norm=row.get("Norm"),
+                ),
+            )
 
     yield from _forwards(folder, rows(), notes)
 
@@ -243,11 +287,20 @@ def _read_titan(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterat
                 if fields.get("Phase", "forward") != "forward":
                     notes.add("of backward passes were left out")
                     continue
-                yield 0, where, kept_of(
-                    module_site(title.replace("/", "."), "out"), _sizes(fields.get("Shape", "")),
-                    fields.get("Dtype", ""), rank=int(match["rank"] or 0), low=fields.get("Min"),
-                    high=fields.get("Max"), mean=fields.get("Mean"), norm=fields.get("L2 norm"),
-                )  # fmt: skip
+                yield (
+                    0,
+                    where,
+                    kept_of(
+                        module_site(title.replace("/", "."), "out"),
+                        _sizes(fields.get("Shape", "")),
+                        fields.get("Dtype", ""),
+                        rank=int(match["rank"] or 0),
+                        low=fields.get("Min"),
+                        high=fields.get("Max"),
+                        mean=fields.get("Mean"),
+                        norm=fields.get("L2 norm"),
+                    ),
+                )
 
     yield from _forwards(folder, rows(), notes)
 
@@ -267,8 +320,9 @@ def _is_engine(folder: DumpFolder) -> bool:
     names = [name for name in folder.names if name.endswith(".log")]
     return any(
         _LINE.fullmatch(line.decode("utf-8", "replace"))
-        for name in names for line, _ in zip(folder.lines(name), range(40), strict=False)
-    )  # fmt: skip
+        for name in names
+        for line, _ in zip(folder.lines(name), range(40), strict=False)
+    )
 
 
 def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
@@ -287,9 +341,17 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
                     numbers.setdefault(place, {})[known] = match["value"]
         for (iteration, rank, path, port), values in numbers.items():
             site = module_site(path, port)
-            yield iteration, folder.where(files[rank]), kept_of(
-                site, None, "bfloat16", rank=rank, **values  # type: ignore[arg-type]  # names of its own parameters
-            )  # fmt: skip
+            yield (
+                iteration,
+                folder.where(files[rank]),
+                kept_of(
+                    site,
+                    None,
+                    "bfloat16",
+                    rank=rank,
+                    **values,  # type: ignore[arg-type]  # names of its own parameters
+                ),
+            )
 
     yield from _forwards(folder, rows(), notes)
 
@@ -311,8 +373,11 @@ def _is_compared(folder: DumpFolder) -> bool:
         ):
             return True
         if name.endswith(LINES) and folder.first_fields(name).get("type") in (
-            "config", "comparison", "rank_info", "input_ids",
-        ):  # fmt: skip
+            "config",
+            "comparison",
+            "rank_info",
+            "input_ids",
+        ):
             return True
     return False
 
@@ -320,8 +385,10 @@ def _is_compared(folder: DumpFolder) -> bool:
 def _read_compared(
     folder: DumpFolder, rules: Rules | None, notes: Notes, *, side: str
 ) -> Iterator[DumpedForward]:
-    notes.say("its distances and cosines are not taken: what two sides' norms, means and extremes "
-              "show is judged anew; the dumps themselves tell more")  # fmt: skip
+    notes.say(
+        "its distances and cosines are not taken: what two sides' norms, means and extremes "
+        "show is judged anew; the dumps themselves tell more"
+    )
 
     def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
         for name in folder.names:
@@ -340,11 +407,19 @@ def _read_compared(
             path = str(item.get("name", "")).removeprefix("non_intrusive__")
             path, _, port = path.partition(".output") if ".output" in path else (path, "", "")
             shape = told.get("shape")
-            yield step if isinstance(step, int) else 0, where, kept_of(
-                module_site(path or ".", f"out{port}"), shape if isinstance(shape, list) else None,
-                str(told.get("dtype")), low=stats.get("min"), high=stats.get("max"),
-                mean=stats.get("mean"), std=stats.get("std"),
-            )  # fmt: skip
+            yield (
+                step if isinstance(step, int) else 0,
+                where,
+                kept_of(
+                    module_site(path or ".", f"out{port}"),
+                    shape if isinstance(shape, list) else None,
+                    str(told.get("dtype")),
+                    low=stats.get("min"),
+                    high=stats.get("max"),
+                    mean=stats.get("mean"),
+                    std=stats.get("std"),
+                ),
+            )
 
     yield from _forwards(folder, rows(), notes)
 
@@ -368,12 +443,20 @@ def _compared_rows(
         path, _, call_ = path.partition("#")
         for named, (shape, row, where) in leaves(dict(parts), port, lambda v: isinstance(v, tuple)):
             code = row.get(f"{side} MD5", row.get(f"{side.upper()} MD5", ""))
-            yield 0, where, kept_of(
-                module_site(path, named, int(call_ or 1)), shape, row[f"{side} Dtype"],
-                low=row.get(f"{side} min"), high=row.get(f"{side} max"),
-                mean=row.get(f"{side} mean"), norm=row.get(f"{side} l2norm"),
-                checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
-            )  # fmt: skip
+            yield (
+                0,
+                where,
+                kept_of(
+                    module_site(path, named, int(call_ or 1)),
+                    shape,
+                    row[f"{side} Dtype"],
+                    low=row.get(f"{side} min"),
+                    high=row.get(f"{side} max"),
+                    mean=row.get(f"{side} mean"),
+                    norm=row.get(f"{side} l2norm"),
+                    checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
+                ),
+            )
 
 
 def _layout(words: str, recognise: Callable[[DumpFolder], bool], read: Any) -> Layout:
@@ -384,10 +467,12 @@ ATB = _layout("ATB's statistic.csv", _is_atb, _read_atb)
 TORCHTITAN = _layout("torchtitan's or DebugMode's log", _is_titan, _read_titan)
 TRANSFORMER_ENGINE = _layout("Transformer Engine's statistics", _is_engine, _read_engine)
 COMPARED_A = _layout(
-    "msprobe's or SGLang's comparison, its first side", _is_compared,
+    "msprobe's or SGLang's comparison, its first side",
+    _is_compared,
     partial(_read_compared, side="a"),
-)  # fmt: skip
+)
 COMPARED_B = _layout(
-    "msprobe's or SGLang's comparison, its second side", _is_compared,
+    "msprobe's or SGLang's comparison, its second side",
+    _is_compared,
     partial(_read_compared, side="b"),
-)  # fmt: skip
+)

@@ -49,8 +49,9 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
         raise DumpError(
             f"{len(trees)} files are called *{_TREE}, not one: "
             + ("dumps of several models" if trees else "the forward did not end"),
-            where=str(folder.path), hint="dump each model into a folder of its own",
-        )  # fmt: skip
+            where=str(folder.path),
+            hint="dump each model into a folder of its own",
+        )
     kind = trees[0].removesuffix(_TREE).removesuffix(_SUMMARY)
     sites, kept = _sites(folder.json(trees[0]), kind, folder.where(trees[0]))
     if kept and not sites:
@@ -91,15 +92,20 @@ def _sites(tree: Any, kind: str, where: str) -> tuple[dict[str, str], list[Dumpe
                 site = module_site(path, name)
                 ends = {"low": leaf.get("min"), "high": leaf.get("max")}
                 kept = kept_of(
-                    site, [int(size) for size in re.findall(r"\d+", str(leaf["shape"]))],
-                    str(leaf["dtype"]), mean=leaf.get("mean"), std=leaf.get("std"), **ends,
-                )  # fmt: skip
+                    site,
+                    [int(size) for size in re.findall(r"\d+", str(leaf["shape"]))],
+                    str(leaf["dtype"]),
+                    mean=leaf.get("mean"),
+                    std=leaf.get("std"),
+                    **ends,
+                )
                 if kept is not None:
                     printed.setdefault(site, kept)
                 continue
             if not re.fullmatch(r"\./[^/]+", file):
-                raise DumpError(f"the tree names a file outside the folder: {file[:80]!r}",
-                                where=where)  # fmt: skip
+                raise DumpError(
+                    f"the tree names a file outside the folder: {file[:80]!r}", where=where
+                )
             sites.setdefault(file.removeprefix("./"), module_site(path, name))
 
     def visit(node: Any) -> None:

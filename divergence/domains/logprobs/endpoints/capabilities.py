@@ -122,9 +122,11 @@ def find_server(client: Client) -> Server:
         if isinstance(said, dict) and (told := _text(said, version)):
             form = (_text(said, dtype) or "").removeprefix("torch.")
             return Server(
-                kind=asked, version=told, dtype=form if form in _DTYPES else None,
+                kind=asked,
+                version=told,
+                dtype=form if form in _DTYPES else None,
                 models=names or tuple(filter(None, [_text(said, "model_id")])),
-            )  # fmt: skip
+            )
     return Server(kind=kind, models=names)
 
 
@@ -137,9 +139,11 @@ def probe(
         if len(server.models) != 1:
             listed = ", ".join(server.models[:8])
             raise UsageError(
-                f"the server has {len(server.models)} models: {listed}" if listed
-                else "the server names no model", hint="--model NAME",
-            )  # fmt: skip
+                f"the server has {len(server.models)} models: {listed}"
+                if listed
+                else "the server names no model",
+                hint="--model NAME",
+            )
         model = server.models[0]
     name = "chat" if chat else _NATIVE.get(server.kind, "completions")
     protocol = PROTOCOLS[name]
@@ -173,12 +177,19 @@ def probe(
             if len(echoed) > 1 and sum(token.logprob is not None for token in echoed) > 1:
                 forces = "echo"
     caps = Capabilities(
-        server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
-        num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
+        server=server,
+        model=model,
+        protocol=name,
+        extras=extras,
+        logprobs=answer.has_logprobs,
+        num_top=answer.num_top,
+        token_ids=answer.has_ids,
+        tokenizes=route,
         prompt_ids=told or question.ids is not None or route is not None,
-        counts=answer.num_prompt is not None, answers_as=answer.model,
+        counts=answer.num_prompt is not None,
+        answers_as=answer.model,
         forces=forces,
-    )  # fmt: skip
+    )
     return dataclasses.replace(caps, lacks=_lacks(caps))
 
 

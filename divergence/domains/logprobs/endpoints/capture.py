@@ -110,11 +110,14 @@ def _check_same(held: Manifest, manifest: Manifest, place: Location) -> None:
         ("the server's dtype", held.settings.dtype, manifest.settings.dtype),
         ("token ids", *(m.engine and m.engine.facts.get("token ids") for m in (held, manifest))),
         ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (held, manifest))),
-        ("answered by", *(
-            m.engine and m.engine.facts.get("answers as", "the model asked for")
-            for m in (held, manifest)
-        )),
-    ):  # fmt: skip
+        (
+            "answered by",
+            *(
+                m.engine and m.engine.facts.get("answers as", "the model asked for")
+                for m in (held, manifest)
+            ),
+        ),
+    ):
         if before != now:
             raise UsageError(
                 f"{place} was begun otherwise: {name} {before}, now {now}",
@@ -151,10 +154,14 @@ def _held(place: Location, asked: list[Asked]) -> Run | None:
         _take_over(place)
     run = Run.open(place)
     samples = run.manifest.tokens.samples
-    same = run.manifest.scores_alone and len(samples) == len(asked) and all(
-        sample.text == other.text and (not other.ids or sample.prompt_ids == list(other.ids))
-        for sample, other in zip(samples, asked, strict=True)
-    )  # fmt: skip
+    same = (
+        run.manifest.scores_alone
+        and len(samples) == len(asked)
+        and all(
+            sample.text == other.text and (not other.ids or sample.prompt_ids == list(other.ids))
+            for sample, other in zip(samples, asked, strict=True)
+        )
+    )
     if not same:
         raise UsageError(
             f"{place} is a run of other prompts", hint="choose another -o, or leave out --resume"
@@ -163,35 +170,50 @@ def _held(place: Location, asked: list[Asked]) -> Run | None:
 
 
 def _manifest(
-    caps: Capabilities, asked: list[Asked], options: CaptureOptions, like: Run | None,
+    caps: Capabilities,
+    asked: list[Asked],
+    options: CaptureOptions,
+    like: Run | None,
     command: str | None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     tokens = "given" if any(prompt.forced for prompt in asked) else "greedy"
     if tokens == "greedy" and asked[0].free.temperature:
         tokens = DRAWN
     source = ScoreSource(
-        engine="endpoint", version=f"{caps.server.kind} {caps.server.version}",
-        model=caps.model, dtype=caps.server.dtype, facts={**caps.facts, "tokens": tokens},
-        seed=options.seed or 0, max_new_tokens=asked[0].free.num_tokens,
-    )  # fmt: skip
+        engine="endpoint",
+        version=f"{caps.server.kind} {caps.server.version}",
+        model=caps.model,
+        dtype=caps.server.dtype,
+        facts={**caps.facts, "tokens": tokens},
+        seed=options.seed or 0,
+        max_new_tokens=asked[0].free.num_tokens,
+    )
     samples = [
         SampleTokens(text=prompt.text, prompt_ids=list(prompt.ids or ()) if caps.token_ids else [])
         for prompt in asked
     ]
     forced_by = like.manifest.id if like is not None and tokens == "given" else None
     return scores_manifest(
-        source, samples, label=options.label or f"{caps.server.kind} endpoint", command=command,
+        source,
+        samples,
+        label=options.label or f"{caps.server.kind} endpoint",
+        command=command,
         forced_by=forced_by,
-    )  # fmt: skip
+    )
 
 
 class _Job:
     """One capture: what is asked, and what came of it."""
 
     def __init__(
-        self, client: Client, caps: Capabilities, asked: list[Asked], manifest: Manifest,
-        tell: Progress, concurrency: int,
-    ) -> None:  # fmt: skip
+        self,
+        client: Client,
+        caps: Capabilities,
+        asked: list[Asked],
+        manifest: Manifest,
+        tell: Progress,
+        concurrency: int,
+    ) -> None:
         self._client, self._found, self._asked = client, caps, asked
         self._manifest, self._tell, self._concurrency = manifest, tell, concurrency
         texts = dict(manifest.tokens.texts)
@@ -220,9 +242,10 @@ class _Job:
             return run
         run.close()
         raise EndpointError(
-            self._told(), where=str(run.path),
+            self._told(),
+            where=str(run.path),
             hint="the same command with --resume asks for them again; what was answered is kept",
-        )  # fmt: skip
+        )
 
     def _told(self) -> str:
         shown = [f"prompt {n}: {text}" for n, text in sorted(self._failed.items())[:3]]
@@ -302,10 +325,14 @@ class _Job:
             if not sample.generated_ids:
                 continue  # the manifest is older than its records: it is asked again
             writer.put(
-                CapturedTensor(held.read(record).clone()), pass_="free", sample=record.sample,
-                step=record.step, site=record.site, order=record.order,
+                CapturedTensor(held.read(record).clone()),
+                pass_="free",
+                sample=record.sample,
+                step=record.step,
+                site=record.site,
+                order=record.order,
                 positions=record.positions,
-            )  # fmt: skip
+            )
             self._manifest.tokens.samples[record.sample] = sample
             done.add(record.sample)
         for number in done:

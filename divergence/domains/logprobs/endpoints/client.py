@@ -185,9 +185,11 @@ class Client:
         shown = _line(text[:_SHOWN].decode(errors="replace"))
         return _Failed(
             f"{said}: {shown}" if shown else said,
-            status=error.code, again=error.code in _AGAIN, hint=hint,
+            status=error.code,
+            again=error.code in _AGAIN,
+            hint=hint,
             after=float(after) if after.isdecimal() else None,
-        )  # fmt: skip
+        )
 
     def _without_key(self, data: bytes) -> bytes:
         """What a server answers, before anything is made of it: no report and no run has the key.
@@ -203,9 +205,14 @@ class _Failed(Exception):
     """One request that gave nothing. ``again``: it may, later."""
 
     def __init__(
-        self, text: str, *, status: int | None, again: bool, hint: str | None = None,
+        self,
+        text: str,
+        *,
+        status: int | None,
+        again: bool,
+        hint: str | None = None,
         after: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(text)
         self.text, self.status, self.again, self.hint, self.after = text, status, again, hint, after
 
@@ -221,8 +228,12 @@ def _read(response: Any, request: _Request, most: int) -> bytes:
             break
         size += len(part)
         if size > most:
-            raise _Failed(f"the answer is longer than {most:,} bytes", status=None,
-                          again=False, hint="ask for fewer --top-logprobs")  # fmt: skip
+            raise _Failed(
+                f"the answer is longer than {most:,} bytes",
+                status=None,
+                again=False,
+                hint="ask for fewer --top-logprobs",
+            )
         parts.append(part)
     data = b"".join(parts)
     length = response.headers.get("Content-Length", "")

@@ -65,18 +65,27 @@ class Protocol:
 # --- OpenAI's routes ----------------------------------------------------------------------------
 
 _OPENAI_LEVELS = tuple(
-    map(frozenset, (
-        ("logprobs", "prompt_logprobs", "ids"), ("logprobs", "ids"), ("logprobs",),
-        ("few_logprobs",), (),
-    ))
-)  # fmt: skip
+    map(
+        frozenset,
+        (
+            ("logprobs", "prompt_logprobs", "ids"),
+            ("logprobs", "ids"),
+            ("logprobs",),
+            ("few_logprobs",),
+            (),
+        ),
+    )
+)
 
 
 def _openai(question: Question) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "model": question.model, "max_tokens": question.num_tokens, "seed": question.seed,
-        "temperature": question.temperature, "stream": False,
-    }  # fmt: skip
+        "model": question.model,
+        "max_tokens": question.num_tokens,
+        "seed": question.seed,
+        "temperature": question.temperature,
+        "stream": False,
+    }
     if question.temperature:
         body["top_p"] = 1
     if "prompt_logprobs" in question.extras:
@@ -114,44 +123,62 @@ def _sglang(question: Question) -> dict[str, Any]:
     return {
         "input_ids" if isinstance(prompt, list) else "text": prompt,
         "sampling_params": {
-            "temperature": question.temperature, "max_new_tokens": question.num_tokens,
+            "temperature": question.temperature,
+            "max_new_tokens": question.num_tokens,
             **({"sampling_seed": question.seed} if question.temperature else {}),
         },
-        "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": question.top,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": question.top,
         "return_text_in_logprobs": True,
-    }  # fmt: skip
+    }
 
 
 def _llama(question: Question) -> dict[str, Any]:
     return {
-        "prompt": question.prompt, "n_predict": question.num_tokens, "seed": question.seed,
-        "temperature": question.temperature, "n_probs": question.top, "return_tokens": True,
-        "cache_prompt": question.again, "stream": False,
+        "prompt": question.prompt,
+        "n_predict": question.num_tokens,
+        "seed": question.seed,
+        "temperature": question.temperature,
+        "n_probs": question.top,
+        "return_tokens": True,
+        "cache_prompt": question.again,
+        "stream": False,
         **({"top_k": 0, "top_p": 1, "min_p": 0} if question.temperature else {}),
-    }  # fmt: skip
+    }
 
 
 def _tgi(question: Question) -> dict[str, Any]:
     return {
         "inputs": question.text or "",
         "parameters": {
-            "max_new_tokens": question.num_tokens, "do_sample": question.temperature > 0,
-            "details": True, "decoder_input_details": True, "top_n_tokens": question.top,
+            "max_new_tokens": question.num_tokens,
+            "do_sample": question.temperature > 0,
+            "details": True,
+            "decoder_input_details": True,
+            "top_n_tokens": question.top,
             "seed": question.seed,
         },
-    }  # fmt: skip
+    }
 
 
 PROTOCOLS: dict[str, Protocol] = {
     "completions": Protocol(
-        path="/v1/completions", request=_completions, answer=completions_answer,
-        levels=_OPENAI_LEVELS, forces_by="prompt_logprobs",
+        path="/v1/completions",
+        request=_completions,
+        answer=completions_answer,
+        levels=_OPENAI_LEVELS,
+        forces_by="prompt_logprobs",
     ),
     "chat": Protocol(
-        path="/v1/chat/completions", request=_chat, answer=chat_answer, levels=_OPENAI_LEVELS,
-        takes_ids=False, forces_by="prompt_logprobs",
+        path="/v1/chat/completions",
+        request=_chat,
+        answer=chat_answer,
+        levels=_OPENAI_LEVELS,
+        takes_ids=False,
+        forces_by="prompt_logprobs",
     ),
     "sglang": Protocol(path="/generate", request=_sglang, answer=sglang_answer),
     "llama.cpp": Protocol(path="/completion", request=_llama, answer=llama_answer),
     "tgi": Protocol(path="/generate", request=_tgi, answer=tgi_answer, takes_ids=False),
-}  # fmt: skip
+}

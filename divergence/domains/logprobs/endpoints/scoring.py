@@ -22,9 +22,19 @@ from divergence.words import first_apart
 # What is asked of a server: the user's prompts, or those of a run with its answers.
 
 _TAKEN = {
-    "endpoint", "top_logprobs", "answers", "concurrency", "resume", "prompts", "prompts_file",
-    "chat", "max_new_tokens", "seed", "label", "probe",
-}  # fmt: skip
+    "endpoint",
+    "top_logprobs",
+    "answers",
+    "concurrency",
+    "resume",
+    "prompts",
+    "prompts_file",
+    "chat",
+    "max_new_tokens",
+    "seed",
+    "label",
+    "probe",
+}
 _DEFAULT_NEW_TOKENS = 16
 _MOST_TOP = 10_000
 _MOST_ANSWERS = 1_000
@@ -66,8 +76,10 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
     seed, top, num_answers = options.seed or 0, of_server.top_logprobs, of_server.answers
     if like is not None:
         if options.prompts or options.prompts_file or options.chat or num_answers:
-            raise UsageError("--like asks the recorded prompts again, and scores their answers",
-                             hint="leave out --prompt(s), --chat and --answers")  # fmt: skip
+            raise UsageError(
+                "--like asks the recorded prompts again, and scores their answers",
+                hint="leave out --prompt(s), --chat and --answers",
+            )
         return _recorded(like, options, seed, top)
     count = options.max_new_tokens or _DEFAULT_NEW_TOKENS
     asked = []
@@ -82,9 +94,14 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
                 raise UsageError("--chat needs texts, and a prompt is token ids")
             messages = [{"role": "user", "content": text}]
         question = Question(
-            model="", text=prompt.text, ids=prompt.input_ids, messages=messages, num_tokens=count,
-            seed=seed, top=top,
-        )  # fmt: skip
+            model="",
+            text=prompt.text,
+            ids=prompt.input_ids,
+            messages=messages,
+            num_tokens=count,
+            seed=seed,
+            top=top,
+        )
         answers = [question]
         if num_answers:  # each with a seed of its own; else the greedy one
             answers = [
@@ -112,21 +129,32 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
     asked = []
     for number, sample in enumerate(like.manifest.tokens.samples):
         if not sample.prompt_ids:
-            raise UsageError(f"{like.path} does not tell the tokens of prompt {number}",
-                             hint="capture without --like, from the same prompts")  # fmt: skip
+            raise UsageError(
+                f"{like.path} does not tell the tokens of prompt {number}",
+                hint="capture without --like, from the same prompts",
+            )
         answer = sample.answer_ids[:count]
         given = tuple(sample.prompt_ids)
         free = Question(
-            model="", ids=given, num_tokens=count, seed=seed + again[given] * drawn, top=top,
+            model="",
+            ids=given,
+            num_tokens=count,
+            seed=seed + again[given] * drawn,
+            top=top,
             temperature=float(drawn),
-        )  # fmt: skip
+        )
         again[given] += 1
         ids = [*sample.prompt_ids, *answer]
         whole = replace(free, ids=ids, num_tokens=1, seed=seed, temperature=0.0)
-        asked.append(Asked(
-            question=whole if answer else free, free=free, text=sample.text,
-            ids=sample.prompt_ids, forced=answer,
-        ))  # fmt: skip
+        asked.append(
+            Asked(
+                question=whole if answer else free,
+                free=free,
+                text=sample.text,
+                ids=sample.prompt_ids,
+                forced=answer,
+            )
+        )
     if not asked:
         raise UsageError(f"{like.path} has no prompts")
     return asked
@@ -180,8 +208,7 @@ def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
     prompt, scored = list(asked.ids or ()), []
     for place, token in enumerate(asked.forced):
         whole = [*prompt, *asked.forced[:place]]
-        question = replace(asked.free, ids=whole, num_tokens=1, again=place > 0,
-                           extras=caps.extras)  # fmt: skip
+        question = replace(asked.free, ids=whole, num_tokens=1, again=place > 0, extras=caps.extras)
         answer = _post(client, caps, question)
         if answer.num_prompt not in (None, len(whole)):
             raise EndpointError(

@@ -108,11 +108,17 @@ def find(measured: Measured) -> AnalysisResult:
             whose = who if by_truth else None
             evidence.append(fact("codes.beyond", place=place, side=whose, looks=told))
     wrong = measured.finding_at(
-        at, claim="codes_wrong", kind="systematic" if family else "localized",
-        headline=[headline], place=order_of(first.results[0]), equal_inputs=True, side=side,
+        at,
+        claim="codes_wrong",
+        kind="systematic" if family else "localized",
+        headline=[headline],
+        place=order_of(first.results[0]),
+        equal_inputs=True,
+        side=side,
         rests_on=[check("truth", by_truth, fact("codes.no_truth"), made=by_truth)],
-        evidence=evidence, beside=evidence[:1],
-    )  # fmt: skip
+        evidence=evidence,
+        beside=evidence[:1],
+    )
     return AnalysisResult(findings=[wrong, *uncoded])
 
 
@@ -163,10 +169,13 @@ def _uncoded(measured: Measured) -> Iterator[Finding]:
     if a.manifest.plan.sites != b.manifest.plan.sites:
         return
     made = [
-        {(r.site, r.sample, r.step): r.order for r in run.records
-         if r.pass_ == "free" and is_codes(r.site)}
+        {
+            (r.site, r.sample, r.step): r.order
+            for r in run.records
+            if r.pass_ == "free" and is_codes(r.site)
+        }
         for run in (a, b)
-    ]  # fmt: skip
+    ]
     shared = set.intersection(*({key[1:] for key in orders} for orders in made))
     for side, orders, others in zip(SIDES, made, reversed(made), strict=True):
         asked = {key: order for key, order in others.items() if key[1:] in shared}
@@ -212,9 +221,14 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
 
     def errors(codes: torch.Tensor, expected: torch.Tensor, within: float) -> CodeErrors:
         return code_errors(
-            codes, expected, ends=ends, roundoff=work.unit_roundoff, room=measured.thresholds.token,
-            floor=floor, within=within,
-        )  # fmt: skip
+            codes,
+            expected,
+            ends=ends,
+            roundoff=work.unit_roundoff,
+            room=measured.thresholds.token,
+            floor=floor,
+            within=within,
+        )
 
     site.results.append(result)
     half = 1.0 if str(x.dtype) == "torch.int16" else 0.5

@@ -25,11 +25,16 @@ from divergence.recording.prompts import Prompt
 from divergence.run.foreign import DumpFolder
 
 FORMATS = {
-    "inspect": INSPECT, "evalscope": EVALSCOPE, "opencompass": OPENCOMPASS, "lm-eval": LM_EVAL,
-    "every-eval-ever": EVERY_EVAL, "lm-eval-results": LM_EVAL_RESULTS,
-    "evalscope-report": EVALSCOPE_REPORT, "opencompass-summary": OPENCOMPASS_SUMMARY,
+    "inspect": INSPECT,
+    "evalscope": EVALSCOPE,
+    "opencompass": OPENCOMPASS,
+    "lm-eval": LM_EVAL,
+    "every-eval-ever": EVERY_EVAL,
+    "lm-eval-results": LM_EVAL_RESULTS,
+    "evalscope-report": EVALSCOPE_REPORT,
+    "opencompass-summary": OPENCOMPASS_SUMMARY,
     "plain": PLAIN,
-}  # fmt: skip
+}
 """In the order in which ``auto`` tries them; ``plain`` takes any table with its columns."""
 
 
@@ -52,23 +57,30 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
                 break
     else:
         raise DumpError(
-            "no results of an evaluation were recognised", where=evaluation.path,
+            "no results of an evaluation were recognised",
+            where=evaluation.path,
             hint=(
                 *(["unpack the .gz files"] if any(n.endswith(".gz") for n in folder.names) else []),
                 "docs/scores.md has all formats; lm-eval writes documents with --log_samples",
                 "or write a table: JSON lines or CSV with id and score",
             ),
-        )  # fmt: skip
+        )
     evaluation.series = reading.series_of()
     evaluation.model = None if evaluation.model is None else text_of(evaluation.model)
     evaluation.remarks += [fact(code, num=n) for code, n in sorted(reading.left_out.items())]
     if not any(series.rows or series.total for series in evaluation.series):
         if reading.refused:
             there = ", ".join(map(str, list(reading.refused)[:12]))
-            raise UsageError("nothing has the task, metric and filter asked for",
-                             where=evaluation.path, hint=f"there are: {there}")  # fmt: skip
-        raise DumpError("nothing that is scored was found", where=evaluation.path,
-                        hint="; ".join(map(sentence, evaluation.remarks)) or None)  # fmt: skip
+            raise UsageError(
+                "nothing has the task, metric and filter asked for",
+                where=evaluation.path,
+                hint=f"there are: {there}",
+            )
+        raise DumpError(
+            "nothing that is scored was found",
+            where=evaluation.path,
+            hint="; ".join(map(sentence, evaluation.remarks)) or None,
+        )
     reading.clear()
     # parts of one score, or two runs of it: one file alone would be taken for all
     files: dict[SeriesName, str] = {}
@@ -76,9 +88,10 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
         first = files.setdefault(series.name, series.file)
         if first != series.file:
             raise DumpError(
-                f"two files hold {series.name}: {first} and {series.file}", where=evaluation.path,
+                f"two files hold {series.name}: {first} and {series.file}",
+                where=evaluation.path,
                 hint="name one of them, or put the parts of one evaluation into one file",
-            )  # fmt: skip
+            )
     return evaluation
 
 

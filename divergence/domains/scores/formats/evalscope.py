@@ -69,8 +69,11 @@ def _task(folder: DumpFolder, name: str, settings: dict[str, str], reading: Read
         sample = item.get("sample_score") if isinstance(item, dict) else None
         score = sample.get("score") if isinstance(sample, dict) else None
         if not isinstance(sample, dict) or not isinstance(score, dict):
-            raise DumpError("the line is no review of evalscope", where=f"{file}, line {number}",
-                            hint="take the folder that holds reviews/")  # fmt: skip
+            raise DumpError(
+                "the line is no review of evalscope",
+                where=f"{file}, line {number}",
+                hint="take the folder that holds reviews/",
+            )
         row = _row(item, sample, score, number, reading)
         status = text_of(score.get("status") or "success")
         if status not in _USABLE:
@@ -93,21 +96,27 @@ def _task(folder: DumpFolder, name: str, settings: dict[str, str], reading: Read
 
 
 def _row(
-    item: Mapping[str, Any], sample: Mapping[str, Any], score: Mapping[str, Any], number: int,
+    item: Mapping[str, Any],
+    sample: Mapping[str, Any],
+    score: Mapping[str, Any],
+    number: int,
     reading: ReadRequest,
-) -> ScoreRow:  # fmt: skip
+) -> ScoreRow:
     document, repeat = sample.get("group_id"), sample.get("generation_index")
     if document is None or not isinstance(repeat, int):  # not of a group, or without a place in it
         document, repeat = sample.get("sample_id", item.get("index")), 0
     answers = (score.get(field) for field in ("extracted_prediction", "prediction"))
     asked = _asked(item)
     return ScoreRow(
-        document=text_of(document), score=None, repeat=repeat, place=number,
+        document=text_of(document),
+        score=None,
+        repeat=repeat,
+        place=number,
         answer=answer_of(next((answer for answer in answers if answer is not None), None)),
         prompt=hashed(asked) if asked else None,
         target=hashed(item.get("target")) if "target" in item else None,
         cluster=reading.cluster_of(sample.get("sample_metadata")),
-    )  # fmt: skip
+    )
 
 
 def _asked(item: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -59,17 +59,16 @@ class _Archive:
             try:
                 members = zipfile.ZipFile(file).infolist()
             except zipfile.BadZipFile as error:
-                raise DumpError("the file is no zip, or was cut off", where=self.where,
-                                hint=hint) from error  # fmt: skip
+                raise DumpError(
+                    "the file is no zip, or was cut off", where=self.where, hint=hint
+                ) from error
         names = Counter(member.filename for member in members)
         if twice := [name for name, count in names.items() if count > 1]:
             raise DumpError(f"the log holds {twice[0][:80]} twice", where=self.where)
         disk = disk_bytes(self.where)
         if sum(member.compress_size for member in members) > disk:
             raise DumpError("members of the zip overlap", where=self.where)
-        budget.expand(
-            sum(member.file_size for member in members), disk=disk, where=self.where
-        )  # fmt: skip
+        budget.expand(sum(member.file_size for member in members), disk=disk, where=self.where)
         self.header = next((item for item in members if item.filename == "header.json"), None)
         samples = (member for member in members if member.filename.startswith("samples/"))
         self.samples = list(enumerate(samples, 1))
@@ -120,8 +119,9 @@ class _Archive:
         except ImportError as error:
             raise UsageError(
                 "inspect's log is compressed with zstandard, which this Python cannot read",
-                where=self.where, hint="pip install zstandard, or inspect log convert --to json",
-            ) from error  # fmt: skip
+                where=self.where,
+                hint="pip install zstandard, or inspect log convert --to json",
+            ) from error
         try:
             return bytes(stream.read(most))
         except ZstdError as error:
@@ -134,9 +134,10 @@ def _log(
     archive = _Archive(folder, name, budget)
     if archive.header is None:
         raise DumpError(
-            "the log has no header: the evaluation did not end", where=archive.where,
+            "the log has no header: the evaluation did not end",
+            where=archive.where,
             hint="let it end by itself, or recover it: inspect log recover",
-        )  # fmt: skip
+        )
     header = archive.json(archive.header)
     spec = header.get("eval") or {}
     evaluation.model = evaluation.model or spec.get("model")
@@ -156,11 +157,19 @@ def _log(
             )
             if rows is None:
                 continue
-            rows.append(ScoreRow(
-                document=text_of(sample.get("id")), score=score, why=why,
-                repeat=int(sample.get("epoch") or 1) - 1, prompt=prompt, target=target,
-                answer=answer, cluster=reading.cluster_of(sample.get("metadata")), place=number,
-            ))  # fmt: skip
+            rows.append(
+                ScoreRow(
+                    document=text_of(sample.get("id")),
+                    score=score,
+                    why=why,
+                    repeat=int(sample.get("epoch") or 1) - 1,
+                    prompt=prompt,
+                    target=target,
+                    answer=answer,
+                    cluster=reading.cluster_of(sample.get("metadata")),
+                    place=number,
+                )
+            )
         if sample.get("error") is not None:
             reading.left_out["evaluations.samples_with_error"] += 1
 
@@ -173,10 +182,14 @@ def _settings(header: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, s
         "task version": text_of(spec.get("task_version")),
         "generation settings": json.dumps(generation, sort_keys=True, default=str),
         "task settings": json.dumps(
-            {"solvers": [step.get("solver") for step in plan.get("steps") or []],
-             "arguments": spec.get("task_args") or {}}, sort_keys=True, default=str,
+            {
+                "solvers": [step.get("solver") for step in plan.get("steps") or []],
+                "arguments": spec.get("task_args") or {},
+            },
+            sort_keys=True,
+            default=str,
         ),
-    }  # fmt: skip
+    }
 
 
 def _scores(
@@ -199,8 +212,9 @@ def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
     if isinstance(given, list):
         return [
             (text_of(message.get("role")), text_of(message.get("content")))
-            for message in given if isinstance(message, dict)
-        ]  # fmt: skip
+            for message in given
+            if isinstance(message, dict)
+        ]
     return [("user", text_of(given))]
 
 

@@ -35,9 +35,16 @@ from divergence.run.foreign import DumpFolder, lm_eval_requests
 _SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")
 _SETTINGS = (
-    "num_fewshot", "repeats", "generation_kwargs", "description", "fewshot_config", "doc_to_text",
-    "output_type", "target_delimiter", "fewshot_delimiter",
-)  # fmt: skip
+    "num_fewshot",
+    "repeats",
+    "generation_kwargs",
+    "description",
+    "fewshot_config",
+    "doc_to_text",
+    "output_type",
+    "target_delimiter",
+    "fewshot_delimiter",
+)
 """Of a task's configuration: what makes it another question."""
 
 
@@ -116,8 +123,11 @@ def _task(
     better = table_of(table_of(report.get("higher_is_better")).get(task))
     for number, item in folder.rows(name):
         if not isinstance(item, dict) or not isinstance(item.get("metrics"), list):
-            raise DumpError("the line is no sample of lm-eval", where=f"{file}, line {number}",
-                            hint="write it by lm_eval --log_samples")  # fmt: skip
+            raise DumpError(
+                "the line is no sample of lm-eval",
+                where=f"{file}, line {number}",
+                hint="write it by lm_eval --log_samples",
+            )
         filter_name = text_of(item.get("filter") or "none")
         # equal documents of one data set are told apart by their order
         key = text_of(item.get("doc_hash") or hashed(item.get("doc")))
@@ -155,10 +165,19 @@ def _task(
                 ways[way] = choices, answer
             choices, answer = ways[way]
             score, why = number_of(item.get(metric))
-            rows.append(ScoreRow(
-                document=document, score=score, why=why, prompt=prompt, target=target,
-                cluster=cluster, answer=answer, choices=choices, place=number,
-            ))  # fmt: skip
+            rows.append(
+                ScoreRow(
+                    document=document,
+                    score=score,
+                    why=why,
+                    prompt=prompt,
+                    target=target,
+                    cluster=cluster,
+                    answer=answer,
+                    choices=choices,
+                    place=number,
+                )
+            )
 
 
 def settings_of(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:

@@ -101,12 +101,19 @@ def _task(folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRe
             listed = answers if isinstance(answers, list) else []
             for repeat, value in enumerate(values):
                 score, why = number_of(value)
-                rows.append(ScoreRow(
-                    document=key, score=score, why=why, repeat=before + repeat, prompt=prompt,
-                    target=hashed_target,
-                    answer=answer_of(listed[repeat]) if repeat < len(listed) else whole,
-                    cluster=reading.cluster_of(entry), place=number + 1,
-                ))  # fmt: skip
+                rows.append(
+                    ScoreRow(
+                        document=key,
+                        score=score,
+                        why=why,
+                        repeat=before + repeat,
+                        prompt=prompt,
+                        target=hashed_target,
+                        answer=answer_of(listed[repeat]) if repeat < len(listed) else whole,
+                        cluster=reading.cluster_of(entry),
+                        place=number + 1,
+                    )
+                )
             break
         else:
             reading.left_out["evaluations.documents_without_score"] += 1
@@ -115,8 +122,9 @@ def _task(folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRe
 def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
     items = (
         [(str(n), detail) for n, detail in enumerate(details)]
-        if isinstance(details, list) else list(details.items())
-    )  # fmt: skip
+        if isinstance(details, list)
+        else list(details.items())
+    )
     for key, detail in items:
         if isinstance(detail, dict) and key.isdigit():
             yield int(key), text_of(detail.get("example_abbr", key)), detail
@@ -174,10 +182,17 @@ def prompts(folder: DumpFolder, name: str, places: Collection[int]) -> Iterator[
         if isinstance(given, str) and given:
             yield place, Prompt(text=given)
         elif isinstance(given, list) and given:
-            yield place, chat_of(
-                (_ROLES.get(text_of(turn.get("role")), "user"), text_of(turn.get("prompt") or ""))
-                for turn in given if isinstance(turn, dict)
-            )  # fmt: skip
+            yield (
+                place,
+                chat_of(
+                    (
+                        _ROLES.get(text_of(turn.get("role")), "user"),
+                        text_of(turn.get("prompt") or ""),
+                    )
+                    for turn in given
+                    if isinstance(turn, dict)
+                ),
+            )
 
 
 OPENCOMPASS = ResultFormat(words="opencompass", recognise=recognise, read=read, prompts=prompts)

@@ -59,8 +59,11 @@ def read(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> No
         for number, item in _rows(folder, name):
             where = f"{folder.where(name)}, line {number}"
             if item.get("id") in (None, "") or "score" not in item:
-                raise DumpError("the row has no id, or no score", where=where,
-                                hint="columns: id, score, perhaps group, repeat, task")  # fmt: skip
+                raise DumpError(
+                    "the row has no id, or no score",
+                    where=where,
+                    hint="columns: id, score, perhaps group, repeat, task",
+                )
             default = "scores" if alone else PurePosixPath(name).stem
             metric = text_of(item.get("metric") or "score")
             named = SeriesName(text_of(item.get("task") or default), "", metric)
@@ -79,11 +82,16 @@ def _row(item: Mapping[str, Any], number: int, where: str, reading: ReadRequest)
         raise DumpError("the repeat is no number", where=where) from error
     group = item.get("group") if reading.cluster is None else reading.cluster_of(item)
     return ScoreRow(
-        document=text_of(item["id"]), score=score, why=why, repeat=repeat, place=number,
-        prompt=_hashed(item.get("prompt")), target=_hashed(item.get("target")),
+        document=text_of(item["id"]),
+        score=score,
+        why=why,
+        repeat=repeat,
+        place=number,
+        prompt=_hashed(item.get("prompt")),
+        target=_hashed(item.get("target")),
         cluster=None if group in (None, "") else text_of(group),
         answer=answer_of(item.get("answer")),
-    )  # fmt: skip
+    )
 
 
 def _number(value: Any) -> Any:

@@ -72,9 +72,14 @@ class ReadRequest:
     """By file and name; None for one that is not asked for."""
 
     def rows_in(
-        self, name: SeriesName, file: str, settings: Mapping[str, str], *,
-        higher: bool | None = None, where: str | None = None,
-    ) -> list[ScoreRow] | None:  # fmt: skip
+        self,
+        name: SeriesName,
+        file: str,
+        settings: Mapping[str, str],
+        *,
+        higher: bool | None = None,
+        where: str | None = None,
+    ) -> list[ScoreRow] | None:
         """The rows of a score in a file, whose series is new with the first one; None if it is not
         asked for. ``higher``: is higher better, where the format tells. Raises DumpError for more
         scores than any evaluation has, or names that are none."""
@@ -99,16 +104,19 @@ class ReadRequest:
 
     def _wants(self, name: SeriesName, where: str) -> bool:
         if sum(map(len, name)) > _MAX_NAME:
-            raise DumpError(f"a task's or metric's name is longer than {_MAX_NAME:,} letters",
-                            where=where)  # fmt: skip
+            raise DumpError(
+                f"a task's or metric's name is longer than {_MAX_NAME:,} letters", where=where
+            )
         if len(self._series) >= _MAX_SERIES:
             raise DumpError(f"more than {_MAX_SERIES:,} tasks and metrics", where=where)
         wanted = all(
             not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns)
             for part, patterns in (
-                (name.task, self.tasks), (name.metric, self.metrics), (name.filter, self.filters),
+                (name.task, self.tasks),
+                (name.metric, self.metrics),
+                (name.filter, self.filters),
             )
-        )  # fmt: skip
+        )
         if not wanted:
             self.refused[name] = None
         return wanted
@@ -155,8 +163,9 @@ def only_model(folder: DumpFolder, names: Sequence[str], *, hint: str) -> str | 
     if len(models) > 1:
         raise DumpError(
             f"the folder holds {len(models)} models: {', '.join(sorted(models)[:12])}",
-            where=str(folder.path), hint=hint,
-        )  # fmt: skip
+            where=str(folder.path),
+            hint=hint,
+        )
     return next(iter(models), None) or None
 
 

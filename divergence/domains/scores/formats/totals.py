@@ -36,9 +36,16 @@ _NO_PROMPTS: tuple[tuple[int, Prompt], ...] = ()
 
 
 def _put(
-    reading: ReadRequest, name: SeriesName, file: str, settings: dict[str, str], value: Any,
-    *, error: Any = None, num: Any = None, higher: bool | None = None,
-) -> None:  # fmt: skip
+    reading: ReadRequest,
+    name: SeriesName,
+    file: str,
+    settings: dict[str, str],
+    value: Any,
+    *,
+    error: Any = None,
+    num: Any = None,
+    higher: bool | None = None,
+) -> None:
     """A score as a whole, if it is asked for and is one."""
     score, _ = number_of(value)
     if score is None or isinstance(value, bool):
@@ -173,9 +180,11 @@ def _read_summary(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluati
         pair = [f"'{file}#{model}'" for model in (*models, *models)[:2]]
         raise UsageError(
             f"the summary has {len(models)} models, and none is named"
-            if column is None else f"the summary has no model {column!r}",
-            where=file, hint=f"divergence scores {' '.join(pair)}; there: {', '.join(models)}",
-        )  # fmt: skip
+            if column is None
+            else f"the summary has no model {column!r}",
+            where=file,
+            hint=f"divergence scores {' '.join(pair)}; there: {', '.join(models)}",
+        )
     evaluation.model = column
     for row in rows:
         value = row[4 + models.index(column)]
@@ -221,11 +230,15 @@ def _read_records(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluati
             details, metric = (table_of(result.get(k)) for k in ("score_details", "metric_config"))
             doubt = table_of(details.get("uncertainty"))
             _put(
-                reading, SeriesName(text_of(result.get("evaluation_name")), "", "score"),
-                folder.where(name), {}, details.get("score"),
+                reading,
+                SeriesName(text_of(result.get("evaluation_name")), "", "score"),
+                folder.where(name),
+                {},
+                details.get("score"),
                 error=table_of(doubt.get("standard_error")).get("value"),
-                num=doubt.get("num_samples"), higher=not metric.get("lower_is_better"),
-            )  # fmt: skip
+                num=doubt.get("num_samples"),
+                higher=not metric.get("lower_is_better"),
+            )
 
 
 def _read_instances(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:
@@ -238,9 +251,10 @@ def _read_instances(folder: DumpFolder, reading: ReadRequest, evaluation: Evalua
             scored = table_of(item.get("evaluation")) if isinstance(item, dict) else {}
             if "score" not in scored:
                 raise DumpError(
-                    "the line is no document of every-eval-ever", where=where,
+                    "the line is no document of every-eval-ever",
+                    where=where,
                     hint="it needs evaluation.score; write it by its converter",
-                )  # fmt: skip
+                )
             task = text_of(item.get("evaluation_name"))
             rows = reading.rows_in(SeriesName(task, "", "score"), folder.where(name), {})
             if rows is None:
@@ -250,13 +264,19 @@ def _read_instances(folder: DumpFolder, reading: ReadRequest, evaluation: Evalua
             repeat = seen[document] = seen.get(document, -1) + 1
             score, why = number_of(scored["score"])
             given = asked.get("formatted") or asked.get("raw")
-            rows.append(ScoreRow(
-                document=document, score=score, why=why, repeat=repeat, place=number,
-                prompt=None if given is None else hashed(given),
-                target=hashed(asked["reference"]) if "reference" in asked else None,
-                answer=answer_of(output.get("raw")),
-                cluster=reading.cluster_of(item.get("metadata")),
-            ))  # fmt: skip
+            rows.append(
+                ScoreRow(
+                    document=document,
+                    score=score,
+                    why=why,
+                    repeat=repeat,
+                    place=number,
+                    prompt=None if given is None else hashed(given),
+                    target=hashed(asked["reference"]) if "reference" in asked else None,
+                    answer=answer_of(output.get("raw")),
+                    cluster=reading.cluster_of(item.get("metadata")),
+                )
+            )
             evaluation.model = evaluation.model or text_of(item.get("model_id"))
 
 
@@ -275,18 +295,30 @@ def _has_results(folder: DumpFolder) -> bool:
 
 
 LM_EVAL_RESULTS = ResultFormat(
-    words="lm-evaluation-harness's results", recognise=_has_results, read=_read_lm_eval,
-    prompts=no_prompts, documents="lm_eval --log_samples",
-)  # fmt: skip
+    words="lm-evaluation-harness's results",
+    recognise=_has_results,
+    read=_read_lm_eval,
+    prompts=no_prompts,
+    documents="lm_eval --log_samples",
+)
 EVALSCOPE_REPORT = ResultFormat(
-    words="an evalscope report", recognise=_is_report, read=_read_report, prompts=no_prompts,
+    words="an evalscope report",
+    recognise=_is_report,
+    read=_read_report,
+    prompts=no_prompts,
     documents="the folder that holds reviews/",
-)  # fmt: skip
+)
 OPENCOMPASS_SUMMARY = ResultFormat(
-    words="opencompass's summary", recognise=_is_summary, read=_read_summary, prompts=no_prompts,
+    words="opencompass's summary",
+    recognise=_is_summary,
+    read=_read_summary,
+    prompts=no_prompts,
     documents="opencompass --dump-eval-details",
-)  # fmt: skip
+)
 EVERY_EVAL = ResultFormat(
-    words="every-eval-ever", recognise=_is_record, read=_read_records, prompts=_prompts,
+    words="every-eval-ever",
+    recognise=_is_record,
+    read=_read_records,
+    prompts=_prompts,
     documents="its JSON lines of single documents",
-)  # fmt: skip
+)

@@ -53,15 +53,24 @@ def find(measured: Measured) -> AnalysisResult:
         return AnalysisResult()
     first, rounding, bound = min(beyond, key=lambda item: order_of(item[0]))
     evidence = fact(
-        "gradients.free_alone", site=first.site, rel_l2=first.rel_l2, limit=bound,
-        rounding=rounding, num_beyond=len(beyond), num=len(own),
-    )  # fmt: skip
+        "gradients.free_alone",
+        site=first.site,
+        rel_l2=first.rel_l2,
+        limit=bound,
+        rounding=rounding,
+        num_beyond=len(beyond),
+        num=len(own),
+    )
     finding = measured.finding_at(
-        first, claim="error_between", kind="localized", evidence=[evidence], beside=[evidence],
+        first,
+        claim="error_between",
+        kind="localized",
+        evidence=[evidence],
+        beside=[evidence],
         headline=[fact("gradients.made_in_free", site=first.site)],
         rests_on=[check("repeats", False, fact("gradients.anchored_passes"))],
         flags=[site.key for site, *_ in beyond],
-    )  # fmt: skip
+    )
     return AnalysisResult(findings=[finding])
 
 

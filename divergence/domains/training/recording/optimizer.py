@@ -313,12 +313,14 @@ class Stepping:
         moments = self.training.moments_dtype
         exact = any(p.dtype == torch.float64 for p in parameters)
         return Update(
-            norm=norm, named=stepped, optimizer=optimizer,
+            norm=norm,
+            named=stepped,
+            optimizer=optimizer,
             moments_dtype=None if moments is None or exact else getattr(torch, moments),
             num_stepped=sum(int(_whole(move.sum())) for move in moves),
             num_unmoved=sum(int(_whole(count)) for count in still),
             holder={"dp": "single"} if isinstance(optimizer, DividedOptimizer) else None,
-        )  # fmt: skip
+        )
 
     def _optimizer(
         self, parameters: list[torch.nn.Parameter]
@@ -334,8 +336,11 @@ class Stepping:
         ]
         groups = [group for group in groups if group["params"]]
         kind = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
-        return (DividedOptimizer(kind, groups, **how) if self.training.zero == 1
-                else kind(groups, **how))  # fmt: skip
+        return (
+            DividedOptimizer(kind, groups, **how)
+            if self.training.zero == 1
+            else kind(groups, **how)
+        )
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -126,10 +126,13 @@ def settled(options: CaptureOptions, like: Run | None) -> CaptureOptions:
     """The options of a capture that makes a training step: nothing is generated, dtypes come from a
     policy, prompts have their labels. Raises UsageError for what belongs to decoding."""
     refused = {
-        "--max-new-tokens": options.max_new_tokens, "--whole": options.whole,
-        "--prefill-chunk": options.prefill_chunk, "--repeat": options.repeat > 1,
-        "--no-hooks": options.hooks is False, "--steps": options.steps,
-    }  # fmt: skip
+        "--max-new-tokens": options.max_new_tokens,
+        "--whole": options.whole,
+        "--prefill-chunk": options.prefill_chunk,
+        "--repeat": options.repeat > 1,
+        "--no-hooks": options.hooks is False,
+        "--steps": options.steps,
+    }
     if like is not None and options.labels is not None:
         raise UsageError(
             "--like repeats the recorded labels, so --labels cannot be given with it",
@@ -179,14 +182,17 @@ def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
     axis = _AXES[zero]
     if not {"dp", "fsdp"} & set(axes):
         if zero:
-            raise UsageError(f"--zero {zero} has no ranks to divide over",
-                             hint=f"under torchrun, with --mesh {axis}")  # fmt: skip
+            raise UsageError(
+                f"--zero {zero} has no ranks to divide over",
+                hint=f"under torchrun, with --mesh {axis}",
+            )
         return
     if axis not in axes:
         why = (
-            "each rank of dp keeps all parameters and gradients" if axis == "fsdp"
+            "each rank of dp keeps all parameters and gradients"
+            if axis == "fsdp"
             else "ranks of fsdp keep a part of all three"
-        )  # fmt: skip
+        )
         given = "dp" if axis == "fsdp" else "fsdp"
         raise UsageError(f"--zero {zero} with --mesh {given}: {why}", hint=f"--mesh {axis}")
     if zero == 1 and options.optimizer is None:

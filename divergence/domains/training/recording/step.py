@@ -274,9 +274,13 @@ class TrainingOperators(OperatorRecorder):
     def _block(self) -> str | None:
         """The recorded block, with its call, that the node at hand belongs to."""
         return next(
-            (flow for flow in self._flows if flow.partition("#")[0] in self.blocks
-             and _is_in(self._owner, flow)), None,
-        )  # fmt: skip
+            (
+                flow
+                for flow in self._flows
+                if flow.partition("#")[0] in self.blocks and _is_in(self._owner, flow)
+            ),
+            None,
+        )
 
     def _caller(self) -> str:
         if not self._in_backward:
@@ -623,9 +627,11 @@ class NextTokenLoss(torch.nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         next_labels = labels[:, 1:]
         each = cross_entropy(
-            logits[:, :-1].flatten(0, 1), next_labels.flatten(), ignore_index=NO_LABEL,
+            logits[:, :-1].flatten(0, 1),
+            next_labels.flatten(),
+            ignore_index=NO_LABEL,
             reduction="none",
-        )  # fmt: skip
+        )
         return each.view(next_labels.shape).sum(dim=1, keepdim=True) / num_labels
 
 
@@ -684,8 +690,9 @@ class TrainingSession:
         self.loaded: LoadedModel = inner.loaded
         self.step = TrainingStep(inner.loaded, training)
         self.lacks: Mapping[Feature, str] = {
-            **inner.lacks, "whole": "a training step decodes nothing",
-        }  # fmt: skip
+            **inner.lacks,
+            "whole": "a training step decodes nothing",
+        }
         self._stepping = Stepping(training, inner.loaded.ranks)
         self._loss, self._num_labels = NextTokenLoss(), 0
         self._recorded: TrainRecorder | None = None
@@ -699,8 +706,10 @@ class TrainingSession:
             raise UsageError(f"--autocast {training.autocast}: bfloat16 or float16")
         fixed = [p for p in loaded.module.parameters() if not p.is_floating_point()]
         if fixed or loaded.codes is not None:
-            raise ModelError("--train: a quantised model has codes, which have no gradient",
-                             hint="give the checkpoint that it was quantised from")  # fmt: skip
+            raise ModelError(
+                "--train: a quantised model has codes, which have no gradient",
+                hint="give the checkpoint that it was quantised from",
+            )
         if training.zero == 2:
             gathered_once(inner.loaded.module)
 

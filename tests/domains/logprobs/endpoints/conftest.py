@@ -105,7 +105,7 @@ class Stub:
                     {name(int(n)): one["logprob"] for n, one in self.top(row, count, own).items()}
                     for row, own in zip(rows, tokens, strict=True)
                 ],
-            }  # fmt: skip
+            }
         if "prompt_logprobs" in body and "prompt_logprobs" not in self.lacks:
             choice["prompt_logprobs"] = [None] + [
                 self.top(self.logits(ids[:n]), body["prompt_logprobs"], ids[n])

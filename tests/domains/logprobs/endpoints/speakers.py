@@ -39,19 +39,22 @@ def _chat(stub, body: dict) -> dict:
     name = (lambda n: f"token_id:{n}") if told else _text
     content = [
         {
-            "token": name(token), "logprob": row[token], "bytes": list(_text(token).encode()),
+            "token": name(token),
+            "logprob": row[token],
+            "bytes": list(_text(token).encode()),
             "top_logprobs": [
                 {"token": name(n), "logprob": row[n], "bytes": None}
                 for n in _likeliest(row, body.get("top_logprobs", 0))
             ],
         }
         for token, row in zip(tokens, rows, strict=True)
-    ]  # fmt: skip
+    ]
     choice: dict = {
-        "index": 0, "finish_reason": "length",
+        "index": 0,
+        "finish_reason": "length",
         "message": {"role": "assistant", "content": "".join(map(_text, tokens))},
         "logprobs": {"content": content} if body.get("logprobs") else None,
-    }  # fmt: skip
+    }
     found = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
     if told:
         choice["token_ids"], found["prompt_token_ids"] = tokens, ids
@@ -109,14 +112,17 @@ def _sglang(stub, body: dict) -> dict:
         "text": "".join(map(_text, tokens)),
         "output_ids": tokens,
         "meta_info": {
-            "id": "1", "finish_reason": {"type": "length", "length": len(tokens)},
-            "prompt_tokens": len(ids), "completion_tokens": len(tokens), "cached_tokens": 0,
+            "id": "1",
+            "finish_reason": {"type": "length", "length": len(tokens)},
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(tokens),
+            "cached_tokens": 0,
             "input_token_logprobs": [entry(r, n) for r, n in zip(before, ids, strict=True)],
             "output_token_logprobs": [entry(r, n) for r, n in zip(rows, tokens, strict=True)],
             "input_top_logprobs": [listed(row) for row in before],
             "output_top_logprobs": [listed(row) for row in rows],
         },
-    }  # fmt: skip
+    }
 
 
 def _llama(stub, body: dict) -> dict:
@@ -128,15 +134,19 @@ def _llama(stub, body: dict) -> dict:
         return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": row[token]}
 
     return {
-        "index": 0, "content": "".join(map(_text, tokens)), "tokens": tokens, "stop": True,
-        "tokens_predicted": len(tokens), "tokens_evaluated": len(ids), "stop_type": "limit",
+        "index": 0,
+        "content": "".join(map(_text, tokens)),
+        "tokens": tokens,
+        "stop": True,
+        "tokens_predicted": len(tokens),
+        "tokens_evaluated": len(ids),
+        "stop_type": "limit",
         "completion_probabilities": [
-            entry(row, token) | {
-                "top_logprobs": [entry(row, n) for n in _likeliest(row, body["n_probs"])]
-            }
+            entry(row, token)
+            | {"top_logprobs": [entry(row, n) for n in _likeliest(row, body["n_probs"])]}
             for row, token in zip(rows, tokens, strict=True)
         ],
-    }  # fmt: skip
+    }
 
 
 def _llama_tokens(stub, body: dict) -> dict:
@@ -158,7 +168,9 @@ def _tgi(stub, body: dict) -> dict:
     return {
         "generated_text": "".join(map(_text, tokens)),
         "details": {
-            "finish_reason": "length", "generated_tokens": len(tokens), "seed": None,
+            "finish_reason": "length",
+            "generated_tokens": len(tokens),
+            "seed": None,
             "prefill": [
                 {k: v for k, v in entry(row, n).items() if k != "special"}
                 for row, n in zip(before, ids, strict=True)
@@ -168,7 +180,7 @@ def _tgi(stub, body: dict) -> dict:
                 [entry(row, n) for n in _likeliest(row, asked["top_n_tokens"])] for row in rows
             ],
         },
-    }  # fmt: skip
+    }
 
 
 def _models(owner: str) -> dict:
@@ -188,16 +200,20 @@ GET: dict[str, dict[str, dict]] = {
 }
 POST = {
     "vllm": {
-        "/v1/completions": _vllm, "/v1/chat/completions": _chat, "/tokenize": _tokenize,
+        "/v1/completions": _vllm,
+        "/v1/chat/completions": _chat,
+        "/tokenize": _tokenize,
     },
     "openai": {"/v1/completions": _openai, "/v1/chat/completions": _chat},
     "mindie": {"/v1/completions": _openai, "/v1/chat/completions": _chat},
     "sglang": {"/generate": _sglang, "/v1/chat/completions": _chat, "/tokenize": _tokenize},
     "llama.cpp": {
-        "/completion": _llama, "/tokenize": _llama_tokens, "/v1/chat/completions": _chat,
+        "/completion": _llama,
+        "/tokenize": _llama_tokens,
+        "/v1/chat/completions": _chat,
         "/apply-template": lambda stub, body: {
             "prompt": "".join(f"[{one['role']}]{one['content']}" for one in body["messages"])
         },
     },
     "tgi": {"/generate": _tgi},
-}  # fmt: skip
+}

@@ -131,8 +131,15 @@ def test_options_of_models_are_refused(stub, tmp_path):
 @pytest.mark.whole
 def test_a_models_run_has_the_log_probabilities_of_its_logits(llama, tmp_path):
     """Beside a run of log-probabilities, a run with recorded logits is one too."""
-    a = capture(llama, out=tmp_path / "t", prompts=[[5, 6, 7, n] for n in range(9)], probe=False,
-                max_new_tokens=3, recording=RecordOptions(anchor=False), device="cpu")  # fmt: skip
+    a = capture(
+        llama,
+        out=tmp_path / "t",
+        prompts=[[5, 6, 7, n] for n in range(9)],
+        probe=False,
+        max_new_tokens=3,
+        recording=RecordOptions(anchor=False),
+        device="cpu",
+    )
     report = compare(a, _as_scores(a, tmp_path))
     assert report.logprobs.num_tokens == 27
     assert report.logprobs.delta.num_tokens == 27 and report.logprobs.delta.max_abs < 1e-6
@@ -151,8 +158,13 @@ def _as_scores(run: Run, tmp_path):
         for step, token in enumerate(sample.chosen_ids):
             logits = run.read(run.find(("free", number, step, ".:out")))[0, -1].double()
             values.append(float(torch.log_softmax(logits, -1)[token]))
-        lines.append({"prompt_ids": sample.prompt_ids, "completion_ids": sample.chosen_ids,
-                      "logprobs": values})  # fmt: skip
+        lines.append(
+            {
+                "prompt_ids": sample.prompt_ids,
+                "completion_ids": sample.chosen_ids,
+                "logprobs": values,
+            }
+        )
     path = tmp_path / "scores.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return import_dump(path, out=tmp_path / "scores")
@@ -170,9 +182,14 @@ def test_a_server_of_text_alone(stub, serve):
     assert "0 of 12 answers" in report.verdict.summary
 
 
-@pytest.mark.parametrize("lacks", [
-    {"logprobs"}, {"logprobs", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        {"logprobs"},
+        {"logprobs", "prompt_logprobs"},
+        {"ids", "logprobs", "prompt_logprobs"},
+    ],
+)
 def test_what_a_server_does_not_tell_is_no_nan(lacks, stub, serve, monkeypatch):
     """Its answer's characters are the other side's tokens by text, and have no number there."""
     place = "tests.domains.logprobs.endpoints.conftest.token_text"
@@ -190,8 +207,21 @@ def test_the_command_line(stub, tmp_path, capsys):
     """As the documents have it, and what it says in the end."""
     from divergence.cli.main import app
 
-    words = ["capture", "--endpoint", stub.url, "--model", "tiny", "-o", str(tmp_path / "a"),
-             "--prompt", "one", "--max-new-tokens", "3", "--label", "here"]  # fmt: skip
+    words = [
+        "capture",
+        "--endpoint",
+        stub.url,
+        "--model",
+        "tiny",
+        "-o",
+        str(tmp_path / "a"),
+        "--prompt",
+        "one",
+        "--max-new-tokens",
+        "3",
+        "--label",
+        "here",
+    ]
     app(words, prog_name="divergence", standalone_mode=False)
     shown = capsys.readouterr()
     assert "here, dtype and device unknown" in shown.out and "--endpoint URL" in shown.out
@@ -212,9 +242,14 @@ def test_a_model_scores_what_a_server_answered(stub, serve, llama, tmp_path):
     assert report.verdict.kind == "undetermined"  # two prompts, and another model
 
 
-@pytest.mark.parametrize("lacks", [
-    {"ids"}, {"ids", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        {"ids"},
+        {"ids", "prompt_logprobs"},
+        {"ids", "logprobs", "prompt_logprobs"},
+    ],
+)
 def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama, tmp_path):
     """It says that the server gave none, and the way that is left works."""
     stub.lacks = lacks | {"usage"}  # whose tokenizer is another
@@ -223,8 +258,15 @@ def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama,
         capture(llama, like=served, out=tmp_path / "b", device="cpu", probe=False)
     hint = str(caught.value.hint)
     assert "--prompts FILE" in hint and "return_token_ids" in hint
-    own = capture(llama, prompts=PROMPTS[:2], max_new_tokens=3, out=tmp_path / "b", device="cpu",
-                  sites="modules", probe=False)  # fmt: skip
+    own = capture(
+        llama,
+        prompts=PROMPTS[:2],
+        max_new_tokens=3,
+        out=tmp_path / "b",
+        device="cpu",
+        sites="modules",
+        probe=False,
+    )
     assert compare(served, own).verdict.kind == "undetermined"
 
 
@@ -250,7 +292,14 @@ def test_a_run_of_another_form_is_refused(serve, tmp_path):
     manifest = replace(a.manifest, id="0" * 32, sizes=Sizes())
     with RunWriter(tmp_path / "b", manifest) as writer:
         for order, site in enumerate(("logprobs:out", "logprobs:out.ids")):
-            writer.put(CapturedTensor(torch.zeros(1, 2)), pass_="free", sample=0, step=0, site=site,
-                       order=order, positions=(1, 2))  # fmt: skip
+            writer.put(
+                CapturedTensor(torch.zeros(1, 2)),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=site,
+                order=order,
+                positions=(1, 2),
+            )
     with pytest.raises(RunFormatError, match="are expected"):
         compare(a, tmp_path / "b")

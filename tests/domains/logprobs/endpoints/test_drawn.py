@@ -55,8 +55,9 @@ def test_few_answers_make_no_test(stub, serve):
 
 
 def test_drawn_against_greedy_stops(serve):
-    report = compare(serve("a"), serve("b", prompts=[p for p in PROMPTS for _ in range(6)],
-                                       answers=0))  # fmt: skip
+    report = compare(
+        serve("a"), serve("b", prompts=[p for p in PROMPTS for _ in range(6)], answers=0)
+    )
     assert report.verdict.kind == "incomparable" and "were drawn" in report.verdict.summary
 
 

@@ -37,10 +37,23 @@ def served(model):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype",
-        "bfloat16", "--max-model-len", "128", "--enforce-eager",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        "tiny",
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "128",
+        "--enforce-eager",
+    ]
     variables = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     quiet = subprocess.DEVNULL
     server = subprocess.Popen(
@@ -64,8 +77,15 @@ def served(model):
 def test_a_healthy_server_raises_no_alarm(model, served, tmp_path):
     """transformers in bfloat16 against vLLM in bfloat16, its answers scored there token by token;
     the server against itself is identical."""
-    a = capture(model, out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=8, device="cpu",
-                probe=False, recording=RecordOptions(anchor=False))  # fmt: skip
+    a = capture(
+        model,
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=8,
+        device="cpu",
+        probe=False,
+        recording=RecordOptions(anchor=False),
+    )
     b = capture("tiny", server=ServerOptions(endpoint=served), like=a, out=tmp_path / "b")
     assert b.manifest.engine.facts["prompts scored"] == "prompt_logprobs"
     report = compare(a, b)

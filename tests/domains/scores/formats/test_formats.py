@@ -93,8 +93,10 @@ def test_opencompasss_own_files():
     a, b = (read(str(FIXTURES / "opencompass" / side), ReadRequest()) for side in "ab")
     assert not a.remarks and a.model == "smollm2"
     assert {str(one.name): len(one.rows) for one in a.series} == {
-        "facts_list accuracy": 24, "facts_table is_correct": 24, "facts_twice accuracy": 48,
-    }  # fmt: skip
+        "facts_list accuracy": 24,
+        "facts_table is_correct": 24,
+        "facts_twice accuracy": 48,
+    }
     report = scores(a.path, b.path)
     for task in report.candidates[0].tasks:
         assert (task.pairing.num_paired, task.reference, task.num_lost) == (24, 2 / 24, 2)
@@ -112,8 +114,9 @@ def test_a_table_of_opencompass_whose_rule_is_not_known(tmp_path):
     """Equal texts do not give the file's score, so nothing is guessed; a chat is known whole."""
     file = tmp_path / "results" / "model" / "quiz.json"
     file.parent.mkdir(parents=True)
-    chats = [[{"role": "HUMAN", "prompt": "Q"}, {"role": "BOT", "prompt": str(n)}]
-             for n in range(4)]  # fmt: skip
+    chats = [
+        [{"role": "HUMAN", "prompt": "Q"}, {"role": "BOT", "prompt": str(n)}] for n in range(4)
+    ]
     table = {"type": "GEN"} | {
         str(n): {"prompt": chat, "predictions": "x", "references": "xyyy"[n]}
         for n, chat in enumerate(chats)
@@ -143,8 +146,10 @@ def opencompass(folder, right, *, listed=True, parts=1):
     (results / "gsm8k.json").write_text(json.dumps({"accuracy": 50.0, "details": details}))
     predictions = folder / "predictions" / "model"
     predictions.mkdir(parents=True)
-    asked = [{"origin_prompt": [{"role": "HUMAN", "prompt": f"Q{n}"}], "prediction": str(n)}
-             for n in range(len(right))]  # fmt: skip
+    asked = [
+        {"origin_prompt": [{"role": "HUMAN", "prompt": f"Q{n}"}], "prediction": str(n)}
+        for n in range(len(right))
+    ]
     size = -(-len(asked) // parts)
     for part in range(parts):
         held = asked[part * size : (part + 1) * size]
@@ -251,11 +256,24 @@ def test_parts_of_one_score_in_two_files_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("metric", "is_higher_better"),
-    [("val_loss", False), ("WER (%)", False), ("word-perplexity", False), ("ppl_wikitext", False),
-     ("latency_ms", False), ("ece", False), ("error_free", True), ("exact_match", True),
-     ("error-rate", False), ("bits_per_byte", False), ("Brier_Score", False), ("acc", True),
-     ("error_detection_f1", True), ("lossless", True), ("filter_acc", True)],
-)  # fmt: skip
+    [
+        ("val_loss", False),
+        ("WER (%)", False),
+        ("word-perplexity", False),
+        ("ppl_wikitext", False),
+        ("latency_ms", False),
+        ("ece", False),
+        ("error_free", True),
+        ("exact_match", True),
+        ("error-rate", False),
+        ("bits_per_byte", False),
+        ("Brier_Score", False),
+        ("acc", True),
+        ("error_detection_f1", True),
+        ("lossless", True),
+        ("filter_acc", True),
+    ],
+)
 def test_the_direction_is_that_of_the_words_of_a_name(metric, is_higher_better, table):
     path = table("a", [1.0], metric=[metric])
     (series,) = read(str(path), ReadRequest()).series
@@ -299,10 +317,18 @@ def test_half_a_file(name, tmp_path, table):
 
 @pytest.mark.parametrize(
     "line",
-    [{"sample_score": {"score": {"value": {"acc": 1}}}, "messages": 5},
-     {"doc_id": 1, "metrics": ["acc"], "filter": "none", "arguments": {"a": 1, "b": 2},
-      "resps": [1, 2], "acc": 1.0}],
-)  # fmt: skip
+    [
+        {"sample_score": {"score": {"value": {"acc": 1}}}, "messages": 5},
+        {
+            "doc_id": 1,
+            "metrics": ["acc"],
+            "filter": "none",
+            "arguments": {"a": 1, "b": 2},
+            "resps": [1, 2],
+            "acc": 1.0,
+        },
+    ],
+)
 def test_fields_of_other_types(line, tmp_path, table):
     """Bad input, never a fault of ours."""
     path = tmp_path / "reviews.jsonl"

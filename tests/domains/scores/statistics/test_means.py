@@ -174,9 +174,15 @@ def test_the_made_up_clusters_weigh_what_makes_the_variance():
 
 @pytest.mark.parametrize(
     ("sums", "few"),
-    [([-1, -2, 0, 0], True), ([-1] * 8 + [1] * 2, True), ([-1] * 7 + [1] * 3, False),
-     ([0, 0], False), ([-1] * 30, False), ([5] + [0] * 99, True)],
-)  # fmt: skip
+    [
+        ([-1, -2, 0, 0], True),
+        ([-1] * 8 + [1] * 2, True),
+        ([-1] * 7 + [1] * 3, False),
+        ([0, 0], False),
+        ([-1] * 30, False),
+        ([5] + [0] * 99, True),
+    ],
+)
 def test_few_clusters_in_one_direction(sums, few):
     """Named, since their interval may be too narrow."""
     assert lopsided(np.array(sums, dtype=float)) == few

@@ -38,8 +38,9 @@ def test_the_score_interval_of_a_worked_example():
     """7 lost, 1 gained of 21: -0.517 to -0.026 (Fagerland, Lydersen and Laake 2014)."""
     low, high = score_interval(7, 1, 21, 0.95)
     assert (float(low), float(high)) == (
-        pytest.approx(-0.517, abs=5e-4), pytest.approx(-0.026, abs=5e-4),
-    )  # fmt: skip
+        pytest.approx(-0.517, abs=5e-4),
+        pytest.approx(-0.026, abs=5e-4),
+    )
 
 
 def test_the_score_interval_where_nothing_flipped():
@@ -61,8 +62,9 @@ def test_the_ends_of_the_score_interval_are_where_its_test_rejects(lost, gained,
             return -np.dot([lost, gained, num - lost - gained], np.log(chances))
 
         bounds = (max(0.0, -difference), (1 - difference) / 2)
-        q = optimize.minimize_scalar(loss, bounds=bounds, method="bounded",
-                                     options={"xatol": 1e-12}).x  # fmt: skip
+        q = optimize.minimize_scalar(
+            loss, bounds=bounds, method="bounded", options={"xatol": 1e-12}
+        ).x
         error = np.sqrt(num * (2 * q + difference - difference**2))
         z = (gained - lost - num * difference) / error
         assert z == pytest.approx(sign * stats.norm.ppf(0.975), abs=1e-3)

@@ -144,13 +144,16 @@ def test_labels_lie_behind_pads():
     assert label_rows(samples, ids, mask).tolist() == [[N, 4, 5, 6], [N, N, N, 1]]
 
 
-@pytest.mark.parametrize(("lines", "said"), [
-    (LINES[:2], "labels for 2 prompts, and there are 3"),
-    ([*LINES[:2], {"labels": [1], "completion_from": 1}], "either labels or completion_from"),
-    ([*LINES[:2], [1, -3000]], "not labels"),
-    ([*LINES[:2], ["a"]], "not labels"),
-    ([*LINES[:2], {"completion": 3}], "not labels"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (LINES[:2], "labels for 2 prompts, and there are 3"),
+        ([*LINES[:2], {"labels": [1], "completion_from": 1}], "either labels or completion_from"),
+        ([*LINES[:2], [1, -3000]], "not labels"),
+        ([*LINES[:2], ["a"]], "not labels"),
+        ([*LINES[:2], {"completion": 3}], "not labels"),
+    ],
+)
 def test_what_is_no_labels(lines, said, tmp_path):
     """From a file the error names its line."""
     path = tmp_path / "labels.jsonl"
@@ -172,12 +175,15 @@ def test_labels_of_a_program():
             prompts_of(CaptureOptions(train=True, prompts=PROMPTS, labels=wrong))
 
 
-@pytest.mark.parametrize(("labels", "said"), [
-    ([1, 2], "3 tokens and 2 labels"),
-    ([1, N, N], "no token has a label"),
-    ([N, N, 64], "label 64 is no token id of the model's vocabulary of 64"),
-    ([N, 2, -7], "label -7 is no token id"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([1, 2], "3 tokens and 2 labels"),
+        ([1, N, N], "no token has a label"),
+        ([N, N, 64], "label 64 is no token id of the model's vocabulary of 64"),
+        ([N, 2, -7], "label -7 is no token id"),
+    ],
+)
 def test_labels_that_make_no_loss(labels, said):
     with pytest.raises(PromptError, match=said):
         check_labels([SampleTokens(prompt_ids=[1, 2, 3], labels=labels)], 64)

@@ -48,9 +48,13 @@ def operators(run):
     return {path: call for path, call in calls(run).items() if BACKWARD in path}
 
 
-@pytest.mark.parametrize("architecture", [
-    "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3-moe")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3-moe")),
+    ],
+)
 def test_recording_operators_changes_no_bit(architecture, step):
     block = BLOCKS[architecture]
     plain, with_operators = (
@@ -67,8 +71,9 @@ def test_each_operator_stands_in_the_module_whose_forward_made_it(step):
     block = "model.layers.1"
     weight = found[f"{block}.mlp.down_proj{BACKWARD}/aten.mm"]
     assert [one.origin for one in weight.operands] == [
-        f"{block}{BACKWARD}:in", f"{block}.mlp/aten.mul:out"
-    ]  # fmt: skip
+        f"{block}{BACKWARD}:in",
+        f"{block}.mlp/aten.mul:out",
+    ]
     handed_on = found[f"{block}.mlp.down_proj{BACKWARD}/aten.mm#2"]
     assert handed_on.operands[1].weight == f"{block}.mlp.down_proj.weight"
     softmax = found[f"{block}.self_attn{BACKWARD}/aten._softmax_backward_data"]

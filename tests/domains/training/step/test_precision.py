@@ -37,13 +37,20 @@ def test_what_a_step_does_is_read_from_its_tensors(step):
     plain = step("a", optimizer="adamw").manifest.training.precision
     assert (plain.parameters, plain.gradients, plain.reduction) == ("bfloat16", "bfloat16", None)
     assert (plain.main_weights, plain.moments, plain.buffers) == (
-        "bfloat16", "bfloat16", "float32",
-    )  # fmt: skip
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    )
     assert 0 < plain.num_unmoved < plain.num_stepped
     wide = step(
-        "b", optimizer="adamw", main_weights=True, accumulate_dtype="float32",
-        reduce_dtype="bfloat16", moments_dtype="bfloat16", buffer_dtype="bfloat16",
-    ).manifest.training.precision  # fmt: skip
+        "b",
+        optimizer="adamw",
+        main_weights=True,
+        accumulate_dtype="float32",
+        reduce_dtype="bfloat16",
+        moments_dtype="bfloat16",
+        buffer_dtype="bfloat16",
+    ).manifest.training.precision
     assert (wide.parameters, wide.gradients, wide.reduction) == ("bfloat16", "float32", "bfloat16")
     assert (wide.main_weights, wide.moments, wide.buffers) == ("float32", "bfloat16", "bfloat16")
     assert wide.num_unmoved < plain.num_unmoved
@@ -87,8 +94,11 @@ def test_main_weights_take_a_step_that_bfloat16_does_not(step, tiny_model):
 @pytest.mark.whole
 def test_a_policy_is_options(step, tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
-                                "gradient_clipping": 0.5}))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}
+        )
+    )
     run = step("a", optimizer="adamw", precision_policy=str(path), loss_scale=8.0)
     training = run.manifest.training
     assert (training.reduce_dtype, training.accumulate_dtype) == ("bfloat16", "bfloat16")
@@ -105,8 +115,11 @@ def test_a_policy_is_options(step, tmp_path):
 @pytest.mark.parametrize("other", [{"batch": True}, {"attn_implementation": "sdpa"}])
 def test_a_healthy_pair_is_within_rounding(other, step, tmp_path):
     """Sums and sends in bfloat16 on both sides are no difference, whatever is recorded in."""
-    how = {"reduce_dtype": "bfloat16", "accumulate_dtype": "float32"} if "batch" not in other else {
-        "accumulate_dtype": "bfloat16"}  # fmt: skip
+    how = (
+        {"reduce_dtype": "bfloat16", "accumulate_dtype": "float32"}
+        if "batch" not in other
+        else {"accumulate_dtype": "bfloat16"}
+    )
     a = step("a", dtype="float32", optimizer="adamw", **how)
     b = step("b", like=a, **other)
     truth = divergence.truth(a, out=tmp_path / "t")

@@ -131,10 +131,13 @@ def test_any_number_of_ranks_and_prompts(ranks, four, tmp_path):
     """Prompts that the ranks divide evenly, unevenly, and fewer prompts than ranks."""
     made = make(
         tmp_path,
-        {f"{mesh}-{n}": {"mesh": mesh, "like": one.path, "probe": False}
-         for n, one in four.items() for mesh in MESHES},
+        {
+            f"{mesh}-{n}": {"mesh": mesh, "like": one.path, "probe": False}
+            for n, one in four.items()
+            for mesh in MESHES
+        },
         ranks=ranks,
-    )  # fmt: skip
+    )
     for n, one in four.items():
         for mesh in MESHES:
             healthy(one, made(f"{mesh}-{n}"))
@@ -143,9 +146,11 @@ def test_any_number_of_ranks_and_prompts(ranks, four, tmp_path):
 ARCHITECTURES = {
     "llama": ({"dtype": "bfloat16", "tied": True}, {"optimizer": "adamw"}),
     "gpt2": ({"dtype": "float32"}, {"optimizer": "sgd", "autocast": "bfloat16"}),
-    "qwen3-moe": ({"dtype": "float32"}, {"optimizer": "adamw", "loss_scale": 256.0,
-                                         "gradient_checkpointing": True}),
-}  # fmt: skip
+    "qwen3-moe": (
+        {"dtype": "float32"},
+        {"optimizer": "adamw", "loss_scale": 256.0, "gradient_checkpointing": True},
+    ),
+}
 """transformers divides all of gpt2 as one part: its plan for FSDP names no module of it."""
 
 
@@ -165,8 +170,11 @@ def test_other_models_and_settings(tiny_model, tmp_path):
         )
         for stage, mesh in ((0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")):
             listed[f"{name} {stage}"] = {
-                "mesh": mesh, "zero": stage, "like": one.path, "probe": False,
-            }  # fmt: skip
+                "mesh": mesh,
+                "zero": stage,
+                "like": one.path,
+                "probe": False,
+            }
     made = make(tmp_path, listed)
     for name, one in ones.items():
         for stage in range(4):
@@ -178,9 +186,13 @@ def faulty(tmp_path_factory, four) -> Callable[[str], Run]:
     folder, again = tmp_path_factory.mktemp("faults"), {"like": four[4].path, "probe": False}
     return make(
         folder,
-        {f"{mesh} {fault}": {"mesh": mesh, "fault": fault, **again}
-         for mesh in MESHES for fault in FAULTS if (mesh, fault) != ("fsdp", "early")},
-    )  # fmt: skip
+        {
+            f"{mesh} {fault}": {"mesh": mesh, "fault": fault, **again}
+            for mesh in MESHES
+            for fault in FAULTS
+            if (mesh, fault) != ("fsdp", "early")
+        },
+    )
 
 
 @pytest.mark.slow

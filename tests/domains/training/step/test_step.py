@@ -96,19 +96,31 @@ def test_a_backward_is_recorded_in_its_own_order(step):
     sites = [r.site for r in step("llama").records if r.sample == 0 and BACKWARD in r.site]
     blocks = [site for site in sites if site.startswith("model.layers") and ":out." not in site]
     assert blocks[:4] == [
-        "model.layers.2#backward:in", "model.layers.2#backward:out",
-        "model.layers.1#backward:in", "model.layers.1#backward:out",
-    ]  # fmt: skip
+        "model.layers.2#backward:in",
+        "model.layers.2#backward:out",
+        "model.layers.1#backward:in",
+        "model.layers.1#backward:out",
+    ]
     assert "model.rotary_emb#backward:out" not in sites  # it does nothing with what it is given
 
 
-@pytest.mark.parametrize("architecture", [
-    "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[1:]),
-])  # fmt: skip
-@pytest.mark.parametrize("change", [
-    {"attn_implementation": "sdpa"}, {"batch": True}, {"autocast": "bfloat16"},
-    {"dtype": "bfloat16"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[1:]),
+    ],
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_implementation": "sdpa"},
+        {"batch": True},
+        {"autocast": "bfloat16"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
 def test_a_healthy_pair_is_within_rounding(architecture, change, step, truth):
     a = step(architecture)
     b = step(architecture, like=a, **change)
@@ -139,10 +151,16 @@ def test_checkpointing_changes_no_bit(step):
     assert any(line.check == "gradient checkpointing" for line in report.preflight)
 
 
-@pytest.mark.parametrize("site", [
-    "model.layers.1#backward:out", "lm_head#backward:out", "model.norm#backward:out",
-    "model.layers.2.self_attn.q_proj#backward:out.weight", "model.layers.0:out",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "site",
+    [
+        "model.layers.1#backward:out",
+        "lm_head#backward:out",
+        "model.norm#backward:out",
+        "model.layers.2.self_attn.q_proj#backward:out.weight",
+        "model.layers.0:out",
+    ],
+)
 def test_a_planted_fault_is_named(site, step, truth):
     a = step("llama")
     b = step("llama", like=a, attn_implementation="sdpa", plants=[f"{site}=scale:1.01"])
@@ -211,10 +229,14 @@ def test_an_optimizers_step(step, truth, tiny_model):
     assert verdict.kind == "within_floor", verdict.summary
 
 
-@pytest.mark.parametrize(("change", "line"), [
-    ({"learning_rate": 2e-3}, "learning rate"), ({"weight_decay": 0.1}, "weight decay"),
-    ({"optimizer": "sgd"}, "optimizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"learning_rate": 2e-3}, "learning rate"),
+        ({"weight_decay": 0.1}, "weight decay"),
+        ({"optimizer": "sgd"}, "optimizer"),
+    ],
+)
 def test_another_optimizer_is_seen_and_said(change, line, step):
     a = step("llama", optimizer="adamw")
     report = divergence.compare(a, step("llama", like=a, **change))
@@ -239,14 +261,17 @@ def test_settings_are_taken_from_the_recorded_run(step):
     assert b.manifest.plan.passes == ["free", "anchored"]
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"autocast": "bfloat16", "train": None}, "--autocast needs --train"),
-    ({"max_new_tokens": 4}, "--max-new-tokens with --train"),
-    ({"optimizer": "lion"}, "no such optimizer"),
-    ({"autocast": "float8"}, "bfloat16 or float16"),
-    ({"prompts": [[5]]}, "nothing to predict"),
-    ({"whole": True}, "--whole"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"autocast": "bfloat16", "train": None}, "--autocast needs --train"),
+        ({"max_new_tokens": 4}, "--max-new-tokens with --train"),
+        ({"optimizer": "lion"}, "no such optimizer"),
+        ({"autocast": "float8"}, "bfloat16 or float16"),
+        ({"prompts": [[5]]}, "nothing to predict"),
+        ({"whole": True}, "--whole"),
+    ],
+)
 def test_refused(options, words, llama, tmp_path):
     given = {"train": True, "prompts": IDS, "probe": False} | options
     with pytest.raises(UsageError, match=words):
@@ -256,8 +281,13 @@ def test_refused(options, words, llama, tmp_path):
 
 def test_a_fault_in_a_backward_that_is_not_made(llama, tmp_path):
     with pytest.raises(PlantError, match="no module"):
-        divergence.capture(str(llama), out=tmp_path / "run", prompts=IDS, probe=False,
-                           plants=["model.layers.1#backward:out=scale:2"])  # fmt: skip
+        divergence.capture(
+            str(llama),
+            out=tmp_path / "run",
+            prompts=IDS,
+            probe=False,
+            plants=["model.layers.1#backward:out=scale:2"],
+        )
 
 
 def test_an_encoder_is_refused(tiny_model, tmp_path):

@@ -48,8 +48,9 @@ def step(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight",
-                                  "model.layers.1.mlp.up_proj.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"]
+)
 def test_one_that_the_reference_lacks_is_named(name, model, step, tmp_path):
     with lost(name):
         a = step("a", model)
@@ -69,9 +70,17 @@ def test_what_cancels_in_exact_arithmetic_is_rounding(step, tmp_path):
     """Keys without rotary positions: what adds the same to all scores changes no softmax, so the
     gradient of their bias is zero, and each side's is its own rounding."""
     torch.manual_seed(0)
-    config = OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=4,
-                       num_attention_heads=2, max_position_embeddings=32, init_std=0.2,
-                       word_embed_proj_dim=32, dropout=0.0)  # fmt: skip
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        init_std=0.2,
+        word_embed_proj_dim=32,
+        dropout=0.0,
+    )
     folder = tmp_path / "opt"
     OPTForCausalLM(config).save_pretrained(folder)
     a = step("a", str(folder), attn_implementation="eager")

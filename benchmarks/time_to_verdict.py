@@ -8,8 +8,11 @@ commands  each command of a verdict, on SmolLM2-135M-Instruct in bfloat16 (_trai
           tokens; `import torch, transformers` and the bare model, loaded and run, take turns with
           them. *sum*: capture, capture --like, truth and compare --truth
 pairs     `compare` of 15,000 small pairs, as text and as JSON, with a truth and without
-growth    time and memory of capture and compare, where blocks, tokens, prompts and sites are
-          doubled four times: the slope of log time against log size at the last two doublings
+growth    time and memory of capture and compare, where blocks, tokens, prompts, sites, ranks and
+          the elements of each tensor are doubled four times, each size in a process that has done
+          nothing before, the least of the rounds: the slope of log time (log MiB) against log size,
+          the steeper of the last two doublings; and what a record more takes. Ranks: their
+          parts of a run are written in one process
 
 Rounds are interleaved, and figures are medians. CPU: seconds of all processes and threads, which
 say more where others use the machine. MiB: the largest resident memory of one process. ``--old``:
@@ -20,9 +23,12 @@ own are in capture_overhead.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -30,7 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -245,12 +252,14 @@ def pairs(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
 
 
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "act_fn")
-GROWS = ("blocks", "tokens", "prompts", "sites")
+GROWS = ("blocks", "tokens", "prompts", "sites", "ranks", "tensors")
 
 
-def grown(what: str, power: int, folder: Path) -> tuple[int, Path, dict[str, Any]]:
-    """(the size, the model, the options of its capture)."""
-    times = 2**power
+def grown(what: str, power: int, folder: Path) -> tuple[int, dict[str, Callable[[], Any]]]:
+    """(the size, the commands at that size). The model is there once this was asked."""
+    from divergence import capture, compare
+
+    times, a, b = 2**power, folder / "a", folder / "b"
     options: dict[str, Any] = {"max_new_tokens": 8, "sites": ["modules"]}
     num_blocks, num_prompts, size = 4, 1, times
     if what == "blocks":
@@ -259,69 +268,125 @@ def grown(what: str, power: int, folder: Path) -> tuple[int, Path, dict[str, Any
         size = options["max_new_tokens"] = 8 * times
     elif what == "prompts":
         num_prompts = size = 2 * times
+    elif what in ("ranks", "tensors"):
+        of_ranks = what == "ranks"
+        shape = (times, 1000, 64) if of_ranks else (1, 32, times << 18)
+        write = {f"write {run.name}": partial(write_run, run, *shape) for run in (a, b)}
+        return shape[0 if of_ranks else 2], {**write, "compare": partial(compare, a, b)}
     else:
         ports = ("in", "out") if times > len(SITES) else ("out",)
         sites = [f"*.{kind}:{port}" for kind in SITES[:times] for port in ports]
         options = {"max_new_tokens": 16, "sites": sites}
         num_blocks, num_prompts = 16, 4
     options["prompts"] = [[(7 * i + n) % 500 + 3 for i in range(6)] for n in range(num_prompts)]
-    return size, random_model(folder / f"m{num_blocks}", num_blocks, hidden=128), options
+    model, alike = folder / f"m{num_blocks}", {"force": True, "probe": False}
+    apart(partial(random_model, model, num_blocks, hidden=128))
+    return size, {
+        "capture": partial(capture, str(model), out=a, truth="no", **alike, **options),
+        "capture --like": partial(capture, like=a, out=b, attn_implementation="sdpa", **alike),
+        "compare": partial(compare, a, b),
+    }
+
+
+def write_run(folder: Path, num_ranks: int, num_tensors: int, width: int) -> None:
+    """What so many ranks write of a run, all in this process: of each tensor a part of ``width``
+    elements."""
+    import torch
+
+    from divergence.run.captured import CapturedTensor
+    from divergence.run.manifest import Mesh, MeshAxis
+    from divergence.run.reader import Run
+    from divergence.run.writer import RunWriter
+
+    manifest = Run.open(ROOT / "tests" / "fixtures" / "run-v7").manifest
+    manifest.id, manifest.sizes = uuid.uuid4().hex, type(manifest.sizes)()
+    manifest.mesh = Mesh(axes=[MeshAxis(name="tp", size=num_ranks)])
+    manifest.record_digests = {}
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(int(folder.name == "b"))
+    writers = [RunWriter(folder, manifest, force=True, rank=rank) for rank in range(num_ranks)]
+    for writer in writers:
+        for number in range(num_tensors):
+            values = torch.randn(1, max(1, width >> 12), min(width, 1 << 12), generator=generator)
+            values *= 1 + 2**-9 * torch.rand(values.shape, generator=noise)
+            writer.put(
+                CapturedTensor(values.to(torch.bfloat16)),
+                pass_="free",
+                sample=0,
+                step=number // 20,
+                site=f"model.layers.{number % 20}:out",
+                order=number % 20,
+                placement=("shard:2",),
+            )
+        writer.flush()
+    for writer in reversed(writers):
+        writer.close(complete=True)
+
+
+def apart(command: Callable[[], Any]) -> tuple[float, float, int]:
+    """A command in a process that has imported all and done nothing: (processor seconds, MiB above
+    what was there before, records of the run or pairs of the report)."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(measured, (command,))
+
+
+def measured(command: Callable[[], Any]) -> tuple[float, float, int]:
+    from capture_overhead import peak_again, peak_bytes
+
+    peak_again()
+    before, start = peak_bytes(), time.process_time()
+    answer = command()
+    cost = time.process_time() - start, (peak_bytes() - before) / 2**20
+    records = answer.records if hasattr(answer, "records") else getattr(answer, "sites", ())
+    return *cost, len(records)
 
 
 def grow(what: str, rounds: int, folder: Path) -> None:
-    """One thing that grows, in this process: prints a JSON object, by command and size (processor
-    seconds, MiB above what was there before)."""
-    from capture_overhead import peak_again, peak_bytes
-
-    from divergence import capture, compare
+    """One thing that grows: prints a JSON object, by command and size."""
     from divergence.cli.garbage import hold, release
 
     hold()
+    for command in grown(what, 0, folder)[1].values():
+        command()  # imports
     release()  # as in the commands
-    costs: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    a, b, alike = folder / "a", folder / "b", {"force": True, "probe": False}
-    for number in range(rounds + 1):
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    costs: dict[str, dict[int, list[tuple[float, float, int]]]] = {}
+    for _ in range(rounds):
         for power in range(DOUBLINGS + 1):
-            size, model, options = grown(what, power, folder)
-            for name, command in {
-                "capture": partial(capture, str(model), out=a, truth="no", **alike, **options),
-                "capture --like": partial(
-                    capture, like=a, out=b, attn_implementation="sdpa", **alike
-                ),
-                "compare": partial(compare, a, b),
-            }.items():
-                gc.collect()
-                peak_again()
-                before, start = peak_bytes(), time.process_time()
-                command()
-                cost = time.process_time() - start, (peak_bytes() - before) / 2**20
-                if number or power:  # the first of all imports
-                    costs.setdefault(name, {}).setdefault(size, []).append(cost)
+            size, commands = grown(what, power, folder)
+            for name, command in commands.items():
+                costs.setdefault(name, {}).setdefault(size, []).append(apart(command))
     print(json.dumps(costs))
 
 
 def growth(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
     """Of this checkout alone."""
-    print("\n| command | what grows | sizes | CPU s | slope | MiB above | slope |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| command | what grows | sizes | CPU s | slope | MiB above | slope | kB a record |")
+    print("|---|---|---|---|---|---|---|---|")
     for what in GROWS:
         place = folder / what
         place.mkdir()
         words = [sys.executable, __file__, "--rounds", rounds, "--grow", what, place]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(list(map(str, words)), env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
         for name, by_size in json.loads(done.stdout.splitlines()[-1]).items():
             sizes = sorted(map(int, by_size))
-            times, peaks = (
-                [statistics.median(cost[place] for cost in by_size[str(size)]) for size in sizes]
-                for place in (0, 1)
+            times, peaks, records = (
+                [min(cost[place] for cost in by_size[str(size)]) for size in sizes]
+                for place in (0, 1, 2)
             )
+            each = ""
+            if records[-1] > records[0]:
+                each = f"{(peaks[-1] - peaks[0]) * 1024 / (records[-1] - records[0]):.1f}"
             print(
                 f"| {name} | {what} | {' '.join(map(str, sizes))} "
                 f"| {' '.join(f'{value:.2f}' for value in times)} | {slope(sizes, times):.2f} "
-                f"| {' '.join(f'{value:.0f}' for value in peaks)} | {slope(sizes, peaks):.2f} |",
+                f"| {' '.join(f'{value:.0f}' for value in peaks)} | {slope(sizes, peaks):.2f} "
+                f"| {each} |",
                 flush=True,
             )
 

@@ -1,4 +1,5 @@
-"""Python's garbage collector while a command starts.
+"""Python's garbage collector in a command. No function of the Python API sets it: it is its
+caller's.
 
 Importing torch and transformers and making a model leaves some two million objects that stay. The
 collector walks over all of them again and again meanwhile, and frees nothing: 1.9 s of a capture of

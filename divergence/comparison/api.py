@@ -6,10 +6,7 @@ analyses that apply, one decision, what explains it, the report.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,30 +47,7 @@ from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
 
-_lock = threading.Lock()
-_thresholds: list[tuple[int, int, int]] = []
-"""Of Python's garbage collector, to restore: once for each comparison under way."""
 
-
-@contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Python's garbage collector runs every 100,000 new objects. Results form no cycles, and it
-    would walk through all of them over and over: 300,000 pairs took 20 s in place of 16."""
-    with _lock:
-        before = gc.get_threshold()
-        _thresholds.append(_thresholds[0] if _thresholds else before)
-        if before[0]:  # 0: it is switched off
-            gc.set_threshold(max(before[0], 100_000), *before[1:])
-    try:
-        yield
-    finally:
-        with _lock:
-            before = _thresholds.pop()
-            if not _thresholds:
-                gc.set_threshold(*before)
-
-
-@_collecting_rarely()
 @measured_where_asked
 @with_sentences
 def compare(

@@ -198,7 +198,7 @@ def _parts(text: str) -> list[str]:
 # What is measured of one pair of tensors, and how much was measured: SiteResult and Coverage.
 
 
-class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
+class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Counts of elements that are nan or infinite, per side.
 
     Where neither side's bytes are left, the counts come from the recorded statistics, and the
@@ -237,7 +237,7 @@ class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
         return self.reference_nan + self.reference_inf + self.candidate_nan + self.candidate_inf
 
 
-class LogitsDiff(msgspec.Struct, frozen=True, kw_only=True):
+class LogitsDiff(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How far apart two logits tensors are as distributions, over their rows (positions)."""
 
     kl_mean: float
@@ -256,7 +256,7 @@ class LogitsDiff(msgspec.Struct, frozen=True, kw_only=True):
     """Largest change of the log-probability of the reference's argmax."""
 
 
-class TruthDiff(msgspec.Struct, frozen=True, kw_only=True):
+class TruthDiff(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Both sides of one site against the truth R (float64); a = reference, b = candidate.
 
     err(x, y) = ‖x-y‖/‖R‖ of a token. r and w are given for the median token, the 99th percentile,
@@ -286,7 +286,7 @@ class TruthDiff(msgspec.Struct, frozen=True, kw_only=True):
     """The side whose error follows from the difference and the other's own, which a floor holds."""
 
 
-class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):
+class PromptRatio(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One prompt's rows in a forward that holds several prompts."""
 
     sample: int
@@ -313,7 +313,7 @@ class Visible(msgspec.Struct, frozen=True, kw_only=True):
     """In one channel of all tokens."""
 
 
-class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
+class SiteResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One compared pair of tensors: a = reference, b = candidate, d = a - b.
 
     Rows are tokens and columns are channels. 0/0 = 0 and x/0 = inf. divergence.numerics.pairs

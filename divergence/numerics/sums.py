@@ -41,7 +41,7 @@ class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     nonfinite: np.ndarray | None = None
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How well a difference is known that was estimated from sketches.
 
     ``relative_error``: half the width of rel_l2's 95% interval, on its wider side, over rel_l2
@@ -58,7 +58,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     resolution: float
 
 
-class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
+class PairMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metrics over the elements finite on both sides, in the unmasked rows. 0/0 = 0, x/0 = inf.
 
     rel_l2 = ‖d‖/‖a‖. cosine = a·b/(‖a‖‖b‖), 1 where both are zero, 0 where one is;

@@ -296,7 +296,10 @@ class Run:
         digest = self._digests.get((place.shard, place.key))
         if digest is None:
             data = shard.stretch(place.key, part.num_bytes) if data is None else data
-            digest = self._digests[place.shard, place.key] = xxhash.xxh3_128_hexdigest(data)
+            digest = xxhash.xxh3_128_hexdigest(data)
+            if digest == part.xxh3:
+                digest = part.xxh3  # an object that is there
+            self._digests[place.shard, place.key] = digest
         if digest == part.xxh3:
             return
         changed = self.far and self._opened().has_changed(place.shard)

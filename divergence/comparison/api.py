@@ -281,6 +281,9 @@ def _incomparable(
         from divergence.comparison.preflight.lines import prompt_headline
 
         apart.append(prompt_headline(a.manifest, b.manifest))
+    suites = [run.manifest.model.task == "operators" for run in (a, b)]
+    if suites[0] != suites[1]:  # nothing of one is in the other, and no capture makes it so
+        apart = [fact("preflight.model_and_suite", a_is_suite=suites[0])]
     headline = [*apart[:1], *(fact("preflight.and", what=what) for what in apart[1:])]
     finding = Finding(
         claim="other_experiment",
@@ -296,7 +299,9 @@ def _incomparable(
             )
             for line in blocking
         ],
-        commands=[
+        commands=[]
+        if suites[0] != suites[1]
+        else [
             *(_relating(a, b) if "weights" in others else []),
             *advise(a, b).made_alike(other_model=bool(others) or unknown),
         ],

@@ -112,7 +112,7 @@ SENTENCES: Mapping[str, str] = {
         "vanishes there, so this is a wrong formula or wrong data"
     ),
     "family_beyond": (
-        "{num_flagged} of {total} {name} are beyond their limit, the least by {least:.1f} ×"
+        "{num_flagged} of {total} {name} are beyond their limit, the least by {least:figure} ×"
     ),
     "family_alike": (
         "{num_flagged} of {total} {name} {num_flagged:1=is beyond its|*=are beyond their} limit, "

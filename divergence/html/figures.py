@@ -211,7 +211,7 @@ def drawn(plot: Plot, width: float | None = None) -> list[Node]:
 
 
 def _heat_map(item: HeatMap) -> Element:
-    rows = [row.removesuffix(":out").rpartition(".")[2] for row in item.rows]
+    rows = [row.partition(":")[0].rpartition(".")[2] or row for row in item.rows]
     row_height = max(3.0, min(16.0, 300 / len(rows)))
     height = row_height * len(rows)
     cells: dict[str, list[str]] = {}

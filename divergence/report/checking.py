@@ -148,7 +148,8 @@ def checked_page(result: CheckResult) -> CheckPage:
     num_bad = sum(case.status == "failed" for case in cases)
     headline = f"PASSED: {policy} is met"
     if num_bad:
-        headline = f"FAILED: {num_bad} of {len(cases)} rules of {policy} are not met"
+        verb = "is" if num_bad == 1 else "are"
+        headline = f"FAILED: {num_bad} of {len(cases)} rules of {policy} {verb} not met"
     return CheckPage(
         golden=printable(result.report.reference.path),
         new=printable(result.report.candidate.path),

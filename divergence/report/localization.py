@@ -91,6 +91,7 @@ def headline_of(result: Localization) -> Headline:
     if check is not None:
         rest = "everything after it is" if check.num_after else "the block's output is"
         off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
+        off += ": by another fault, or by the same one where it acts again"
         told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
         facts.append(named("proven", told))
     elif result.side is not None:

@@ -74,7 +74,7 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
     hint = _hint(report, rest, more)
     if wrong:  # the table's title has the hint
         table, legend = wrong
-        wrong, hint = (dataclasses.replace(table, detail=hint[0].text), legend), []
+        wrong, hint = (dataclasses.replace(table, detail=f"more: {hint[0].text}"), legend), []
     return dataclasses.replace(
         whole,
         why=(),
@@ -138,7 +138,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     if isinstance(worst, Table):
         body = [worst]
         if not more.startswith("divergence "):
-            body, hint = [dataclasses.replace(worst, detail=hint[0].text)], []
+            body, hint = [dataclasses.replace(worst, detail=f"more: {hint[0].text}")], []
     else:
         known += worst
     if more.startswith("divergence "):  # a command stands on a line of its own

@@ -259,8 +259,11 @@ def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
         fits = len("; ".join([*shown, names])) <= _WIDTH
         shown.append(names if fits else f"{len(rest)} more")
     shown += [f"unknown: {list_names(unknown, _MOST_NAMED)}"] if unknown else []
+    if not shown and preflight:
+        planted = any(line.check == "planted faults" for line in preflight if line.status != "same")
+        shown = ["all the same" + ", but for what was planted" * planted]
     if not shown:
-        return [named("settings", "all the same")] if preflight else []
+        return []
     return [named("settings", "; ".join(shown), "yellow" if differ else "")]
 
 
@@ -340,6 +343,8 @@ def _tokens(report: Report) -> list[Sentence]:
     text = f"{tokens.num_equal} of {tokens.num_tokens} next tokens equal{how}"
     if tokens.num_missing:
         text += f"; {tokens.num_missing} more in A alone"
+    if tokens.num_tokens == 0:
+        text = f"none on both sides, {tokens.num_missing} in A alone"
     first = tokens.first_difference
     if first is not None:
         token_a, token_b = (

@@ -524,7 +524,9 @@ def _map(
         for names, step in ((rows, tall), (columns, wide))
     )
     (y, x), value = max(worst.items(), key=lambda item: (not math.isfinite(item[1]), item[1]))
-    largest, beyond = f"{float(f'{value:.2g}'):g} {scale.unit}", ""
+    largest, beyond = f"{decimal(value)} {scale.unit}", ""
+    if scale is FLOORS and math.isfinite(value):
+        largest = f"{times(value)} the rounding floor"
     if scale is LIMIT_SHARES:
         num = sum(cell > 100 or not math.isfinite(cell) for cell in worst.values())
         beyond = f"; {num:,} of {count(len(worst), 'cell')} beyond the limit"
@@ -548,7 +550,7 @@ _REL_L2 = (
     "is made there"
 )
 _FLOORS = "rel L2 of the median token, in units of what rounding makes; worst: of the worst token"
-_SHARE = "the share of a limit that is used; over 100% is beyond it"
+_SHARE = "the share of a limit that is used; over 100% is beyond it, - is held to none"
 _R = "|a-b| / |a-truth| of the median token: about 1.4 is rounding"
 _W = "|b-truth| / |a-truth| of the median token: about 1 where both are equally right"
 _DEEP = "the same once more in float32, in units of what rounding makes there"

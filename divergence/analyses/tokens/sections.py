@@ -30,7 +30,7 @@ from divergence.document import (
 )
 from divergence.layout import count, decimal, fixed, times
 from divergence.run.manifest import SampleTokens
-from divergence.words import both_ends, letter, list_names
+from divergence.words import both_ends, figure, letter, list_names
 
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128
@@ -60,7 +60,7 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         body += _first(first, forced=tokens.forced)
     body += [] if background is None else _strips(tokens, background)
     if flips[1:]:
-        body += [_later(flips[1:]), *([_flips(flips)] if background is not None else [])]
+        body.append(_later(flips[1:]) if background is None else _flips(flips))
     body += [] if tokens.kl_mean is None else [_divergence(tokens)]
     if tokens.explanation is not None:
         body += _explained(tokens.explanation, first)
@@ -99,7 +99,7 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     # the margin in standard deviations of the logits' difference; a judged z has its own line
     sigmas = ""
     if first.z is not None and first.z_of not in ("floor", "model"):
-        sigmas = f" ({first.z:.1f} σ of the diff)"
+        sigmas = f" ({figure(first.z)} σ of the diff)"
     sides = (
         ("A", first.reference, first.margin, sigmas),
         ("B", first.candidate, first.candidate_margin, ""),
@@ -124,14 +124,13 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
         body.append(
             Table(
                 caption="The most likely tokens there",
-                num_left=3,
                 names=True,
                 rows=rows,
                 indent=4,
                 columns=(
                     Column("top of A", _token, ""),
                     Column("logprob", fixed, ""),
-                    Column("top of B", _token, ""),
+                    Column("top of B", _token, "", left=True),
                     Column("logprob", fixed, ""),
                 ),
                 widest=32,
@@ -158,11 +157,11 @@ def _judgement(first: TokenDifference) -> list[Sentence]:
     if first.z_of == "model":
         says = "not judged: more than the rounding model makes of it; --truth tells"
         says = _JUDGEMENTS["tie"] if first.judgement == "tie" else says
-        text = f"{says} ({first.z:.1f} σ of what all blocks together may make by rounding)"
+        text = f"{says} ({figure(first.z)} σ of what all blocks together may make by rounding)"
         return [Sentence(text, style="green" if first.judgement else "yellow")]
     judged = (
         f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
-        f"the truth, {first.z:.1f} σ of the logit error that rounding makes)"
+        f"the truth, {figure(first.z)} σ of the logit error that rounding makes)"
     )
     styles = {"tie": "green", "fault": "red", None: "yellow"}
     sentences = [Sentence(judged, style=styles[first.judgement])]

@@ -8,7 +8,7 @@ SENTENCES: Mapping[str, str] = {
     "seen_in_free_run": "seen in the tokens of the free run alone",
     "flips": (
         "no single block is beyond its limit, but the token at prompt {sample}, step {step} flips "
-        "over a gap of {z:.1f} σ of the logit error that rounding makes"
+        "over a gap of {z:figure} σ of the logit error that rounding makes"
     ),
     "flip": (
         "first {later:yes=that is no tie|no=different token}: prompt {sample}, step {step}"
@@ -16,7 +16,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "margin": "margin {margin:.3g}",
     "deviations": (
-        "{z:.1f} σ of the {of:floor=logit error that rounding makes|model=logit error that "
+        "{z:figure} σ of the {of:floor=logit error that rounding makes|model=logit error that "
         "rounding may make|difference=logits' difference}"
     ),
     "far_apart": (

@@ -101,6 +101,10 @@ SENTENCES: Mapping[str, str] = {
     "undigested": (
         "whether both have the same weights is not known: a side's digests are not recorded"
     ),
+    "model_and_suite": (
+        "{a_is_suite:yes=B is a run of a model, and A|*=A is a run of a model, and B} of operators "
+        "alone"
+    ),
     "no_digests": "the parameters' digests are not recorded",
     "parameters_differ": "{num} of {total} parameters differ: {names:names 3}",
     "dequantized": (

@@ -829,6 +829,8 @@ def _weights(pair: CheckedPair) -> Said:
 
 
 def _next(name: RungName, pair: CheckedPair) -> str:
+    if pair.verdict is not None and pair.verdict.kind == "incomparable" and pair.verdict.commands:
+        return pair.verdict.commands[0].alone
     # is there a difference that capturing the candidate like the reference takes away?
     if name in ("tokens", "weights") or (name == "code" and any(map(pair.differs, _SETTINGS))):
         return Advice(pair.a, pair.b).alike().text

@@ -69,7 +69,8 @@ def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool
 def _summary(checkup: Checkup) -> str:
     if checkup.verdict is None:
         return checkup.reason or ""
-    side = {"both": "both are wrong", "neither": "neither is wrong", None: ""}.get(
+    quiet = checkup.verdict.kind in ("identical", "within_floor")
+    side = {"both": "both are wrong", "neither": "" if quiet else "neither is wrong", None: ""}.get(
         checkup.verdict.side, f"{letter(checkup.verdict.side)} is wrong"
     )
     told = f"{checkup.verdict.confidence} confidence" + (f", {side}" if side else "")

@@ -79,6 +79,6 @@ def tokens_document(report: TokensReport) -> Document:
     )
     sections = [Section(title="why", body=[table])] if report.causes else []
     if report.settings:
-        body = [named("", text) for text in report.settings]
+        body = [Sentence(text, indent=2) for text in report.settings]
         sections.append(Section(title="what the tokenizers say of themselves", body=body))
     return Document(headline=Headline(word, text, style), known=sides, sections=sections)

@@ -24,6 +24,9 @@ _HEADS = (32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256, 16, 8)
 """Sizes of a head that rows may be put in another order within."""
 _MOST_RANK = 64
 _GROUPS = (256, 128, 64, 32, 16)
+_FLOATS = (("float4_e2m1", 2, 16), ("float8_e5m2", 4, 32), ("float8_e4m3", 8, 64))
+"""Formats of few bits: how many significands their numbers times a scale may have, and in how
+large a group so few are no accident."""
 _UNRELATED = 0.2
 """Below this cosine two tensors have nothing in common: of independent ones of n numbers it is
 about 1/sqrt(n); a quantisation to 2 bits keeps more than 0.8."""
@@ -212,7 +215,8 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
         return Relation("unrelated", False, fact("weights.unrelated", cosine=cosine))
     for side, values in (("candidate", y), ("reference", x)):
         if grid := _grid(values):
-            how = fact("weights.quantised", side=side, percent=share, **grid)
+            form = {"bits": None, "form": None} | grid
+            how = fact("weights.quantised", side=side, percent=share, **form)
             return Relation("quantised", False, how)
     if rank := _rank(apart, rounding):
         return Relation("low_rank", False, fact("weights.low_rank", rank=rank, percent=share))
@@ -228,19 +232,23 @@ def _form(tensor: torch.Tensor) -> Format:
 
 
 def _grid(x: torch.Tensor) -> dict[str, Any] | None:
-    """In groups along the rows so few different numbers that they were quantised: to how many
-    levels, in groups of what size (None: whole rows)."""
+    """In groups along the rows so few different numbers, or significands, that they were quantised:
+    to how many bits or which format, in groups of what size (None: whole rows)."""
     if x.ndim != 2:
         return None
     rows = x[: max(1, 65_536 // x.shape[1])]
-    for levels, most in ((4, 2), (16, 4), (256, 8)):
+    numbers = [({"bits": bits}, rows, 2**bits, 2 * 2**bits) for bits in (2, 4)]
+    significands = rows.frexp().mantissa.abs()
+    floats = [({"form": form}, significands, 1 + most, least) for form, most, least in _FLOATS]
+    # zero has a significand of its own
+    for what, values, most, least in (*numbers, *floats, ({"bits": 8}, rows, 256, 512)):
         for size in (x.shape[1], *(size for size in _GROUPS if size < x.shape[1])):
-            if size < 2 * levels or x.shape[1] % size:
+            if size < least or x.shape[1] % size:
                 continue  # of so few numbers it is no wonder
-            ordered = rows.reshape(-1, size).sort(1).values
+            ordered = values.reshape(-1, size).sort(1).values
             counts = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(1)
-            if int(counts.max()) <= levels:
-                return {"bits": most, "group": None if size == x.shape[1] else size}
+            if int(counts.max()) <= most:
+                return {**what, "group": None if size == x.shape[1] else size}
     return None
 
 

@@ -38,7 +38,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "low_rank": "a difference of rank {rank}, {percent:.2g}% of A's, as a merged adapter makes it",
     "quantised": (
-        "{percent:.2g}% apart, {side:letter}'s on a grid of {bits} bits "
+        "{percent:.2g}% apart, {side:letter}'s on a grid of {form:none={bits} bits|*={form}} "
         "{group:none=a row|*=in groups of {group}}"
     ),
     "near": "{percent:.2g}% apart",

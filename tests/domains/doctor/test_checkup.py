@@ -110,6 +110,8 @@ def test_doctor_and_compare_agree(every, pairs, checkups):
     elif verdict.kind == "incomparable":
         assert "pass" not in numbers
         assert {"fail", "unknown"} & {rungs["tokens"], rungs["weights"]}
+        commands = [command.alone for command in verdict.commands[:1]]
+        assert not commands or {rung.next for rung in checkup.failed} == set(commands)
     else:
         assert checkup.failed
     stop = [rung for rung in checkup.ladder if rung.explains]

@@ -89,6 +89,12 @@ def four_bits(weight):
     return ((groups / step).round() * step).view(weight.shape)
 
 
+def eight_bit_floats(weight):
+    """One scale for all, as checkpoints in float8 have it."""
+    scale = weight.abs().max() / 448
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 def with_adapter(weight):
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(weight.shape[0], 4, generator=generator)
@@ -224,6 +230,13 @@ OTHER = [
     ("one plus", every("norm", lambda t: t + 1), "shifted", 7, "B = A + 1"),
     ("adapter", every("v_proj", with_adapter), "low_rank", 3, "a difference of rank 4"),
     ("4 bits", every("mlp", four_bits), "quantised", 9, "B's on a grid of 4 bits in groups of 32"),
+    (
+        "float8",
+        every("up_proj", eight_bit_floats),
+        "quantised",
+        3,
+        "B's on a grid of float8_e4m3 a row",
+    ),
     ("noise", of(UP, lambda t: t + 0.2 * fresh(t)), "near", 1, "20% apart"),
     ("fresh", of(UP, fresh), "unrelated", 1, "as of another initialisation or another model"),
     ("zeros", of(UP, torch.zeros_like), "zeros", 1, "all zeros on B"),

@@ -1,0 +1,112 @@
+"""One answer, many faces, of every command that answers: what its first screen says first, -v,
+--quiet, the page, Markdown and JSON say in the same words."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from divergence import capture
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+MLP = "model.layers.1.mlp:out"
+COMMANDS = {
+    "inspect": "inspect ops",
+    "doctor": "doctor a b",
+    "localize": "localize a b --here both -o descent",
+    "localize, nothing": "localize a again --here both -o nothing",
+    "selfcheck": "selfcheck MODEL --max-new-tokens 2 --only again,batch",
+    "sensitivity": "sensitivity a --candidate again --blocks middle --faults scale,bias",
+    "scores": "scores scores/a scores/b",
+    "quantize": "quantize a --scheme w8a8",
+    "probe": "probe --quick -o probed",
+    "replay": "replay ops -o replayed --site model.layers.1.mlp/*",
+    "losses": "compare a.csv b.csv",
+    "collectives": "compare sums",
+    "many runs": "compare a again b",
+    "weights": "weights MODEL MODEL",
+    "golden": "check a b",
+}
+PAGES = ("localize", "sensitivity", "selfcheck", "scores", "compare", "check")
+"""Commands that write a page."""
+TABLES = ("scores", "doctor")
+"""Commands that print Markdown."""
+PATHS = ("probe", "replay")
+"""With --quiet they print the path of the run that they made."""
+NUMBERS = ("inspect", "selfcheck", "sensitivity", "quantize", "probe", "replay", "weights")
+"""Their JSON holds the numbers that the sentence is made of."""
+MADE = ("probed", "replayed")
+"""What was made, in the way of the next."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, llama):
+    """A folder with the runs and files that COMMANDS name."""
+    folder = tmp_path_factory.mktemp("made")
+    options = {"probe": False, "dtype": "float32"}
+    prompts = ["Snow fell on", "One"]
+    first = capture(llama, out=folder / "a", prompts=prompts, max_new_tokens=2, **options)
+    capture(like=first, out=folder / "b", probe=False, plants=[f"{MLP}=scale:1.3"])
+    capture(like=first, out=folder / "again", probe=False, attn_implementation="sdpa")
+    sites = ["ops@model.layers.1"]
+    capture(llama, out=folder / "ops", prompts=["One"], sites=sites, max_new_tokens=1, **options)
+    for name, slope in (("a", 0.0), ("b", 0.01)):
+        rows = [f"{step},{2.0 + slope * step}" for step in range(60)]
+        (folder / f"{name}.csv").write_text("\n".join(["step,loss", *rows]) + "\n")
+    shutil.copytree(FIXTURES / "scores" / "lm_eval", folder / "scores")
+    return folder
+
+
+def words(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def texts(value: object) -> list[str]:
+    """Every text in an answer's JSON."""
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in texts(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch, name):
+    """Its first word and sentence, and the facts that stand below it."""
+    monkeypatch.chdir(made)
+    command = COMMANDS[name].replace("MODEL", str(llama)).split()
+
+    def ask(*more: str) -> str:
+        for place in MADE:
+            shutil.rmtree(made / place, ignore_errors=True)
+        code, out, err = invoke(*command, *more)
+        assert code in (0, 1), (out, err)
+        return out
+
+    if name == "collectives":
+        sites = ["all_reduce.float32.tiny*"]
+        capture("suite:collectives", out=made / "sums", sites=sites, ranks=2)
+    page = made / "page.html"
+    screen = ask(*["--html", str(page)] * (command[0] in PAGES and name != "losses"))
+    opening = [line for line in screen.partition("\n\n")[0].splitlines() if line[:1] != " "]
+    faces = {"-v": ask("-v")}
+    if name not in PATHS:
+        faces["--quiet"] = ask("--quiet")
+    if page.exists():
+        text = re.sub(r"<(style|script).*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        faces["page"] = html.unescape(re.sub(r"<[^>]*>", " ", text))
+        page.unlink()
+    if command[0] in TABLES:
+        faces["Markdown"] = html.unescape(re.sub(r"</?\w+>", "", ask("--markdown")))
+    for face, text in faces.items():
+        for line in opening[:1] if face == "--quiet" else opening:
+            for part in re.split(r"  +", line)[-1].split(": "):
+                assert words(part).rstrip(".;:") in words(text), (face, part)
+    if name not in NUMBERS:
+        told = list(map(words, texts(json.loads(ask("--json")))))
+        assert any(text and text in words(screen) and len(text) > 20 for text in told), told

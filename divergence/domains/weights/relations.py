@@ -215,8 +215,7 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
         return Relation("unrelated", False, fact("weights.unrelated", cosine=cosine))
     for side, values in (("candidate", y), ("reference", x)):
         if grid := _grid(values):
-            form = {"bits": None, "form": None} | grid
-            how = fact("weights.quantised", side=side, percent=share, **form)
+            how = fact("weights.quantised", side=side, percent=share, **grid)
             return Relation("quantised", False, how)
     if rank := _rank(apart, rounding):
         return Relation("low_rank", False, fact("weights.low_rank", rank=rank, percent=share))
@@ -237,18 +236,23 @@ def _grid(x: torch.Tensor) -> dict[str, Any] | None:
     if x.ndim != 2:
         return None
     rows = x[: max(1, 65_536 // x.shape[1])]
-    numbers = [({"bits": bits}, rows, 2**bits, 2 * 2**bits) for bits in (2, 4)]
-    significands = rows.frexp().mantissa.abs()
-    floats = [({"form": form}, significands, 1 + most, least) for form, most, least in _FLOATS]
-    # zero has a significand of its own
-    for what, values, most, least in (*numbers, *floats, ({"bits": 8}, rows, 256, 512)):
+    numbers = [(bits, rows, 2**bits, 2 * 2**bits) for bits in (2, 4)]
+    significands = rows.frexp().mantissa.abs()  # zero has one of its own
+    floats = [(form, significands, 1 + most, least) for form, most, least in _FLOATS]
+    for what, values, most, least in (*numbers, *floats, (8, rows, 256, 512)):
         for size in (x.shape[1], *(size for size in _GROUPS if size < x.shape[1])):
             if size < least or x.shape[1] % size:
                 continue  # of so few numbers it is no wonder
             ordered = values.reshape(-1, size).sort(1).values
             counts = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(1)
             if int(counts.max()) <= most:
-                return {**what, "group": None if size == x.shape[1] else size}
+                group = None if size == x.shape[1] else size
+                is_form = isinstance(what, str)
+                return {
+                    "bits": None if is_form else what,
+                    "form": what if is_form else None,
+                    "group": group,
+                }
     return None
 
 

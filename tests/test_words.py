@@ -40,12 +40,13 @@ found frame framework fresh from functions generated generates graphs hand head 
 high higher holds hooks html hypothesis id identical ids impl in index inf injected inputs is json
 judged judgement jump keep kernel key kind kl kurtosis kv lacking largest last layer lead leads
 leans least left like likeliest link ln log logits logprob low lower markdown mask masked match
-matched matches matching matrices max mean measurable measure measured median method min minus
+matched matches matching matrices max mean measurable media measure measured median method min minus
 misalignment missing mode model more mult nan near needed neginf new next no noise nondeterministic
 nonfinite norm normal not note notes num number numbers numel off offset on one only origin other
 out outliers over overlap overrides own p1 p90 p99 pad pair paired parameters passed passes pattern
 peers per percent perplexity phase place places plan platform png posinf predicted prefill previous
-prob problem probs projections promised prompt prompts python quantile quantization quantized quick
+prob problem probs processor projections promised prompt prompts python quantile quantization
+quantized quick
 quiet range rate reason recipe region relative remarks remote repeat repeatability repeated replaced
 replayed report reports reproduced resolution rest rests result results resume revision right rms
 rounded rounds rows runtime same says scales schema score se seconds seed seen settings shape shown

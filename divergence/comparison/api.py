@@ -34,7 +34,7 @@ from divergence.comparison.measure.runs import (
     opened,
     opened_truth,
 )
-from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.preflight.lines import MEDIA, preflight
 from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
 from divergence.domain import domains, placed
@@ -273,10 +273,11 @@ def _incomparable(
         line.check == "weights" and line.details == [fact("preflight.no_digests")]
         for line in blocking
     )
-    names = ("prompt ids", *["weights"] * unknown)
+    names = ("prompt ids", MEDIA, *["weights"] * unknown)
     others = [line.check for line in blocking if line.check not in names]
     apart = [fact("preflight.undigested")] if unknown else []
     apart += [fact("preflight.other", checks=others)] if others else []
+    apart += [item for line in blocking if line.check == MEDIA for item in line.details]
     if any(line.check == "prompt ids" for line in blocking):
         from divergence.comparison.preflight.lines import prompt_headline
 

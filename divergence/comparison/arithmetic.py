@@ -84,6 +84,7 @@ _OF_MODELS = (
     "config",
     "quantization",
     "prompt ids",
+    "media inputs",
     "tokenizer",
     "chat template",
     "generated ids",

@@ -101,7 +101,7 @@ _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "eng
 _PRECISION = ("dtype", "quantization")
 _TOKENS = "generated ids"
 """Whether they were chosen or forced does not let the numbers differ."""
-_EXPERIMENT = ("weights", "prompt ids")
+_EXPERIMENT = ("weights", "prompt ids", "media inputs")
 """Checks whose difference would make the two runs different experiments."""
 
 

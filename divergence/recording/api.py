@@ -65,6 +65,7 @@ from divergence.recording.engines.engine import (
     refuse_lacking,
 )
 from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text
+from divergence.recording.engines.media import Media
 from divergence.recording.engines.together import Allowance, Enough, Together
 from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, steps_joined
 from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
@@ -128,7 +129,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.record import OWN_TRUTH, expanded
+from divergence.run.record import INPUTS, OWN_TRUTH, expanded
 from divergence.run.site import ROOT
 from divergence.run.writer import RunWriter, reducer_for, wants_fold
 from divergence.words import Progress, silent
@@ -496,7 +497,9 @@ class Capture:
         loaded = self.loaded = session.loaded
         like = None if request.like is None else request.like.manifest
         # the tokens, in the batches that were asked for; forced where a run is repeated
-        self.samples, self.groups, self.forced = _tokens_of(request, loaded)
+        self.media = Media(loaded)
+        self.samples, self.groups, self.forced = _tokens_of(request, loaded, self.media)
+        self.media.check(request, self.samples)
         session.settle(self.samples, self.forced, like)
         # the sites
         self.notes = session.notes()
@@ -517,6 +520,7 @@ class Capture:
             pads_right=padded_right(loaded, self.samples),
             operators=bool(self.selection.operators or request.substitutes),
             batch=any(len(group) > 1 for group in self.groups),
+            media=bool(self.media),
         )
         # this rank's share of it, of several
         self.division: Division | None = None
@@ -557,7 +561,9 @@ class Capture:
             self._storage(out, manifest, request.store, num_bytes, force) as writer,
             watch.watching(),
         ):
-            # 2. The passes, one after another: the free one first.
+            # 2. What pictures and sound became, then the passes, one after another: the free one
+            # first.
+            self.media.write(writer)
             for planned in self.passes:
                 self._make(planned, writer)
             if request.substitutes and not self._num_substituted:
@@ -701,7 +707,9 @@ class Capture:
                     recorder.begin(
                         sample=group[0], batch=len(group), num_tokens=num_tokens, num_kept=num
                     )
-                    self.session.run_group(recorder, members, max_new_tokens=1, num_logits=num + 1)
+                    how: dict[str, Any] = {"max_new_tokens": 1, "num_logits": num + 1}
+                    how |= self._given(group, num_tokens)
+                    self.session.run_group(recorder, members, **how)
                     continue
                 recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
                 fed = None if forced is None else [forced[number][:most] for number in group]
@@ -714,13 +722,18 @@ class Capture:
                     if together is not None and fed is not None and at_once:
                         result = together.run_group(recorder, members, fed, allowance)
                     else:
-                        result = self.session.run_group(
-                            recorder, members, max_new_tokens=most, forced=fed
-                        )
+                        how = {"max_new_tokens": most, "forced": fed}
+                        how |= self._given(group, first.num_padded)
+                        result = self.session.run_group(recorder, members, **how)
                 except Enough:
                     continue
                 if noted is not None and (self.ranks is None or self.ranks.owns(group[0])):
                     self._note_tokens(noted, group, result)
+
+    def _given(self, group: list[int], num_tokens: int) -> dict[str, Any]:
+        """What ``run_group`` is told of pictures and sound; nothing where there are none."""
+        given = self.media.fed(group[0], num_tokens)
+        return {"given": given} if given else {}
 
     def _note_tokens(self, writer: RunWriter, group: list[int], result: GroupResult) -> None:
         """Writes down the tokens of a group, and what the model derived anew meanwhile."""
@@ -815,7 +828,8 @@ class Capture:
     def _make_steps_together(self) -> None:
         """From now on many decode steps are made in one forward, where all are made alike."""
         request = self.request
-        if request.use_cache and request.prefill_chunk is None and not self.selection.operators:
+        apart = request.prefill_chunk is not None or self.selection.operators or self.media
+        if request.use_cache and not apart:
             self._together = Together(self.loaded, self.samples)
 
     def _no_truth(self, manifest: Manifest, reason: str) -> None:
@@ -971,7 +985,7 @@ class Capture:
         like_id = None if like is None else like.manifest.id
         kept = self.selection.hooked | self.step.owners()
         plan = Plan(
-            passes=[planned.name for planned in self.passes],
+            passes=[*(planned.name for planned in self.passes), *[INPUTS] * bool(self.media)],
             **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
             only_changed=like_id if request.only_changed else None,
             anchored_to=like_id if any(p.anchored_to for p in self.passes if not p.whole) else None,
@@ -1003,7 +1017,12 @@ class Capture:
             **provenance(self.device, label=request.label, command=command, like=source),
             model=identity,
             engine=self.session.note(),
-            tokens=Tokens(samples=self.samples, groups=self.groups, forced_by=like_id),
+            tokens=Tokens(
+                samples=self.samples,
+                groups=self.groups,
+                forced_by=like_id,
+                processor=self.media.settings,
+            ),
             settings=settings,
             training=self.step.training,
             arithmetic=probed(self.device, self.on_progress) if request.probe else [],
@@ -1019,18 +1038,27 @@ class Capture:
 
 
 def _tokens_of(
-    request: Request, loaded: LoadedModel
+    request: Request, loaded: LoadedModel, media: Media
 ) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
     """(samples, groups, forced tokens) in the batches asked for: of the prompts, or of the run that
-    is repeated."""
+    is repeated. ``media`` takes what their pictures and sound are."""
     left = loaded.task == "causal-lm" and not request.pad_right
     if request.like is None:
-        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+        samples = tokenize(
+            request.prompts, loaded.tokenizer, chat=request.chat, process=media.process
+        )
         return samples, group_samples(samples, pad_left=left, **request.grouping), None
+    media.read(request.like)
     recorded = request.like.manifest.tokens
     forced = [sample.generated_ids for sample in recorded.samples]
     samples = [
-        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
+        SampleTokens(
+            text=sample.text,
+            prompt_ids=sample.prompt_ids,
+            labels=sample.labels,
+            inputs=sample.inputs,
+            media=sample.media,
+        )
         for sample in recorded.samples
     ]
     if request.regrouped:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from divergence.domain import added, placed
+from divergence.errors import UsageError
 from divergence.options.commands import CaptureOptions
 from divergence.recording.api import Capture
 from divergence.recording.cases import CaseRequest, plan_cases, refuse_options, suite_meant
@@ -84,6 +85,11 @@ def plan_capture(
     session: Any = TorchSession(empty_model(request.loading))
     planned_request = replace(request, plants=[])  # what a fault changes is no shape
     capture = Capture(planned_request, session, "meta", Determinism(), silent)
+    if capture.media:
+        raise UsageError(
+            "--dry-run counts prompts of text, and these have pictures or sound",
+            hint="capture them with --max-new-tokens 1, and `divergence inspect` tells its size",
+        )
     loaded, notes, groups = capture.loaded, capture.notes, capture.groups
     lengths = [sample.num_padded for sample in capture.samples]
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -110,11 +110,17 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of a training step, beside the prompt's tokens: -100 for one without."""
     completion_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """In place of ``labels``: tokens before this one have none, the others are their own."""
+    images: tuple[str, ...] = ()
+    """Files of pictures, from the prompts file's folder on."""
+    audio: tuple[str, ...] = ()
+    """Files of sound."""
 
     def __post_init__(self) -> None:
         given = [self.text, self.messages, self.input_ids]
-        if sum(value is not None for value in given) != 1:
+        if sum(value is not None for value in given) != 1 and not (self.media and not any(given)):
             raise ValueError("give exactly one of text, messages, input_ids")
+        if self.media and self.input_ids is not None:
+            raise ValueError("images and audio stand beside text or messages")
         if any(value is not None and len(value) == 0 for value in given):
             raise ValueError("the prompt is empty")
         if self.labels is not None and self.completion_from is not None:
@@ -124,12 +130,26 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def labelled(self) -> bool:
         return self.labels is not None or self.completion_from is not None
 
+    @property
+    def media(self) -> bool:
+        """Does it name pictures or sound?"""
+        return bool(self.images or self.audio)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        return self.messages or (Message(role="user", content=self.text or ""),)
+
 
 def collect_prompts(
-    prompts: Sequence[str | Prompt], prompts_file: str | Path | None, *, train: bool = False
+    prompts: Sequence[str | Prompt],
+    prompts_file: str | Path | None,
+    *,
+    train: bool = False,
+    media: bool = False,
 ) -> list[Prompt]:
     """Prompts from the command line and a file, in that order; the default if there are none.
-    Raises PromptError; also for prompts with labels where nothing is to ``train``."""
+    Raises PromptError; also for prompts with labels where nothing is to ``train``, and with
+    pictures or sound where nothing reads ``media``."""
     collected = []
     for number, text in enumerate(prompts, 1):
         if isinstance(text, Prompt):
@@ -152,6 +172,11 @@ def collect_prompts(
     for number, prompt in enumerate(collected):
         if prompt.labelled and not train:
             raise PromptError(f"prompt {number} has labels", hint="labels are for --train")
+        if prompt.media and not media:
+            raise PromptError(
+                f"prompt {number} has pictures or sound, which are not read here",
+                hint="divergence capture MODEL --prompts FILE reads them",
+            )
     return collected or [Prompt(text=text) for text in _DEFAULT_PROMPTS]
 
 
@@ -185,12 +210,31 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
         raise PromptError(f"{path} has an unknown kind {suffix or '(no suffix)'}", hint=hint)
     if not prompts:
         raise PromptError(f"{path} holds no prompts", hint=hint)
-    return prompts
+    return [
+        msgspec.structs.replace(
+            prompt,
+            images=tuple(str(path.parent / expanded(name)) for name in prompt.images),
+            audio=tuple(str(path.parent / expanded(name)) for name in prompt.audio),
+        )
+        for prompt in prompts
+    ]
 
 
-def tokenize(prompts: Sequence[Prompt], tokenizer: Any, *, chat: bool) -> list[SampleTokens]:
-    """Render and encode each prompt. Raises PromptError (no tokenizer, no template, no tokens)."""
-    samples = [_tokenize(prompt, tokenizer, chat, number) for number, prompt in enumerate(prompts)]
+def tokenize(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    chat: bool,
+    process: Callable[..., SampleTokens] | None = None,
+) -> list[SampleTokens]:
+    """Render and encode each prompt. Raises PromptError (no tokenizer, no template, no tokens).
+    ``process``: does it for prompts with pictures or sound."""
+    samples = [
+        process(prompt, number, chat=chat)
+        if process is not None and prompt.media
+        else _tokenize(prompt, tokenizer, chat, number)
+        for number, prompt in enumerate(prompts)
+    ]
     for number, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         ids, first = sample.prompt_ids, prompt.completion_from
         sample.labels = None if prompt.labels is None else list(prompt.labels)
@@ -296,9 +340,7 @@ def _tokenize(prompt: Prompt, tokenizer: Any, chat: bool, number: int) -> Sample
             f"prompt {number} is text, but the model has no usable tokenizer",
             hint='give token ids: --prompts FILE.jsonl with {"input_ids": [...]}',
         )
-    text, messages = prompt.text, prompt.messages
-    if chat and messages is None:
-        messages = (Message(role="user", content=text or ""),)
+    text, messages = prompt.text, prompt.conversation if chat else prompt.messages
     if messages is not None:
         text = _render(tokenizer, [msgspec.structs.asdict(message) for message in messages], number)
     try:

@@ -192,7 +192,7 @@ def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
         "engine_options": given_options(options.engine_options),
         "attn_implementation": options.attn_implementation or "eager",
         "prompts": collect_prompts(
-            options.prompts, options.prompts_file, train=bool(options.train)
+            options.prompts, options.prompts_file, train=bool(options.train), media=True
         ),
         "batch": bool(options.batch),
         "use_cache": options.use_cache is not False,

@@ -270,7 +270,8 @@ def _prompts(manifest: Manifest) -> Section:
         if manifest.training.train:
             made = count(num_labels(sample), "label")
         lengths = f"{count(len(sample.prompt_ids), 'prompt token')}, {made}"
-        rows.append((number, lengths, shortened(text, 60)))
+        files = "".join(f", {note.path}" for note in sample.media)
+        rows.append((number, lengths, shortened(text, 60) + files))
     detail = f"{count(len(tokens.samples), 'sample')}{forced}"
     table = Table(columns=("", "", ""), rows=rows, most=MAX_PROMPTS, more="-v lists them")
     return Section(title="prompts", detail=detail, body=[table])

@@ -571,6 +571,15 @@ class ModelIdentity(_Strict, kw_only=True):
     """A fixed conversation, as the chat template renders it."""
 
 
+class MediaNote(_Strict, kw_only=True):
+    """A file that a prompt named."""
+
+    kind: Literal["images", "audio"]
+    path: str
+    digest: str
+    """xxh3-128 of the file."""
+
+
 class SampleTokens(_Strict, kw_only=True):
     """One prompt: text for people, ids for machines."""
 
@@ -593,7 +602,10 @@ class SampleTokens(_Strict, kw_only=True):
     leaves it out. None: as itself."""
     inputs: list[str] = []
     """Of a step of ``record``: names or places of the tensors that the module was called with;
-    empty where it was given anything else, too."""
+    empty where it was given anything else, too. Of a prompt: names of the tensors that the model's
+    processor made of its pictures and sound."""
+    media: list[MediaNote] = []
+    """The pictures, then the sounds, in the prompt's order."""
 
     @property
     def used_labels(self) -> list[int]:
@@ -624,6 +636,8 @@ class Tokens(_Strict, kw_only=True):
     """Id of the run whose tokens were forced; None where the model chose its own."""
     texts: dict[str, str] = {}
     """Decoded text of the token ids that a report may want to show."""
+    processor: dict[str, ConfigValue] = {}
+    """Settings of the processor that read the prompts' pictures and sound, by dotted key."""
 
     def group_of(self, sample: int) -> list[int]:
         """The group whose first sample this is; empty where there is none."""

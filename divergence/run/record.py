@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -235,8 +235,12 @@ Checksum = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,16}:[0-9a-f]{1,64}$
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
 PassName = Literal[
-    "free", "anchored", "escalated", "whole", "truth", "truth_free", "floor", "replayed"
+    "free", "anchored", "escalated", "whole", "truth", "truth_free", "floor", "replayed", "inputs"
 ]
+
+INPUTS: Final = "inputs"
+"""The pass of what a model's processor made of pictures and sound, by prompt, at step 0: no result
+of the model, and kept in full however little else is."""
 
 OWN_TRUTH: Mapping[PassName, PassName] = {"truth": "anchored", "truth_free": "free"}
 """The passes of the truth that a run carries, and their names in one that is made apart."""

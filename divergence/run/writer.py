@@ -45,6 +45,7 @@ from divergence.run.contents import Content, contents_of
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.record import (
+    INPUTS,
     Call,
     PassName,
     Place,
@@ -630,7 +631,9 @@ class RunWriter:
         items = list({id(entry[0]): entry[0] for entry in batch}.values())
         slots = [item.slot for item in items]  # held until all is done
         if self._reducer is not None:
-            sums = [entry[0] for entry in batch if entry[2] == "floor"]  # small, kept as they are
+            sums = [
+                entry[0] for entry in batch if entry[2] in ("floor", INPUTS)
+            ]  # kept as they are
             whole = {id(item) for item in sums}
             rest = [item for item in items if id(item) not in whole]
             # a sketch's own bytes are queued like those of a tensor

@@ -20,7 +20,7 @@ from divergence.numerics.formats import format_named
 from divergence.run.contents import call_passes, records_at, site_names
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import OWN_TRUTH, Coordinates, Record
+from divergence.run.record import INPUTS, OWN_TRUTH, Coordinates, Record
 from divergence.run.site import ROOT, is_operator_site, module_of, unescape_path
 
 # Pieces of records: what is paired and read, a whole record or the rows of one sample.
@@ -269,7 +269,8 @@ class Pieces:
         if record.step == 0:
             length = pads + len(sample.prompt_ids) + sample.num_right_pad
             length = length or self._num_fed(record.sample)
-            return number, token - pads if shape[1] <= length else None
+            rows = shape[1] == length if sample.media else shape[1] <= length  # not a tower's
+            return number, token - pads if rows else None
         # what was fed before: an encoder-decoder's decoder has a prompt of its own
         before = len(sample.decoder_prompt_ids or sample.prompt_ids)
         return number, before + record.step - 1 + token
@@ -336,7 +337,7 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
         return sites[site]
 
     def kind(record: Record) -> Kind:
-        if record.pass_ in OWN_TRUTH or record.pass_ == "floor":
+        if record.pass_ in (*OWN_TRUTH, "floor", INPUTS):
             return "truth"
         operator, digest = sites.get(record.site) or look_up(record.site)
         if operator:

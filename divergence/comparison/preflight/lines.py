@@ -31,6 +31,7 @@ from divergence.run.manifest import (
     digest_many,
 )
 from divergence.run.reader import Run
+from divergence.run.record import INPUTS, Record
 from divergence.run.site import starred, unescape_path
 from divergence.words import Side, first_apart, list_names
 
@@ -899,6 +900,65 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     return [_same("labels", shown[0], shown[1], detail, status=status)]
 
 
+# What the models' processors made of pictures and sound: the same on both sides, and where not,
+# whether the files, the processor's settings or its arithmetic are to blame.
+
+MEDIA = "media inputs"
+
+
+def media_lines(a: Run, b: Run) -> list[PreflightLine]:
+    """A line where a run has pictures or sound. Other tensors are another experiment."""
+    tensors: list[dict[tuple[int, str], Record]] = [
+        {(item.sample, item.site): item for item in run.records if item.pass_ == INPUTS}
+        for run in (a, b)
+    ]
+    if not any(tensors):
+        return []
+    shown = [
+        sentence(
+            fact(
+                "preflight.media",
+                num=sum(len(sample.media) for sample in run.manifest.tokens.samples),
+                digest=digest_many((f"{n} {site}", str(r.xxh3)) for (n, site), r in own.items())[
+                    :12
+                ],
+            )
+        )
+        for run, own in zip((a, b), tensors, strict=True)
+    ]
+    ours, theirs = tensors
+    differing: dict[int, list[str]] = {}
+    for sample, site in {**ours, **theirs}:
+        mine, other = ours.get((sample, site)), theirs.get((sample, site))
+        if mine is None or other is None or (mine.xxh3, mine.shape) != (other.xxh3, other.shape):
+            differing.setdefault(sample, []).append(site.partition(":in.")[2])
+    if not differing:
+        return [_same(MEDIA, shown[0], shown[1])]
+    sample, names = next(iter(differing.items()))
+    detail = fact(
+        "preflight.media_differ",
+        sample=sample,
+        names=names,
+        num_more=len(differing) - 1,
+        cause=_media_cause(a, b, sample),
+    )
+    return [_same(MEDIA, shown[0], shown[1], detail, status="blocking")]
+
+
+def _media_cause(a: Run, b: Run, number: int) -> Fact:
+    """Why what a processor made of a prompt's files differs."""
+    tokens = a.manifest.tokens, b.manifest.tokens
+    files = [part.samples[number : number + 1] for part in tokens]
+    media = [[(note.kind, note.digest) for note in side[0].media] if side else [] for side in files]
+    if media[0] != media[1]:
+        paths = [[note.path for note in side[0].media] if side else [] for side in files]
+        return fact("preflight.media_files", reference=paths[0], candidate=paths[1])
+    differences, _ = config_differences(tokens[0].processor, tokens[1].processor)
+    if differences:
+        return fact("preflight.media_settings", differences=differences)
+    return fact("preflight.media_arithmetic")
+
+
 # Preflight: were the two runs the same experiment at all?
 #
 # A difference that explains everything is reported before any number. Other weights and other
@@ -924,6 +984,7 @@ def preflight(
     here, there = a.environment, b.environment
     dtypes = fact("preflight.wider_dtype") if ref.dtype != cand.dtype else None
     lines = [
+        *media_lines(reference, candidate),
         code_line(a, b),
         weights_line(a, b, names),
         *block_lines(a, b, names),

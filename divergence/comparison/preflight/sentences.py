@@ -67,6 +67,20 @@ SENTENCES: Mapping[str, str] = {
     "config_only": "only in {side:letter}: {shown:names 6}",
     "moved_keys": "the same values, {num} of them under other keys",
     "config_not_recorded": "in what is not recorded of it",
+    # pictures and sound
+    "media": "{num} {num:plural file}, {digest}",
+    "media_differ": (
+        "{names:list} of prompt {sample}{num_more:0=|*= (and of {num_more} more)} differ: {cause}"
+    ),
+    "media_files": (
+        "other files: {reference:none=none|*={reference:list}} / "
+        "{candidate:none=none|*={candidate:list}}"
+    ),
+    "media_settings": "the same files, another processor: {differences:names 6 ; }",
+    "media_arithmetic": (
+        "the same files and the same settings, so the processor computed otherwise: another "
+        "version of it, another backend, or this machine's kernels"
+    ),
     # tensors that modules made
     "derived": "{names:names}: {how}",
     "derived_changed": (

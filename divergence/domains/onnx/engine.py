@@ -1142,6 +1142,7 @@ class OnnxSession(TorchSession):
         "operators": "its operators are not torch's",
         "plants": "no hook is in its forward",
         "prepare": "it runs the graph",
+        "media": "its graph takes token ids alone",
     }
 
     def __init__(

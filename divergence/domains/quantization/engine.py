@@ -151,6 +151,12 @@ class QuantizeSession(TorchSession):
         if like is not None and known and all(like.options.get(key) == v for key, v in own):
             self.calibration = known
             return
+        if any(sample.inputs for sample in samples):
+            raise UsageError(
+                f"{self.scheme.name} finds scales on the prompts' text, and they have pictures or "
+                "sound",
+                hint="a scheme without calibration, or prompts of text",
+            )
         with watching(self.loaded.module, targets_of(self.loaded.module)) as self.watches:
             for sample in samples:
                 run_group(

@@ -822,6 +822,7 @@ class VllmSession(TorchSession):
         "escalate": "its kernels are made for the model's own dtype",
         "pads_right": "its prompts are not padded",
         "whole": "it takes no prompt without making its cache",
+        "media": "it has a processor of its own",
     }
 
     def __init__(

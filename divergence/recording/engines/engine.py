@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -64,10 +65,13 @@ def run_group(
     max_new_tokens: int,
     forced: list[list[int]] | None = None,
     num_logits: int | None = None,
+    given: Mapping[str, torch.Tensor] | None = None,
 ) -> GroupResult:
     """One forward for each generated token over a group of equally long (padded) prompts.
 
     ``forced``: the tokens to feed instead of the own choice, equally many for each sample.
+    ``given``: what a processor made of the pictures and sound of a prompt that runs alone. Where an
+    encoder-decoder is given any, the prompt is what its decoder begins with.
     ``num_logits``: of how many last positions the prefill computes logits; None leaves it to the
     model, and so does a model that cannot be asked.
     Raises ModelError when the forward itself fails.
@@ -84,16 +88,26 @@ def run_group(
             ends = ends_of(loaded, forced)
             made = control(forced, count, ends, loaded.ranks)
             output = generate(
-                loaded, ids, mask, count, ends=ends, control=made, num_logits=num_logits
+                loaded,
+                ids,
+                mask,
+                count,
+                ends=ends,
+                control=made,
+                num_logits=num_logits,
+                given=given,
             )
             before, fed = output.tensor_split([output.shape[1] - len(made.chosen)], dim=1)
             generated = fed.tolist()
             decoder = loaded.task == "encoder-decoder"
             begun: list[list[int]] = before.tolist() if decoder else [[] for _ in generated]
             return GroupResult(generated, choices(made, generated, ends), begun, made.seen)
-        kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **(given or {})}
         prompt: list[list[int]] = [[] for _ in samples]
-        if loaded.task == "encoder-decoder":
+        if loaded.task == "encoder-decoder" and given:
+            prompt = ids.tolist()
+            kwargs = {**given, "decoder_input_ids": ids}
+        elif loaded.task == "encoder-decoder":
             owners = (getattr(model, "generation_config", None), model.config)
             starts = [getattr(owner, "decoder_start_token_id", None) for owner in owners]
             start = next((int(start) for start in starts if start is not None), 0)
@@ -239,11 +253,12 @@ def generate(
     num_logits: int | None = None,
     with_cache: bool = False,
     cache: Any = None,
+    given: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """transformers' own result for ``count`` more tokens, which ``control`` may choose: the ids, or
     what holds the cache too (``past_key_values``). ``cache``: of the first ``ids``, which are not
-    fed again."""
-    from transformers import GenerationConfig, LogitsProcessorList
+    fed again. ``given``: as in ``run_group``."""
+    from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
     model: Any = loaded.module
     own, pad = model.generation_config, pad_id(loaded)
@@ -261,10 +276,14 @@ def generate(
     )
     parameters = inspect.signature(model.forward).parameters
     more = {} if num_logits is None or _KEEP not in parameters else {_KEEP: num_logits}
+    fed, make = {"inputs": ids, "attention_mask": mask, **(given or {})}, model.generate
+    if given and loaded.task == "encoder-decoder":
+        # Whisper's own cuts long sound into windows, and chooses language and task
+        make = functools.partial(GenerationMixin.generate, model)
+        fed = {"decoder_input_ids": ids, **given}
     with patched(model, "generation_config", plain):  # generate() fills gaps from there
-        return model.generate(
-            inputs=ids,
-            attention_mask=mask,
+        return make(
+            **fed,
             generation_config=plain,
             logits_processor=LogitsProcessorList([] if control is None else [control]),
             **more,
@@ -366,7 +385,7 @@ CORE = {
 _GROUP = "divergence.engines"
 
 Feature = Literal[
-    "anchor", "escalate", "whole", "operators", "plants", "batch", "pads_right", "prepare"
+    "anchor", "escalate", "whole", "operators", "plants", "batch", "pads_right", "prepare", "media"
 ]
 """What a capture may ask for and an engine may lack. (What cannot be loaded, ``load`` refuses.)"""
 
@@ -439,9 +458,12 @@ class Session(Protocol):
         max_new_tokens: int,
         forced: list[list[int]] | None = None,
         num_logits: int | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
     ) -> GroupResult:
         """Run prompts of one (padded) length under the recorder: the prefill, then one forward for
-        each further token, greedily or with the ``forced`` ones.
+        each further token, greedily or with the ``forced`` ones. ``given``: what a processor made
+        of the pictures and sound of a prompt that runs alone; an engine that lacks ``media`` is
+        never called with it.
 
         ``num_logits``: of how many last positions the prefill gives logits; None: the engine's own
         choice. Raises ModelError when a forward fails.
@@ -546,6 +568,7 @@ _ASKED: dict[Feature, str] = {
     "batch": "a batch of prompts",
     "pads_right": "pads behind a prompt (--pad-right)",
     "prepare": "prepare",
+    "media": "prompts with pictures or sound",
 }
 
 

@@ -414,6 +414,29 @@ def load_tokenizer(
         return None
 
 
+def load_processor(loaded: LoadedModel) -> Any:
+    """What makes tensors of pictures and sound. Raises ModelError where the model has none, or
+    where what it imports is missing."""
+    from transformers import AutoProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    revision, trusted = loaded.revision, loaded.trust_remote_code
+    try:
+        with _no_bars():
+            processor = AutoProcessor.from_pretrained(
+                os.path.expanduser(loaded.source), revision=revision, trust_remote_code=trusted
+            )
+    except Exception as error:  # any library's own error
+        text = " ".join(str(error).split())
+        raise ModelError(
+            f"the processor of {loaded.source} cannot be loaded: {text[:300]}",
+            hint="pip install 'divergence-debug[media]' (Pillow, torchvision, soundfile)",
+        ) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ModelError(f"{loaded.source} has a tokenizer, and no processor of pictures or sound")
+    return processor
+
+
 def import_classes(source: str) -> None:
     """Imports what loading the model will take: its classes, which its config names."""
     config = _load_config(Loading(source))
@@ -458,7 +481,6 @@ def load_model(loading: Loading) -> LoadedModel:
             or why_not(name, error, ranks)
             or _model_error(loading, error)
         ) from error
-    check_reads_text(module)
     if loading.device_map is None and division is None:
         try:
             module.to(loading.device)
@@ -501,19 +523,7 @@ def empty_model(loading: Loading) -> LoadedModel:
             )
     except (Exception, SystemExit) as error:  # as in load_model
         raise _attention_error(loading, error) or _model_error(loading, error) from error
-    check_reads_text(module)
     return _loaded(loading, task, module, torch.device("meta"))
-
-
-def check_reads_text(module: torch.nn.Module) -> None:
-    """Raises ModelError for a model of pictures or sound alone, which no prompt of text feeds."""
-    reads = getattr(module, "main_input_name", "input_ids")
-    if isinstance(reads, str) and reads in ("pixel_values", "input_features", "input_values"):
-        raise ModelError(
-            f"{type(module).__name__} reads {reads}, and prompts hold text",
-            hint="in Python: capture(model, inputs=[dict(processor(...))], out=...) runs any "
-            "module on what its processor makes, and compare takes such runs",
-        )
 
 
 def _loaded(

@@ -114,6 +114,7 @@ class TorchSession:
         max_new_tokens: int,
         forced: list[list[int]] | None = None,
         num_logits: int | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
     ) -> GroupResult:
         return run_group(
             self.loaded,
@@ -121,6 +122,7 @@ class TorchSession:
             max_new_tokens=max_new_tokens,
             forced=forced,
             num_logits=num_logits,
+            given=given,
         )
 
     def note(self) -> EngineNote:

@@ -27,7 +27,7 @@ from divergence.experiments.result import Localization
 from divergence.layout import MAX_WIDTH, Line, cut, fold
 from divergence.report.localization import descent_section, headline_of
 from divergence.report.screen import screen_lines
-from divergence.report.summary import machine_of, machine_tables, opening_of
+from divergence.report.summary import machine_tables, opening_of
 from divergence.report.text import document_lines
 from divergence.run.manifest import Environment, Manifest
 from divergence.words import markdown_code, printable
@@ -259,6 +259,26 @@ def _markdown(
         lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
     lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
     return "\n".join(lines) + "\n"
+
+
+def machine_of(environment: Environment) -> dict[str, str | None]:
+    """What is known of a machine, by name."""
+    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
+    return {
+        "label": environment.label,
+        "device": f"{environment.device_type}: {environment.device_name}{number}",
+        "driver": environment.driver,
+        "runtime": environment.runtime,
+        "CPU": environment.cpu,
+        "CPU model": environment.cpu_model,
+        "instructions": environment.cpu_capability,
+        "threads": str(environment.num_threads),
+        "platform": environment.platform,
+        "Python": environment.python,
+        **dict(sorted(environment.versions.items())),
+        **environment.torch_build,
+        **environment.variables,
+    }
 
 
 def _fenced(lines: Sequence[Line]) -> list[str]:

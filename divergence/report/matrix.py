@@ -205,18 +205,9 @@ def _among(matrix: Matrix) -> list[Section]:
         num_left=3,
         bare=True,
     )
-    return (
-        [
-            Section(
-                id="among",
-                title="among themselves",
-                body=[table],
-                detail="who agrees with whom, where the first is odd",
-            )
-        ]
-        if rows
-        else []
-    )
+    detail = "who agrees with whom, where the first is odd"
+    section = Section(id="among", title="among themselves", body=[table], detail=detail)
+    return [section] if rows else []
 
 
 def _called(verdict: VerdictKind | None, otherwise: str) -> str:

@@ -11,21 +11,18 @@ import dataclasses
 from collections.abc import Sequence
 
 from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
-from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.result import Report
 from divergence.document import Block, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
 from divergence.layout import MAX_WIDTH, Line, count, cut, decimal, fold, limit_share, times
 from divergence.report.summary import (
     document,
-    is_alone,
     is_quiet,
     lacking,
-    model_name,
     opening_of,
-    states,
+    run_facts,
 )
 from divergence.report.text import document_lines
-from divergence.run.manifest import UNKNOWN
 from divergence.words import shortened
 
 WIDTH, HEIGHT = 80, 18
@@ -165,45 +162,11 @@ def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:
 
 
 def _runs(report: Report) -> list[Sentence]:
-    """Of the second run only what is not as in the first."""
-    a, b = report.reference, report.candidate
-    known = [named("A", f"{a.path}: {_model(a)}{_label(a)}"), *_states(a)]
-    if is_alone(report):
-        return known
-    other = any(
-        line.check in ("weights", "quantization") and line.status in ("differs", "blocking")
-        for line in report.preflight
-    )
-    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device) and not other
-    same = same and a.model != UNKNOWN
-    text = f"{_model(b)}{_label(b)}"
-    if same:
-        alike = a.label == b.label and UNKNOWN not in a.device
-        names = ["model", *["dtype"] * (a.dtype != UNKNOWN), *["machine"] * alike]
-        text = f"the same {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}"
-        text += "" if alike else _label(b)
-    return [*known, named("B", f"{b.path}: {text}"), *_states(b)]
-
-
-def _states(run: RunSummary) -> list[Sentence]:
-    """Each on one line: a run may have many planted faults."""
+    """Each on one line, and what was done to it: a run may have many planted faults."""
     return [
-        dataclasses.replace(item, text=shortened(item.text, WIDTH - 12)) for item in states(run)
+        item if item.label else dataclasses.replace(item, text=shortened(item.text, WIDTH - 12))
+        for item in run_facts(report)
     ]
-
-
-def _model(run: RunSummary) -> str:
-    dtype = run.dtype.removeprefix("torch.")
-    if run.model == run.dtype == UNKNOWN:
-        return "model and dtype unknown"
-    return f"{cut(model_name(run), 40)}, {'dtype unknown' if dtype == UNKNOWN else dtype}"
-
-
-def _label(run: RunSummary) -> str:
-    """The machine; of what no machine is known of, what it is: ``vLLM endpoint``."""
-    if not run.label:
-        return ""
-    return f" ({run.label})" if UNKNOWN in run.device else f", on {run.label}"
 
 
 def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:

@@ -21,10 +21,10 @@ from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, Coverage, PreflightLine
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
-from divergence.layout import Line, count, share, size
+from divergence.layout import Line, count, cut, share, size
 from divergence.report.environment import changes
 from divergence.report.text import document_lines, headline_lines
-from divergence.run.manifest import UNKNOWN, Environment
+from divergence.run.manifest import UNKNOWN
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names, shortened
 
@@ -62,7 +62,7 @@ def document(
         *(() if page else settings),
         *chain.from_iterable(made[name] for name in first),
         *(settings if page else ()),
-        *(() if background is None else (*_machines(background), *_findings(report))),
+        *(() if background is None else (*_made(background), *_findings(report))),
         *_coverage(report, full=verbose or page),
         *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
     ]
@@ -98,9 +98,24 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
 
 
 def run_facts(report: Report) -> list[Sentence]:
-    """The runs, each on a line."""
-    runs = [("A", report.reference), ("B", report.candidate)][: 1 if is_alone(report) else 2]
-    return [item for name, run in runs for item in (named(name, run_text(run)), *states(run))]
+    """The runs, each on a line; of the second only what is not as in the first."""
+    a, b = report.reference, report.candidate
+    known = [named("A", run_text(a)), *states(a)]
+    if is_alone(report):
+        return known
+    other = any(
+        line.check in ("weights", "quantization") and line.status in ("differs", "blocking")
+        for line in report.preflight
+    )
+    text = run_text(b)
+    same = (a.model, a.dtype, a.device) == (b.model, b.dtype, b.device) and not other
+    if same and a.model != UNKNOWN:
+        alike = a.label == b.label and UNKNOWN not in a.device
+        names = ["model", *["dtype"] * (a.dtype != UNKNOWN), *["machine"] * alike]
+        text = f"{b.path}: the same "
+        text += " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        text += "" if alike else _label(b)
+    return [*known, named("B", text), *states(b)]
 
 
 def is_alone(report: Report) -> bool:
@@ -208,9 +223,19 @@ _MOST_NAMED = 3
 
 
 def run_text(run: RunSummary) -> str:
-    """``runs/a (H100): tiny/llama, bfloat16 on cuda``."""
-    label = f" ({run.label})" if run.label else ""
-    return f"{run.path}{label}: {model_name(run)}, {computed(run)}"
+    """``runs/a: llama, bfloat16, on H100``."""
+    dtype = run.dtype.removeprefix("torch.")
+    what = f"{cut(model_name(run), 40)}, {'dtype unknown' if dtype == UNKNOWN else dtype}"
+    if run.model == run.dtype == UNKNOWN:
+        what = "model and dtype unknown"
+    return f"{run.path}: {what}{_label(run)}"
+
+
+def _label(run: RunSummary) -> str:
+    """The machine; of what no machine is known of, what it is: ``vLLM endpoint``."""
+    if not run.label:
+        return ""
+    return f" ({run.label})" if UNKNOWN in run.device else f", on {run.label}"
 
 
 def computed(run: RunSummary) -> str:
@@ -456,53 +481,30 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
     ]
 
 
-# On a page alone: both machines, and all findings.
+# On a page alone: how the runs were made, and all findings.
 
 
-def _machines(background: Background) -> list[Section]:
+def _made(background: Background) -> list[Section]:
+    """When and how each run was made, and on what, as far as no setting says it."""
     sides = background.reference, background.candidate
     if not any(sides):
         return []
-    facts = {
+    facts: dict[str, dict[str, str | None]] = {
         name: {}
         if side is None
-        else machine_of(side.environment)
-        | {
-            "processes": side.processes,
-            "engine": None if side.engine is None else side.engine.name,
-            "attention": side.model.attn_implementation,
-            "weights": f"{side.model.num_parameters:,} parameters, {side.model.dtype}",
+        else {
             "captured": side.created,
             "recorded": f"{side.sizes.num_records:,} records, {size(side.sizes.stored_bytes)}",
             "command": side.command,
+            "processes": side.processes,
+            "platform": side.environment.platform,
+            "Python": side.environment.python,
+            **dict(sorted(side.environment.versions.items())),
+            **side.environment.torch_build,
         }
         for name, side in zip("AB", sides, strict=True)
     }
-    tables = machine_tables(facts)
-    num = sum(len(table.rows) for table in tables)
-    apart = sum(len(table.rows) for table in tables if not table.folded)
-    told = f"{apart} of {num} lines differ."
-    return [Section(id="machines", title="Machines", lead=told, body=tables)]
-
-
-def machine_of(environment: Environment) -> dict[str, str | None]:
-    """What is known of a machine, by name."""
-    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
-    return {
-        "label": environment.label,
-        "device": f"{environment.device_type}: {environment.device_name}{number}",
-        "driver": environment.driver,
-        "runtime": environment.runtime,
-        "CPU": environment.cpu,
-        "CPU model": environment.cpu_model,
-        "instructions": environment.cpu_capability,
-        "threads": str(environment.num_threads),
-        "platform": environment.platform,
-        "Python": environment.python,
-        **dict(sorted(environment.versions.items())),
-        **environment.torch_build,
-        **environment.variables,
-    }
+    return [Section(id="machines", title="How the runs were made", body=machine_tables(facts))]
 
 
 def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]:
@@ -536,19 +538,14 @@ def _findings(report: Report) -> list[Section]:
             for number, item in enumerate(findings)
         },
     )
-    return (
-        [
-            Section(
-                id="findings",
-                title="All findings",
-                body=[table],
-                lead="What each analysis found. The verdict was made of these; a hint or a context "
-                "is a place to look, and no fault.",
-            )
-        ]
-        if findings
-        else []
+    section = Section(
+        id="findings",
+        title="All findings",
+        body=[table],
+        lead="What each analysis found. The verdict was made of these; a hint or a context is a "
+        "place to look, and no fault.",
     )
+    return [section] if findings else []
 
 
 # What the analyses show.

@@ -42,18 +42,11 @@ def sections(report: Report, **_: object) -> list[Section]:
                         max(item.chosen_logprob_diff_max for item in group),
                     )
                 )
-    table = Table(caption="The worst of all steps", columns=_COLUMNS, rows=rows)
-    return (
-        [
-            Section(
-                id="logits",
-                title="logits",
-                detail="KL in nats from A to B; the worst of all steps",
-                lead="How far apart the distributions over the next token are; KL in nats, from A "
-                "to B.",
-                body=[table],
-            )
-        ]
-        if rows
-        else []
+    section = Section(
+        id="logits",
+        title="logits",
+        detail="KL in nats from A to B; the worst of all steps",
+        lead="How far apart the distributions over the next token are; KL in nats, from A to B.",
+        body=[Table(caption="The worst of all steps", columns=_COLUMNS, rows=rows)],
     )
+    return [section] if rows else []

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domains.doctor.result import Checkup, RungState
-from divergence.layout import count
 from divergence.report.summary import computed, model_name
 from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter, shortened
@@ -30,7 +29,7 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     points = [(item.state, f"{item.number} {item.title}", item.evidence) for item in checkup.points]
     ladder = [(item.state, item.name, item.evidence) for item in checkup.ladder]
     num_passed = sum(state == "pass" for state, *_ in points)
-    passed = f"{num_passed} of {count(len(points), 'point')} pass"
+    passed = f"{num_passed} of {len(points)} pass"
     notes = [named("note", note if verbose else shortened(note, 88)) for note in checkup.notes]
     more = [] if verbose else [named("more", "every point and rung: add -v", "dim")]
     sections = [

@@ -67,12 +67,12 @@ def losses_document(report: LossReport) -> Document:
         "metric",
         "steps",
         "mean error",
-        "with sign",
+        "signed",
         "at the end",
         "largest",
         "at step",
         "noise",
-        "leaves the noise",
+        "leaves noise",
         "first beyond",
     )
     table = Table(columns=titles, rows=list(map(_row, report.metrics)))

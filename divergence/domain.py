@@ -172,6 +172,9 @@ class Domain:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Fields that it adds to the report, by the key of the JSON: the class, a ``ReportPart`` of
     divergence.comparison.results."""
+    adapter: str | None = None
+    """A function of a directory that holds an adapter and no model: what has ``base_folder()``,
+    ``merge_into(module)`` and ``text``, or None for what is no such directory."""
     other_weights: str | None = None
     """A function of two runs that gives the commands which tell how their weights are related."""
     arithmetic: str | None = None

@@ -446,6 +446,8 @@ def _execute(
             raise
         with contextlib.closing(session):
             loaded = session.loaded
+            if loaded.adapter is not None:
+                on_progress("note", 0, None, f"{request.model}: {loaded.adapter}")
             if loaded.missing:
                 text = (
                     f"the checkpoint lacks {len(loaded.missing)} parameters, which "

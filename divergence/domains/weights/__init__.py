@@ -17,5 +17,6 @@ DOMAIN = Domain(
         "compare_weights": "divergence.domains.weights.compare",
     },
     sentences={"weights": "divergence.domains.weights.sentences"},
+    adapter="divergence.domains.weights.adapter:open_adapter",
     other_weights="divergence.domains.weights.offer:commands_for",
 )

@@ -48,6 +48,29 @@ class Adapter:
         form = f"LoRA adapter, rank {self.rank}, alpha {self.alpha:g}"
         return StoredWeights(self.source, form, {**self.products, **self.whole})
 
+    @property
+    def text(self) -> str:
+        """What it is, once it is merged."""
+        return f"LoRA, rank {self.rank}, alpha {self.alpha:g}, merged into {self.base}"
+
+    @torch.no_grad()
+    def merge_into(self, model: torch.nn.Module) -> None:
+        """Adds what it adds to its base's parameters, in their dtype. Raises UsageError for a model
+        that is not its base."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, change in {**self.products, **self.whole}.items():
+            own = parameters.get(name)
+            if own is None or tuple(own.shape) != change.shape or not own.is_floating_point():
+                what = (
+                    "has not" if own is None else f"has as {str(own.dtype)[6:]} {list(own.shape)}"
+                )
+                raise UsageError(
+                    f"{self.source} changes {name} {list(change.shape)}, which {self.base} {what}",
+                    hint="merge it with PEFT (merge_and_unload, then save_pretrained)",
+                )
+            value = change.read().to(own.device)
+            own.copy_(own.float() + value if name in self.products else value)
+
     def merged(self) -> StoredWeights:
         """Its base with what it adds. Raises UsageError where the base is not here."""
         base = open_checkpoint(str(self.base_folder()))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from divergence.domain import domains, placed
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
@@ -313,6 +314,8 @@ class LoadedModel:
     """What the checkpoint holds in place of weights, where they were dequantised."""
     quantization: Any = None
     """What config.json says of quantisation; a model that is dequantised forgets it."""
+    adapter: str | None = None
+    """What was merged into its base as it was loaded, where ``source`` is an adapter."""
 
     @property
     def structure(self) -> torch.nn.Module:
@@ -447,6 +450,20 @@ def import_classes(source: str) -> None:
 def load_model(loading: Loading) -> LoadedModel:
     """Load model and tokenizer. Raises ModelError (no such model, no weights, not loadable, does
     not fit) and UsageError (unknown dtype or attention implementation)."""
+    adapter = _adapter_at(loading.source)
+    if adapter is not None:
+        if loading.ranks is not None or loading.device_map is not None:
+            raise UsageError(
+                f"{loading.source} is an adapter, which is merged where all weights lie together",
+                hint="leave out --mesh and --device-map, or merge it with PEFT",
+            )
+        base = load_model(replace(loading, source=str(adapter.base_folder()), revision=None))
+        adapter.merge_into(base.module)
+        trusted = loading.trust_remote_code
+        tokenizer = load_tokenizer(loading.source, revision=None, trust_remote_code=trusted)
+        return replace(
+            base, source=loading.source, adapter=adapter.text, tokenizer=tokenizer or base.tokenizer
+        )
     config, ranks = _load_config(loading), loading.ranks
     options: dict[str, Any] = {
         "config": config,
@@ -504,6 +521,9 @@ def load_model(loading: Loading) -> LoadedModel:
 
 def empty_model(loading: Loading) -> LoadedModel:
     """The model's structure on torch's meta device: shapes without weights."""
+    adapter = _adapter_at(loading.source)
+    if adapter is not None:
+        loading = replace(loading, source=str(adapter.base_folder()), revision=None)
     config = _load_config(loading)
     task = resolve_task(config, loading.task)
     factory = _factory(config, task)
@@ -618,6 +638,15 @@ def _load_parts(source: str) -> tuple[str, dict[str, Any]]:
 def is_gguf(source: str) -> bool:
     """A file of llama.cpp, which transformers widens as it reads it (with the package gguf)."""
     return source.endswith(".gguf") and expanded(source).is_file()
+
+
+def _adapter_at(source: str) -> Any:
+    """The adapter in a directory that holds no model beside it, as a domain reads it; else None."""
+    path = expanded(source)
+    if not (path / _ADAPTER).is_file() or (path / "config.json").is_file():
+        return None
+    places = [domain.adapter for domain in domains() if domain.adapter is not None]
+    return placed(places[0])(source) if places else None
 
 
 def _check_source(source: str) -> None:
@@ -749,6 +778,8 @@ def check_data_alone(source: str, *, revision: str | None) -> None:
     all (no config, no weights) is left to the loader, which says so."""
     config = None if is_gguf(source) else _file(source, revision, "config.json")
     if config is None:  # or GGUF, which is data
+        if not is_gguf(source) and _file(source, revision, _ADAPTER) is not None:
+            raise _refused(source, f"is an adapter ({_ADAPTER} names its base)")
         return
     from transformers.utils import is_peft_available  # without PEFT adapters are passed over
 

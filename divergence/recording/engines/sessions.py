@@ -21,7 +21,7 @@ from divergence.recording.engines.engine import (
     check_ids,
     run_group,
 )
-from divergence.recording.engines.identity import identify
+from divergence.recording.engines.identity import identify, without_home
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.modules import Recorder
 from divergence.recording.structure import describe_modules
@@ -126,7 +126,9 @@ class TorchSession:
         )
 
     def note(self) -> EngineNote:
-        return EngineNote(name=self.name, version=self.version(), options=self.options)
+        adapter = self.loaded.adapter
+        facts = {} if adapter is None else {"adapter": without_home(adapter)}
+        return EngineNote(name=self.name, version=self.version(), options=self.options, facts=facts)
 
     def version(self) -> str:
         return transformers.__version__

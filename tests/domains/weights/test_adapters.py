@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from divergence import compare_weights
-from divergence.errors import UsageError
+from divergence import capture, compare, compare_weights
+from divergence.errors import ModelError, UsageError
 
 MODULES = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(2) for name in "qv"]
 RANK, ALPHA = 4, 8
@@ -116,4 +117,49 @@ def test_what_cannot_be_read_is_told(stored, invoke, tmp_path):
         compare_weights(far, base)
     assert compare_weights(far, far).equal
     code, _, err = invoke("capture", far, "-o", "a", "--prompt", "x")
-    assert code == 2 and "is an adapter of /nowhere/model, not merged" in " ".join(err.split())
+    assert code == 2 and "adapter of /nowhere/model, which is not here" in " ".join(err.split())
+
+
+@pytest.fixture
+def adapter(stored, llama, tmp_path):
+    """An adapter of a small Llama, and that model as PEFT merges it."""
+    merged = tmp_path / "merged"
+    shutil.copytree(llama, merged)
+    tensors = load_file(merged / "model.safetensors")
+    factors = {}
+    for number, module in enumerate(MODULES):
+        rows, columns = tensors[f"{module}.weight"].shape
+        a = draw(RANK, columns, seed=number, size=0.1)
+        b = draw(rows, RANK, seed=50 + number, size=0.1)
+        factors[module] = a, b
+        whole = tensors[f"{module}.weight"].float() + ALPHA / RANK * b @ a
+        tensors[f"{module}.weight"] = whole.to(tensors[f"{module}.weight"].dtype)
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    return stored("small", factors, r=RANK, base_model_name_or_path=str(llama)), merged
+
+
+def test_an_adapter_is_captured_merged_into_its_base(adapter, llama, tmp_path, invoke):
+    """The run says so; it is the merged checkpoint's run, and another model than the base's."""
+    place, merged = adapter
+    options = {"prompts": [[1, 7, 8, 9]], "max_new_tokens": 2, "probe": False}
+    a = capture(place, out=tmp_path / "a", **options)
+    text = a.manifest.engine.facts["adapter"]
+    assert text == f"LoRA, rank 4, alpha 8, merged into {llama}"
+    assert text in " ".join(invoke("inspect", a.path)[1].split())
+    b = capture(merged, out=tmp_path / "b", **options)
+    verdict = compare(a, b).verdict
+    assert verdict.kind in ("identical", "within_floor")
+    base = compare(a, capture(llama, out=tmp_path / "c", **options)).verdict
+    assert base.kind == "incomparable" and "other weights" in base.summary
+    again = capture(place, like=a, out=tmp_path / "d", probe=False)
+    assert compare(a, again).verdict.kind == "identical"
+    with pytest.raises(ModelError, match="names its base"):
+        capture(like=a, out=tmp_path / "e", probe=False)
+    assert invoke("capture", place, "--prompt", "x", "-o", tmp_path / "f", "--dry-run")[0] == 0
+
+
+def test_an_adapter_of_another_model_is_not_merged(adapter, stored, llama, tmp_path):
+    """Its parameters are not there, or of other shapes."""
+    other = stored("odd", FACTORS, r=RANK, base_model_name_or_path=str(llama))
+    with pytest.raises(UsageError, match=r"changes model\.layers\.0\.self_attn\.q_proj\.weight"):
+        capture(other, out=tmp_path / "a", prompts=[[1, 7, 8, 9]], probe=False)

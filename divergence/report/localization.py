@@ -12,8 +12,7 @@ from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
-from divergence.layout import Line, limit_share, times
-from divergence.report.text import document_lines
+from divergence.layout import limit_share, times
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
@@ -45,11 +44,6 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
     return Document(
         headline=headline_of(result), sections=sections, next=[*result.commands, *again]
     )
-
-
-def localization_lines(result: Localization, *, every: bool = False) -> list[Line]:
-    """The same as lines, for ``divergence.layout.print_lines``."""
-    return document_lines(localization_document(result, every=every))
 
 
 def headline_of(result: Localization) -> Headline:

@@ -61,8 +61,8 @@ def page(
         )
     verdict = report.verdict
     onset = verdict.onset and (verdict.onset.block or verdict.onset.site)
-    said = onset or _SHORT.get(verdict.kind)
-    answer = headline(report) + (f": {said[:60]}" if said else "")  # ``DIVERGED: model.layers.6``
+    # ``DIVERGED: model.layers.6``
+    answer = f"{headline(report)}: {(onset or verdict.summary)[:60]}"
     sides = [_side("A", report.reference), _side("B", report.candidate)]
     whole = dataclasses.replace(document(report, background=background), sides=sides)
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
@@ -84,15 +84,6 @@ def _side(letter: str, run: RunSummary) -> Side:
         warnings=[item.text for item in states(run)],
         facts=[("model", model_name(run)), ("computed", computed(run)), ("run", run.path)],
     )
-
-
-_SHORT = {
-    "identical": "equal bit for bit",
-    "within_floor": "only rounding differs",
-    "incomparable": "not the same experiment",
-    "undetermined": "nothing to tell",
-}
-"""What a verdict without a place says, in a browser's tab."""
 
 
 MOST_BYTES = 300_000

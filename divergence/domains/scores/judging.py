@@ -307,7 +307,9 @@ def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
     for task in candidate.tasks:
         name = str(SeriesName(task.task, task.filter, task.metric))
         if task.verdict not in policy.verdicts:
-            failures.append(fact("evaluations.task", task=name, what=task.headline))
+            failures.append(
+                fact("evaluations.task", task=name, verdict=task.verdict, what=task.headline)
+            )
         elif task.pairing is not None:
             num_paired = task.pairing.num_paired
             num_documents = num_paired + task.pairing.num_left_out

@@ -32,7 +32,7 @@ SENTENCES = {
     "scores": "of {num_scores} scores {counts:list}",
     "num_of": "{num_scores} {verdict}",
     # what a policy asks for
-    "task": "{task}: {what}",
+    "task": "{task} is {verdict}, which the policy does not allow",
     "few_paired": (
         "{task}: {num_paired:,} of {num_documents:,} documents were paired, and the policy asks "
         "for {percent:g}%"

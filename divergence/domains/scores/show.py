@@ -23,7 +23,7 @@ from divergence.domains.scores.result import (
 from divergence.domains.scores.rows import SeriesName
 from divergence.facts import sentence
 from divergence.layout import count
-from divergence.words import printable
+from divergence.words import list_names, printable
 
 _WORDS = {
     "equal": "EQUAL",
@@ -63,7 +63,10 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         top = headline(candidate)
         said = {task.summary for task in candidate.tasks}
         if candidate.passed is not None:
-            word, style = ("passed", "green") if candidate.passed else ("failed", "bold red")
+            why = list_names([failure.text for failure in candidate.failures], 3, "; ")
+            word, style = (
+                ("passed", "green") if candidate.passed else (f"failed: {why}", "bold red")
+            )
             top = dataclasses.replace(top, facts=[named("policy", word, style)])
         tasks = candidate.tasks
         if not verbose and len(tasks) > _DETAILED:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from divergence.document import HeatMap, HeatScale, Plot, PlotLine
 from divergence.html.parts import Element, Node, el
+from divergence.words import shortened
 
 # Scales of figures: where a value stands on a logarithmic axis, which step of colour it has.
 
@@ -91,6 +92,7 @@ _MOST_DOTS = 130
 """Of one line; more of them are a line."""
 _NAMED = 7
 """Names below an axis, at most, for a phone's width."""
+_LONGEST_NAME = 12
 
 
 def figure(item: Plot | HeatMap) -> Element:
@@ -231,7 +233,7 @@ def _heat_map(item: HeatMap) -> Element:
     ticks: list[Node] = []
     for n in _beside(rows, max(2, int(height // 16))):
         middle = (n + 0.5) * row_height
-        name = _cut(rows[n], 8)
+        name = shortened(rows[n], 8)
         ticks.append(el("text", name, x="100%", dx=-6, y=_px(middle + 4), text_anchor="end"))
     left = el("svg", *ticks, class_="ticks", height=height, aria_hidden="true")
     area = el(
@@ -323,10 +325,11 @@ def _names_below(names: Sequence[str], across: _Across, height: float = HEIGHT) 
         shown.append(last)
     labels: list[Node] = []
     for n in shown:
-        word = len(_cut(names[n])) > 3
+        word = len(names[n]) > 3
         anchor = "start" if word and n == 0 else "end" if word and n == last else "middle"
         x = {"start": "0", "end": across.end}.get(anchor, across.at(n))
-        labels.append(el("text", _cut(names[n]), x=x, y=_px(height + 16), text_anchor=anchor))
+        name, y = shortened(names[n], _LONGEST_NAME), _px(height + 16)
+        labels.append(el("text", name, x=x, y=y, text_anchor=anchor))
     return labels
 
 
@@ -347,10 +350,6 @@ def _beside(names: Sequence[str], most: int) -> list[int]:
         if all(abs(n - other) >= step for other in numbers):
             numbers.append(n)
     return sorted(numbers)
-
-
-def _cut(text: str, most: int = 12) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _px(value: float) -> str:

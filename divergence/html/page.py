@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from divergence.document import Document, Section, Side
 from divergence.html import parts
 from divergence.html.parts import Element, Node, command, el, facts, name, prose_block
-from divergence.html.sections import element, script_data, section_title
+from divergence.html.sections import capital, element, script_data, section_title
 from divergence.layout import count
 from divergence.words import HEADLINES, printable_json
 
@@ -87,7 +87,7 @@ def _opening(number: int, whole: Document) -> Element:
     content = el(
         "div",
         el("p", mark, headline.word, class_="badge") if headline.word else None,
-        el("h1", name(_capital(headline.text)), class_=long),
+        el("h1", name(capital(headline.text)), class_=long),
         *(el("p", fact.text) for fact in lone),
         facts(rows, class_="facts verdict-facts") if rows else None,
         *_why(whole.why),
@@ -106,13 +106,6 @@ def _opening(number: int, whole: Document) -> Element:
         id=f"verdict-{number}" if number else "verdict",
         aria_label=headline.word or "Answer",
     )
-
-
-def _capital(sentence: str) -> str:
-    """A sentence's first word begins with a capital letter, unless it is a name: of a module, a
-    task or a file."""
-    word = sentence.partition(" ")[0].rstrip(",:;")
-    return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
 
 
 def _why(texts: Sequence[str]) -> list[Node]:

@@ -37,7 +37,7 @@ _CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 
 def element(section: Section, *more: Node) -> Element:
     """The whole section, under its title. ``more``: behind its blocks."""
-    lead = section.lead or (f"{_capital(section.detail)}." if section.detail else "")
+    lead = section.lead or (f"{capital(section.detail)}." if section.detail else "")
     return el(
         "section",
         el("h2", section_title(section), id=f"{section.id}-title"),
@@ -50,11 +50,14 @@ def element(section: Section, *more: Node) -> Element:
 
 
 def section_title(section: Section) -> str:
-    return section.heading or _capital(section.title)
+    return section.heading or capital(section.title)
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def capital(sentence: str) -> str:
+    """A sentence's first word begins with a capital letter, unless it is a name: of a module, a
+    task or a file."""
+    word = sentence.partition(" ")[0].rstrip(",:;")
+    return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
 
 
 def _all_nodes(blocks: Iterable[Block | None]) -> Iterator[Node]:

@@ -158,6 +158,7 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         Section(
             id="logprobs",
             title="log-probabilities",
+            heading="Log-probabilities",
             detail=f"{prompts}, {equal} tokens equal",
             body=body,
         ),

@@ -1,12 +1,14 @@
-"""Manifests of runs that are written by hand: they say little, and what a test is about is changed.
+"""Manifests and measured numbers by hand: they say little, and what a test is about is changed.
 
 Each part of a manifest may be given as a whole, or as the fields of it that are other ones.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from divergence.comparison.results import SiteResult
 from divergence.run.manifest import (
     Environment,
     Manifest,
@@ -80,3 +82,45 @@ def manifest(**changes: Any) -> Manifest:
     }
     parts = {name: part(name, **values[name]) for name in _PARTS if isinstance(values[name], dict)}
     return Manifest(**values | parts)
+
+
+_ZERO = (
+    "rel_l2",
+    "one_minus_cosine",
+    "max_abs",
+    "gain",
+    "gain_se",
+    "token_rel_l2_median",
+    "token_rel_l2_p99",
+    "token_rel_l2_max",
+    "channel_rel_l2_max",
+)
+
+
+def measured(site: str, ratio: float, *, rows: int = 8, features: int = 64, **changes: Any) -> Any:
+    """What is measured of a pair of tensors whose median row is ``ratio`` floors off. Blocks are
+    called h.0, h.1, ... or g.0, ..."""
+    path = site.partition(":")[0]
+    block = ".".join(path.split(".")[:2]) if path.startswith(("h.", "g.")) else None
+    values = {
+        "pass_": "anchored",
+        "sample": 0,
+        "step": 0,
+        "site": site,
+        "order": 0,
+        "block": block,
+        "role": "block" if path == block else "trunk" if block is None else "inner",
+        "kind": "Block",
+        "shape": (1, rows, features),
+        "numel": rows * features,
+        "reference_dtype": "float32",
+        "candidate_dtype": "float32",
+        "identical": False,
+        "cosine": 1.0,
+        "sqnr_db": math.inf,
+        "reference_norm": 1.0,
+        "candidate_norm": 1.0,
+        "ratio": ratio,
+        "ratio_max": ratio,
+    }
+    return SiteResult(**(dict.fromkeys(_ZERO, 0.0) | values | changes))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -56,11 +58,20 @@ SLOW = Path(__file__).with_name("slow.txt")
 """Cases of tests whose other cases hold nearly the same in less time: for `make test-slow`."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order", type=int, help="the seed of a random order of files, and of tests")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is listed as slow. Where the domains are taken away, what is of the whole house
-    is left out."""
+    is left out. With ``--order``, files come in a random order, and the tests of each in one."""
     from divergence.domain import own_domains
+
+    if (seed := config.getoption("order")) is not None:
+        generator = random.Random(seed)
+        places = {path: generator.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], generator.random()))
 
     slow = set(SLOW.read_text(encoding="utf-8").splitlines())
     for item in items:
@@ -149,6 +160,47 @@ def llama(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_run(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """``shared_run("llama", model={"num_blocks": 4}, dtype="float32")``: a run of a tiny model, of
+    ``capture``'s options; ``shared_run(like=run)`` repeats one. Equal arguments give the same run
+    to all tests: nobody writes into it."""
+    from divergence import Run, capture
+    from divergence.recording import passes
+
+    made: dict[str, Path] = {}
+
+    def make(
+        architecture: str = "llama", *, like: Any = None, model: Any = None, **options: Any
+    ) -> Run:
+        source = (architecture, sorted((model or {}).items())) if like is None else like.path
+        key = repr((source, sorted(options.items()), passes.DEFAULT_TRUTH))
+        if key not in made:
+            folder = None if like is not None else str(tiny_model(architecture, **(model or {})))
+            out = tmp_path_factory.mktemp("shared") / "run"
+            made[key] = capture(folder, like=like, out=out, **options).path
+        return Run.open(made[key])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """``shared_truth(run)``: its truth, made once for all tests."""
+    from divergence import Run, truth
+
+    made: dict[str, Path] = {}
+
+    def make(run: Run) -> Run:
+        if (key := str(run.path)) not in made:
+            made[key] = truth(run, out=tmp_path_factory.mktemp("shared") / "truth").path
+        return Run.open(made[key])
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def _s3_server() -> Iterator[str]:
     """An S3 API on this machine; its URL."""
     from moto.server import ThreadedMotoServer
@@ -197,6 +249,30 @@ def invoke(capsys, monkeypatch, tmp_path):
             app([str(arg) for arg in args], prog_name="divergence")
         captured = capsys.readouterr()
         return caught.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def dry_run(invoke):
+    """``dry_run(model, *options)``: the plan that `capture --dry-run` prints; what it refuses, as
+    the error."""
+
+    def call(*words: object) -> dict[str, Any] | str:
+        code, out, err = invoke("capture", *words, "--dry-run", "--json")
+        return err if code else json.loads(out)["dry_run"]
+
+    return call
+
+
+@pytest.fixture
+def bless(invoke):
+    """``bless(golden, new, *options)``: what `check --bless` answers; what it refuses, as the error
+    that it prints."""
+
+    def call(golden: Path | str, new: Path | str, *options: str) -> dict[str, Any] | str:
+        code, out, err = invoke("check", golden, new, "--bless", "--json", *options)
+        return err if code else json.loads(out)["blessed"]
 
     return call
 

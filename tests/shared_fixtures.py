@@ -1,15 +1,22 @@
-"""Hand-made reports and toy runs, by way of fixtures: test files cannot import each other."""
+"""Hand-made answers and toy runs, by way of fixtures: test files cannot import each other."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+import divergence
+from divergence.gate.policy import Policy
 from divergence.numerics.summary import summarize
 from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
@@ -25,6 +32,84 @@ def reports() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def answer_of() -> Callable[..., Any]:
+    """``answer_of("sensitivity", **fields)``: what that function returns, made by hand; what its
+    fields hold may be given as dicts and lists."""
+
+    def make(name: str, **fields: Any) -> Any:
+        function = getattr(divergence, name)
+        kind = getattr(sys.modules[function.__module__], function.__annotations__["return"])
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        return kind(**{key: msgspec.convert(value, types[key]) for key, value in fields.items()})
+
+    return make
+
+
+COMMANDS = {
+    "Report": ("compare", "compare a b"),
+    "Matrix": ("compare_many", "compare a b c"),
+    "CheckResult": ("check", "check golden new"),
+    "Localization": ("localize", "localize a b -o out"),
+    "Sensitivity": ("sensitivity", "sensitivity a"),
+    "SelfcheckResult": ("selfcheck", "selfcheck model"),
+}
+"""By answer: the function that gives it, and the command that prints it."""
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def printed(invoke, monkeypatch) -> Callable[..., str]:
+    """``printed(answer, *options)``: what the command prints whose function gives that answer.
+    ``columns``: to a terminal so wide, with its codes; else to a pipe."""
+
+    def call(answer: Any, *options: object, columns: int | None = None) -> str:
+        name, words = COMMANDS[type(answer).__name__]
+        module = sys.modules[getattr(divergence, name).__module__]
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_, **__: answer)
+            if columns is None:
+                return invoke(*words.split(), *options)[1]
+            patch.setattr(sys, "stdout", terminal := _Terminal())
+            patch.setenv("TERM", "xterm-256color")
+            patch.setenv("COLUMNS", str(columns))
+            invoke(*words.split(), *options)
+            return terminal.getvalue()
+
+    return call
+
+
+@pytest.fixture
+def lines_of(printed, monkeypatch) -> Callable[..., list[str]]:
+    """``lines_of(answer, *options)``: the lines that are printed, each as long as it is."""
+
+    def call(answer: Any, *options: object) -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr("divergence.layout.MAX_WIDTH", 1_000_000)
+            return printed(answer, *options).splitlines()
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def checked() -> Callable[..., Any]:
+    """``checked(report, policy)``: what `check` answers where that is the report of the two runs.
+    ``**tables``: a policy of these."""
+
+    def call(report: divergence.Report, policy: Policy | str | None = None, **tables: Any) -> Any:
+        module = sys.modules[divergence.compare.__module__]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "compare", lambda *_, **__: report)
+            policy = msgspec.convert(tables, Policy) if tables else policy
+            return divergence.check("golden", "new", policy=policy)
+
+    return call
 
 
 class Toy:

@@ -18,28 +18,19 @@ TESTS = Path(__file__).parent
 DOORS = ("cli.main", "numerics", "domains.public")
 
 INSIDE = {
-    "functions of the gate, which CI calls, on reports that are made by hand": """
-        gate.check gate.golden gate.result""",
-    "what is printed of an answer that is made by hand": """
-        html.parts html.picture html.sections report.bundle report.capturing report.checking
-        report.environment report.experiments report.inspection report.localization report.matrix
-        report.page report.screen analyses.blocks.sections analyses.precision.sections
-        analyses.tokens.sections experiments.result fleet.result""",
     "rules on numbers that are made by hand: no model is off by just so much": """
-        analyses.blocks.find analyses.blocks.onset analyses.blocks.rounding analyses.blocks.sides
-        analyses.blocks.structure analyses.blocks.units analyses.code.find analyses.ends.find
-        analyses.operators.find analyses.operators.measure analyses.operators.operands
-        analyses.precision.audit analyses.tokens.find analyses.tokens.measure
-        comparison.align.coverage comparison.background comparison.calls comparison.experts
-        comparison.limits comparison.measure.judge comparison.measure.processes
-        comparison.measure.truth comparison.preflight.code experiments.explain
-        experiments.localization.localize experiments.localization.repetition
+        analyses.code.find analyses.operators.find analyses.operators.measure
+        analyses.operators.operands analyses.precision.audit analyses.tokens.measure
+        comparison.align.coverage comparison.calls comparison.experts comparison.measure.judge
+        comparison.preflight.code experiments.explain experiments.localization.repetition
         experiments.sensitivity fleet.many""",
+    "what is printed, of answers that no two runs give": """
+        analyses.blocks.sections report.bundle""",
     "arithmetic and plans that are held against an oracle, without a run": """
-        ops.reproducer recording.code recording.dry_run experiments.tiny
+        cli.demo ops.reproducer recording.code experiments.tiny
         recording.plant recording.ranks recording.widening""",
     "where a test puts a fault of the machine, or counts what is done": """
-        cli.demo cli.streams experiments.diff experiments.localization.machine
+        cli.streams comparison.measure.processes experiments.diff experiments.localization.machine
         experiments.selfcheck recording.engines.together recording.passes run.blobs run.remote
         run.shards run.target""",
 }

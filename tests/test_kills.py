@@ -58,9 +58,7 @@ def serve() -> None:
     # What is imported here every fork has.
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import divergence.comparison.api
-    import divergence.gate.golden
-    import divergence.recording.api  # noqa: F401
+    from divergence import capture, check, compare  # noqa: F401
     from divergence.cli.main import app
 
     for line in sys.stdin:

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from divergence.errors import UsageError
-from divergence.words import printable, printable_json, printable_lines
+from divergence.words import both_ends, printable, printable_json, printable_lines
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve", "数字\u3000字", "a\u00a0b", "‖a−b‖ → 🙂", ""])
@@ -54,7 +54,16 @@ def test_json_keeps_its_meaning_and_its_lines():
     assert all(char.isprintable() or char == "\n" for char in printable_json(text))
 
 
+@pytest.mark.parametrize("most", [1, 2, 5, 40])
+def test_a_long_text_keeps_both_ends(most):
+    """At most so many characters, also of what is written out."""
+    assert len(both_ends("\u202e" * 300 + "end", most)) == most
+    assert both_ends("abcdefghij", 5) == "ab…ij"
+    assert both_ends("short", 40) == "short"
+
+
 def test_lines_that_the_tool_made_stay_lines():
+    """Their ends are no characters of data."""
     assert printable_lines("a\nb\x1b") == "a\nb\\x1b"
 
 

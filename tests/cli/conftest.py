@@ -1,23 +1,13 @@
-"""The hand-made reports, by way of a fixture: test files cannot import each other."""
+"""The hand-made answers, and functions in place of an API's own."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-
-@pytest.fixture(scope="session")
-def reports() -> ModuleType:
-    """tests/report/factory.py"""
-    path = Path(__file__).parents[1] / "report" / "factory.py"
-    spec = importlib.util.spec_from_file_location("report_factory", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.shared_fixtures import *  # noqa: F403
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import zipfile
 import pytest
 
 from divergence import capture
-from divergence.experiments.result import Level, Localization
 
 
 @pytest.fixture(scope="module")
-def runs(llama, tmp_path_factory):
+def runs(llama, answer_of, tmp_path_factory):
     """Two runs in somebody's home, and what `localize` leaves beside them."""
     home = tmp_path_factory.mktemp("x") / "home" / "somebody"
     options = {"prompts": ["Snow fell"], "max_new_tokens": 1, "probe": False}
@@ -23,14 +22,15 @@ def runs(llama, tmp_path_factory):
     (home / "one-two" / "repro").mkdir(parents=True)
     pair = {"reference": one.manifest.id, "candidate": two.manifest.id}
     (home / "one-two" / "pair.json").write_text(json.dumps(pair))
-    level = Level(
-        level="operator",
-        verdict="localized",
-        site="aten.mm#2:out",
-        side="candidate",
-        why=f"in {home}/one",
-    )
-    descent = Localization(
+    level = {
+        "level": "operator",
+        "verdict": "localized",
+        "site": "aten.mm#2:out",
+        "side": "candidate",
+        "why": f"in {home}/one",
+    }
+    descent = answer_of(
+        "localize",
         reference="one",
         candidate="two",
         out=str(home / "one-two"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 
 import pytest
 
+import divergence
 from divergence.comparison.results import Coverage
 
 
@@ -176,66 +178,40 @@ def test_the_policy_can_be_a_setting(invoke, answering, reports, tmp_path, monke
     assert invoke("check", "golden", "new", "--policy", "strict")[0] == 1
 
 
-def test_bless_tells_what_changes(invoke, monkeypatch):
-    """The answer to --bless is what the golden is now, was before, and how they differ."""
-    from divergence.gate import golden
-    from divergence.gate.result import Blessing
-
-    blessing = Blessing(
-        golden="golden",
-        previous="golden.previous",
-        verdict="localized",
-        summary="layer 3 [sic]",
-        added_sites=["a:out"],
-    )
-    monkeypatch.setattr(golden, "bless", lambda *_, **__: blessing)
-    code, out, _ = invoke("check", "golden", "new", "--bless")
-    assert code == 0
-    assert out.splitlines() == [
-        "BLESSED: golden is the golden now",
-        "previous    kept as golden.previous",
-        "old to new  localized: layer 3 [sic]",
-        "added       1 site: a:out",
-        "removed     0 sites",
-    ]
-    answer = json.loads(invoke("check", "golden", "new", "--bless", "--json")[1])
-    assert answer["blessed"]["added_sites"] == ["a:out"]
-
-
 @pytest.fixture
-def matching(monkeypatch, reports):
+def matching(monkeypatch, reports, answer_of):
     """``matching(*kinds)`` makes compare_many() return rows of these verdicts (None: unreadable);
     returns its calls."""
-    from divergence import Matrix
-    from divergence.fleet import many
-    from divergence.fleet.result import AgreementGroup, MatrixRow
 
     def answer(*kinds):
         rows = [
-            MatrixRow(path="b", problem="gone")
+            {"path": "b", "problem": "gone"}
             if kind is None
-            else MatrixRow(
-                path="b",
-                run=reports.make_run("b"),
-                verdict=kind,
-                report=reports.make_report(),
-                problem="other weights" if kind == "incomparable" else None,
-            )
+            else {
+                "path": "b",
+                "run": reports.make_run("b"),
+                "verdict": kind,
+                "report": reports.make_report(),
+                "problem": "other weights" if kind == "incomparable" else None,
+            }
             for kind in kinds
         ]
+        matrix = answer_of(
+            "compare_many",
+            tool_version="0",
+            reference=reports.make_run("a"),
+            rows=rows,
+            agreement="so so",
+            groups=[{"runs": ["a"]}],
+        )
         calls = []
 
         def compare_many(*args, **options):
             calls.append((args, options))
-            return Matrix(
-                tool_version="0",
-                reference=reports.make_run("a"),
-                rows=rows,
-                agreement="so so",
-                groups=[AgreementGroup(runs=["a"])],
-            )
+            return matrix
 
-        monkeypatch.setattr(many, "compare_many", compare_many)
+        module = sys.modules[divergence.compare_many.__module__]
+        monkeypatch.setattr(module, "compare_many", compare_many)
         return calls
 
     return answer

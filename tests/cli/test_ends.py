@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory, llama):
-    from divergence import capture
-
-    return capture(
-        str(llama),
-        out=tmp_path_factory.mktemp("golden") / "a",
-        prompts=["Snow fell"],
-        max_new_tokens=2,
-        probe=False,
-    )
+@pytest.fixture
+def golden(shared_run):
+    return shared_run(prompts=["Snow fell"], max_new_tokens=2, probe=False)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,9 @@ from divergence.errors import RunFormatError
 from divergence.recording.engines.load import Loading, load_model
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory, llama):
-    return capture(
-        llama,
-        out=tmp_path_factory.mktemp("next") / "a",
-        prompts=["Snow fell on"],
-        max_new_tokens=2,
-        probe=False,
-    )
+@pytest.fixture
+def first(shared_run):
+    return shared_run(prompts=["Snow fell on"], max_new_tokens=2, probe=False)
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,13 @@ from divergence.run.site import module_of
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model):
+@pytest.fixture
+def run(shared_run):
     """``run(architecture, model={...}, **capture options)`` → a run; equal arguments, one run."""
-    runs = {}
 
     def make(architecture="llama", *, model=None, **options):
-        model = {"dtype": "float32"} | (model or {})
         options = {"prompts": PROMPTS[:1], "max_new_tokens": 3} | options
-        key = repr((architecture, sorted(model.items()), sorted(options.items())))
-        if key not in runs:
-            folder = str(tiny_model(architecture, **model))
-            runs[key] = capture(folder, out=tmp_path_factory.mktemp("run") / "run", **options)
-        return runs[key]
+        return shared_run(architecture, model={"dtype": "float32"} | (model or {}), **options)
 
     return make
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from divergence.comparison import decide as deciding
 from divergence.comparison.decide import CLAIMS, RANK, Decision, check, confidence_of, explained
-from divergence.comparison.results import Finding, Onset, PreflightLine
+from divergence.comparison.results import Check, Finding, Onset, PreflightLine
 from divergence.domain import Claim, Domain
 from divergence.facts import plain, worded
 
@@ -412,3 +412,20 @@ def test_a_drift_where_every_part_only_rounds_is_the_models_own(at, only_rounds,
     assert verdict.kind == kind
     assert [item.code for item in verdict.evidence].count("enlarged") == (kind != "drift")
     assert verdict.confidence == ("low" if kind == "drift" else "medium")
+
+
+@pytest.mark.parametrize("names", [*itertools.product(("anchored", "clear", "truth"), repeat=2)])
+def test_meeting_a_check_never_lowers_confidence(names):
+    """For every pair of checks in every state: met is at least as good as anything else."""
+    for states in itertools.product(("met", "failed", "not_made"), repeat=2):
+        checks = [Check(name=n, state=s) for n, s in zip(names, states, strict=True)]
+        better = [Check(name=names[0], state="met"), checks[1]]
+        assert RANK[confidence_of(better)] >= RANK[confidence_of(checks)]
+
+
+def test_high_needs_every_check_and_free_runs_alone_are_low():
+    """The three words."""
+    met = check("anchored", True, "")
+    assert confidence_of([met, check("clear", True, "")]) == "high"
+    assert confidence_of([met, check("truth", False, "no truth", made=False)]) == "medium"
+    assert confidence_of([check("anchored", False, "free runs"), met]) == "low"

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 import divergence
 from divergence.cli.main import app
-from divergence.gate.golden import bless
 from divergence.run.reader import COLUMNS, floor_of
 from divergence.run.site import module_of
 
@@ -20,24 +19,14 @@ CHANNEL = "model.layers.1:out=channel:3:4"
 EVERYWHERE = [f"model.layers.{n}.mlp:out=scale:1.3" for n in range(6)]
 
 
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory, tiny_model):
+@pytest.fixture
+def captured(shared_run):
     """``captured(dtype, plants, **options)`` → a run with a floor, made once."""
-    made = {}
 
     def capture(dtype, plants=(), **options):
-        key = dtype, tuple(plants), tuple(sorted(options.items()))
-        if key not in made:
-            made[key] = divergence.capture(
-                str(tiny_model("llama", dtype=dtype, num_blocks=6)),
-                out=tmp_path_factory.mktemp("floor-") / "a",
-                prompts=PROMPTS,
-                max_new_tokens=4,
-                plants=list(plants),
-                probe=False,
-                **{"truth": "floor"} | options,
-            )
-        return made[key]
+        options = {"prompts": PROMPTS, "max_new_tokens": 4, "truth": "floor"} | options
+        model = {"dtype": dtype, "num_blocks": 6}
+        return shared_run(model=model, plants=list(plants), probe=False, **options)
 
     return capture
 
@@ -111,7 +100,7 @@ def test_it_names_the_side(captured, tmp_path, dtype, on_a, on_b, kind, side, bl
 
 
 @pytest.mark.parametrize("options", [{"truth": "full"}, {"store": "sketch"}, {"truth": "floor"}])
-def test_check_names_the_side(captured, tmp_path, options):
+def test_check_names_the_side(captured, bless, tmp_path, options):
     """A golden carries its floor, whatever else it keeps, and `check` says which side is wrong."""
     golden = tmp_path / "golden.zip"
     bless(golden, captured("bfloat16", **options).path)

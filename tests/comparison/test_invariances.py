@@ -16,25 +16,13 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model):
+@pytest.fixture
+def runs(shared_run):
     """``runs(family, dtype)`` → a run with its own truth."""
-    made = {}
 
     def make(family="llama", dtype="float32", prompts=PROMPTS):
-        key = family, dtype, len(prompts)
-        if key not in made:
-            made[key] = capture(
-                tiny_model(family),
-                out=tmp_path_factory.mktemp("a") / "a",
-                prompts=prompts,
-                max_new_tokens=4,
-                dtype=dtype,
-                probe=False,
-                truth="full",
-                store="full",
-            )
-        return made[key]
+        options = {"prompts": prompts, "max_new_tokens": 4, "dtype": dtype, "probe": False}
+        return shared_run(family, truth="full", store="full", **options)
 
     return make
 
@@ -374,25 +362,13 @@ NOT_TAKEN_BACK = {
 }
 
 
-@pytest.fixture(scope="module")
-def inner(tmp_path_factory, tiny_model):
+@pytest.fixture
+def inner(shared_run):
     """``inner(dtype)`` → a run that holds what is inside the blocks."""
-    made = {}
 
     def make(dtype):
-        if dtype not in made:
-            made[dtype] = capture(
-                tiny_model("llama"),
-                out=tmp_path_factory.mktemp("a") / "a",
-                prompts=PROMPTS,
-                max_new_tokens=3,
-                dtype=dtype,
-                probe=False,
-                truth="full",
-                store="full",
-                sites="modules",
-            )
-        return made[dtype]
+        options = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": dtype, "probe": False}
+        return shared_run(truth="full", store="full", sites="modules", **options)
 
     return make
 

@@ -141,3 +141,11 @@ def test_errors_of_one_direction_are_one_number():
     share = in_step(energy, between, np.full((2, 40), 64.0))
     assert share[:, 0].min() > 0.99 and share[:, 1].max() < 0.1
     assert np.median(share) == 0
+
+
+def test_faults_of_both_sides_do_not_excuse_each_other():
+    """Half are apart; those that are equal bit for bit show that the same kernels ran."""
+    x = np.log([[1 / 7], [1 / 7], [1], [1], [1], [7]])
+    table = outliers(x, np.where(x == 0, 0.0, 0.001), 0.08, limit_of(12))
+    apart = np.abs(table.x - table.control) > table.reach
+    assert apart[:, 0].tolist() == [True, True, False, False, False, True]

@@ -11,7 +11,6 @@ from transformers.models.llama import modeling_llama
 import divergence
 from divergence import RecordOptions
 from divergence.errors import IncomparableError, RunFormatError, UsageError
-from divergence.gate.golden import bless
 from divergence.run.site import module_of
 from tests.digests import without_digests
 
@@ -93,7 +92,7 @@ def test_its_records_lack_no_partner(runs):
     assert not report.coverage.unmatched
 
 
-def test_a_golden_leaves_its_tensors_out(runs, tmp_path):
+def test_a_golden_leaves_its_tensors_out(runs, bless, tmp_path):
     """A golden is kept small: of the truth the sums of A's own error stay."""
     bless(tmp_path / "golden", runs["a"].path)
     golden = divergence.Run.open(tmp_path / "golden")

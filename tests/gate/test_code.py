@@ -12,12 +12,11 @@ from divergence.gate.policy import Policy, PreflightPolicy
 PROMPTS = ["Four walls hold a roof, and a roof holds the rain away from what is dry."]
 
 
-@pytest.fixture(scope="module")
-def golden(tiny_model, tmp_path_factory):
+@pytest.fixture
+def golden(shared_run):
     """As docs recommend one: a sketch, without an anchored pass."""
-    out = tmp_path_factory.mktemp("golden") / "run"
-    model = str(tiny_model("llama", dtype="bfloat16"))
-    return capture(model, out=out, prompts=PROMPTS, max_new_tokens=2, store="sketch", probe=False)
+    options = {"prompts": PROMPTS, "max_new_tokens": 2, "store": "sketch", "probe": False}
+    return shared_run(model={"dtype": "bfloat16"}, **options)
 
 
 def scaled(model):

@@ -8,37 +8,25 @@ import msgspec
 import pytest
 
 from divergence import capture, check
-from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.report.checking import check_document, check_lines
-from divergence.report.environment import check_json
-from divergence.report.text import document_lines
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 FAULT = "model.layers.1.mlp:out=scale:1.05"
 ENTRY = {"sites": "model.layers.1:out", "max": {"rel_l2": 0.5}, "reason": "vendor kernel, seen"}
-TODAY = datetime.date(2027, 1, 31)
+LATER = datetime.date(9999, 1, 31)
 
 
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory, tiny_model):
-    folder = str(tiny_model("llama", dtype="float32"))
-    return capture(
-        folder, out=tmp_path_factory.mktemp("g") / "run", prompts=PROMPTS, max_new_tokens=2
-    )
+@pytest.fixture
+def golden(shared_run):
+    return shared_run(model={"dtype": "float32"}, prompts=PROMPTS, max_new_tokens=2)
 
 
-@pytest.fixture(scope="module")
-def again(golden, tmp_path_factory):
+@pytest.fixture
+def again(golden, shared_run):
     """``again(*plants)`` → the golden repeated with faults."""
-    made = {}
 
     def make(*plants, **options):
-        key = (plants, repr(options))
-        if key not in made:
-            out = tmp_path_factory.mktemp("n") / "run"
-            made[key] = capture(like=golden, out=out, plants=plants, **options)
-        return made[key]
+        return shared_run(like=golden, plants=plants, **options)
 
     return make
 
@@ -48,26 +36,21 @@ def policy(*entries, **rest) -> Policy:
     return msgspec.convert(rules, Policy)
 
 
-def printed(result) -> str:
-    return "\n".join("".join(s.text for s in one.spans) for one in check_lines(result))
-
-
-def test_a_known_difference_passes_and_is_printed(golden, again):
+def test_a_known_difference_passes_and_is_printed(golden, again, printed):
     """All that is flagged is known and no larger: passed, and the use stands in text and JSON."""
     new = again(FAULT)
     assert not check(golden, new, policy=policy()).passed
-    result = check(golden, new, policy=policy(ENTRY | {"until": TODAY}))
+    result = check(golden, new, policy=policy(ENTRY | {"until": LATER}))
     assert (result.passed, result.excused) == (True, True), result.failures
     (use,) = result.known
     assert (use.status, use.reason) == ("used", "vendor kernel, seen")
     assert 0 < use.found["rel_l2"] <= use.allowed["rel_l2"] == 0.5
-    for brief in (True, False):
-        lines = document_lines(check_document(result, brief=True)) if brief else check_lines(result)
-        text = "\n".join(line.text for line in lines)
+    for options in ([], ["-q"]):
+        text = " ".join(printed(result, *options).split())
         assert "known: model.layers.1:out: used" in text
-        assert "vendor kernel, seen" in text and "2027-01-31" in text
-    answer = msgspec.json.decode(check_json(result))
-    assert answer["excused"] and answer["known"][0]["until"] == "2027-01-31"
+        assert "vendor kernel, seen" in text and "9999-01-31" in text
+    answer = msgspec.json.decode(printed(result, "--json"))
+    assert answer["excused"] and answer["known"][0]["until"] == "9999-01-31"
     assert answer["report"]["verdict"]["kind"] == "localized"
 
 
@@ -76,19 +59,18 @@ def test_a_known_difference_passes_and_is_printed(golden, again):
     [
         ({"max": {"rel_l2": 1e-6}}, "exceeded", "larger than known"),
         ({"max": {"rel_l2": 0.5, "ratio": 1.0}}, "exceeded", "ratio"),
-        ({"until": datetime.date(2027, 1, 30)}, "expired", "2027-01-30"),
+        ({"until": datetime.date(2001, 1, 30)}, "expired", "2001-01-30"),
         ({"sites": "model.layers.2:out"}, "unused", "nothing that is flagged"),
         ({"pass": "free"}, "unused", "nothing that is flagged"),
         ({"dtype": "bfloat16"}, "unused", "nothing that is flagged"),
     ],
 )
-def test_what_does_not_cover_it_excuses_nothing(golden, again, change, status, told):
+def test_what_does_not_cover_it_excuses_nothing(golden, again, printed, change, status, told):
     """A larger difference, a past date, another site, pass or dtype: the check fails."""
-    report = check(golden, again(FAULT), policy=policy(ENTRY)).report
-    result = evaluate(report, policy(ENTRY | change), today=TODAY)
+    result = check(golden, again(FAULT), policy=policy(ENTRY | change))
     assert [failure.rule for failure in result.failures] == ["verdicts"]
     assert (result.known[0].status, result.excused) == (status, False)
-    assert told in printed(result)
+    assert told in " ".join(printed(result).split())
 
 
 def test_a_fault_beside_a_known_difference_fails(golden, again):
@@ -102,7 +84,7 @@ def test_a_fault_beside_a_known_difference_fails(golden, again):
     assert check(golden, new, policy=policy(both)).passed
 
 
-def test_operators_in_a_known_block_are_known(golden, again, tmp_path_factory):
+def test_operators_in_a_known_block_are_known(golden, again, checked, tmp_path_factory):
     """What they make ends in the block's output, which is no larger than known; in another block
     they are not."""
     sites = {"sites": ["blocks", "ops@model.layers.1"]}
@@ -119,17 +101,18 @@ def test_operators_in_a_known_block_are_known(golden, again, tmp_path_factory):
     assert result.passed and result.excused
     operators = result.report.operators.results
     operators[:] = [msgspec.structs.replace(one, block="model.layers.0") for one in operators]
-    (failure,) = evaluate(result.report, policy(ENTRY)).failures
+    result = checked(result.report, policy(ENTRY))
+    (failure,) = result.failures
     assert "operator" in failure.text
-    assert evaluate(result.report, policy(ENTRY)).known[0].status == "matched"
+    assert result.known[0].status == "matched"
 
 
-def test_an_unused_entry_is_noted(golden, again):
+def test_an_unused_entry_is_noted(golden, again, printed):
     """On a healthy run the check passes, and says that the difference was not seen."""
     result = check(golden, again(), policy=policy(ENTRY))
     assert result.passed and not result.excused
     assert result.known[0].status == "unused"
-    assert "take the entry out" in printed(result)
+    assert "take the entry out" in " ".join(printed(result).split())
 
 
 def test_nan_is_never_known(golden, again):
@@ -149,7 +132,7 @@ def test_coverage_and_tokens_are_never_excused(golden, again):
     assert rules == {"min_coverage", "tokens.min_equal"}
 
 
-def test_drift_beside_a_known_difference_fails(golden, again):
+def test_drift_beside_a_known_difference_fails(golden, again, checked):
     """The free run may be as far off as the known block makes it, and no farther."""
     result = check(golden, again(FAULT), policy=policy(ENTRY))
     report = result.report
@@ -164,7 +147,7 @@ def test_drift_beside_a_known_difference_fails(golden, again):
     number = report.sites.index(last)
     far = 1e6 * last.token_rel_l2_median
     report.sites[number] = msgspec.structs.replace(last, token_rel_l2_median=far)
-    (failure,) = evaluate(report, policy(ENTRY)).failures
+    (failure,) = checked(report, policy(ENTRY)).failures
     assert "beside what is known" in failure.text
 
 
@@ -175,9 +158,9 @@ def test_a_tolerance_holds_at_known_sites(golden, again):
     assert {failure.rule for failure in failures} == {"tolerance.rel_l2"}
 
 
-def test_the_verdict_of_ranks_and_operators_is_not_known(golden, again):
+def test_the_verdict_of_ranks_and_operators_is_not_known(golden, again, checked):
     """What is no flagged record cannot be known: an abstention, a drift, an operator."""
     report = check(golden, again(FAULT), policy=policy(ENTRY)).report
     report.sites[:] = [msgspec.structs.replace(site, flagged=False) for site in report.sites]
-    result = evaluate(report, policy(ENTRY))
+    result = checked(report, policy(ENTRY))
     assert not result.passed and result.known[0].status == "unused"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence import capture
-from divergence.gate.golden import bless, choose_golden, goldens_in
+from divergence import capture, check
 
 pytest_plugins = ["pytester"]
 
@@ -101,20 +100,22 @@ def test_wrong_calls_say_what_to_do(project, pytester, call, told):
     result.stdout.fnmatch_lines([f"*{told}*"])
 
 
-def test_the_golden_that_fits_best_is_chosen_and_said(runs, tmp_path):
+def test_the_golden_that_fits_best_is_chosen_and_said(runs, bless, tmp_path):
     """The same dtype before the same device; what fits less is said. A run is no folder of them."""
-    assert choose_golden(runs / "one", runs / "two") is None
-    assert choose_golden(tmp_path / "gone", runs / "two") is None
+
+    def chosen():
+        result = check(tmp_path, runs / "two")
+        return Path(result.report.reference.path).name, result.notes[0]
+
     bless(tmp_path / "a-half.zip", runs / "half")
-    chosen = choose_golden(tmp_path, runs / "two")
-    assert chosen.path.name == "a-half.zip" and "of another dtype: none here is cpu-" in chosen.text
-    bless(tmp_path / "b.zip", runs / "half", keep_previous=True)
-    bless(tmp_path / "b.zip", runs / "one", keep_previous=True)
+    name, note = chosen()
+    assert name == "a-half.zip" and "of another dtype: none here is cpu-" in note
+    bless(tmp_path / "b.zip", runs / "half", "--keep-previous")
+    bless(tmp_path / "b.zip", runs / "one", "--keep-previous")
     (tmp_path / "README.md").write_text("not a golden")
-    assert [path.name for path in goldens_in(tmp_path)] == ["a-half.zip", "b.zip"]
-    chosen = choose_golden(tmp_path, runs / "two")
-    assert chosen.path.name == "b.zip"
-    assert chosen.text.endswith("of 2 there: the same device and dtype")
+    name, note = chosen()
+    assert name == "b.zip" and note.endswith("of 2 there: the same device and dtype")
+    assert not [note for note in check(runs / "one", runs / "two").notes if "golden" in note]
 
 
 def test_starting_pytest_stays_fast():

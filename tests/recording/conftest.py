@@ -14,28 +14,19 @@ PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
 
 
 @pytest.fixture(scope="session")
-def captured(tmp_path_factory, tiny_model) -> Callable[..., Run]:
+def captured(shared_run) -> Callable[..., Run]:
     """``captured("llama", dtype="bfloat16", tied=True)`` → a run of 4 new tokens.
 
     Options of the model by name; those of the capture in ``capture_options``. The same
     arguments give the same run.
     """
-    from divergence import capture
-
-    runs: dict[str, Run] = {}
 
     def make(architecture: str, *, capture_options: dict | None = None, **model: Any) -> Run:
-        model = {"dtype": "float32"} | model
         options = {"prompts": [PROMPT], "max_new_tokens": 4} | (capture_options or {})
-        key = repr((architecture, sorted(model.items()), sorted(options.items())))
-        if key not in runs:
-            runs[key] = capture(
-                str(tiny_model(architecture, **model)),
-                out=tmp_path_factory.mktemp(f"{architecture}-") / "run",
-                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
-                **options,
-            )
-        return runs[key]
+        loading = LoadOptions(trust_remote_code=architecture == "remote-code")
+        return shared_run(
+            architecture, model={"dtype": "float32"} | model, loading=loading, **options
+        )
 
     return make
 

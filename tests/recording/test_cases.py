@@ -11,7 +11,6 @@ import pytest
 
 from divergence import Report, capture, compare, domain, truth
 from divergence.errors import UsageError
-from divergence.recording.dry_run import plan_capture
 
 PACKAGE = """
 import msgspec
@@ -131,12 +130,11 @@ def test_a_suite_of_a_package_is_run_repeated_and_judged(squares):
         _ = report.cubes
 
 
-def test_what_it_takes_is_told(squares, llama):
+def test_what_it_takes_is_told(squares, dry_run, llama):
     """By what is installed: no list of the core names it."""
-    plan = plan_capture("suite:squares", sites=["*11"])
-    assert [row.site for row in plan.rows] == ["square.11"]
-    with pytest.raises(UsageError, match="matches no case"):
-        plan_capture("suite:squares", sites=["square.4"])
+    plan = dry_run("suite:squares", "--sites", "*11")
+    assert [row["site"] for row in plan["rows"]] == ["square.11"]
+    assert "matches no case" in dry_run("suite:squares", "--sites", "square.4")
     with pytest.raises(UsageError, match="--dtype means nothing to suite:squares"):
         capture("suite:squares", out=squares / "a", dtype="float16")
     with pytest.raises(UsageError, match="--plant means nothing to suite:squares"):

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from divergence import LoadOptions, RecordOptions, capture, compare
-from divergence.comparison.preflight.code import code_line
 from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.load import device_map_of, map_text
 
@@ -53,9 +52,9 @@ def test_weights_on_disk_are_digested_and_used(accelerate, tiny_model, tmp_path,
         msgspec.structs.replace(run.manifest.model, code={}, tied=[]) for run in (one, away)
     )
     assert mine == theirs
-    assert code_line(one.manifest, away.manifest).status == "same"
     assert json.loads(away.manifest.settings.device_map) == ON_DISK
     report = compare(one, away)
+    assert {line.status for line in report.preflight if line.check == "code"} == {"same"}
     assert report.verdict.kind == "identical" and not report.coverage.unmatched
 
 

@@ -9,7 +9,6 @@ from divergence import RecordOptions, Run, capture
 from divergence import truth as make_truth
 from divergence.errors import UsageError
 from divergence.recording.dispatch import OperatorRecorder
-from divergence.recording.dry_run import plan_capture
 from divergence.recording.keeper import CopyKeeper
 
 BLOCK = "model.layers.1"
@@ -247,10 +246,10 @@ def test_a_wrong_module_is_named(llama, tmp_path):
         capture(llama, out=tmp_path / "x", sites=["ops@model.layer.1"])
 
 
-def test_a_dry_run_lists_operators(llama):
+def test_a_dry_run_lists_operators(llama, dry_run):
     """Without a weight loaded."""
-    plan = plan_capture(llama, sites=[f"ops@{BLOCK}"], max_new_tokens=1)
-    assert f"{BLOCK}.mlp/aten.mul:out" in {row.site for row in plan.rows}
+    plan = dry_run(llama, "--sites", f"ops@{BLOCK}", "--max-new-tokens", 1)
+    assert f"{BLOCK}.mlp/aten.mul:out" in {row["site"] for row in plan["rows"]}
 
 
 def test_a_weight_that_several_modules_use_is_recorded_once_a_forward(tiny_model, tmp_path):

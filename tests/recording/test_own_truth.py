@@ -8,7 +8,6 @@ import torch
 import divergence
 from divergence.cli.main import app
 from divergence.errors import ModelError, UsageError
-from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines import together as module
 from divergence.run.reader import own_truth
 
@@ -208,26 +207,27 @@ def test_an_unknown_mode_is_refused(heard, llama):
 
 
 @pytest.mark.parametrize(("mode", "passes"), [(None, ["free", "truth", "floor"]), ("no", ["free"])])
-def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passes):
+def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, dry_run, mode, passes):
     """The plan lists the pass, and that its bytes come on top."""
-    plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)
-    assert plan.passes == passes
-    assert any("truth" in note for note in plan.notes) == (mode is None)
+    plan = dry_run(llama, "--prompt", PROMPTS[0], *(["--truth", mode] if mode else []))
+    assert plan["passes"] == passes
+    assert any("truth" in note for note in plan["notes"]) == (mode is None)
 
 
 @pytest.mark.parametrize(
     ("options", "made", "word"),
     [
-        ({"dtype": "bfloat16"}, True, "4 bytes a number"),
-        ({"dtype": "float32"}, False, "in float32, as such a pass would be"),
-        ({"dtype": "bfloat16", "store": "sketch"}, False, "--store sketch keeps no bytes"),
+        (["bfloat16"], True, "4 bytes a number"),
+        (["float32"], False, "in float32, as such a pass would be"),
+        (["bfloat16", "--store", "sketch"], False, "--store sketch keeps no bytes"),
     ],
 )
-def test_a_dry_run_says_whether_it_will_be_escalated(llama, options, made, word):
+def test_a_dry_run_says_whether_it_will_be_escalated(llama, dry_run, options, made, word):
     """The plan lists the pass or says why there is none, as the capture does."""
-    plan = plan_capture(str(llama), prompts=PROMPTS, escalate=True, truth="no", **options)
-    assert plan.passes == ["free", "escalated"][: 1 + made]
-    assert any(word in note for note in plan.notes)
+    words = llama, "--prompt", PROMPTS[0], "--escalate", "--truth", "no", "--dtype"
+    plan = dry_run(*words, *options)
+    assert plan["passes"] == ["free", "escalated"][: 1 + made]
+    assert any(word in note for note in plan["notes"])
 
 
 @pytest.mark.whole

@@ -10,17 +10,10 @@ from divergence.errors import UsageError
 PROMPTS = ["A bridge is built twice: once on paper", "Hello there", "one"]
 
 
-@pytest.fixture(scope="module")
-def base(tiny_model, tmp_path_factory):
+@pytest.fixture
+def base(shared_run):
     """A run of three prompts of unequal lengths, each by itself."""
-    return capture(
-        tiny_model("llama"),
-        out=tmp_path_factory.mktemp("base") / "a",
-        dtype="float32",
-        prompts=PROMPTS,
-        max_new_tokens=3,
-        probe=False,
-    )
+    return shared_run(dtype="float32", prompts=PROMPTS, max_new_tokens=3, probe=False)
 
 
 @pytest.mark.parametrize("batch", [False, True])

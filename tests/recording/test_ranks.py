@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from divergence import Run, capture, compare
-from divergence.comparison.preflight.code import code_line
 from divergence.errors import UsageError
 from divergence.recording.engines.load import why_not
 from divergence.recording.processes import _own_device, joined, parse_mesh
@@ -122,7 +121,7 @@ def test_tensor_parallel_is_the_same_run(made):
     assert report.verdict.kind == "within_floor"
     assert whole_of(report) and report.coverage.num_compared == len(one.records)
     assert two.manifest.complete and [a.name for a in two.manifest.mesh.axes] == ["tp"]
-    assert code_line(one.manifest, two.manifest).status == "same"
+    assert {line.status for line in report.preflight if line.check == "code"} == {"same"}
     assert msgspec.structs.replace(two.manifest.model, code={}) == (
         msgspec.structs.replace(one.manifest.model, code={})
     )
@@ -207,7 +206,7 @@ def test_fsdp_deals_the_prompts(made):
         (1, 1, ("single",)),
     }
     assert two.manifest.tokens == one.manifest.tokens
-    assert code_line(one.manifest, two.manifest).status == "same"
+    assert {line.status for line in report.preflight if line.check == "code"} == {"same"}
     assert msgspec.structs.replace(two.manifest.model, code={}) == (
         msgspec.structs.replace(one.manifest.model, code={})
     )
@@ -275,7 +274,7 @@ def test_pipeline_stages_each_have_their_blocks(more):
     assert all("attention_mask" in item.site for item in report.coverage.unmatched)
     stages = {r.site.split(":")[0]: r.rank for r in two.records}
     assert stages["model.layers.0"] == 0 and stages["lm_head"] == 1
-    assert code_line(one.manifest, two.manifest).status == "same"
+    assert {line.status for line in report.preflight if line.check == "code"} == {"same"}
     assert msgspec.structs.replace(two.manifest.model, code={}) == (
         msgspec.structs.replace(one.manifest.model, code={})
     )

@@ -11,7 +11,6 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import fold_tensor, sketch_bytes, sketch_tensor
 from divergence.recording import keeper as keep_reduced
-from divergence.recording.dry_run import plan_capture
 from divergence.recording.keeper import CopyKeeper, ReducedKeeper
 from divergence.run.manifest import digest_tensor
 from divergence.run.record import Place
@@ -26,22 +25,12 @@ def model(tiny_model):
     return str(tiny_model("llama", hidden=256, num_blocks=2))
 
 
-@pytest.fixture(scope="module")
-def runs(model, tmp_path_factory):
+@pytest.fixture
+def runs(shared_run):
     """One capture in each mode."""
-    folder = tmp_path_factory.mktemp("modes")
-    return {
-        mode: capture(
-            model,
-            out=folder / mode,
-            prompts=PROMPT,
-            max_new_tokens=3,
-            sites=["modules"],
-            store=mode,
-            probe=False,
-        )
-        for mode in MODES
-    }
+    options = {"prompts": PROMPT, "max_new_tokens": 3, "sites": ["modules"], "probe": False}
+    model = {"hidden": 256, "num_blocks": 2}
+    return {mode: shared_run(model=model, store=mode, **options) for mode in MODES}
 
 
 def notes_of(**options):
@@ -240,17 +229,18 @@ def test_a_truth_is_kept_in_full(runs, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dry_run(model, runs, mode):
+def test_dry_run(model, runs, dry_run, mode):
     """A dry run's sizes are those of the mode: at most what the capture then stores, less what
     equal tensors share."""
-    plan = plan_capture(model, prompts=PROMPT, max_new_tokens=3, sites=["modules"], store=mode)
+    words = "--prompt", *PROMPT, "--max-new-tokens", 3, "--sites", "modules", "--truth", "no"
+    plan = dry_run(model, *words, "--store", mode)
     form = format_named("bfloat16")
-    row = next(row for row in plan.rows if row.site == "model.layers.0.mlp.up_proj:out")
-    shape = next(r.shape for r in runs["full"].records if r.site == row.site)
-    per_mode = {"full": row.shape[1] * row.shape[2] * 2, "sketch": sketch_bytes(shape, form)}
-    assert row.bytes_prefill == per_mode.get(mode, 0)
+    row = next(row for row in plan["rows"] if row["site"] == "model.layers.0.mlp.up_proj:out")
+    shape = next(r.shape for r in runs["full"].records if r.site == row["site"])
+    per_mode = {"full": shape[1] * shape[2] * 2, "sketch": sketch_bytes(shape, form)}
+    assert row["bytes_prefill"] == per_mode.get(mode, 0)
     stored = runs[mode].manifest.sizes.stored_bytes
-    assert plan.total_bytes >= stored if stored else plan.total_bytes == 0
+    assert plan["total_bytes"] >= stored if stored else plan["total_bytes"] == 0
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

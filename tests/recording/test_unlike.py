@@ -11,10 +11,9 @@ from divergence import capture, truth
 from tests.digests import without_digests
 
 
-@pytest.fixture(scope="module")
-def base(tiny_model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("base") / "a"
-    return capture(tiny_model("llama"), out=out, dtype="float32", max_new_tokens=1, probe=False)
+@pytest.fixture
+def base(shared_run):
+    return shared_run(dtype="float32", max_new_tokens=1, probe=False)
 
 
 def said(model, like, out):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from divergence import capture, compare
-from divergence.recording.dry_run import plan_capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow"]
 HEALTHY = ("identical", "within_floor")
@@ -160,16 +159,17 @@ def test_groups_of_different_lengths(made, tmp_path):
     assert compare(run).verdict.kind in HEALTHY
 
 
-def test_a_dry_run_counts_it(llama):
+def test_a_dry_run_counts_it(llama, dry_run):
     """Like the decode steps; and it says what stands in the way."""
-    plain = plan_capture(str(llama), prompts=PROMPTS, max_new_tokens=4)
-    plan = plan_capture(str(llama), prompts=PROMPTS, max_new_tokens=4, whole=True)
-    assert plan.passes == ["free", "whole"]
-    decoded = sum(row.bytes - row.bytes_prefill for row in plain.rows)
-    assert plan.total_bytes == plain.total_bytes + decoded
-    plan = plan_capture(str(llama), prompts=PROMPTS, max_new_tokens=1, whole=True)
-    assert plan.passes == ["free"]
-    assert any("no whole pass" in note for note in plan.notes)
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    words = llama, *prompts, "--truth", "no", "--max-new-tokens"
+    plain, plan = dry_run(*words, 4), dry_run(*words, 4, "--whole")
+    assert plan["passes"] == ["free", "whole"]
+    decoded = sum(row["bytes"] - row["bytes_prefill"] for row in plain["rows"])
+    assert plan["total_bytes"] == plain["total_bytes"] + decoded
+    plan = dry_run(*words, 1, "--whole")
+    assert plan["passes"] == ["free"]
+    assert any("no whole pass" in note for note in plan["notes"])
 
 
 def test_the_rows_are_those_of_a_plain_forward(made, llama):

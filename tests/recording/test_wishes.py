@@ -12,15 +12,14 @@ import torch
 from divergence import capture, compare, replay
 from divergence import truth as make_truth
 from divergence.errors import UsageError
-from divergence.recording.dry_run import plan_capture
 from divergence.recording.machine import deterministic_settings
 
 SHORT = {"max_new_tokens": 1, "probe": False}
 
 
-@pytest.fixture(scope="module")
-def run(llama, tmp_path_factory):
-    return capture(llama, out=tmp_path_factory.mktemp("wishes") / "a", **SHORT)
+@pytest.fixture
+def run(shared_run):
+    return shared_run(**SHORT)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +95,10 @@ def test_a_wrong_argument_is_named_before_anything_is_loaded(wish, tmp_path):
 
 
 def test_the_other_functions_name_their_arguments_too(run, tmp_path):
-    """Whatever makes a run, and a dry run."""
+    """Whatever makes a run."""
     for call in (
         lambda: make_truth(run, out=tmp_path / "x", label=3),
         lambda: replay(run, out=tmp_path / "x", label=3),
-        lambda: plan_capture("nothing", label=3),
     ):
         with pytest.raises(UsageError, match=r"^label=3 is int, not text"):
             call()

@@ -1,19 +1,3 @@
-"""The hand-made reports, by way of a fixture: test files cannot import each other."""
+"""Hand-made answers, shared by all that compares."""
 
-from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
-import pytest
-
-
-@pytest.fixture(scope="session")
-def reports() -> ModuleType:
-    """tests/report/factory.py"""
-    path = Path(__file__).with_name("factory.py")
-    spec = importlib.util.spec_from_file_location("report_factory", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.shared_fixtures import *  # noqa: F403

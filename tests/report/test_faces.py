@@ -14,17 +14,9 @@ import pytest
 from divergence import capture, check, compare, import_dump
 from divergence.comparison.results import Visible
 from divergence.gate.policy import Policy
-from divergence.layout import MAX_WIDTH, fold
 from divergence.options.commands import RecordOptions, TrainOptions
 from divergence.report.bundle import Redaction, bundle_files
-from divergence.report.checking import (
-    annotation_lines,
-    checked_page,
-    junit_xml,
-    summary_markdown,
-)
-from divergence.report.screen import screen_lines
-from divergence.report.summary import document, is_quiet, report_lines
+from divergence.report.summary import document
 from divergence.report.text import document_markdown
 from divergence.run.command import command
 from divergence.words import HEADLINES
@@ -119,7 +111,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", [*RUNS, *OTHERS])
-def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypatch, case):
+def test_each_fact_of_the_screen_stands_on_every_face(
+    first, faces, printed, lines_of, ci_texts, tmp_path, monkeypatch, case
+):
     """Of runs that were captured: in the page, under -v, in JSON, Markdown and the bundle."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -133,8 +127,7 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypat
     markdown = document_markdown(document(report), made_by="compare")
     shown = {face: words(text) for face, text in faces(report).items() if face != "notebook"}
     shown["Markdown"] = words(html.unescape(re.sub(r"<[^>]*>", "", markdown)))
-    screen = [item.text for item in screen_lines(report)]
-    first_line, *rest = screen
+    first_line, *rest = lines_of(report)
     told = {"answer": first_line.partition(": ")[2]}
     for line in rest[: rest.index("next") if "next" in rest else None]:
         told.setdefault(line[:12].strip(), line[12:])
@@ -146,8 +139,9 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypat
         for side in ("reference", "candidate")
     }
     here = msgspec.structs.replace(report, **sides)
-    lines = [piece for item in screen_lines(here) for piece in fold(item, MAX_WIDTH)]
-    assert len(lines) <= (12 if is_quiet(report) else 18)
+    verdict = report.verdict
+    quiet = verdict.kind in ("identical", "within_floor") and verdict.side in (None, "neither")
+    assert len(printed(here).splitlines()) <= (12 if quiet else 18)
     for name in ("answer", "onset", "side", "confidence", "not seen", "because", "found"):
         for face, text in shown.items():
             assert words(told.get(name, "")).casefold() in text.casefold(), (name, face)
@@ -166,9 +160,9 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypat
     values = json.loads(report.to_json())
     assert values["verdict"]["summary"] == told["answer"]
     assert values["verdict"]["confidence"] == told["confidence"].partition(":")[0]
-    planted = case == "wrong reference"  # which is no golden
-    checked = {} if planted else check_result(reference, candidate, report)
-    for name, text in checked.items():  # what CI shows says the same in the same words
+    # a wrong reference is planted, which is no golden
+    ci = {} if case == "wrong reference" else ci_texts(reference, candidate, report)
+    for name, text in ci.items():  # what CI shows says the same in the same words
         for word in ("answer", "confidence", "side")[: 1 if name == "annotations" else 3]:
             assert words(told.get(word, "")) in words(text), (word, name)
     because = [fact["text"] for fact in values["verdict"]["evidence"]]
@@ -178,28 +172,43 @@ def test_each_fact_of_the_screen_stands_on_every_face(first, tmp_path, monkeypat
             assert line["check"] in shown["-v"] and line["check"] in shown["page"]
 
 
-def check_result(reference, candidate, report) -> dict[str, str]:
+@pytest.fixture
+def ci_texts(printed, tmp_path, monkeypatch):
     """What a CI server is told where the policy allows no such verdict."""
-    others = sorted({"identical", "within_floor", "drift"} - {report.verdict.kind})
-    policy = Policy(verdicts=others, min_coverage=0.0)
-    page = checked_page(check(reference, candidate, policy=policy))
-    xml = html.unescape(junit_xml(page))
-    summary = html.unescape(re.sub(r"<[^>]*>", "", summary_markdown(page)))
-    notes = "\n".join(annotation_lines(page)).replace("%25", "%").replace("%0A", "\n")
-    return {"JUnit": xml, "summary": summary, "annotations": notes}
+
+    def texts(reference, candidate, report) -> dict[str, str]:
+        others = sorted({"identical", "within_floor", "drift"} - {report.verdict.kind})
+        result = check(reference, candidate, policy=Policy(verdicts=others, min_coverage=0.0))
+        junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+        out = printed(result, "--github", "--junit", junit)
+        notes = [line for line in out.splitlines() if line.startswith("::error")]
+        return {
+            "JUnit": html.unescape(junit.read_text(encoding="utf-8")),
+            "summary": html.unescape(re.sub(r"<[^>]*>", "", summary.read_text(encoding="utf-8"))),
+            "annotations": "\n".join(notes).replace("%25", "%").replace("%0A", "\n"),
+        }
+
+    return texts
 
 
-def faces(report) -> dict[str, str]:
-    """The text of each face. A table of a notebook is short, and so left to its own tests."""
-    page = re.sub(r"<(style|script).*?</\1>", "", report.html(), flags=re.DOTALL)
-    files = bundle_files(report, {}, Redaction({}, private=()))
-    return {
-        "screen": "\n".join(item.text for item in screen_lines(report)),
-        "-v": "\n".join(item.text for item in report_lines(report, verbose=True)),
-        "page": html.unescape(re.sub(r"<[^>]*>", " ", page)),
-        "bundle": files["report.md"].decode(),
-        "notebook": html.unescape(re.sub(r"<[^>]*>", " ", report._repr_html_())),
-    }
+@pytest.fixture
+def faces(lines_of):
+    """``faces(report)``: the text of each face. A table of a notebook is short, and so left to its
+    own tests."""
+
+    def texts(report) -> dict[str, str]:
+        page = re.sub(r"<(style|script).*?</\1>", "", report.html(), flags=re.DOTALL)
+        files = bundle_files(report, {}, Redaction({}, private=()))
+        return {
+            "screen": "\n".join(lines_of(report)),
+            "-v": "\n".join(lines_of(report, "-v")),
+            "page": html.unescape(re.sub(r"<[^>]*>", " ", page)),
+            "bundle": files["report.md"].decode(),
+            "notebook": html.unescape(re.sub(r"<[^>]*>", " ", report._repr_html_())),
+        }
+
+    return texts
 
 
 CASES = {
@@ -215,7 +224,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_screen_holds_on_every_face(reports, case):
+def test_the_first_screen_holds_on_every_face(reports, faces, case):
     """Its first word and sentence, side, confidence, and what it could not see."""
     changes = dict(CASES[case])
     visible, kind = changes.pop("visible", None), changes.pop("kind", "within_floor")
@@ -236,7 +245,7 @@ def test_the_first_screen_holds_on_every_face(reports, case):
 
 
 @pytest.mark.parametrize("make", ["make_report", "make_long_report", "make_nonfinite_report"])
-def test_what_was_compared_is_on_the_page_and_in_the_bundle(reports, make):
+def test_what_was_compared_is_on_the_page_and_in_the_bundle(reports, faces, make):
     """The settings, the tokens and how much was compared, as on the first screen."""
     shown = faces(getattr(reports, make)())
     lines = [
@@ -250,7 +259,7 @@ def test_what_was_compared_is_on_the_page_and_in_the_bundle(reports, make):
             assert words(line[12:]) in words(shown[face]), face
 
 
-def test_the_bundle_begins_with_the_screens_first_word(reports):
+def test_the_bundle_begins_with_the_screens_first_word(reports, faces):
     """Two dtypes are no plain OK there either."""
     report = reports.make_report()
     other = msgspec.structs.replace(report.candidate, dtype="float16")
@@ -259,7 +268,7 @@ def test_the_bundle_begins_with_the_screens_first_word(reports):
 
 
 @pytest.mark.parametrize(("usage", "text"), [(0.0, "0%"), (0.56, "56%"), (3.1, "310%")])
-def test_the_share_of_a_limit_is_a_percentage_everywhere(reports, usage, text):
+def test_the_share_of_a_limit_is_a_percentage_everywhere(reports, faces, usage, text):
     """Below the limit and beyond it, on the first screen and on the page."""
     site = reports.make_site(
         "model.layers.0:out",
@@ -275,7 +284,7 @@ def test_the_share_of_a_limit_is_a_percentage_everywhere(reports, usage, text):
         assert re.search(rf"(?<!\d){text}", shown[face]), face
 
 
-def test_what_was_measured_in_the_free_pass_is_marked_wherever_rows_are_listed(reports):
+def test_what_was_measured_in_the_free_pass_is_marked_wherever_rows_are_listed(reports, faces):
     """A block that no anchored pass reached stands among those that one did: the first screen and
     the page say so in the same words."""
     sites = [

@@ -14,22 +14,19 @@ import pytest
 from divergence.comparison.result import strict_json
 from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
-from divergence.gate.check import evaluate
-from divergence.gate.policy import Policy
 from divergence.numerics.sums import Estimate
-from divergence.report.environment import check_json, csv_columns, report_csv
 
 
 def refuse(name: str):
     raise AssertionError(f"{name} is no JSON")
 
 
-def test_json_writes_nonfinite_numbers_as_strings(reports):
+def test_json_writes_nonfinite_numbers_as_strings(reports, checked, printed):
     """nan and inf are the strings "nan", "inf" and "-inf" in every document."""
     report = reports.make_nonfinite_report()
     for text in (
         report.to_json(),
-        check_json(evaluate(report, Policy())),
+        printed(checked(report), "--json"),
         strict_json({"x": [float("nan"), float("inf"), float("-inf")]}),
     ):
         json.loads(text, parse_constant=refuse)
@@ -45,24 +42,23 @@ def test_json_keeps_full_precision(reports):
     assert json.loads(report.to_json())["sites"][1]["rel_l2"] == 0.1 + 0.2
 
 
-def test_check_json_holds_the_report(reports):
+def test_check_json_holds_the_report(reports, checked, printed):
     """`check --json` embeds exactly the report of `compare --json`."""
     report = reports.make_long_report()
-    answer = json.loads(check_json(evaluate(report, Policy())))
+    answer = json.loads(printed(checked(report), "--json"))
     assert answer["schema_version"] == 1
     assert answer["passed"] is False
     assert answer["failures"][0]["rule"] == "verdicts"
     assert answer["report"] == json.loads(report.to_json())
 
 
-def test_csv_has_one_line_per_site(reports):
+def test_csv_has_one_line_per_site(reports, printed):
     """All columns are there whatever the report holds, and floats read back exactly."""
     report = reports.make_long_report(num_blocks=3, onset=1)
     report.sites[0] = msgspec.structs.replace(report.sites[0], rel_l2=0.1 + 0.2)
     report.sites[1] = msgspec.structs.replace(report.sites[1], rel_l2=float("nan"))
-    rows = list(csv.DictReader(io.StringIO(report_csv(report))))
+    rows = list(csv.DictReader(io.StringIO(printed(report, "--csv", "-"))))
     assert len(rows) == len(report.sites)
-    assert list(rows[0]) == csv_columns()
     assert float(rows[0]["rel_l2"]) == 0.1 + 0.2
     assert rows[1]["rel_l2"] == "nan"
     assert rows[0]["shape"] == "1x6x16"
@@ -71,13 +67,10 @@ def test_csv_has_one_line_per_site(reports):
     assert float(rows[-1]["logits_kl_mean"]) == 1e-3
 
 
-def test_csv_of_nothing_has_its_header(reports):
-    """A report without sites is a header, not an empty file."""
-    assert report_csv(reports.make_report(sites=[])).strip().split(",") == csv_columns()
-
-
-def test_columns_are_those_of_to_records(reports):
-    """The CSV and Report.to_records name the same things."""
+def test_columns_are_those_of_to_records(reports, printed):
+    """The CSV and Report.to_records name the same things; a report without sites is a header, not
+    an empty file."""
+    header = printed(reports.make_report(sites=[]), "--csv", "-").strip().split(",")
     report = reports.make_long_report(num_blocks=2, onset=1)
     report.sites[0] = msgspec.structs.replace(
         report.sites[0],
@@ -85,8 +78,8 @@ def test_columns_are_those_of_to_records(reports):
         truth=TruthDiff(**dict.fromkeys(TruthDiff.__struct_fields__, 1.0)),
         estimated=Estimate(**dict.fromkeys(Estimate.__struct_fields__, 1)),
     )
-    keys = {key for row in report.to_records() for key in row}
-    assert keys == set(csv_columns())
+    assert {key for row in report.to_records() for key in row} == set(header)
+    assert printed(report, "--csv", "-").splitlines()[0].split(",") == header
     assert msgspec.json.decode(report.to_json())["schema_version"] == 1
 
 

@@ -8,26 +8,23 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from divergence.analyses.tokens.sections import sections as tokens_sections
 from divergence.comparison.results import (
     AuditResult,
     AuditRow,
-    Background,
     OperatorResult,
     OperatorsResult,
     TokensResult,
 )
-from divergence.html.parts import plain
-from divergence.html.sections import element
-from divergence.report.page import MOST_BYTES, attached, page
-from divergence.report.summary import verdict_lines
 from divergence.run.manifest import SampleTokens, Tokens
-from divergence.words import printable
+from divergence.run.writer import RunWriter
+from divergence.words import printable, printable_lines
+from tests import by_hand
 
 VOID = {"meta", "input", "br", "link", "img", "col", "wbr"}
 
@@ -70,27 +67,28 @@ class Page(HTMLParser):
         return json.loads(gzip.decompress(base64.b64decode(self.raw["attachment"])))
 
 
-def made(report, background: Background | None = None) -> Page:
-    return Page(page(report, background or Background()))
+def made(report) -> Page:
+    return Page(report.html())
 
 
-def test_the_verdict_is_the_terminals(reports):
+def test_the_verdict_is_the_terminals(reports, printed):
     """The first screen says what `compare --quiet` says, in the same words."""
     report = reports.make_long_report()
     text = made(report).text
-    for line in verdict_lines(report):
-        for span in line.spans:
-            words = span.text.strip().rstrip(":")
-            assert words[:1].upper() + words[1:] in text or words in text
+    for line in printed(report, "-q").splitlines():
+        for part in re.split(r"  +|: |: ?$", line):
+            assert part[:1].upper() + part[1:] in text or part in text, part
 
 
 def test_commands_are_there_in_full(reports):
     """Each of them, with a button; and why, and all findings."""
     report = reports.make_long_report()
-    found = made(report)
-    for command in report.verdict.next:
+    remarked = "divergence compare a b   # anywhere"
+    verdict = msgspec.structs.replace(report.verdict, next=[*report.verdict.next, remarked])
+    found = made(msgspec.structs.replace(report, verdict=verdict))
+    for command in verdict.next:
         assert command in found.text
-    assert [tag for tag, its in found.tags if its.get("class") == "copy"] == ["button"] * 2
+    assert [tag for tag, its in found.tags if its.get("class") == "copy"] == ["button"] * 3
     assert report.verdict.evidence[0].text in found.text
 
 
@@ -159,13 +157,6 @@ def test_sections_are_those_that_apply(reports):
     ]
 
 
-def manifest(chosen: list[int]):
-    """As much of a run's manifest as the tokens need."""
-    texts = {str(n): f"[{n}]" for n in range(20)}
-    sample = SampleTokens(text="a prompt", prompt_ids=[1], chosen_ids=chosen)
-    return SimpleNamespace(tokens=Tokens(samples=[sample], groups=[[0]], texts=texts))
-
-
 def test_equal_bits_are_no_error(reports):
     """Where nothing differs there is no largest error to list."""
     sites = [
@@ -186,14 +177,18 @@ def test_equal_bits_are_no_error(reports):
 
 
 @pytest.mark.parametrize("forced", [True, False])
-def test_both_sides_choices(reports, forced):
+def test_both_sides_choices(reports, tmp_path, forced):
     """One line while B continued A's text; else up to the difference, then two texts."""
+    runs = {}
+    for side, ids in (("reference", [1, 2, 3, 4, 5]), ("candidate", [1, 2, 9, 4, 6])):
+        texts = {str(number): f"[{number}]" for number in range(20)}
+        sample = SampleTokens(text="a prompt", prompt_ids=[1], chosen_ids=ids)
+        tokens = Tokens(samples=[sample], groups=[[0]], texts=texts)
+        number = f"{len(runs):032x}"
+        with RunWriter(tmp_path / side, by_hand.manifest(id=number, tokens=tokens)):
+            runs[side] = reports.make_run(str(tmp_path / side), id=number)
     tokens = TokensResult(num_tokens=4, num_equal=3, forced=forced)
-    report = reports.make_report(tokens=tokens)
-    sides = [manifest(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 9, 4, 6])]
-    background = Background(reference=sides[0], candidate=sides[1])
-    (section,) = tokens_sections(report, background=background)
-    text = plain(element(section))
+    text = made(reports.make_report(tokens=tokens, **runs)).text
     if forced:
         assert "[1][2]differs: A [3], B [9][4]differs: A [5], B [6]" in text
     else:
@@ -224,7 +219,7 @@ def test_the_report_is_inside(reports):
     """What is downloaded is what `compare --json` prints; equal reports make equal pages."""
     report = reports.make_long_report()
     assert made(report).report() == json.loads(report.to_json())
-    assert page(report, Background()) == page(report, Background())
+    assert report.html() == report.html()
 
 
 def test_numbers_that_are_none_break_nothing(reports):
@@ -232,6 +227,29 @@ def test_numbers_that_are_none_break_nothing(reports):
     found = made(reports.make_nonfinite_report())
     assert "nan" in found.text
     assert json.loads(found.raw["data"], parse_constant=pytest.fail)["figures"]
+
+
+@given(st.text())
+@settings(deadline=None, max_examples=50)
+def test_any_text_comes_back_as_text(reports, text):
+    """Whatever is said is said in full: no element, no reference, no end comes out of it."""
+    run = reports.make_run("a", label=text)
+    found = made(reports.make_report(reference=run, notes=[f"note: {text}"]))
+    assert " ".join(printable_lines(text).split()) in " ".join(found.text.split())
+    plain = made(reports.make_report(notes=["note: x"]))
+    assert [tag for tag, _ in found.tags if tag not in SHAPING] == [
+        tag for tag, _ in plain.tags if tag not in SHAPING
+    ]
+
+
+def test_a_long_name_opens(reports):
+    """A name of 10 kB is shortened, and stands whole behind it; a marked row has a word for it."""
+    long = "m." * 5000
+    site = reports.make_site(f"{long}:out", flagged=True, limit_usage=2.0)
+    found = made(reports.make_report(sites=[site]))
+    assert f"{long}:out" in found.text
+    assert "details" in [tag for tag, _ in found.tags]
+    assert "beyond its limit" in found.text
 
 
 HOSTILE = (
@@ -315,7 +333,7 @@ def test_names_inject_nothing(reports, evil):
 def test_large_reports_make_small_pages(reports, num_steps, num_prompts):
     """100 blocks × 64 steps × 8 prompts: under 1 MB, and the page says what it left out."""
     report = reports.make_large_report(100, num_steps, num_prompts)
-    text = page(report, Background())
+    text = report.html()
     assert len(text.encode()) < 1_000_000
     found = Page(text)
     assert {"map-steps", "map-prompts"} <= set(found.data()["figures"])
@@ -327,9 +345,8 @@ def test_large_reports_make_small_pages(reports, num_steps, num_prompts):
 def test_what_is_attached_is_bounded(reports):
     """The worst results are kept, in their order."""
     report = reports.make_large_report(num_blocks=20, num_steps=20, num_prompts=4)
-    data, kept = attached(report)
-    assert len(gzip.compress(data)) <= MOST_BYTES * 1.05
-    sites = json.loads(data)["sites"]
-    assert len(sites) == kept <= len(report.sites)
-    flagged = sum(site.flagged for site in report.sites)
-    assert sum(site["flagged"] for site in sites) == flagged
+    found = made(report)
+    assert len(base64.b64decode(found.raw["attachment"])) <= 300_000 * 1.05
+    sites = found.report()["sites"]
+    assert len(sites) <= len(report.sites)
+    assert sum(site["flagged"] for site in sites) == sum(site.flagged for site in report.sites)

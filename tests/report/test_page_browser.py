@@ -14,10 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.results import Background
-from divergence.report.environment import report_csv
-from divergence.report.page import page
-
 _spec = importlib.util.spec_from_file_location("browser", Path(__file__).with_name("browser.py"))
 browser_module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(browser_module)
@@ -47,7 +43,7 @@ def shown(browser, reports, tmp_path):
 
     def show(report, **options):
         path = tmp_path / "report.html"
-        path.write_text(page(report, Background()), encoding="utf-8")
+        path.write_text(report.html(), encoding="utf-8")
         browser.open(path, **options)
         return browser
 
@@ -149,7 +145,7 @@ def test_hostile_names_do_nothing(shown, reports):
     assert browser.problems() == []
 
 
-def test_downloads(shown, reports, browser, tmp_path):
+def test_downloads(shown, reports, browser, tmp_path, printed):
     """JSON as `compare --json`, CSV with the figures of `compare --csv`."""
     report = reports.make_long_report(num_blocks=3, onset=1)
     shown(report)
@@ -162,7 +158,7 @@ def test_downloads(shown, reports, browser, tmp_path):
     assert json.loads((folder / "report.json").read_text()) == json.loads(report.to_json())
     mine, theirs = (
         list(csv.DictReader(io.StringIO(text)))
-        for text in ((folder / "report.csv").read_text(), report_csv(report))
+        for text in ((folder / "report.csv").read_text(), printed(report, "--csv", "-"))
     )
     assert len(mine) == len(theirs)
     for one, two in zip(mine, theirs, strict=True):
@@ -188,7 +184,7 @@ def wait_until(condition, seconds: float = 120.0) -> None:
 def test_it_reads_without_scripts(browser, reports, tmp_path):
     """Verdict, commands, pictures and tables are there; what needs a script is not shown."""
     path = tmp_path / "report.html"
-    path.write_text(page(reports.make_long_report(), Background()), encoding="utf-8")
+    path.write_text(reports.make_long_report().html(), encoding="utf-8")
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.open(path)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from divergence.comparison.results import PreflightLine, TokensResult, Visible
-from divergence.gate.result import Blessing
-from divergence.layout import MAX_WIDTH, fold
-from divergence.report.checking import blessing_lines
-from divergence.report.screen import WIDTH, screen_lines
-from divergence.report.summary import report_lines
 from divergence.run.command import command
 from divergence.words import HEADLINES
 
+WIDTH = 80
 
-def _text(report):
-    return [piece.text for item in screen_lines(report) for piece in fold(item, WIDTH)]
+
+@pytest.fixture
+def screen(printed):
+    """``screen(report)``: the lines of the first screen, on a terminal of 80 columns."""
+
+    def lines(report):
+        text = printed(report, columns=WIDTH)
+        return re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
+
+    return lines
 
 
 def plain(reports):
@@ -32,47 +38,47 @@ def plain(reports):
 
 
 @pytest.mark.parametrize("name", ["make_report", "make_long_report", "make_nonfinite_report"])
-def test_fits_on_a_screen(reports, name):
+def test_fits_on_a_screen(reports, screen, name):
     """Only a command, which is to be copied, may be wider."""
-    text = _text(getattr(reports, name)())
+    text = screen(getattr(reports, name)())
     assert len(text) <= 25
     wide = [one for one in text if len(one) > WIDTH]
     assert all(one.lstrip().startswith("divergence ") for one in wide)
 
 
 @pytest.mark.parametrize("kind", HEADLINES)
-def test_every_kind_of_verdict_has_a_word(reports, kind):
+def test_every_kind_of_verdict_has_a_word(reports, screen, kind):
     report = reports.make_report(verdict=reports.make_verdict(kind))
-    assert _text(report)[0].startswith(HEADLINES[kind] + ": ")
+    assert screen(report)[0].startswith(HEADLINES[kind] + ": ")
 
 
-def test_two_dtypes_are_no_plain_ok(reports):
+def test_two_dtypes_are_no_plain_ok(reports, screen):
     report = reports.make_report()
     other = msgspec.structs.replace(report.candidate, dtype="float16")
     report = msgspec.structs.replace(report, candidate=other)
-    assert _text(report)[0].startswith("DIFFERENT PRECISION: ")
+    assert screen(report)[0].startswith("DIFFERENT PRECISION: ")
 
 
 @pytest.mark.parametrize("check", ["weights", "quantization"])
-def test_other_weights_of_one_path_are_not_called_the_same_model(reports, check):
+def test_other_weights_of_one_path_are_not_called_the_same_model(reports, screen, check):
     """As of a run and its quantised one."""
     report = reports.make_report()
-    assert any("the same model" in line for line in _text(report) if line.startswith("B "))
+    assert any("the same model" in line for line in screen(report) if line.startswith("B "))
     other = PreflightLine(check=check, status="differs", reference="none", candidate="W8A8")
     report = msgspec.structs.replace(report, preflight=[*report.preflight[1:], other])
-    assert not any("the same model" in line for line in _text(report) if line.startswith("B "))
+    assert not any("the same model" in line for line in screen(report) if line.startswith("B "))
 
 
-def test_the_worst_rows_and_one_command(reports):
+def test_the_worst_rows_and_one_command(reports, screen):
     """One place in a line; of several beyond a limit at most five rows; the first command alone."""
     report = reports.make_long_report()
-    text = _text(report)
+    text = screen(report)
     assert sum(one.startswith("worst  ") for one in text) == 1
     assert sum(one.startswith("  divergence ") for one in text) == min(1, len(report.verdict.next))
     sites = [msgspec.structs.replace(site, flagged=True) for site in report.sites]
     verdict = reports.make_verdict("systematic")
     report = msgspec.structs.replace(plain(reports), sites=sites, tokens=None, verdict=verdict)
-    text = _text(report)
+    text = screen(report)
     start = next(n for n, one in enumerate(text) if one.startswith("worst of"))
     rows = [one for one in text[start + 2 :] if one.startswith("  ") and "prompt" in one]
     assert 2 <= len(rows) <= 5
@@ -80,7 +86,7 @@ def test_the_worst_rows_and_one_command(reports):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("within_floor", 12), ("localized", 18)])
-def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, kind, most):
+def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, printed, kind, most):
     """With what could not be seen, a command, tokens and a share of a limit."""
     report = plain(reports)
     sites = [msgspec.structs.replace(site, limit_usage=0.3) for site in report.sites]
@@ -92,56 +98,56 @@ def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, ki
         visible=Visible(block=5e-3, forward=0.02, token=0.03),
         verdict=reports.make_verdict(kind, commands=commands),
     )
-    text = [piece.text for item in screen_lines(report) for piece in fold(item, MAX_WIDTH)]
+    text = printed(report).splitlines()
     assert len(text) <= most
     assert sum("divergence capture" in one for one in text) == 1
     if healthy:  # below the confidence that it raises
         assert text[[one[:10] for one in text].index("confidence") + 1].strip() == commands[0].text
 
 
-def test_a_healthy_pair_shows_its_worst_row(reports):
+def test_a_healthy_pair_shows_its_worst_row(reports, screen):
     """Which comes nearest to a limit; the others stand under -v and on the page."""
     report = reports.make_report()
     sites = [
         msgspec.structs.replace(site, limit_usage=0.1 * n) for n, site in enumerate(report.sites)
     ]
-    text = _text(msgspec.structs.replace(report, sites=sites))
+    text = screen(msgspec.structs.replace(report, sites=sites))
     (worst,) = (one for one in text if one.startswith("worst  "))
     assert f"{len(sites) - 1}0% of its limit" in worst
 
 
-def test_what_could_not_be_seen_is_said_by_level(reports):
+def test_what_could_not_be_seen_is_said_by_level(reports, screen):
     report = reports.make_report()
-    assert not any("errors below" in one for one in _text(report))
+    assert not any("errors below" in one for one in screen(report))
     seen = msgspec.structs.replace(report, visible=Visible(block=5e-3, forward=0.02))
-    text = " ".join(" ".join(_text(seen)).split())
+    text = " ".join(" ".join(screen(seen)).split())
     assert "errors below 0.50% of a block's output (step 2.0%)" in text
     assert "; a single token alone is not judged" in text
 
 
-def test_where_no_side_is_told_the_screen_says_what_tells_it(reports):
+def test_where_no_side_is_told_the_screen_says_what_tells_it(reports, screen):
     """Two runs cannot; the truth's command is there to be copied, or is the next one's anyhow."""
     truth = "divergence truth a -o a-truth"
     commands = [command("x"), command("truth", "a", o="a-truth", note="A")]
     verdict = reports.make_verdict("localized", side=None, commands=commands)
     report = reports.make_report(verdict=verdict)
-    text = _text(report)
+    text = screen(report)
     said = text.index("side        not known from two runs; a truth tells it:")
     assert text[said + 1] == " " * 12 + truth
     verdict = msgspec.structs.replace(verdict, commands=[command("localize", "a", "b", truth="t")])
     report = msgspec.structs.replace(report, verdict=verdict)
-    assert "side        not known from two runs: the command below tells it" in _text(report)
+    assert "side        not known from two runs: the command below tells it" in screen(report)
     verdict = msgspec.structs.replace(verdict, side="candidate")
-    assert "side        B is wrong" in _text(msgspec.structs.replace(report, verdict=verdict))
+    assert "side        B is wrong" in screen(msgspec.structs.replace(report, verdict=verdict))
 
 
-def test_of_two_other_models_the_screen_says_that_nothing_was_compared(reports):
+def test_of_two_other_models_the_screen_says_that_nothing_was_compared(reports, screen):
     verdict = reports.make_verdict("incomparable", summary="other weights")
-    text = _text(reports.make_report(verdict=verdict, sites=[]))
+    text = screen(reports.make_report(verdict=verdict, sites=[]))
     assert "compared    nothing: what differs between such runs is no machine's doing" in text
 
 
-def test_a_setting_whose_values_look_alike_says_what_differs(reports):
+def test_a_setting_whose_values_look_alike_says_what_differs(reports, screen):
     """`4 tokens / 4 tokens` tells nobody anything."""
     ids = PreflightLine(
         check="generated ids",
@@ -150,7 +156,7 @@ def test_a_setting_whose_values_look_alike_says_what_differs(reports):
         candidate="4 tokens",
         detail="other tokens on each side",
     )
-    said = _text(reports.make_report(preflight=[ids]))
+    said = screen(reports.make_report(preflight=[ids]))
     assert "settings    generated ids other tokens on each side" in said
 
 
@@ -161,28 +167,29 @@ def test_a_setting_whose_values_look_alike_says_what_differs(reports):
         (9, "3 of 3 next tokens equal (each continued its own text); 9 more"),
     ],
 )
-def test_steps_that_one_run_lacks_do_not_disagree(reports, missing, said):
+def test_steps_that_one_run_lacks_do_not_disagree(reports, screen, missing, said):
     """They are counted beside those that were compared."""
     tokens = TokensResult(num_tokens=3, num_equal=3, num_missing=missing, forced=False)
-    text = " ".join(item.text for item in screen_lines(reports.make_report(tokens=tokens)))
+    text = " ".join(" ".join(screen(reports.make_report(tokens=tokens))).split())
     assert said in text and "of 12" not in text
 
 
-def test_the_whole_report_keeps_what_could_not_be_seen(reports):
+def test_the_whole_report_keeps_what_could_not_be_seen(reports, printed):
     """It stands on the first screen, and behind -v."""
     seen = msgspec.structs.replace(reports.make_report(), visible=Visible(block=2e-3))
-    for lines in (screen_lines(seen), report_lines(seen, verbose=True)):
-        assert sum(item.text.startswith("not seen") for item in lines) == 1
+    for options in ([], ["-v"]):
+        lines = printed(seen, *options).splitlines()
+        assert sum(line.startswith("not seen") for line in lines) == 1
 
 
-def test_a_row_of_the_free_pass_beside_anchored_ones_says_so(reports):
+def test_a_row_of_the_free_pass_beside_anchored_ones_says_so(reports, screen):
     """What came in is in it, so it is no place where the error began."""
     report = reports.make_report(verdict=reports.make_verdict("localized"))
     sites = [
         msgspec.structs.replace(site, pass_=pass_, flagged=pass_ == "free", role="block")
         for site, pass_ in zip(report.sites, ("free", "anchored", "anchored", "free"), strict=True)
     ]
-    text = _text(msgspec.structs.replace(report, sites=sites))
+    text = screen(msgspec.structs.replace(report, sites=sites))
     (row,) = (row for row in text if row.startswith("worst"))
     assert "free pass" in row
 
@@ -200,15 +207,3 @@ def test_names_begin_a_page_as_they_are_written(reports, summary, title):
     """A sentence begins with a capital letter, a module or a task does not."""
     report = reports.make_report(verdict=reports.make_verdict("localized", summary=summary))
     assert f"<h1>{title}" in report.html().replace("<wbr>", "")
-
-
-def test_a_blessed_golden_is_in_no_command(reports):
-    """What is next about the old golden and the new one cannot be run any more."""
-    verdict = reports.make_verdict("localized", commands=[command("localize", "GOLDEN", "NEW")])
-    blessing = Blessing(
-        golden="GOLDEN",
-        verdict="localized",
-        summary="x",
-        report=reports.make_report(verdict=verdict),
-    )
-    assert not [line for line in blessing_lines(blessing) if "localize GOLDEN" in line.text]

@@ -30,20 +30,13 @@ _NEAREST = re.compile(rf"\bworst (?:A's error \S+, B's|error) (\S+): ({_SHARE})(
 _PROMPT = re.compile(rf"^ [ >]([ !]) \d+ +(\S+:\S+) +(?:step \d+|\w+) +\S+x +({_SHARE})$", re.M)
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory, tiny_model):
+@pytest.fixture
+def references(shared_run):
     """By whether it carries a truth, and whether its prompts are one batch: a run."""
+    options = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": "float32", "probe": False}
     return {
-        (truth, batch): capture(
-            tiny_model("llama"),
-            out=tmp_path_factory.mktemp("a") / "a",
-            prompts=PROMPTS,
-            max_new_tokens=3,
-            dtype="float32",
-            truth=truth,
-            batching=BatchOptions(batch=batch),
-            probe=False,
-            store="full",
+        (truth, batch): shared_run(
+            truth=truth, batching=BatchOptions(batch=batch), store="full", **options
         )
         for truth, batch in (("full", False), ("no", False), ("full", True))
     }

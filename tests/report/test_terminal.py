@@ -16,10 +16,7 @@ import pytest
 from divergence.comparison.results import Coverage, Skipped
 from divergence.document import Table
 from divergence.facts import Fact
-from divergence.gate.check import evaluate
-from divergence.gate.policy import Policy
 from divergence.layout import MAX_WIDTH, fold, line, print_lines, prose, write_text
-from divergence.report.checking import check_lines
 from divergence.report.summary import report_lines, verdict_lines
 from divergence.report.text import table_lines
 
@@ -59,11 +56,12 @@ def test_snapshot(reports, name):
     assert_snapshot(text_of(report_lines(getattr(reports, name)())), name.removeprefix("make_"))
 
 
-def test_snapshot_of_check(reports):
+def test_snapshot_of_check(reports, checked, printed):
     """A failed check says which rules are not met before it shows the report."""
     report = reports.make_long_report()
-    policy = msgspec.convert({"name": "ci", "tokens": {"min_equal": 1.0}}, Policy)
-    assert_snapshot(text_of(check_lines(evaluate(report, policy))[:6]), "check_failed")
+    text = printed(checked(report, name="ci", tokens={"min_equal": 1.0}))
+    stored = (SNAPSHOTS / "check_failed.txt").read_text(encoding="utf-8")
+    assert text.startswith(stored)
 
 
 def test_leads_with_verdict_and_onset(reports):

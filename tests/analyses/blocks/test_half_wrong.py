@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import capture, compare, truth
+from divergence import capture, compare
 
 PROMPTS = [[7 * n + k * (n + 1) for k in range(3, 19)] for n in range(8)]
 LAYERS = [f"model.layers.{number}" for number in range(4)]
@@ -13,15 +13,12 @@ ONE = [f"{LAYERS[number]}:out=scale:1.1" for number in (1, 2, 3)]
 SAMPLES = [f"{layer}:out=scale:1.1@sample={n}" for layer in LAYERS for n in (4, 5, 6, 7)]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def pair(request, tiny_model, tmp_path_factory):
+@pytest.fixture(params=["float32", "bfloat16"])
+def pair(request, shared_run, shared_truth):
     """(a run, its truth)."""
-    folder = tmp_path_factory.mktemp("half")
-    model = tiny_model("llama", num_blocks=4)
-    a = capture(
-        model, out=folder / "a", prompts=PROMPTS, max_new_tokens=2, probe=False, dtype=request.param
-    )
-    return a, truth(a, out=folder / "t")
+    options = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False, "dtype": request.param}
+    a = shared_run(model={"num_blocks": 4}, **options)
+    return a, shared_truth(a)
 
 
 @pytest.mark.parametrize(

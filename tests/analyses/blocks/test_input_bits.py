@@ -36,21 +36,12 @@ def coarse_inputs(bits):
     return prepare
 
 
-@pytest.fixture(scope="module")
-def run_of(tiny_model, tmp_path_factory):
-    made = {}
-
+@pytest.fixture
+def run_of(shared_run):
     def make(architecture, truth):
-        if (architecture, truth) not in made:
-            made[architecture, truth] = capture(
-                str(tiny_model(architecture, num_blocks=4, dtype="float32")),
-                prompts=PROMPTS,
-                max_new_tokens=2,
-                out=tmp_path_factory.mktemp("inputs") / "a",
-                truth=truth,
-                probe=False,
-            )
-        return made[architecture, truth]
+        model = {"num_blocks": 4, "dtype": "float32"}
+        options = {"prompts": PROMPTS, "max_new_tokens": 2, "truth": truth, "probe": False}
+        return shared_run(architecture, model=model, **options)
 
     return make
 

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
 from divergence import BatchOptions, capture, compare
-from divergence.analyses.blocks.find import find_nonfinite
-from divergence.comparison.measure.runs import measure
-from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import NonfiniteCount
-from divergence.errors import UsageError
-from divergence.gate.golden import bless
+from tests.by_hand import measured
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory, tiny_model):
-    folder = tiny_model("llama", dtype="float32")
-    return capture(
-        str(folder), out=tmp_path_factory.mktemp("run") / "a", prompts=PROMPTS, max_new_tokens=2
-    )
+@pytest.fixture
+def healthy(shared_run):
+    return shared_run(model={"dtype": "float32"}, prompts=PROMPTS, max_new_tokens=2)
 
 
 @pytest.fixture
@@ -88,7 +79,7 @@ def test_more_nan_on_one_side(healthy, faulty):
     assert compare(two, one).verdict.side == "reference"
 
 
-def test_a_run_of_nan_is_identical_to_nothing(healthy, faulty, tmp_path, capsys):
+def test_a_run_of_nan_is_identical_to_nothing(healthy, faulty, bless, tmp_path):
     """Equal bits that are nan: nonfinite on both sides, said by capture, refused as a golden."""
     everything = (slice(None), slice(None), slice(None))
     one = faulty("model.embed_tokens", everything, math.nan)
@@ -96,9 +87,8 @@ def test_a_run_of_nan_is_identical_to_nothing(healthy, faulty, tmp_path, capsys)
     verdict = compare(one, again).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("nonfinite", "both", "high")
     assert verdict.onset.site == "model.embed_tokens:out"
-    with pytest.raises(UsageError, match=r"nan and 0 inf"):
-        bless(tmp_path / "golden", one.path)
-    assert bless(tmp_path / "golden", one.path, allow_nonfinite=True).golden
+    assert "nan and 0 inf" in bless(tmp_path / "golden", one.path)
+    assert bless(tmp_path / "golden", one.path, "--allow-nonfinite")["golden"]
 
 
 def test_nan_in_the_logits_of_both(healthy, faulty):
@@ -146,40 +136,46 @@ def test_infinities_of_a_mask_are_no_fault(padded, healthy, tmp_path, tiny_model
     assert compare(run, again).verdict.kind == "identical"
 
 
-def case_of(healthy, tmp_path, **changes):
-    """A case with one site whose counts are given."""
-    lines = preflight(healthy, healthy)
-    measured = measure(healthy, healthy, lines)
-    report = compare(healthy, healthy)
-    sites = {site.site: site for site in report.sites if site.step == 0 and site.sample == 0}
-    template = sites["model.layers.1:in"]
-    made = []
-    for name, counts in changes.items():
-        path = name.replace("__", ":").replace("_mask", ".attention_mask")
-        made.append(msgspec.structs.replace(template, nonfinite=counts, site=path))
-    return replace(measured, sites=made)
+INFINITIES = {
+    "a mask that means never otherwise": (
+        "h.0:in.attention_mask",
+        {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5}
+        | {"mask_alike": 5},
+        None,
+    ),
+    "a mask that is another": (
+        "h.0:in.attention_mask",
+        {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5},
+        "reference",
+    ),
+    "an overflow": (
+        "h.0:in",
+        {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5}
+        | {"mask_alike": 5},
+        "reference",
+    ),
+    "equal ones of a mask": (
+        "h.0:in.attention_mask",
+        {"reference_inf": 2, "reference_neginf": 2, "candidate_inf": 2, "candidate_neginf": 2},
+        None,
+    ),
+    "equal ones that a block hands on": (
+        "h.0:in",
+        {"reference_inf": 2, "reference_neginf": 2, "candidate_inf": 2, "candidate_neginf": 2},
+        "both",
+    ),
+}
 
 
-def test_masks_are_told_from_results(healthy, tmp_path):
-    """-inf against a number that means never is nothing in a mask, and an overflow elsewhere."""
-    counts = NonfiniteCount(
-        reference_inf=5, reference_neginf=5, differ=5, reference_alone=5, mask_alike=5
-    )
-    assert find_nonfinite(case_of(healthy, tmp_path, layer__in_mask=counts)) is None
-    verdict = find_nonfinite(case_of(healthy, tmp_path, layer__in=counts))
-    assert (verdict.kind, verdict.side) == ("nonfinite", "reference")
-    unlike = NonfiniteCount(reference_inf=5, reference_neginf=5, differ=5, reference_alone=5)
-    assert find_nonfinite(case_of(healthy, tmp_path, layer__in_mask=unlike)) is not None
-
-
-def test_equal_infinities_count_where_a_block_hands_them_on(healthy, tmp_path):
-    """-inf on both sides is a mask's right; from a block it is an overflow."""
-    counts = NonfiniteCount(
-        reference_inf=2, reference_neginf=2, candidate_inf=2, candidate_neginf=2
-    )
-    assert find_nonfinite(case_of(healthy, tmp_path, layer__in_mask=counts)) is None
-    verdict = find_nonfinite(case_of(healthy, tmp_path, layer__in=counts))
-    assert (verdict.kind, verdict.side) == ("nonfinite", "both")
+@pytest.mark.parametrize("case", INFINITIES)
+def test_masks_are_told_from_results(judged, case):
+    """-inf is a mask's right, equal or against a number that means never; elsewhere it is an
+    overflow."""
+    name, counts, side = INFINITIES[case]
+    site = measured(name, 0.5, nonfinite=NonfiniteCount(**counts), role="block")
+    verdict = judged([site]).verdict
+    assert (verdict.kind == "nonfinite") == (side is not None)
+    assert verdict.side == side or side is None
 
 
 def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):

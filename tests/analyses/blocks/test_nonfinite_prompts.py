@@ -11,18 +11,10 @@ from divergence import BatchOptions, capture, compare
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19], [21, 23, 25], [31, 33, 35, 37, 39]]
 
 
-@pytest.fixture(scope="module")
-def batch(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("batch")
-    model = str(tiny_model("llama", dtype="float32"))
-    return capture(
-        model,
-        out=folder / "a",
-        prompts=PROMPTS,
-        batching=BatchOptions(batch=True),
-        max_new_tokens=2,
-        probe=False,
-    )
+@pytest.fixture
+def batch(shared_run):
+    options = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False}
+    return shared_run(model={"dtype": "float32"}, batching=BatchOptions(batch=True), **options)
 
 
 def spoilt(path, rows, token, value):

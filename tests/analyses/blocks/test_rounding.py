@@ -9,7 +9,6 @@ import pytest
 from divergence import capture, compare
 from divergence import truth as make_truth
 from divergence.errors import UsageError
-from divergence.experiments.localization.localize import _choose
 from divergence.recording import api as storage
 from divergence.recording.keeper import ReducedKeeper
 from divergence.report.summary import report_lines
@@ -142,7 +141,7 @@ def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
     assert "in all blocks" in told.text and "B is" in told.text
     assert 2.2 < told.values["times"] < 4
     assert verdict.confidence != "high"
-    assert _choose(report, None) == ("model.layers.0", None)
+    assert told.block == "model.layers.0"
     back = compare(bad, a, truth=truth).verdict
     assert "A is" in next(e.text for e in back.evidence if e.block is not None)
     assert [e for e in compare(a, b, truth=truth).verdict.evidence if e.block is not None] == []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from divergence import capture, compare
-from divergence.analyses.blocks.structure import PLACES, VALUES, OnsetRows
 
 BLOCK = "model.layers.1"
 PROMPTS = [
@@ -29,25 +27,14 @@ CODES = (
 )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model):
+@pytest.fixture
+def runs(shared_run):
     """``runs(family, dtype)`` → a run that holds what is inside the blocks."""
-    made = {}
 
     def make(family="llama", dtype="float32"):
-        if (family, dtype) not in made:
-            made[family, dtype] = capture(
-                tiny_model(family, num_blocks=5),
-                out=tmp_path_factory.mktemp("a") / "a",
-                prompts=PROMPTS,
-                max_new_tokens=3,
-                dtype=dtype,
-                probe=False,
-                truth="full",
-                store="full",
-                sites="modules",
-            )
-        return made[family, dtype]
+        options = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": dtype, "probe": False}
+        options |= {"truth": "full", "store": "full", "sites": "modules"}
+        return shared_run(family, model={"num_blocks": 5}, **options)
 
     return make
 
@@ -217,37 +204,36 @@ def test_the_structure_of_a_difference_is_named_at_its_onset(runs, tmp_path, nam
         assert named[code][key] == expected
 
 
-@pytest.mark.parametrize("coarse", [1.0, 30.0])
-@pytest.mark.parametrize("kind", ["plain", "massive channel", "sink token", "one row"])
-def test_rounding_alone_has_no_structure(kind, coarse):
-    """Where rounding is largest, in a massive channel or at a sink, is no structure of a cause."""
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        a = rng.standard_normal((1 if kind == "one row" else 48, 64))
-        if kind == "massive channel":
-            a[:, 7] *= 1000
-        if kind == "sink token":
-            a[0] *= 1000
-        d = coarse * 2**-8 * a * rng.standard_normal(a.shape)
-        count = np.arange(len(a))
-        difference = OnsetRows(
-            site="model.layers.1.self_attn.o_proj:in",
-            kind="Linear",
-            block=BLOCK,
-            a=a,
-            d=d,
-            base=a + rng.standard_normal(a.shape),
-            prompt=np.zeros(len(a)),
-            position=count.astype(float),
-            beyond=np.ones(len(a), bool),
-            tokens=count % 7,
-            heads=4,
-            vocabulary=False,
-            parameters={},
-        )
-        for structure in (*VALUES, *PLACES):
-            answer = structure(difference)
-            assert answer is None or answer[0] < 0.9, answer
+@pytest.mark.parametrize("massive", [1.0, 300.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_alone_has_no_structure(tmp_path, tiny_model, massive, seed):
+    """However large: where it is largest, in a massive channel, is no structure of a cause."""
+
+    def changed(size):
+        def change(out):
+            make = torch.Generator().manual_seed(seed + out.shape[1])
+            out = out.clone()
+            out[..., 7] *= massive
+            return out * (1 + size * torch.randn(out.shape, generator=make))
+
+        return hooked(f"{BLOCK}.mlp.down_proj", change)
+
+    a = capture(
+        tiny_model("llama", num_blocks=5),
+        out=tmp_path / "a",
+        prompts=PROMPTS,
+        max_new_tokens=2,
+        dtype="float32",
+        probe=False,
+        prepare=changed(0.0),
+    )
+    b = capture(like=a, out=tmp_path / "b", prepare=changed(0.1), probe=False)
+    verdict = compare(a, b).verdict
+    assert verdict.kind == "localized" and verdict.onset.block == BLOCK
+    codes = {f"blocks.{code}" for code in CODES}
+    named = [item for item in verdict.evidence if item.code in codes]
+    # the first token of this model is a sink: what is added there is small beside it
+    assert not [item for item in named if item.values.get("token") != 1]
 
 
 def test_a_healthy_pair_is_not_looked_at(runs, tmp_path):

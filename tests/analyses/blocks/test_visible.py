@@ -16,28 +16,14 @@ BLOCK = "model.layers.2"
 PROMPTS = [[(13 * n + 7 * k) % 300 + 3 for k in range(count)] for n, count in enumerate((12, 20))]
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model, tmp_path_factory):
+@pytest.fixture
+def pair(shared_run):
     """``pair(dtype)``: a run and its healthy partner."""
-    made = {}
 
     def make(dtype):
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp("visible")
-            a = capture(
-                str(tiny_model("llama", num_blocks=5)),
-                out=folder / "a",
-                prompts=PROMPTS,
-                max_new_tokens=4,
-                dtype=dtype,
-                probe=False,
-                truth="full",
-            )
-            made[dtype] = (
-                a,
-                capture(like=a, out=folder / "b", attn_implementation="sdpa", probe=False),
-            )
-        return made[dtype]
+        options = {"prompts": PROMPTS, "max_new_tokens": 4, "dtype": dtype, "truth": "full"}
+        a = shared_run(model={"num_blocks": 5}, probe=False, **options)
+        return a, shared_run(like=a, attn_implementation="sdpa", probe=False)
 
     return make
 

@@ -23,17 +23,9 @@ def strided(name, *, is_read_wrongly=True):
     return prepare
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model):
-    out = tmp_path_factory.mktemp("layout") / "a"
-    return capture(
-        str(tiny_model("llama")),
-        out=out,
-        prompts=PROMPTS,
-        dtype="float32",
-        max_new_tokens=1,
-        probe=False,
-    )
+@pytest.fixture
+def run(shared_run):
+    return shared_run(prompts=PROMPTS, dtype="float32", max_new_tokens=1, probe=False)
 
 
 @pytest.mark.parametrize(

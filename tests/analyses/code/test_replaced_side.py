@@ -7,22 +7,16 @@ import types
 import pytest
 import torch
 
-from divergence import capture, compare, truth
+from divergence import capture, compare
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model, tmp_path_factory):
+@pytest.fixture
+def pair(shared_run, shared_truth):
     """(the run, its truth)."""
-    folder = tmp_path_factory.mktemp("replaced")
-    model = str(tiny_model("llama", dtype="float32", num_blocks=4))
-    a = capture(
-        model,
-        out=folder / "a",
-        prompts=["one two three four five six seven eight"],
-        max_new_tokens=2,
-        probe=False,
-    )
-    return a, truth(a, out=folder / "truth")
+    prompts = ["one two three four five six seven eight"]
+    model = {"dtype": "float32", "num_blocks": 4}
+    a = shared_run(model=model, prompts=prompts, max_new_tokens=2, probe=False)
+    return a, shared_truth(a)
 
 
 def replaced(kind, chosen, factor=lambda name: 1.1):

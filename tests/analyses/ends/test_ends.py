@@ -11,32 +11,22 @@ import torch
 import divergence.recording.engines.sessions as capture_api
 from divergence import RecordOptions, Run, capture, check, compare
 from divergence import truth as make_truth
-from divergence.analyses.blocks.find import find
-from divergence.analyses.blocks.rounding import find_drifts
-from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pairs import logits_row
-from divergence.comparison.decide import decide
-from divergence.comparison.measure.runs import measure
+from divergence.comparison.api import measure_runs, report_on
 from divergence.comparison.preflight.lines import preflight
-from divergence.facts import sentence
+from divergence.facts import worded
 from divergence.numerics.arrays import wide
-from divergence.numerics.floor import THRESHOLDS
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model):
+@pytest.fixture
+def run(shared_run):
     """``run(architecture, **capture options)`` → a run; equal arguments, one run."""
-    runs = {}
 
     def make(architecture="llama", **options):
-        key = repr((architecture, sorted(options.items())))
-        if key not in runs:
-            options = {"prompts": PROMPTS, "max_new_tokens": 2} | options
-            folder = str(tiny_model(architecture, num_blocks=4))
-            runs[key] = capture(folder, out=tmp_path_factory.mktemp("run") / "run", **options)
-        return runs[key]
+        options = {"prompts": PROMPTS, "max_new_tokens": 2} | options
+        return shared_run(architecture, model={"num_blocks": 4}, **options)
 
     return make
 
@@ -315,16 +305,24 @@ def test_a_token_that_is_not_its_logits_largest(both, run, tmp_path):
     assert "sampling, not the model" in verdict.summary
 
 
-def test_equal_logits_may_be_chosen_either_way(run):
+@pytest.mark.parametrize(("gap", "is_fault"), [(0.0, False), (2**-7, True)])
+def test_equal_logits_may_be_chosen_either_way(run, monkeypatch, gap, is_fault):
     """Ties are ties at exact equality."""
-    good = Run.open(run().path)
+    good, other = Run.open(run().path), Run.open(run().path)
     sample = good.manifest.tokens.samples[0]
-    row = wide(logits_row(good, 0, 0)).copy()
-    second = (sample.chosen_ids[0] + 1) % len(row)
-    row[second] = row.max()
-    assert misfit_in(row, second) is None
-    row[second] -= abs(row[second]) * 2**-7
-    assert misfit_in(row, second) is not None
+    second = (sample.chosen_ids[0] + 1) % 512
+    other.manifest.tokens.samples[0].chosen_ids[0] = second
+
+    def row_of(run, sample, step):
+        row = logits_row(run, sample, step)
+        if (sample, step) == (0, 0):
+            row = wide(row).copy()
+            row[second] = row.max() - gap * abs(row.max())
+        return row
+
+    monkeypatch.setattr("divergence.analyses.ends.find.logits_row", row_of)
+    verdict = compare(good, other).verdict
+    assert ("sampling, not the model" in verdict.summary) == is_fault
 
 
 # --- integers ----------------------------------------------------------------------------------
@@ -435,25 +433,45 @@ def test_what_one_late_step_does_in_the_free_run_alone(run, changed):
     assert any("prompt 1, step 2" in fact.text for fact in verdict.evidence)
 
 
-def test_drift_behind_the_blocks(run):
-    """The logits are held against what the blocks and what follows them may make together."""
-    report = compare(run(max_new_tokens=3), run(max_new_tokens=3))
+@pytest.fixture
+def reported():
+    """``reported(a, b, change, **changes)``: the report where each measured site is
+    ``change(site)``, which may be None."""
+
+    def report(a, b, change, **changes):
+        measured = measure_runs(a, b, preflight(a, b))
+        sites = [site for site in map(change, measured.sites) if site is not None]
+        return worded(report_on(replace(measured, sites=sites, **changes)))
+
+    return report
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_drift_behind_the_blocks(run, reported, routed):
+    """The logits are held against what the blocks and what follows them may make together; where
+    experts are chosen one token may have met any of them."""
     off = (".:out", 1, 2)
-    sites = [
-        msgspec.structs.replace(
-            site,
-            floor=1e-3,
-            token_rel_l2_median=0.5 if (site.site, site.sample, site.step) == off else 1e-3,
+
+    def change(site):
+        if site.pass_ != "free":
+            return None
+        far = (site.site, site.sample, site.step) == off
+        return msgspec.structs.replace(
+            site, floor=1e-3, identical=False, token_rel_l2_median=0.5 if far else 1e-3
         )
-        for site in report.sites
-    ]
-    (found,) = find_drifts(sites, THRESHOLDS)
-    assert "at .:out" in sentence(found.headline)
-    assert "prompt 1, step 2" in sentence(found.evidence)
-    assert find_drifts(report.sites, THRESHOLDS, routed=True) == []  # one token, any expert
-    for place, told in (((1, 2), False), ((1, 1), True)):  # tokens of it went to other experts
-        apart = find_drifts(sites, THRESHOLDS, rerouted=lambda *here, place=place: here == place)
-        assert bool(apart) == told
+
+    a = run(max_new_tokens=3)
+    modules = (
+        frozenset({f"model.layers.{number}" for number in range(4)}) if routed else frozenset()
+    )
+    report = reported(a, a, change, routed=modules, experts=routed)
+    drifts = [finding for finding in report.findings if finding.claim == "drift"]
+    if routed:
+        assert not drifts
+        return
+    (drift,) = drifts
+    assert "at .:out" in " ".join(fact.text for fact in drift.headline)
+    assert "prompt 1, step 2" in " ".join(fact.text for fact in drift.evidence)
 
 
 @pytest.mark.parametrize(
@@ -464,33 +482,27 @@ def test_drift_behind_the_blocks(run):
         ("a block beyond it in the free run", "drift"),
     ],
 )
-def test_what_the_model_makes_of_rounding_is_no_fault(run, tmp_path, what, kind):
+def test_what_the_model_makes_of_rounding_is_no_fault(run, reported, tmp_path, what, kind):
     """A free run ends far off, though every block was given equal inputs in every forward and only
     rounds: the model enlarges it, which is said. Where a forward was not seen so, or one block is
     off in the free run, it is a drift."""
     good = run(max_new_tokens=3)
     other = capture(like=good, out=tmp_path / "b", attn_implementation="sdpa")
-    measured = measure(good, other, preflight(good, other))
     last = ("free", "model.layers.3:out", 1, 2)
 
-    def changed(site):
-        place = site.pass_, site.site, site.sample, site.step
-        if place == last:
-            off = what == "a block beyond it in the free run"
-            ratio = 500.0 if off else site.ratio
-            return msgspec.structs.replace(site, token_rel_l2_median=0.5, ratio=ratio)
-        return site
+    def change(site):
+        if what == "no anchored prefill" and (site.pass_, site.step) == ("anchored", 0):
+            return None
+        if (site.pass_, site.site, site.sample, site.step) != last:
+            return site
+        off = what == "a block beyond it in the free run"
+        ratio = 500.0 if off else site.ratio
+        return msgspec.structs.replace(site, token_rel_l2_median=0.5, ratio=ratio)
 
-    sites = [
-        changed(site)
-        for site in measured.sites
-        if what != "no anchored prefill" or (site.pass_, site.step) != ("anchored", 0)
-    ]
-    findings = find(replace(measured, sites=sites)).findings
-    assert "drift" in [finding.kind for finding in findings]
-    verdict = decide(findings).verdict
-    assert verdict.kind == kind
-    codes = [item.code for item in verdict.evidence]
+    report = reported(good, other, change)
+    assert "drift" in [finding.kind for finding in report.findings]
+    assert report.verdict.kind == kind
+    codes = [item.code for item in report.verdict.evidence]
     assert ("enlarged" in codes) is (kind == "within_floor")
     if kind == "within_floor":
-        assert verdict.confidence == "medium"
+        assert report.verdict.confidence == "medium"

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import BatchOptions, capture, compare, truth
+from divergence import BatchOptions, capture, compare
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19, 21], [23, 25, 27, 29], [31, 33, 35, 37, 39]]
 
 
-@pytest.fixture(scope="module")
-def batch(tiny_model, tmp_path_factory):
+@pytest.fixture
+def batch(shared_run, shared_truth):
     """``batch("gpt2")`` → (a run of three prompts in one batch, its truth)."""
-    made = {}
 
     def make(architecture):
-        if architecture not in made:
-            folder = tmp_path_factory.mktemp(architecture)
-            a = capture(
-                str(tiny_model(architecture, dtype="float32")),
-                out=folder / "a",
-                prompts=PROMPTS,
-                batching=BatchOptions(batch=True),
-                max_new_tokens=3,
-                probe=False,
-            )
-            made[architecture] = a, truth(a, out=folder / "truth")
-        return made[architecture]
+        options = {"prompts": PROMPTS, "max_new_tokens": 3, "probe": False}
+        batching = BatchOptions(batch=True)
+        a = shared_run(architecture, model={"dtype": "float32"}, batching=batching, **options)
+        return a, shared_truth(a)
 
     return make
 

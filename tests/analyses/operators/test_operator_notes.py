@@ -10,18 +10,11 @@ from divergence import truth as make_truth
 BLOCK = "model.layers.1"
 
 
-@pytest.fixture(scope="module")
-def run(llama, tmp_path_factory):
+@pytest.fixture
+def run(shared_run):
     """A run with one block's operators, in bfloat16."""
-    folder = tmp_path_factory.mktemp("notes")
-    return capture(
-        llama,
-        out=folder / "a",
-        prompts=["one two three"],
-        max_new_tokens=2,
-        dtype="bfloat16",
-        sites=["blocks", f"ops@{BLOCK}"],
-    )
+    options = {"prompts": ["one two three"], "max_new_tokens": 2, "dtype": "bfloat16"}
+    return shared_run(sites=["blocks", f"ops@{BLOCK}"], **options)
 
 
 @pytest.mark.parametrize("with_truth", [True, False])

@@ -29,30 +29,22 @@ BLOCKS = {
 WITHOUT_SDPA = ("mamba", "mamba2", "remote-code")
 
 
-@pytest.fixture(scope="module")
-def run_of(tiny_model, tmp_path_factory):
-    """``run_of("llama")`` → a run with block 1's operators; the same arguments, the same run."""
-    made: dict[tuple, Run] = {}
+@pytest.fixture
+def run_of(shared_run):
+    """``run_of("llama")`` → a run with block 1's operators."""
 
     def make(architecture, dtype="bfloat16", attention="eager", **options) -> Run:
-        key = (architecture, dtype, attention)
-        if options or key not in made:
-            run = capture(
-                str(tiny_model(architecture)),
-                out=tmp_path_factory.mktemp("audit") / "run",
-                prompts=["A bridge is built twice."],
-                max_new_tokens=2,
-                dtype=dtype,
-                device="cpu",
-                attn_implementation=attention,
-                sites=["blocks", f"ops@{BLOCKS[architecture]}"],
-                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
-                **options,
-            )
-            if options:
-                return run
-            made[key] = run
-        return made[key]
+        return shared_run(
+            architecture,
+            prompts=["A bridge is built twice."],
+            max_new_tokens=2,
+            dtype=dtype,
+            device="cpu",
+            attn_implementation=attention,
+            sites=["blocks", f"ops@{BLOCKS[architecture]}"],
+            loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
+            **options,
+        )
 
     return make
 
@@ -212,7 +204,7 @@ def test_norm_statistics_in_bfloat16_are_named(run_of, architecture):
         assert (row.below, row.own, audit.findings) == (below, False, [])
 
 
-def test_products_below_the_runs_dtype_are_named(run_of):
+def test_products_below_the_runs_dtype_are_named(run_of, invoke):
     """In two runs, on both sides, and in one alone: its own dtype promises them."""
 
     def prepare(model):
@@ -231,6 +223,9 @@ def test_products_below_the_runs_dtype_are_named(run_of):
     (alone,) = audit_runs(other).findings
     assert alone.text.startswith("the run computes matrix product in float16")
     assert alone.text.endswith("expected bfloat16 (the model's dtype)")
+    page = invoke("inspect", other.path)[1].splitlines()  # one column, and the findings
+    assert "    part              computed in        expected" in page
+    assert any(line.startswith("    !: the run computes matrix product") for line in page)
 
 
 def test_autocast_is_a_promise_too(run_of):

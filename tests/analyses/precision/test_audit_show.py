@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from divergence.analyses.precision.sections import audit_sections
-from divergence.comparison.results import AuditedPlace, AuditFinding, AuditResult, AuditRow
-from divergence.facts import plain, worded
-from divergence.report.text import sections_lines
+from divergence.comparison.results import AuditedPlace, AuditResult, AuditRow
 
 PLACE = AuditedPlace(
     part="softmax",
@@ -42,11 +40,19 @@ def audit(**changes) -> AuditResult:
     return AuditResult(rows=[AuditRow(**(row | changes))], reference=[], candidate=[PLACE])
 
 
-def texts(*args, **options) -> list[str]:
-    return [line.text for line in sections_lines(audit_sections(*args, **options))]
+@pytest.fixture
+def texts(reports, lines_of):
+    """``texts(audit, *options)``: the lines of its section, as `compare` prints it."""
+
+    def lines(audit, *options) -> list[str]:
+        printed = lines_of(reports.make_report(audit=audit), *(options or ["-v"]))
+        begin = [number for number, line in enumerate(printed) if line.startswith("precision")]
+        return printed[begin[0] :] if begin else []
+
+    return lines
 
 
-def test_one_line_per_part():
+def test_one_line_per_part(texts):
     """The mark, the part, both sides, what was expected and by whom."""
     lines = texts(audit())
     assert lines[1] == "    part              A                  B                  expected"
@@ -58,7 +64,7 @@ def test_one_line_per_part():
     assert all(len(line) <= 100 for line in lines[:3])
 
 
-def test_marks():
+def test_marks(texts):
     """``!`` where the sides differ or the run's own dtype is not met, ``?`` below practice."""
     below = {"differs": False, "below": "both"}
     assert texts(audit(**below))[2].startswith("  ! ")
@@ -68,7 +74,7 @@ def test_marks():
     assert texts(audit(differs=False, below=None))[2].startswith("    softmax")
 
 
-def test_a_kernel_is_named_below_the_table():
+def test_a_kernel_is_named_below_the_table(texts):
     """The cell stays short, and nothing is claimed of its inside."""
     found = audit(candidate=["inside aten._scaled_dot_product_flash_attention_for_cpu"])
     kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -88,32 +94,22 @@ def test_a_kernel_is_named_below_the_table():
     assert lines[3].startswith(f"    one kernel: {kernel}; what it does inside is not")
 
 
-def test_every_place_on_request():
+def test_every_place_on_request(texts):
     """Its site, dtype, what went in and came out, how often, and the source line."""
-    (line,) = [text for text in texts(audit(), every=True) if "aten._softmax" in text]
+    (line,) = [text for text in texts(audit(), "--all") if "aten._softmax" in text]
     assert line == (
         "    ! B           model.layers.1.self_attn/aten._softmax: bfloat16; bfloat16 → bfloat16; "
         "2 calls; modeling_llama.py:197 in eager_attention_forward"
     )
 
 
-def test_one_run_alone_has_one_column_and_its_findings():
-    """There is no verdict to hold them."""
-    found = audit(reference=["bfloat16"], candidate=None)
-    item = AuditFinding(part="softmax", what=plain("the run computes softmax in bfloat16"))
-    found = msgspec.structs.replace(found, candidate=None, findings=[item])
-    lines = texts(worded(found), alone=True)
-    assert lines[1] == "    part              computed in        expected"
-    assert "    !: the run computes softmax in bfloat16" in lines
-
-
-def test_a_side_that_was_not_audited_is_said_so():
+def test_a_side_that_was_not_audited_is_said_so(texts):
     """It is not the same as having no such part."""
     assert "not audited" in texts(audit(candidate=None))[2]
     assert "bfloat16           -  " in texts(audit(reference=["bfloat16"], candidate=[]))[2]
 
 
-def test_nothing_without_operators():
+def test_nothing_without_operators(texts):
     """No section at all."""
     assert texts(None) == []
     assert texts(AuditResult()) == []

@@ -12,17 +12,13 @@ import torch
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
 from divergence.analyses.tokens import measure as flips
-from divergence.analyses.tokens.find import findings_of
 from divergence.analyses.tokens.measure import compare_tokens
-from divergence.comparison.limits import TIE
-from divergence.facts import worded
-from divergence.gate.check import evaluate, is_tie
-from divergence.gate.policy import Policy
 from divergence.numerics.arrays import as_array, wide
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.logits import kl_divergence, logit_error
 
 V = 4096
+TIE = 3.0
 PROMPT = "Why do machines disagree?"
 
 
@@ -50,9 +46,15 @@ class HandMade:
         return as_array(self.rows[step].reshape(1, 1, -1))
 
 
-def drift_in(tokens):
-    """What is claimed of the tokens alone."""
-    return next((f for f in worded(findings_of(tokens)) if f.claim == "drift"), None)
+@pytest.fixture
+def drift_in(judged):
+    """``drift_in(tokens)``: what is claimed of the tokens alone."""
+
+    def claimed(tokens):
+        findings = judged([], ("blocks", "tokens"), tokens=tokens).findings
+        return next((finding for finding in findings if finding.claim == "drift"), None)
+
+    return claimed
 
 
 def noise(seed: int, size: float) -> torch.Tensor:
@@ -146,10 +148,7 @@ def test_the_rounding_model_is_a_scale_that_no_fault_moves(error, judgement):
     allowed = {(0, 0): 0.01}
     found = compare_tokens(a, b, allowed=allowed).first_difference
     assert (found.z_of, found.judgement) == ("model", judgement)
-    assert not is_tie(found, None, TIE) if judgement is None else is_tie(found, None, TIE)
-    own = compare_tokens(a, b).first_difference
-    assert own.z_of == "difference"
-    assert not is_tie(own, None, 100.0)
+    assert compare_tokens(a, b).first_difference.z_of == "difference"
 
 
 def test_who_chose_as_the_truth_is_recorded():
@@ -190,7 +189,7 @@ def test_kl_numbers_are_those_by_hand():
 
 
 @pytest.mark.parametrize(("w", "beyond"), [(1.0, False), (2.2, False), (6.0, True)])
-def test_kl_goes_with_the_square_of_the_error(w, beyond):
+def test_kl_goes_with_the_square_of_the_error(drift_in, w, beyond):
     """Two independent errors give 1 + W²: the limit passes the largest healthy W."""
     num = 40
     truth = [noise(100 + n, 3.0) for n in range(num)]
@@ -212,7 +211,7 @@ def test_kl_goes_with_the_square_of_the_error(w, beyond):
 
 
 @pytest.mark.parametrize("choice", ["experts", "codes"])
-def test_where_experts_or_codes_are_chosen_neither_flip_nor_kl_is_a_fault(choice):
+def test_where_experts_or_codes_are_chosen_neither_flip_nor_kl_is_a_fault(drift_in, choice):
     """Rounding sends a token to another expert or flips a code on one side, and its logits are
     elsewhere, by far more than the floor's KL. The numbers are given, no limit is."""
     num = 40
@@ -271,30 +270,27 @@ def test_flips_of_healthy_kernels_are_ties(runs):
     assert any("a tie" in fact.text for fact in report.verdict.evidence)
 
 
-def test_check_takes_the_floors_z(runs):
+def test_check_takes_the_floors_z(runs, checked):
     """A tie over the floor, or over the rounding model, counts as equal whatever the verdict; one
     over the two sides' own difference never does."""
     a, b, truth = runs
     report = compare(a, b, truth=truth)
-    policy = msgspec.convert(
-        {
-            "verdicts": ["within_floor", "drift"],
-            "preflight": {"allow": ["*"]},
-            "tokens": {"min_equal": 1.0, "tie_z": TIE},
-        },
-        Policy,
-    )
+    policy = {
+        "verdicts": ["within_floor", "drift"],
+        "preflight": {"allow": ["*"]},
+        "tokens": {"min_equal": 1.0, "tie_z": TIE},
+    }
     report = msgspec.structs.replace(
         report, verdict=msgspec.structs.replace(report.verdict, kind="drift")
     )
-    assert evaluate(report, policy).passed
+    assert checked(report, **policy).passed
     without = compare(a, b)
     without = msgspec.structs.replace(
         without, verdict=msgspec.structs.replace(without.verdict, kind="drift")
     )
     assert {flip.z_of for flip in without.tokens.differences} == {"model"}
     assert {flip.judgement for flip in without.tokens.differences} == {"tie"}
-    assert evaluate(without, policy).passed
+    assert checked(without, **policy).passed
     unjudged = [
         msgspec.structs.replace(flip, z=0.1, z_of="difference", judgement=None)
         for flip in without.tokens.differences
@@ -305,7 +301,7 @@ def test_check_takes_the_floors_z(runs):
     without = msgspec.structs.replace(
         without, tokens=msgspec.structs.replace(without.tokens, differences=unjudged)
     )
-    assert [failure.rule for failure in evaluate(without, policy).failures] == ["tokens.min_equal"]
+    assert [failure.rule for failure in checked(without, **policy).failures] == ["tokens.min_equal"]
 
 
 def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):

@@ -30,24 +30,15 @@ def prompts(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
-def single(prompts, tiny_model, tmp_path_factory):
+@pytest.fixture
+def single(prompts, shared_run, shared_truth):
     """``single("llama", "bfloat16")`` → (the run of single prompts, its truth)."""
-    made = {}
 
     def make(architecture, dtype):
-        key = architecture, dtype
-        if key not in made:
-            folder = tmp_path_factory.mktemp("single")
-            model = str(tiny_model(architecture, dtype=dtype))
-            a = capture(
-                model,
-                out=folder / "a",
-                batching=BatchOptions(prompts_file=prompts),
-                max_new_tokens=3,
-            )
-            made[key] = a, make_truth(a, out=folder / "truth")
-        return made[key]
+        batching = BatchOptions(prompts_file=prompts)
+        model = {"dtype": dtype}
+        a = shared_run(architecture, model=model, batching=batching, max_new_tokens=3)
+        return a, shared_truth(a)
 
     return make
 

@@ -21,20 +21,15 @@ OPERATORS = ("blocks", "ops@model.layers.1")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model):
+def run(shared_run):
     """``run(**options)`` → a run; ``run(like=that, **options)`` repeats it. Equal arguments, one
     run."""
-    runs = {}
 
     def make(architecture="llama", *, like=None, dtype="float32", **options):
-        if like is None:
-            options = {"prompts": PROMPTS, "max_new_tokens": 3} | options
-        key = repr((architecture, dtype, like and like.path, sorted(options.items())))
-        if key not in runs:
-            model = None if like is not None else str(tiny_model(architecture, dtype=dtype))
-            out = tmp_path_factory.mktemp("run") / "run"
-            runs[key] = capture(model, like=like, out=out, **options)
-        return runs[key]
+        if like is not None:
+            return shared_run(like=like, **options)
+        options = {"prompts": PROMPTS, "max_new_tokens": 3} | options
+        return shared_run(architecture, model={"dtype": dtype}, **options)
 
     return make
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence import BatchOptions, RecordOptions, Run, capture, check, compare
+from divergence import BatchOptions, MachineOptions, RecordOptions, Run, capture, check, compare
 from divergence import truth as make_truth
 from divergence.errors import IncomparableError
 from divergence.numerics.summaries import fold_tensor
@@ -23,24 +23,15 @@ OTHER_KERNELS = {"llama", "gpt2", "qwen3-moe"}
 HIDDEN = 256
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory, tiny_model):
+@pytest.fixture
+def recorded(shared_run):
     """``recorded(architecture, dtype, store)`` → a run; another ``number``, another run."""
-    runs = {}
 
     def make(architecture="llama", dtype="bfloat16", store="full", sites="blocks", number=0):
-        key = architecture, dtype, store, sites, number
-        if key not in runs:
-            runs[key] = capture(
-                str(tiny_model(architecture, dtype=dtype, hidden=HIDDEN)),
-                store=store,
-                out=tmp_path_factory.mktemp("recorded") / store,
-                prompts=[PROMPT],
-                max_new_tokens=3,
-                sites=[sites],
-                probe=False,
-            )
-        return runs[key]
+        model = {"dtype": dtype, "hidden": HIDDEN}
+        options = {"prompts": [PROMPT], "max_new_tokens": 3, "store": store, "probe": False}
+        machine = MachineOptions(label=str(number)) if number else None
+        return shared_run(architecture, model=model, sites=[sites], machine=machine, **options)
 
     return make
 

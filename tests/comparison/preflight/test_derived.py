@@ -13,10 +13,9 @@ NAME = "model.rotary_emb.inv_freq"
 PROMPTS = ["The bridge was built", "one two three four"]
 
 
-@pytest.fixture(scope="module")
-def reference(llama, tmp_path_factory):
-    out = tmp_path_factory.mktemp("derived") / "a"
-    return capture(llama, out=out, prompts=PROMPTS, max_new_tokens=1, probe=False)
+@pytest.fixture
+def reference(shared_run):
+    return shared_run(prompts=PROMPTS, max_new_tokens=1, probe=False)
 
 
 def line_of(reference, path, change):

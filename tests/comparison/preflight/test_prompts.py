@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import capture, compare
+from divergence import compare
 
 TEXT = [17, 101, 23, 44, 61, 8]
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory, tiny_model):
+@pytest.fixture
+def recorded(shared_run):
     """``recorded(ids)`` → a run of the tiny Llama with this prompt."""
-    runs = {}
-
-    def make(ids):
-        if tuple(ids) not in runs:
-            out = tmp_path_factory.mktemp("prompt") / "run"
-            runs[tuple(ids)] = capture(
-                str(tiny_model("llama")), out=out, prompts=[ids], max_new_tokens=1, probe=False
-            )
-        return runs[tuple(ids)]
-
-    return make
+    return lambda ids: shared_run(prompts=[list(ids)], max_new_tokens=1, probe=False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from divergence import Run, capture
+from divergence import Run
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import schemes_apart
 from divergence.facts import worded
@@ -23,10 +23,9 @@ def note(bits):
     return QuantizationNote(method="gptq", schemes=[QuantizedScheme(weights=numbers)])
 
 
-@pytest.fixture(scope="module")
-def plain(llama, tmp_path_factory):
-    out = tmp_path_factory.mktemp("plain") / "run"
-    return capture(llama, out=out, prompts=["Snow"], max_new_tokens=1, probe=False)
+@pytest.fixture
+def plain(shared_run):
+    return shared_run(prompts=["Snow"], max_new_tokens=1, probe=False)
 
 
 def quantised(plain, bits, **other):

@@ -18,24 +18,13 @@ EVERYWHERE = f"model.layers.*.{UP}.weight: "
 PROMPTS = [[5, 9, 17, 101, 23, 44, 61, 8]]
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory, tiny_model):
+@pytest.fixture
+def recorded(shared_run):
     """``recorded("bfloat16")`` → a run of the tiny Llama in this dtype."""
-    runs = {}
 
     def make(dtype):
-        if dtype not in runs:
-            model, out = str(tiny_model("llama")), tmp_path_factory.mktemp("a") / "run"
-            runs[dtype] = capture(
-                model,
-                out=out,
-                prompts=PROMPTS,
-                dtype=dtype,
-                max_new_tokens=2,
-                probe=False,
-                prepare=filled,
-            )
-        return runs[dtype]
+        options = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False}
+        return shared_run(dtype=dtype, prepare=filled, **options)
 
     return make
 

@@ -254,15 +254,10 @@ def test_what_cannot_be_is_refused(made, tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_the_first_screen_says_what_holds(made):
+def test_the_first_screen_says_what_holds(made, invoke):
     """The first reason, in twelve lines; the table and the orders of addition stand under -v."""
-    from divergence.report.screen import screen_lines
-    from divergence.report.summary import report_lines
-
-    report = compare(made(3))
     screen, whole = (
-        [item.text for item in lines]
-        for lines in (screen_lines(report), report_lines(report, verbose=True))
+        invoke("compare", made(3).path, *options)[1].splitlines() for options in ([], ["-v"])
     )
     for title in ("confidence  high", "found       sums are at most", "compared    3 ranks, gloo"):
         assert any(text.startswith(title) for text in screen), title

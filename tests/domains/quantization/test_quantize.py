@@ -23,15 +23,9 @@ PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", 
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model, tmp_path_factory):
-    folder = tiny_model("llama", num_blocks=3, hidden=64, dtype="float32")
-    return capture(
-        folder,
-        out=tmp_path_factory.mktemp("plain") / "run",
-        prompts=PROMPTS,
-        max_new_tokens=2,
-        probe=False,
-    )
+def plain(shared_run):
+    model = {"num_blocks": 3, "hidden": 64, "dtype": "float32"}
+    return shared_run(model=model, prompts=PROMPTS, max_new_tokens=2, probe=False)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from divergence import truth as make_truth
 from divergence.domains.suite.capturing import arguments_of
 from divergence.domains.suite.definition import Unavailable
 from divergence.errors import RunExistsError, RunFormatError, UsageError
-from divergence.recording.dry_run import plan_capture
 from divergence.run.captured import CapturedTensor
 from divergence.run.writer import RunWriter
 from tests.digests import without_digests
@@ -129,12 +128,12 @@ def test_some_cases(tmp_path):
         capture("suite:llm", out=tmp_path / "c", sites=["norm"])
 
 
-def test_a_dry_run_lists_cases():
+def test_a_dry_run_lists_cases(dry_run):
     """Without running anything: each case, its first tensor's shape, the bytes of all."""
-    plan = plan_capture("suite:quick", sites=["linear.float32.odd.normal"])
-    assert [row.site for row in plan.rows] == ["linear.float32.odd.normal"]
-    assert plan.rows[0].shape == (7, 129)
-    assert plan.total_bytes == 4 * (7 * 129 + 65 * 129)
+    plan = dry_run("suite:quick", "--sites", "linear.float32.odd.normal")
+    (row,) = plan["rows"]
+    assert (row["site"], row["shape"]) == ("linear.float32.odd.normal", [7, 129])
+    assert plan["total_bytes"] == 4 * (7 * 129 + 65 * 129)
 
 
 def test_repeatability_is_measured(tmp_path):

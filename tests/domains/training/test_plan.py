@@ -8,7 +8,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from divergence.domains.training.plan import Wanted, plan_training
 from divergence.errors import ModelError, UsageError
-from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.load import Loading, empty_model, load_model
 
 BATCH, TOKENS = 2, 48
@@ -131,15 +130,16 @@ def test_a_forward_that_needs_values_leaves_activations_open(llama, monkeypatch)
     assert "data-dependent" in plan.notes[0]
 
 
-def test_a_dry_run_has_the_plan(llama):
+def test_a_dry_run_has_the_plan(llama, dry_run, tmp_path):
     """Of the prompts' largest batch, or of the size that was asked."""
-    dry = plan_capture(llama, prompts=[[1, 2, 3], [4, 5]], train=True, mesh="fsdp=4")
-    assert dry.parts["training"].micro_batch == (1, 3)
-    assert dry.parts["training"].accumulates
-    assert dry.total_bytes == dry.parts["training"].dump_bytes
-    dry = plan_capture(llama, train=True, micro_batch_size=8, sequence_length=64)
-    assert dry.parts["training"].micro_batch == (8, 64)
-    assert plan_capture(llama).parts["training"] is None
+    (tmp_path / "p.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
+    dry = dry_run(llama, "--prompts", "p.jsonl", "--train", "--mesh", "fsdp=4")
+    assert dry["training"]["micro_batch"] == [1, 3]
+    assert dry["training"]["accumulates"]
+    assert dry["total_bytes"] == dry["training"]["dump_bytes"]
+    dry = dry_run(llama, "--train", "--micro-batch-size", 8, "--sequence-length", 64)
+    assert dry["training"]["micro_batch"] == [8, 64]
+    assert dry_run(llama)["training"] is None
 
 
 def test_fused_attention_holds_no_square(llama):

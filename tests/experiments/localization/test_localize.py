@@ -12,8 +12,6 @@ import torch
 from divergence import BatchOptions, Run, capture, localize
 from divergence import truth as make_truth
 from divergence.errors import RunExistsError, UsageError
-from divergence.report.localization import localization_document
-from divergence.report.text import document_lines, headline_lines
 
 BLOCK = "model.layers.1"
 
@@ -194,20 +192,19 @@ def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
     assert (work / "reference-operators/manifest.json").stat().st_mtime_ns == made
 
 
-def test_the_page_and_the_json_say_the_same(runs, tmp_path):
+def test_the_page_and_the_json_say_the_same(runs, tmp_path, lines_of):
     """The operator first; the answer alone is its first lines; JSON holds the same facts."""
     result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
-    lines = _lines(result)
+    lines = lines_of(result)
     assert lines[0].startswith("LOCALIZED: the error comes into")
     assert len(lines) < 60
-    top = headline_lines(localization_document(result).headline)
-    assert [one.text for one in top] == lines[:4]
+    assert lines_of(result, "-q") == lines[:4]
     answer = json.loads(result.to_json())
     assert (answer["schema_version"], answer["side"]) == (1, "candidate")
     assert answer["causal"]["holds"] is True
 
 
-def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path):
+def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path, lines_of):
     """It would take the model and minutes, to say what the runs alone say."""
     for other, kind in (("a", "undetermined"), ("other", "incomparable")):
         b = runs / "a"
@@ -217,7 +214,7 @@ def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path):
         result = localize(runs / "a", b, out=tmp_path / "work", model=tmp_path / "no such model")
         assert (result.levels[0].verdict, result.truth) == (kind, None)
         assert result.stopped
-        assert not any(line.startswith("truth") for line in _lines(result))
+        assert not any(line.startswith("truth") for line in lines_of(result))
 
 
 def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
@@ -250,7 +247,7 @@ def test_what_was_made_for_fewer_tokens_or_of_other_weights_is_made_anew(runs, t
     assert (work / "truth/manifest.json").stat().st_mtime_ns == made
 
 
-def test_commands_run_as_they_are_printed(runs, tmp_path):
+def test_commands_run_as_they_are_printed(runs, tmp_path, lines_of):
     """Paths with spaces are quoted, and what was asked for is asked for again."""
     work = tmp_path / "a b"
     result = localize(
@@ -260,7 +257,7 @@ def test_commands_run_as_they_are_printed(runs, tmp_path):
     assert words[:2] == ["divergence", "localize"]
     assert words[words.index("-o") + 1] == str(work)
     assert words[words.index("--block") + 1] == BLOCK
-    assert any(line.strip().startswith(result.again) for line in _lines(result))
+    assert any(line.strip().startswith(result.again) for line in lines_of(result))
 
 
 def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp_path):
@@ -286,5 +283,22 @@ def test_a_module_whose_output_is_equal_is_not_where_the_runs_part(tiny_model, t
     assert [level.site for level in result.levels][1] == dense
 
 
-def _lines(result):
-    return [line.text for line in document_lines(localization_document(result))]
+@pytest.mark.parametrize("site", ["model.norm:in", ".:out"])
+def test_what_is_made_between_modules_has_no_block(runs, tmp_path, site):
+    """It is said, and nothing is captured: there is no block to go into."""
+
+    def larger(module, args, out):
+        out.logits = out.logits * 1.1
+        return out
+
+    def prepare(model):
+        if site == ".:out":
+            model.register_forward_hook(larger)
+        else:
+            model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] * 1.1,))
+
+    b = capture(like=runs / "a", out=tmp_path / "b", prepare=prepare)
+    options = {"truth": runs / "truth", "prepare_candidate": prepare}
+    result = localize(runs / "a", b, out=tmp_path / "work", **options)
+    assert f"what is wrong at {site} is made outside the blocks and modules" in result.stopped
+    assert not list((tmp_path / "work").glob("*-operators"))

@@ -5,26 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence import capture, compare, localize, truth
-from divergence.report.localization import localization_document
-from divergence.report.text import document_lines
+from divergence import capture, compare, localize
 
 MIDDLE = "model.layers.1"
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model, tmp_path_factory):
+@pytest.fixture
+def pair(shared_run, shared_truth):
     """(the run, its truth)."""
-    folder = tmp_path_factory.mktemp("agrees")
-    model = str(tiny_model("llama", dtype="float32", num_blocks=3))
-    a = capture(
-        model,
-        out=folder / "a",
-        prompts=["one two three four five six seven eight"],
-        max_new_tokens=2,
-        probe=False,
-    )
-    return a, truth(a, out=folder / "truth")
+    prompts = ["one two three four five six seven eight"]
+    model = {"dtype": "float32", "num_blocks": 3}
+    a = shared_run(model=model, prompts=prompts, max_new_tokens=2, probe=False)
+    return a, shared_truth(a)
 
 
 def every_epsilon(model):
@@ -119,7 +111,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_command_says_otherwise(pair, tmp_path, case):
+def test_no_command_says_otherwise(pair, tmp_path, case, lines_of):
     """Where all operators are right by themselves, the first line says what comes in; compare's
     side and confidence are those of the descent and of its page."""
     (a, true), (prepare, words) = pair, CASES[case]
@@ -128,7 +120,7 @@ def test_no_command_says_otherwise(pair, tmp_path, case):
     result = localize(
         a, b, truth=true, out=tmp_path / "work", here="both", prepare_candidate=prepare
     )
-    first = document_lines(localization_document(result))[0].text
+    first = lines_of(result)[0]
     assert words in first
     assert "is made at" not in first
     assert "with other casts or layouts" not in first
@@ -143,7 +135,7 @@ def test_no_command_says_otherwise(pair, tmp_path, case):
         assert result.levels[-1].site == decided.onset.site
 
 
-def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch):
+def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch, lines_of):
     """B's class runs other code that is nobody's replacement there: neither command takes A's
     truth for a proof."""
     a, true = pair
@@ -158,4 +150,4 @@ def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch):
     assert (verdict.side, verdict.confidence) == (None, "medium")
     assert (result.side, decided.side, decided.confidence) == (None, None, "medium")
     assert "whose code is right it cannot tell" in result.doubt
-    assert ", by B" not in document_lines(localization_document(result))[0].text
+    assert ", by B" not in lines_of(result)[0]

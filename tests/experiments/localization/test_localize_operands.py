@@ -7,8 +7,6 @@ import json
 import pytest
 
 from divergence import capture, localize
-from divergence.report.localization import localization_document
-from divergence.report.text import document_lines
 
 BLOCK = "model.layers.1"
 
@@ -45,32 +43,24 @@ def wrong_part(model):
     linear.forward = forward
 
 
-@pytest.fixture(scope="module")
-def recorded(tiny_model, tmp_path_factory):
-    made = {}
-
+@pytest.fixture
+def recorded(shared_run):
     def make(dtype):
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp(f"operands-{dtype}")
-            made[dtype] = capture(
-                str(tiny_model("llama", dtype=dtype)),
-                out=folder / "a",
-                prompts=["one two three four five six seven eight nine ten"],
-                max_new_tokens=2,
-            )
-        return made[dtype]
+        prompts = ["one two three four five six seven eight nine ten"]
+        return shared_run(model={"dtype": dtype}, prompts=prompts, max_new_tokens=2)
 
     return make
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_scalar_is_named_with_both_values_and_two_reproducers(recorded, tmp_path, dtype):
+def test_another_scalar_is_named_with_both_values_and_two_reproducers(
+    recorded, tmp_path, dtype, lines_of
+):
     """The headline says which argument, the page that both sides are right by themselves."""
     a = recorded(dtype)
     b = capture(like=a, out=tmp_path / "b", prepare=another_scale)
     result = localize(a, b, out=tmp_path / "work", prepare_candidate=another_scale)
-    whole = localization_document(result, every=True)
-    text = "\n".join(line.text for line in document_lines(whole))
+    text = "\n".join(lines_of(result, "-v"))
     first = text.splitlines()[0]
     assert first.startswith(f"LOCALIZED: {BLOCK}.self_attn/aten.mul")
     assert "is called with other=0.2625 (A 0.25)" in first
@@ -95,7 +85,7 @@ def test_partial_products_are_not_paired_with_the_product(recorded, tmp_path):
     assert {r.operator for r in results if "down_proj" in r.site} == {"aten.mm.default"}
 
 
-def test_a_wrong_region_is_the_onset(recorded, tmp_path):
+def test_a_wrong_region_is_the_onset(recorded, tmp_path, lines_of):
     """It convicts like an operator, and is proven like one."""
     a = recorded("float32")
     b = capture(like=a, out=tmp_path / "b", prepare=wrong_part)
@@ -105,11 +95,11 @@ def test_a_wrong_region_is_the_onset(recorded, tmp_path):
     assert "in place of one product" in result.operator.region.text
     assert result.causal.holds
     assert (result.repro, result.alone[0].side) == (None, "reference")
-    lines = [line.text for line in document_lines(localization_document(result, every=True))]
-    assert "9 products, 8 additions and one multiplication in place of" in " ".join(lines)
+    page = " ".join(lines_of(result, "-v"))
+    assert "9 products, 8 additions and one multiplication in place of" in page
 
 
-def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path):
+def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path, lines_of):
     """Within rounding for the block, several times an ideal product for the region."""
     a = recorded("bfloat16")
     b = capture(like=a, out=tmp_path / "b", prepare=down_in_parts)
@@ -118,6 +108,6 @@ def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path
     assert (result.side, result.operator.why) == ("candidate", "roundings")
     assert 2 < result.operator.region.candidate_times < 4
     assert result.operator.region.reference_times < 1.2
-    first = document_lines(localization_document(result))[0].text
+    first = lines_of(result)[0]
     assert first.startswith(f"LOCALIZED: sums are rounded too often at {BLOCK}.mlp.down_proj")
     assert "× the error of an ideal product, by B" in first

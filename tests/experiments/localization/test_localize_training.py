@@ -11,8 +11,6 @@ import pytest
 
 import divergence
 from divergence import RecordOptions, TrainOptions
-from divergence.report.localization import localization_document
-from divergence.report.text import document_lines
 from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 
@@ -82,7 +80,9 @@ def descend(wrong, runs, out, fault=None, module="", **options):
 
 @pytest.mark.parametrize("architecture", ["llama", *OTHERS])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_wrong_sign_in_the_backward_of_softmax(architecture, dtype, wrong, pair, tmp_path):
+def test_a_wrong_sign_in_the_backward_of_softmax(
+    architecture, dtype, wrong, pair, tmp_path, lines_of
+):
     """Block, module, operator; proven; shown by itself; and the line of the forward's softmax."""
     fault = "softmax", ATTENTION[architecture]
     runs = pair(architecture, dtype, *fault)
@@ -98,7 +98,7 @@ def test_a_wrong_sign_in_the_backward_of_softmax(architecture, dtype, wrong, pai
     assert result.causal.holds
     times = {own.side: own.times for own in result.alone}
     assert times["candidate"] > 30 > 3 > times["reference"]
-    lines = "\n".join(line.text for line in document_lines(localization_document(result)))
+    lines = "\n".join(lines_of(result))
     assert "backward of aten._softmax, modeling_" in lines
     assert "aten._softmax_backward_data.default" in (tmp_path / "work/repro/report.md").read_text()
 

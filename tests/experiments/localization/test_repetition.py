@@ -16,8 +16,6 @@ from divergence.experiments.explain import explain_token
 from divergence.experiments.localization.repetition import check_repetition, check_substituted
 from divergence.facts import worded
 from divergence.numerics.summaries import fold_tensor
-from divergence.report.localization import localization_document
-from divergence.report.text import document_lines, headline_lines
 from tests.digests import without_digests
 
 BLOCK = "model.layers.1"
@@ -140,7 +138,7 @@ def test_what_comes_before_a_substitute_must_repeat(runs, tmp_path):
     assert check_substituted(early, b, **check).site == "model.layers.0:out"
 
 
-def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path):
+def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path, lines_of):
     """Nothing is named or proven, what was captured is gone, and the command for there is given."""
     work = tmp_path / "work"
     result = localize(runs / "a", runs / "b", truth=runs / "truth", out=work)
@@ -148,7 +146,7 @@ def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path):
     assert "this is not B's machine" in result.stopped
     assert f"{BLOCK}:out differs, rel L2" in result.stopped
     assert not (work / "candidate-operators").exists()
-    lines = [line.text for line in headline_lines(localization_document(result).headline)]
+    lines = lines_of(result, "-q")
     assert lines[0].startswith("STOPPED: this is not B's machine")
     assert lines[1].strip() == "run there:"
     assert lines[2].startswith("  divergence capture --like")
@@ -179,7 +177,7 @@ def test_what_lies_there_is_held_against_the_run_as_well(runs, tmp_path):
     assert "--force" in result.commands[0]
 
 
-def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path):
+def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path, lines_of):
     """Both sides' operators lie there, made where they belong; this machine is not the candidate's:
     its block would be fine without any substitute, so nothing is said to be proven."""
     work, truth = tmp_path / "work", runs / "truth"
@@ -188,7 +186,7 @@ def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path):
     result = localize(runs / "a", runs / "b", truth=truth, out=work)
     assert result.operator is not None
     assert result.causal is None
-    lines = [line.text for line in document_lines(localization_document(result))]
+    lines = lines_of(result)
     assert not any("yes: with the other side's" in line for line in lines)
     assert any("on B's machine" in command for command in result.commands)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from divergence import Run, capture, compare, replay
+from divergence import Run, capture, replay, sensitivity
 from divergence.comparison.advice import _options
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker, also_taken, variables_to_set
-from divergence.experiments.result import FaultSize
-from divergence.experiments.sensitivity import confirm_sizes
 from divergence.run.command import command
 
 KERNEL = "attacker/kernel@main:f"
@@ -70,18 +67,9 @@ def test_the_candidates_attention(run, maker):
 
 def test_the_attention_of_a_planted_candidate(run, tmp_path):
     """sensitivity --confirm captures as the candidate was captured, with the same limit."""
-    size = FaultSize(block="b", fault="scale", size=0.1, tried=0.1)
-    trials = SimpleNamespace(channel=lambda _: 0, num_features=lambda _: 8)
+    theirs = changed(capture(like=run, out=tmp_path / "b"), attn_implementation=KERNEL)
     with pytest.raises(UsageError, match="may be code of its own"):
-        confirm_sizes(
-            run,
-            changed(run, attn_implementation=KERNEL),
-            trials,
-            [size],
-            block="b",
-            capturing=partial(capture, like=run, out=tmp_path / "planted", device="cpu"),
-            comparing=compare,
-        )
+        sensitivity(run, candidate=theirs, blocks=["0"], faults=["scale"], confirm=True)
 
 
 def test_the_candidates_model(run, llama, maker, tmp_path):

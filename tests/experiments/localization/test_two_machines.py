@@ -12,8 +12,6 @@ import transformers.models.llama.modeling_llama as modeling
 from divergence import Run, capture, localize
 from divergence import truth as make_truth
 from divergence.errors import IncomparableError
-from divergence.report.localization import localization_document
-from divergence.report.text import document_lines
 
 # benchmarks/ is beside the package, not in it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -103,7 +101,7 @@ def test_a_wrong_kernel_of_the_reference_is_found_too(llama, tmp_path):
 
 
 @pytest.mark.parametrize("side", ["candidate", "reference"])
-def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side):
+def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side, lines_of):
     """By each side's code the other is wrong: the truth has the reference's."""
     a, c = (healthy, other_code) if side == "candidate" else (other_code, healthy)
     options = {**made(tmp_path, llama, a, c), "truth": tmp_path / "truth"}
@@ -119,7 +117,7 @@ def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side):
         return
     assert (there.side, there.causal) == (None, None)
     assert "whose code is right it cannot tell" in there.doubt
-    lines = [line.text for line in document_lines(localization_document(there))]
+    lines = lines_of(there)
     assert ", by " not in lines[0]
     assert any(line.startswith("side        not named: the two sides' code") for line in lines)
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from divergence.errors import UsageError
 from divergence.facts import Fact
-from divergence.gate.check import evaluate
-from divergence.gate.policy import Policy, load_policy
-from divergence.report.checking import (
-    annotation_lines,
-    checked_page,
-    codequality_json,
-    fence,
-    junit_xml,
-    stopped_page,
-    summary_markdown,
-)
 
 HOSTILE = (
     "]]><x>&\"' \x00\x1b[31m\ud800\ufffe\u202e\r\n::error::| `#1` @you ##[error]<script>a</script>"
@@ -31,16 +19,11 @@ HOSTILE = (
 )
 
 
-def page(report, **tables):
-    policy = msgspec.convert(tables, Policy) if tables else load_policy("ci")
-    return checked_page(evaluate(report, policy, today=datetime.date(2026, 1, 1)))
-
-
 @pytest.fixture(scope="module")
-def failing(reports):
-    """A page with failures of rules, of a tolerance, and known differences of each kind."""
+def failing(reports, checked):
+    """An answer with failures of rules, of a tolerance, and known differences of each kind."""
     known = {"sites": "model.layers.30*", "max": {"rel_l2": 1e-9}, "reason": "a ticket"}
-    return page(
+    return checked(
         reports.make_long_report(),
         tokens={"min_equal": 1.0, "min_equal_count": 1},
         tolerance=[{"sites": "model.layers.*:out", "rel_l2": 1e-2}, {"sites": "gone", "ratio": 3}],
@@ -49,155 +32,175 @@ def failing(reports):
 
 
 @pytest.fixture(scope="module")
-def hostile(reports):
+def hostile(reports, checked):
     """Names and texts of a run that mean harm, wherever one may stand."""
     sites = [reports.make_site(f"{HOSTILE}{number}:out", order=number) for number in range(80)]
     verdict = reports.make_verdict(
         "localized", summary=HOSTILE, evidence=[Fact(text=HOSTILE * 500)] * 200
     )
     runs = {
-        name: reports.make_run(HOSTILE, model=HOSTILE, label=HOSTILE)
+        name: reports.make_run(HOSTILE, id=name, model=HOSTILE, label=HOSTILE)
         for name in ("reference", "candidate")
     }
     tolerance = [{"sites": f"re:{number}:out$", "rel_l2": 0.0} for number in range(200)]
     report = reports.make_report(verdict=verdict, sites=sites, **runs)
-    return page(report, name=HOSTILE, tolerance=tolerance)
+    return checked(report, name=HOSTILE, tolerance=tolerance)
+
+
+@pytest.fixture
+def ci(printed, invoke, tmp_path, monkeypatch):
+    """``ci(result)``: what one check writes for CI servers; ``ci(None)``: of a golden that is not
+    there."""
+
+    def write(result):
+        files = [tmp_path / name for name in ("junit.xml", "quality.json", "summary.md")]
+        for file in files:
+            file.unlink(missing_ok=True)
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(files[2]))
+        options = ["--junit", files[0], "--codequality", files[1], "--github"]
+        if result is None:
+            out = invoke("check", "gone", "new", *options)[1]
+        else:
+            out = printed(result, *options)
+        xml, quality, summary = (file.read_text(encoding="utf-8") for file in files)
+        notes = [line for line in out.splitlines() if re.match("::(error|notice) title=", line)]
+        (suite,) = ElementTree.fromstring(xml.encode())
+        return SimpleNamespace(
+            xml=xml, suite=suite, issues=json.loads(quality), summary=summary, notes=notes, out=out
+        )
+
+    return write
+
+
+def states(suite) -> dict[str, str]:
+    """By rule: passed, or what else."""
+    return {
+        case.get("name"): next((child.tag for child in case), "passed")
+        for case in suite.findall("testcase")
+    }
 
 
 # --- the cases ---------------------------------------------------------------------------------
 
 
-def test_each_rule_and_known_difference_is_a_case(failing):
+def test_each_rule_and_known_difference_is_a_case(failing, ci):
     """In the policy's order, whatever failed, so that a name stays from build to build."""
-    states = {case.rule: case.status for case in failing.cases}
-    assert states == {
-        "verdicts": "failed",
-        "min_coverage": "failed",
-        "preflight": "failed",
-        "tokens.min_equal": "failed",
+    suite = ci(failing).suite
+    assert states(suite) == {
+        "verdicts": "failure",
+        "min_coverage": "failure",
+        "preflight": "failure",
+        "tokens.min_equal": "failure",
         "tokens.min_equal_count": "passed",
-        "tolerance[0]": "failed",
-        "tolerance[1]": "failed",
-        "known[0]": "failed",
+        "tolerance[0]": "failure",
+        "tolerance[1]": "failure",
+        "known[0]": "failure",
         "known[1]": "skipped",
     }
-    assert failing.cases[4].text == "at least 1 of the generated tokens are equal"
-    assert failing.headline == "FAILED: 7 of 9 rules of policy given are not met"
+    assert "FAILED: 7 of 9 rules of policy given are not met" in suite.find("system-out").text
 
 
 @pytest.mark.parametrize("name", ["ci", "strict"])
-def test_cases_fail_where_the_policy_does(reports, name):
+def test_cases_fail_where_the_policy_does(reports, checked, ci, name):
     """A file never says green where the exit code does not, nor the other way round."""
-    for report in (
-        reports.make_report(),
-        reports.make_long_report(),
-        reports.make_nonfinite_report(),
-    ):
-        result = evaluate(report, load_policy(name))
-        assert result.passed == (not checked_page(result).bad)
-        failures = [one for case in checked_page(result).cases for one in case.failures]
-        assert failures == result.failures
+    for make in (reports.make_report, reports.make_long_report, reports.make_nonfinite_report):
+        result = checked(make(), name)
+        suite = ci(result).suite
+        assert result.passed == (suite.get("failures") == "0")
+        rules = {
+            one.rule if one.tolerance is None else f"tolerance[{one.tolerance}]"
+            for one in result.failures
+        }
+        assert rules == {rule for rule, state in states(suite).items() if state == "failure"}
 
 
-def test_a_failure_has_its_evidence(failing):
+def test_a_failure_has_its_evidence(failing, ci):
     """What the verdict rests on stands with it, and the command that goes deeper."""
-    case = failing.cases[0]
-    assert "one site is beyond its floor" in case.evidence
-    assert case.evidence[-1].startswith("next: divergence capture --like a")
+    text = ci(failing).suite.find("testcase/failure").text
+    assert "- one site is beyond its floor" in text
+    assert "next: divergence capture --like a" in text
 
 
-def test_what_stopped_is_one_case():
+def test_what_stopped_is_one_case(ci):
     """Runs that cannot be checked are an error, with what to try."""
-    stopped = stopped_page(UsageError("no such run", where="gone", hint="look"), "golden", "gone")
-    (case,) = stopped.bad
-    assert (case.rule, case.status, case.evidence) == ("comparison", "stopped", ("gone", "look"))
-    assert stopped.headline == "STOPPED: no such run"
-    assert ElementTree.fromstring(junit_xml(stopped)).find(".//error").get("message") == case.text
-    assert json.loads(codequality_json(stopped))[0]["severity"] == "critical"
-    assert annotation_lines(stopped)[0].startswith("::error title=divergence check%3A comparison::")
-    assert "**STOPPED**" in summary_markdown(stopped)
+    stopped = ci(None)
+    assert states(stopped.suite) == {"comparison": "error"}
+    message = stopped.suite.find(".//error").get("message")
+    assert "gone" in "".join(stopped.suite.itertext()) and message in stopped.out
+    assert stopped.issues[0]["severity"] == "critical"
+    assert stopped.notes[0].startswith("::error title=divergence check%3A comparison::")
+    assert "**STOPPED**" in stopped.summary
 
 
 # --- JUnit -------------------------------------------------------------------------------------
 
 
-def check_junit(text: str) -> ElementTree.Element:
-    """The rules of Jenkins' junit-10.xsd that concern what is written; returns the suite."""
-    root = ElementTree.fromstring(text.encode())
-    assert root.tag == "testsuites"
-    (suite,) = root
+def check_junit(suite: ElementTree.Element) -> ElementTree.Element:
+    """The rules of Jenkins' junit-10.xsd that concern what is written."""
     assert suite.tag == "testsuite" and suite.get("name")
     cases = suite.findall("testcase")
     assert [child.tag for child in suite] == ["testcase"] * len(cases) + ["system-out"]
-    counts = {"failure": "failures", "error": "errors", "skipped": "skipped"}
-    for tag, name in counts.items():
-        for holder in (root, suite):
-            assert int(holder.get(name)) == len(suite.findall(f"testcase/{tag}"))
+    for tag, name in {"failure": "failures", "error": "errors", "skipped": "skipped"}.items():
+        assert int(suite.get(name)) == len(suite.findall(f"testcase/{tag}"))
     assert int(suite.get("tests")) == len(cases)
     for case in cases:
         assert case.get("name") and case.get("classname") and float(case.get("time")) == 0
         assert [child.tag for child in case] in ([], ["failure"], ["error"], ["skipped"])
-        for child in case:
-            assert child.get("message")
+        assert all(child.get("message") for child in case)
     assert len({(case.get("classname"), case.get("name")) for case in cases}) == len(cases)
     return suite
 
 
-def test_junit_follows_its_schema(failing, hostile, reports):
-    """Of a page that fails, one that passes and one that means harm."""
-    suite = check_junit(junit_xml(failing))
+def test_junit_follows_its_schema(failing, hostile, reports, checked, ci):
+    """Of an answer that fails, one that passes and one that means harm."""
+    suite = check_junit(ci(failing).suite)
     assert suite.find("system-out").text.startswith("a / b: FAILED: 7 of 9")
     assert "DIVERGED: " in suite.find("system-out").text
-    assert "- one site is beyond its floor" in suite.find("testcase/failure").text
-    assert check_junit(junit_xml(page(reports.make_report()))).get("failures") == "0"
-    written = "".join(check_junit(junit_xml(hostile)).itertext())
+    assert check_junit(ci(checked(reports.make_report())).suite).get("failures") == "0"
+    written = "".join(check_junit(ci(hostile).suite).itertext())
     assert r"\x00\x1b[31m\ud800\ufffe\u202e\x0d\x0a::error::" in written
 
 
-def test_a_parser_of_ci_servers_reads_the_file(failing, hostile):
+def test_a_parser_of_ci_servers_reads_the_file(failing, hostile, ci):
     """junitparser sees the same cases and texts."""
     junitparser = pytest.importorskip("junitparser")
-    for made in (failing, hostile):
-        (suite,) = junitparser.JUnitXml.fromstring(junit_xml(made).encode())
-        assert (suite.tests, suite.failures) == (len(made.cases), len(made.bad))
-        for case, ours in zip(suite, made.cases, strict=True):
-            assert case.name == ours.rule
-            assert case.is_failure == (ours.status == "failed")
-            if case.is_failure:
-                assert case.result[0].message == ours.text
+    for result in (failing, hostile):
+        made = ci(result)
+        (suite,) = junitparser.JUnitXml.fromstring(made.xml.encode())
+        assert suite.failures == int(made.suite.get("failures")) > 0
+        failed = [case.name for case in suite if case.is_failure]
+        assert failed == [name for name, state in states(made.suite).items() if state == "failure"]
 
 
 # --- GitHub ------------------------------------------------------------------------------------
 
 
-def test_annotations_are_escaped_by_the_runners_rules(failing, hostile):
+def test_annotations_are_escaped_by_the_runners_rules(failing, hostile, ci):
     """One line each, ten at most, %, line ends and the property's own signs escaped."""
-    assert annotation_lines(failing)[0].startswith(
-        "::error title=divergence check%3A verdicts::DIVERGED (localized); the "
-        "policy allows IDENTICAL (identical), OK (within_floor). Known differences do not excuse it"
+    (first, *_) = ci(failing).notes
+    assert first.startswith(
+        "::error title=divergence check%3A verdicts::DIVERGED (localized); the policy allows "
+        "IDENTICAL (identical), OK (within_floor). Known differences do not excuse it"
     )
-    lines = annotation_lines(hostile)
+    lines = ci(hostile).notes
     assert len(lines) == 10
     assert lines[-1] == "::error title=divergence check::193 more rules are not met"
     for text in lines:
-        found = re.fullmatch(r"::error title=([^:,\r\n]*)::([^\r\n]*)", text)
-        assert found, text
+        assert re.fullmatch(r"::error title=([^:,\r\n]*)::([^\r\n]*)", text), text
         assert not re.search(r"%(?!25|0A|0D|3A|2C)", text)
         assert text.isprintable() and len(text) < 10_000
 
 
-def test_a_policy_that_is_met_is_a_notice(reports):
-    """So that a reader sees that something was checked."""
-    assert annotation_lines(page(reports.make_report())) == [
-        "::notice title=divergence check::PASSED: policy ci is met"
-    ]
-
-
-def test_the_runner_obeys_nothing_of_a_report():
+def test_the_runner_obeys_nothing_of_a_report(hostile, ci):
     """The fence cannot be guessed, so no name can end it."""
-    begin, end = fence()
-    assert begin == f"::stop-commands::{end.strip(':')}" and len(end) == 36
-    assert fence() != (begin, end)
+    fences = set()
+    for _ in range(2):
+        begin, *_, end = re.findall(
+            r"^::(?:stop-commands::)?([0-9a-f]{32})(?:::)?$", ci(hostile).out, re.M
+        )
+        assert begin == end
+        fences.add(begin)
+    assert len(fences) == 2
 
 
 class _Tags(HTMLParser):
@@ -210,45 +213,45 @@ class _Tags(HTMLParser):
         self.tags.add(tag)
 
 
-def test_a_summary_is_small_and_shows_names_as_they_are(failing, hostile):
-    """Tables of rules and the first screen; no tag, link or mention of a run, far below 1 MiB."""
-    text = summary_markdown(failing)
+def test_a_summary_is_small_and_shows_names_as_they_are(failing, hostile, ci):
+    """Tables of rules and the first screen; no tag, link or mention of a run, far below 1 MiB;
+    rendered as GitHub does it has no element that a name brought in."""
+    from markdown_it import MarkdownIt
+
+    text = ci(failing).summary
     assert text.startswith("### divergence check: FAILED\n")
     assert "| <code>tolerance&#91;0&#93;</code> | **FAIL** | <code>rel&#95;l2 is " in text
     assert "DIVERGED: " in text.partition("<pre>")[2]
-    text = summary_markdown(hostile)
-    assert len(text.encode()) < 400_000
+    evil = ci(hostile).summary
+    assert len(evil.encode()) < 400_000
     parser = _Tags()
-    parser.feed(text)
+    parser.feed(evil)
     assert parser.tags == {"code", "pre"}
-    for line in text.splitlines():
-        if line.startswith("|"):
-            assert line.count("|") == 4
+    assert all(line.count("|") == 4 for line in evil.splitlines() if line.startswith("|"))
     for obeyed in ("<script", "@you", "://", "[a]", "`", "\x1b", "\u202e"):
-        assert obeyed not in text
+        assert obeyed not in evil
+    for summary in (text, evil):
+        html = MarkdownIt("gfm-like", {"linkify": False}).render(summary)
+        assert html.count("<tr>") > 1 and "<th>" in html
+        assert len(re.findall("<h[1-6]>", html)) == len(re.findall("^#+ ", summary, re.M))
+        assert not re.search("<(script|img|a|iframe|svg)[ >]", html)
 
 
 # --- GitLab ------------------------------------------------------------------------------------
 
 
-def test_codequality_has_what_gitlab_asks_for(failing, hostile, reports):
+def test_codequality_has_what_gitlab_asks_for(failing, hostile, ci):
     """Each issue has its five keys, a severity of the list and a fingerprint of its own."""
-    for made in (failing, hostile):
-        issues = json.loads(codequality_json(made))
+    keys = {"description", "check_name", "fingerprint", "severity", "location"}
+    for result in (failing, hostile):
+        issues = ci(result).issues
         assert 0 < len(issues) <= 1000
         assert len({issue["fingerprint"] for issue in issues}) == len(issues)
         for issue in issues:
-            assert set(issue) == {
-                "description",
-                "check_name",
-                "fingerprint",
-                "severity",
-                "location",
-            }
+            assert set(issue) == keys
             assert issue["severity"] in ("info", "minor", "major", "critical", "blocker")
             assert issue["location"]["lines"] == {"begin": 1}
             assert issue["description"].isprintable()
-    assert json.loads(codequality_json(page(reports.make_report()))) == []
 
 
 @pytest.mark.parametrize(
@@ -261,33 +264,20 @@ def test_codequality_has_what_gitlab_asks_for(failing, hostile, reports):
         ("s3://bucket/runs/golden.tar", "golden.tar"),
     ],
 )
-def test_a_place_is_named_from_the_repository(reports, golden, path):
+def test_a_place_is_named_from_the_repository(reports, checked, ci, golden, path):
     """A golden elsewhere is named without its folders."""
-    made = page(
-        msgspec.structs.replace(reports.make_long_report(), reference=reports.make_run(golden))
-    )
-    issues = json.loads(codequality_json(made))
-    assert {issue["location"]["path"] for issue in issues} == {path}
+    report = msgspec.structs.replace(reports.make_long_report(), reference=reports.make_run(golden))
+    assert {issue["location"]["path"] for issue in ci(checked(report)).issues} == {path}
 
 
-def test_fingerprints_stay_from_run_to_run(reports):
+def test_fingerprints_stay_from_run_to_run(reports, checked, ci):
     """The same rule at the same site is the same issue, whatever its numbers."""
-
-    def fingerprints(rel_l2):
-        report = reports.make_report(sites=[reports.make_site("a:out", rel_l2=rel_l2)])
-        issues = json.loads(codequality_json(page(report, tolerance=[{"rel_l2": 1e-9}])))
-        return [issue["fingerprint"] for issue in issues]
-
-    assert fingerprints(0.1) == fingerprints(0.2) != []
-
-
-def test_a_summary_renders_as_markdown(failing, hostile):
-    """Rendered as GitHub does: a table of rules, code, and no element that a name brought in."""
-    from markdown_it import MarkdownIt
-
-    for page in (failing, hostile):
-        text = summary_markdown(page)
-        html = MarkdownIt("gfm-like", {"linkify": False}).render(text)
-        assert html.count("<tr>") > 1 and "<th>" in html
-        assert len(re.findall("<h[1-6]>", html)) == len(re.findall("^#+ ", text, re.M))
-        assert not re.search("<(script|img|a|iframe|svg)[ >]", html)
+    reports_ = [
+        reports.make_report(sites=[reports.make_site("a:out", rel_l2=rel_l2)])
+        for rel_l2 in (0.1, 0.2)
+    ]
+    first, second = (
+        [issue["fingerprint"] for issue in ci(checked(one, tolerance=[{"rel_l2": 1e-9}])).issues]
+        for one in reports_
+    )
+    assert first == second != []

@@ -14,24 +14,16 @@ IDS = [[5, 9, 33, 21, 77, 100, 43, 12], [45, 99, 33, 21, 17]]
 BLOCKS = {"llama": "model.layers.1", "gpt2": "transformer.h.1", "qwen3-moe": "model.layers.1"}
 
 
-@pytest.fixture(scope="module")
-def step(tiny_model, tmp_path_factory):
+@pytest.fixture
+def step(shared_run):
     """``step("llama", sites=[...])`` → a run with float32 weights; the same arguments, the same."""
-    runs = {}
 
     def make(architecture, **options):
-        key = repr((architecture, sorted(options.items(), key=str)))
-        if key not in runs:
-            folder = tiny_model(architecture, dtype="float32", num_blocks=2)
-            runs[key] = divergence.capture(
-                str(folder),
-                out=tmp_path_factory.mktemp("ops") / "run",
-                training=TrainOptions(train=True),
-                prompts=IDS,
-                probe=False,
-                **options,
-            )
-        return runs[key]
+        model = {"dtype": "float32", "num_blocks": 2}
+        training = TrainOptions(train=True)
+        return shared_run(
+            architecture, model=model, training=training, prompts=IDS, probe=False, **options
+        )
 
     return make
 

@@ -19,19 +19,12 @@ ARCHITECTURES = ["llama", "gpt2", "qwen3-moe"]
 
 
 @pytest.fixture(scope="module")
-def step(tiny_model, tmp_path_factory):
+def step(shared_run):
     """``step("llama", dtype="bfloat16", autocast=...)`` → a run; the same arguments, the same."""
-    runs = {}
 
     def make(architecture, *, like=None, **options):
-        key = repr((architecture, like and like.manifest.id, sorted(options.items())))
-        if key not in runs:
-            source = None if like else str(tiny_model(architecture, dtype="float32"))
-            fresh = {} if like else {"train": True, "prompts": IDS, "like": None}
-            out = tmp_path_factory.mktemp("step") / "run"
-            options = {"probe": False, "like": like} | fresh | options
-            runs[key] = divergence.capture(source, out=out, **options)
-        return runs[key]
+        fresh = {} if like else {"train": True, "prompts": IDS, "model": {"dtype": "float32"}}
+        return shared_run(architecture, like=like, **{"probe": False} | fresh | options)
 
     return make
 

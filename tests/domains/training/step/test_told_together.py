@@ -15,17 +15,12 @@ from divergence.domains.training.recording.optimizer import Stepping
 PROMPTS = [[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]]
 
 
-@pytest.fixture(scope="module")
-def a(tiny_model, tmp_path_factory) -> Run:
+@pytest.fixture
+def a(shared_run) -> Run:
     """Three blocks: the least that make a kind."""
-    model = str(tiny_model("llama", dtype="float32", num_blocks=3))
-    return capture(
-        model,
-        out=tmp_path_factory.mktemp("together") / "a",
-        training=TrainOptions(train=True, optimizer="adamw"),
-        prompts=PROMPTS,
-        probe=False,
-    )
+    training = TrainOptions(train=True, optimizer="adamw")
+    model = {"dtype": "float32", "num_blocks": 3}
+    return shared_run(model=model, training=training, prompts=PROMPTS, probe=False)
 
 
 def _summary(a: Run, out) -> str:

@@ -65,6 +65,18 @@ def _is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or path.is_dir()
 
 
+def test_each_opens_with_a_sentence():
+    """It states the behaviour."""
+    mute = [
+        f"{file.name}::{node.name}"
+        for file in sorted(TESTS.rglob("test_*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if not ast.get_docstring(node)
+    ]
+    assert mute == []
+
+
 @pytest.mark.whole
 def test_what_tests_open_has_a_reason():
     """Each module that is no public door stands in the list, and nothing else does."""

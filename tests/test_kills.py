@@ -147,7 +147,7 @@ COMMANDS = {
     "bundle": ("bundle a old -o out.zip -q", "out.zip"),
     "page": ("compare a old --html out.html -q", "out.html"),
 }
-QUICK = (("pack", True), ("bless", True))
+QUICK = (("bless", True),)
 
 
 @pytest.mark.parametrize(

@@ -106,22 +106,6 @@ def stopped_in_bucket(place: Path, model: Path, url: str, number: int) -> tuple[
     return stop(process, number)
 
 
-@pytest.fixture
-def invoke(capsys, monkeypatch, tmp_path):
-    """``invoke(*args)`` → (exit code, stdout, stderr) of one command, in an empty directory."""
-    from divergence.cli.main import app
-
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            app([str(arg) for arg in args], prog_name="divergence")
-        captured = capsys.readouterr()
-        return caught.value.code, captured.out, captured.err
-
-    return call
-
-
 def test_a_killed_capture_is_readable(killed):
     """Everything before the last shard: opened, whole, and said to be incomplete."""
     run = Run.open(killed)

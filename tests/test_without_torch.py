@@ -110,12 +110,14 @@ def test_check_inspect_and_several_runs(runs):
 
 @pytest.mark.parametrize("words", [["capture", "model", "-o", "c"], ["truth", "a", "-o", "t"]])
 def test_what_runs_a_model_says_what_is_missing(words, tmp_path):
+    """Exit code 2, with the command that installs it."""
     done = command(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert "torch" in done.stderr and "pip install torch" in done.stderr
 
 
 def test_the_package_is_imported_and_its_names_say_what_is_missing(tmp_path):
+    """What needs no torch is there, and the rest says what it needs."""
     code = (
         "import divergence\n"
         "assert divergence.compare and divergence.Run and divergence.check\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 
 def test_runs_are_kept_and_the_command_line_answers(llama, invoke, tmp_path):
+    """With --keep the runs stay, and the answer says which two to compare."""
     code, out, _ = invoke(
         "selfcheck", llama, "--only", "again,attention", "--keep", "runs", "--exit-code"
     )
@@ -14,6 +15,7 @@ def test_runs_are_kept_and_the_command_line_answers(llama, invoke, tmp_path):
 
 
 def test_a_line_that_is_none_is_named(llama, invoke):
+    """A misspelt way of running is refused, with the nearest one."""
     code, _, err = invoke("selfcheck", llama, "--only", "cash")
 
     assert code == 2 and "no line 'cash'" in err and "did you mean cache?" in err

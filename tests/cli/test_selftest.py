@@ -26,6 +26,7 @@ def few(monkeypatch):
 
 @pytest.mark.slow
 def test_a_cpu_passes_and_the_file_tells_no_place(invoke, tmp_path):
+    """All steps of a CPU pass, the file names no folder, and is not replaced unasked."""
     code, out, _ = invoke("selftest", "--device", "cpu", "--quick")
 
     assert code == 0
@@ -39,6 +40,8 @@ def test_a_cpu_passes_and_the_file_tells_no_place(invoke, tmp_path):
 
 @pytest.mark.slow
 def test_a_step_that_breaks_stops_nothing(few, monkeypatch):
+    """A step that raises is told in its first line, and the others are tried."""
+
     def broken(self):
         raise RuntimeError("the runtime's own words\nand more")
 
@@ -56,6 +59,8 @@ def test_runs_are_kept_on_this_machine():
 
 
 def test_an_interrupted_one_is_written(few, invoke, tmp_path, monkeypatch):
+    """After Ctrl-C the file holds the steps that were made, and says that it is not complete."""
+
     def interrupted(self):
         raise KeyboardInterrupt
 

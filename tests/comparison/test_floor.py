@@ -115,6 +115,7 @@ def test_check_names_the_side(captured, bless, tmp_path, options):
     assert divergence.compare(golden, healthy).verdict.kind == "within_floor"
 
 
+@pytest.mark.slow
 def test_it_is_small(tiny_model, tmp_path):
     """It takes at most a hundredth of what blocks as wide as models' take."""
     run = divergence.capture(

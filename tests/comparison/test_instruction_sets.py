@@ -23,6 +23,7 @@ def unpacked(unpack: Callable[[Path], Path]) -> Callable[[str], Path]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("judged", [True, False])
 def test_another_instruction_set_is_rounding(unpacked, dtype, judged):
+    """x86 and arm64 of one model differ by rounding, with and without a truth."""
     truth = unpacked(f"truth-{dtype}") if judged else None
 
     verdict = compare(unpacked(f"x86-{dtype}"), unpacked(f"arm64-{dtype}"), truth=truth).verdict
@@ -35,6 +36,7 @@ def test_another_instruction_set_is_rounding(unpacked, dtype, judged):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fault_on_another_instruction_set_is_found(unpacked, dtype):
+    """A fault on arm64 is named at its block, by B."""
     a, b = unpacked(f"x86-{dtype}"), unpacked(f"arm64-{dtype}-fault")
 
     verdict = compare(a, b, truth=unpacked(f"truth-{dtype}")).verdict
@@ -44,6 +46,7 @@ def test_a_fault_on_another_instruction_set_is_found(unpacked, dtype):
 
 
 def test_without_a_truth_float32_shows_the_fault_and_bfloat16_says_what_is_lacking(unpacked):
+    """What 16 bits hide without a truth is said as what lowers the confidence."""
     found = compare(unpacked("x86-float32"), unpacked("arm64-float32-fault")).verdict
     hidden = compare(unpacked("x86-bfloat16"), unpacked("arm64-bfloat16-fault")).verdict
 
@@ -56,6 +59,7 @@ def test_without_a_truth_float32_shows_the_fault_and_bfloat16_says_what_is_lacki
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_their_files_are_whole(unpacked, dtype):
+    """The stored runs open, are of version 3, and every byte has its checksum."""
     for name in (f"x86-{dtype}", f"arm64-{dtype}", f"arm64-{dtype}-fault", f"truth-{dtype}"):
         run = Run.open(unpacked(name))
         assert run.manifest.schema_version == 3

@@ -13,6 +13,8 @@ PROMPTS = ("--prompt", "A bridge", "--prompt", "Once on paper, where every beam 
 
 
 def test_ranks_that_divide_the_prompts(device_environment, llama, tmp_path):
+    """Two ranks on a device give the run of one process."""
+
     def ran(*words: object, **environment: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", *map(str, words)],
@@ -78,6 +80,7 @@ def test_the_selftest(device_environment, tmp_path):
 
 
 def test_the_selftest_finds_a_wrong_kernel(device_environment, tmp_path):
+    """A device with a wrong kernel fails its selftest with exit code 1."""
     done = subprocess.run(
         [
             sys.executable,

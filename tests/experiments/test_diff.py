@@ -59,6 +59,7 @@ def _made(llama, tmp_path_factory):
 
 
 def test_two_settings_are_captured_judged_and_compared(made):
+    """With a truth, an anchored and a float32 pass, a report and a page."""
     result, steps = made
     report = result.report
     assert report.verdict.kind in ("identical", "within_floor")
@@ -78,6 +79,7 @@ def test_two_settings_are_captured_judged_and_compared(made):
 
 
 def test_again_nothing_is_done_twice(made, llama):
+    """The same diff takes what lies there, and gives the same verdict."""
     first, _ = made
     steps = []
     again = diff(
@@ -117,6 +119,7 @@ def test_a_model_at_home_is_known_again(made, llama, monkeypatch):
 
 
 def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
+    """Another command in the same folder is refused."""
     first, _ = made
     with pytest.raises(RunExistsError, match="was made by another command"):
         diff(llama, out=first.folder, attn_implementation=("eager", "sdpa"), prompts=PROMPTS)
@@ -141,6 +144,7 @@ def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
     ],
 )
 def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
+    """Before anything is made."""
     with pytest.raises(UsageError, match=said):
         diff("model", out=tmp_path / "d", **settings)
     assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
@@ -232,6 +236,7 @@ def test_two_models_are_captured_by_hand(tmp_path):
 
 
 def test_a_step_that_fails_is_named(tmp_path):
+    """By its command."""
     with pytest.raises(UsageError, match="this step failed: divergence capture"):
         diff(tmp_path / "no-model", out=tmp_path / "d", threads=(1, 2), quiet=True)
 

@@ -45,6 +45,7 @@ def test_an_array_is_the_tensor(name):
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_number_is_read_as_torch_reads_it(name):
+    """All bit patterns of each format, signs of zeros included."""
     tensor = values_of(name)
     expected = tensor.double().numpy()
     found = wide(tensor)

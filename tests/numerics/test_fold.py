@@ -161,6 +161,7 @@ def test_a_known_answer(monkeypatch):
 
 
 def test_many_at_once_have_the_digests_of_each():
+    """Of any lengths, read-only or not."""
     generator = np.random.default_rng(3)
     lengths = [0, 1, 2, 3, 4, 7, 8, 64, 64, 577, 577, 1154, 1 << 15, (1 << 15) + 2, 1 << 19] * 3
     buffers = [memoryview(generator.bytes(length)) for length in lengths]

@@ -27,6 +27,7 @@ def test_by_hand():
 
 
 def test_nothing_in_common():
+    """Two lists without a common token bound nothing; nor does nan."""
     assert (
         divergence_bounds(np.array([0]), np.array([-1.0]), np.array([1]), np.array([-1.0])) is None
     )

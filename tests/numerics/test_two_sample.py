@@ -59,6 +59,7 @@ def test_the_stated_share_is_seen():
 
 
 def test_few_answers_have_no_p_value():
+    """Too few prompts give none, and one answer is an error."""
     found = two_sample(_pairs(1, num_prompts=1, num=3))
     assert (found.p_value, found.smallest_share) == (None, None)
     with pytest.raises(ValueError, match="two answers"):

@@ -25,6 +25,7 @@ def defined(operator, **bound):
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmax(name):
+    """The definition of its backward is autograd's."""
     x, g = random(3, 7).requires_grad_(), random(3, 7) + 1
     y = getattr(torch, name)(x, -1)
     (right,) = torch.autograd.grad(y, x, g)
@@ -36,6 +37,7 @@ def test_softmax(name):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_fused_attention(causal, masked):
+    """The definition of its backward is autograd's, with masks and without."""
     if causal and masked:
         return
     q, k, v = (random(2, 3, 5, 8).roll(n, 0).requires_grad_() for n in range(3))
@@ -62,18 +64,21 @@ def test_fused_attention(causal, masked):
 
 
 def test_dropout_has_no_definition():
+    """Random numbers cannot be run again."""
     with pytest.raises(NotImplementedError, match="dropout"):
         defined(ATTENTION, grad_out=None, query=None, key=None, value=None, dropout_p=0.1)
 
 
 @pytest.mark.parametrize("name", sorted(BACKWARD_NAMES))
 def test_they_are_run(name):
+    """Backward operators with a definition are allowed."""
     packet = getattr(aten, name, None)
     if packet is not None:  # of this torch
         check_operator(packet.default)
 
 
 def test_others_are_not_run_unasked():
+    """An operator nobody has looked at is not called."""
     with pytest.raises(Unsafe):
         check_operator(aten._cudnn_rnn_backward.default)
 
@@ -128,6 +133,7 @@ def laid(bound):
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_fits_is_run(name):
+    """Operands within their bounds are accepted, and the operator runs."""
     operator = getattr(aten, name).default
     check_bounds(operator, laid(GOOD[name]))
     operator(**laid(GOOD[name]))
@@ -150,5 +156,6 @@ def test_what_fits_is_run(name):
     ],
 )
 def test_what_leads_out_of_its_operands_is_refused(name, bad):
+    """Sizes that would read other memory are refused."""
     with pytest.raises(Unsafe, match="cannot be given this"):
         check_bounds(getattr(aten, name).default, laid(GOOD[name] | bad))

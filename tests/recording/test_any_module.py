@@ -37,6 +37,7 @@ def _recorded(module, out, *, num=3, **options):
 
 
 def test_the_same_module_twice_is_equal(tmp_path):
+    """A module of one's own is recorded step by step, and repeats itself."""
     a, b = (_recorded(Tower(), tmp_path / name) for name in "ab")
     assert a.manifest.complete and len(a.manifest.tokens.samples) == 3
     assert {record.site for record in a.records} >= {
@@ -50,6 +51,7 @@ def test_the_same_module_twice_is_equal(tmp_path):
 
 
 def test_a_fault_is_found_where_it_is_made(tmp_path):
+    """Behind the block whose code is another."""
     a = _recorded(Tower(), tmp_path / "a", label="A")
     b = _recorded(Tower(wrong=2), tmp_path / "b", label="B")
     report = compare(a, b)
@@ -59,6 +61,7 @@ def test_a_fault_is_found_where_it_is_made(tmp_path):
 
 
 def test_other_weights_stop_the_comparison(tmp_path):
+    """As those of a model do."""
     other = Tower()
     nn.init.zeros_(other.blocks[0][1].weight)
     runs = _recorded(Tower(), tmp_path / "a"), _recorded(other, tmp_path / "b")
@@ -66,6 +69,7 @@ def test_other_weights_stop_the_comparison(tmp_path):
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path):
+    """What is no module, or made no step, or would replace a run."""
     with (
         pytest.raises(UsageError, match=r"no torch\.nn\.Module"),
         record(print, out=tmp_path / "x"),
@@ -82,6 +86,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
 
 
 def test_a_block_that_raises_leaves_a_readable_run(tmp_path):
+    """It is incomplete, and holds what was recorded."""
     with pytest.raises(ZeroDivisionError), record(Tower(), out=tmp_path / "a") as recording:
         recording.step(torch.ones(1, 2, 32))
         raise ZeroDivisionError
@@ -116,6 +121,7 @@ def test_capture_takes_a_module_and_its_inputs(tmp_path):
     ],
 )
 def test_what_a_module_cannot_follow_is_refused(tmp_path, model, options, said):
+    """Options of language models mean nothing to it."""
     with pytest.raises(UsageError, match=said):
         capture(model(), out=tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
@@ -170,6 +176,7 @@ def test_a_wrong_block_is_named_by_a_repeated_run(tmp_path):
 
 
 def test_inputs_by_name_and_by_place_are_given_again(tmp_path):
+    """A repeated run gets each input as it was given."""
     x, scale, shift = torch.randn(2, 8), torch.tensor(2.0), torch.ones(8)
     with record(Two(), out=tmp_path / "a") as recording:
         recording.step(x, scale)
@@ -180,6 +187,7 @@ def test_inputs_by_name_and_by_place_are_given_again(tmp_path):
 
 
 def test_other_inputs_and_what_cannot_be_repeated_are_refused(tmp_path, llama):
+    """A step that is not the recorded one is an error, and the run goes on."""
     x, scale = torch.randn(2, 8), torch.tensor(2.0)
     with record(Two(), out=tmp_path / "a") as recording:
         recording.step(x, scale, flag=True)

@@ -69,6 +69,7 @@ def as_it_was():
     [lambda: None, lambda: by_old_names("medium"), by_new_name, generally, of_onednn, by_flag],
 )
 def test_both_generations_of_precision_agree_and_are_put_back(before, as_it_was):
+    """torch's old and new switches say the same inside, and what they said before behind it."""
     before()
     found = told()
 
@@ -88,6 +89,7 @@ def test_both_generations_of_precision_agree_and_are_put_back(before, as_it_was)
 
 
 def test_a_variable_is_set_and_not_called_accepted(monkeypatch):
+    """Nobody knows whether a library has read it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     with deterministic_settings("cuda", seed=0) as state:
         pass
@@ -101,6 +103,7 @@ def test_a_variable_is_set_and_not_called_accepted(monkeypatch):
     [("npu", "HCCL_DETERMINISTIC", "strict"), ("cuda", "CUBLAS_WORKSPACE_CONFIG", ":16:8")],
 )
 def test_a_stronger_setting_is_kept(monkeypatch, device, name, value):
+    """A user's own value that is as deterministic stays."""
     monkeypatch.setenv(name, value)
     with deterministic_settings(device, seed=0) as state:
         assert os.environ[name] == value
@@ -109,6 +112,7 @@ def test_a_stronger_setting_is_kept(monkeypatch, device, name, value):
 
 
 def test_what_chooses_kernels_is_told():
+    """Switches that are not set are recorded as found."""
     with deterministic_settings("cuda", seed=0) as state:
         pass
     found = {s.name: s for s in state.switches}
@@ -138,6 +142,7 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("seen_before", [False, True])
 def test_operators_that_the_cpu_ran_are_noted(text, seen_before):
+    """Once each, however often the runtime warns."""
     if seen_before:
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("default")
@@ -149,6 +154,7 @@ def test_operators_that_the_cpu_ran_are_noted(text, seen_before):
 
 
 def test_other_warnings_go_where_the_user_sends_them():
+    """Those of determinism are recorded, all others are left alone."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         with deterministic_settings("cpu", seed=0) as state:
@@ -166,6 +172,7 @@ def test_other_warnings_go_where_the_user_sends_them():
 
 
 def test_a_package_that_does_not_import_is_no_damaged_file(tmp_path):
+    """The error names the package."""
     error = ImportError("libhccl.so: cannot open shared object file", name="torch_npu")
     told = _model_error(Loading(str(tmp_path)), error)
     assert "damaged" not in str(told) + (told.hint or "")

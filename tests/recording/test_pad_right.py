@@ -18,6 +18,7 @@ def base(shared_run):
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_each_prompt_is_compared_without_its_pads(base, tmp_path, batch):
+    """Tensors and tokens of each prompt agree, by itself and in a batch."""
     b = capture(
         like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2, batch=batch), probe=False
     )
@@ -37,6 +38,7 @@ def test_each_prompt_is_compared_without_its_pads(base, tmp_path, batch):
 
 
 def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path):
+    """With its layout, and alone without."""
     b = capture(
         like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2, batch=True), probe=False
     )
@@ -51,6 +53,7 @@ def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path):
 
 
 def test_a_fault_is_found_behind_pads(base, tmp_path):
+    """At its block."""
     b = capture(
         like=base,
         out=tmp_path / "b",
@@ -71,10 +74,12 @@ def test_a_fault_is_found_behind_pads(base, tmp_path):
     ],
 )
 def test_what_does_not_go_with_it(base, tmp_path, options, match):
+    """Options that contradict it are refused."""
     with pytest.raises(UsageError, match=match):
         capture(like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2), **options)
 
 
 def test_it_repeats_a_run(tmp_path, llama):
+    """Pads on the right are for a run that repeats another."""
     with pytest.raises(UsageError, match="--pad-right needs --like"):
         capture(llama, out=tmp_path / "b", batching=BatchOptions(pad_right=2))

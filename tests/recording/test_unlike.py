@@ -23,10 +23,12 @@ def said(model, like, out):
 
 
 def test_the_same_model_says_nothing(base, llama, tmp_path):
+    """There is nothing to warn of."""
     assert not said(llama, base, tmp_path / "b")
 
 
 def test_fewer_blocks(base, tiny_model, tmp_path):
+    """Another depth, and other weights, are said before the capture."""
     blocks, weights = said(tiny_model("llama", num_blocks=2), base, tmp_path / "b")
 
     assert blocks == "this model has 2 blocks, and that of the recorded run 3"

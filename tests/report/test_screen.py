@@ -48,11 +48,13 @@ def test_fits_on_a_screen(reports, screen, name):
 
 @pytest.mark.parametrize("kind", HEADLINES)
 def test_every_kind_of_verdict_has_a_word(reports, screen, kind):
+    """The answer begins with it."""
     report = reports.make_report(verdict=reports.make_verdict(kind))
     assert screen(report)[0].startswith(HEADLINES[kind] + ": ")
 
 
 def test_two_dtypes_are_no_plain_ok(reports, screen):
+    """They are a difference of precision."""
     report = reports.make_report()
     other = msgspec.structs.replace(report.candidate, dtype="float16")
     report = msgspec.structs.replace(report, candidate=other)
@@ -117,6 +119,7 @@ def test_a_healthy_pair_shows_its_worst_row(reports, screen):
 
 
 def test_what_could_not_be_seen_is_said_by_level(reports, screen):
+    """Of a block and a step; a token that is not judged is said so."""
     report = reports.make_report()
     assert not any("errors below" in one for one in screen(report))
     seen = msgspec.structs.replace(report, visible=Visible(block=5e-3, forward=0.02))
@@ -142,6 +145,7 @@ def test_where_no_side_is_told_the_screen_says_what_tells_it(reports, screen):
 
 
 def test_of_two_other_models_the_screen_says_that_nothing_was_compared(reports, screen):
+    """Instead of a share of nothing."""
     verdict = reports.make_verdict("incomparable", summary="other weights")
     text = screen(reports.make_report(verdict=verdict, sites=[]))
     assert "compared    nothing: what differs between such runs is no machine's doing" in text

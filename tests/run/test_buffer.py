@@ -176,6 +176,7 @@ def test_a_places_tensor_is_a_slice_of_the_ring():
     assert buffer.take(0).tensor(torch.int64, (0, 3)).shape == (0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_loses_no_place_and_gives_none_out_twice():
     """Ctrl-C comes wherever it likes: what is held stays whole, and the rest can be taken."""

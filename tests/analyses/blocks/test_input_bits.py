@@ -50,6 +50,7 @@ def run_of(shared_run):
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
 def test_inputs_of_a_shorter_format_are_named(architecture, bits, truth, run_of, tmp_path):
+    """Products whose inputs were rounded to fewer bits are said to keep so many, everywhere."""
     a = run_of(architecture, truth)
     verdict = compare(
         a, capture(like=a, out=tmp_path / "b", prepare=coarse_inputs(bits), probe=False)
@@ -77,6 +78,7 @@ def turned_otherwise(model):
 
 @pytest.mark.parametrize("prepare", [scaled, normed_otherwise, turned_otherwise])
 def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, tmp_path):
+    """What else all blocks do wrong is not called a format of inputs."""
     a = run_of("llama", "full")
     b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
 

@@ -91,6 +91,8 @@ def test_coarse_sums_in_one_block_of_one_machine_are_found(verdict_of):
 
 
 def test_coarse_sums_in_all_blocks_of_one_machine_are_found(verdict_of):
+    """On one machine, where nothing explains it, sums that are coarser in every block are a fault
+    of B."""
     verdict = verdict_of("bfloat16", "coarse", range(6))
 
     assert (verdict.kind, verdict.side) == ("systematic", "candidate"), verdict.summary

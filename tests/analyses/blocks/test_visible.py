@@ -55,6 +55,8 @@ def off(level, size):
 def test_what_is_larger_is_found_and_what_is_far_smaller_is_not(
     level, truth, dtype, pair, tmp_path
 ):
+    """An error twice as large as what is said to be visible is found at its block; a fifth is not
+    found."""
     a, b = pair(dtype)
     known = contextlib.nullcontext() if truth else without_truth()
     with known:
@@ -74,6 +76,7 @@ def test_what_is_larger_is_found_and_what_is_far_smaller_is_not(
 
 
 def test_each_level_is_said_where_nothing_is_found(pair):
+    """A healthy pair says how small an error of a step, a token and a channel would have shown."""
     a, b = pair("float32")
     report = compare(a, b)
     text = unseen(report)[0]

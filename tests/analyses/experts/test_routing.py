@@ -303,6 +303,7 @@ def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, tmp_
 
 
 def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, tmp_path):
+    """One token off in the second prompt puts that prompt alone beyond its limit."""
     a, truth = recorded("qwen3-moe", 8, "float32")
 
     def prepare(model):

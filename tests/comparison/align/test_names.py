@@ -22,6 +22,7 @@ def test_a_prefix_is_found(one, two):
 
 
 def test_equal_names_need_no_prefix():
+    """No prefix is found where names are equal, or have nothing in common."""
     assert find_prefix(BLOCKS, BLOCKS) is None
     assert find_prefix(BLOCKS, []) is None
     assert find_prefix(BLOCKS, ["other.thing:out"]) is None

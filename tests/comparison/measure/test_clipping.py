@@ -32,6 +32,8 @@ def run_of(norm):
 
 
 def test_what_is_clipped_has_the_error_of_the_norm():
+    """What an optimizer gets and keeps shares the rounding of the norm; the gradients before it do
+    not."""
     of, floor = SharedRounding([run_of(2.0), run_of(2.0)]), norm_floor(10**7)
     assert of("norm#optimizer:in.weight") == of("norm#optimizer:out.weight.exp_avg") == floor
     assert of("norm#optimizer:out.weight.exp_avg_sq") == 2 * floor
@@ -40,6 +42,7 @@ def test_what_is_clipped_has_the_error_of_the_norm():
 
 
 def test_norms_that_are_apart_are_off_themselves_and_excuse_what_follows():
+    """Norms that differ are judged as such, and what is divided by them is allowed as much."""
     of = SharedRounding([run_of(2.0), run_of(2.02)])
     assert of(".#optimizer:in.grad_norm") == norm_floor(10**7)
     assert of("norm#optimizer:in.weight") == pytest.approx(0.01)

@@ -57,6 +57,7 @@ def other_theta(rotary):
     ],
 )
 def test_other_frequencies_are_named_with_equal_weights(reference, tmp_path, change, how):
+    """A derived table that differs is named, although the weights are the same."""
     report, line = line_of(reference, tmp_path / "b", change)
     assert report.to_json()
     assert next(line for line in report.preflight if line.check == "weights").status == "same"

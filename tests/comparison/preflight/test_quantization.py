@@ -122,6 +122,7 @@ def test_other_scales_of_one_simulated_scheme_are_another_model(plain, a, b, sai
 
 
 def test_the_same_simulated_scheme_is_the_same(plain):
+    """Two runs that were quantised alike differ in nothing."""
     same = {"calibration": {"limits": {"h.1": [-1.5, 2.0]}}, "smooth": 0.5, "scheme": "w8a16"}
     lines = {line.check: line for line in preflight(*(simulated(plain, **same) for _ in "ab"))}
     assert lines["quantization"].status == "same"

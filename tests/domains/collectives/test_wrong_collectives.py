@@ -71,6 +71,7 @@ def test_ranks_that_add_in_orders_of_their_own_are_not_blamed(three):
 
 
 def test_the_root_of_a_reduce_is_not_blamed_for_what_it_got(three):
+    """The rank that alone holds the result is named as that, and no rank as guilty."""
     (fault,) = three["reduce"]
     assert (fault.ranks, fault.text) == ((), "all 1,037 elements lack what rank 1 put in")
     who = sentence(_who(fault, "candidate"))
@@ -78,6 +79,7 @@ def test_the_root_of_a_reduce_is_not_blamed_for_what_it_got(three):
 
 
 def test_a_repetition_that_lacks_a_rank_is_no_other_order(three):
+    """A call that loses a share is told as that, not as another order of addition."""
     (fault,) = three["reduce_scatter"]
     assert fault.check == "repeatable"
     assert fault.text == "in call 3, all 129 elements lack what rank 1 put in"
@@ -92,6 +94,7 @@ def test_what_is_wrong_on_every_other_rank_was_sent_so(three, name):
 
 
 def test_a_broadcast_that_all_ranks_have_wrong_names_the_root_with_care(three):
+    """The root is assumed to have sent it, and that is said."""
     (fault,) = three["broadcast"]
     assert (fault.ranks, fault.assumed) == ((0,), True)
 
@@ -107,6 +110,7 @@ def test_an_average_is_called_one(made):
 
 
 def test_what_is_said_of_all_ranks_is_true_of_each(made):
+    """Elements that one rank put in are named by that rank."""
     found = faults(made(3, all_reduce="first_alone"))
     assert found["all_reduce"][0].text == "all 1,037 elements are what rank 0 put in"
 
@@ -152,6 +156,7 @@ def test_equal_bits_are_promised_of_equal_partial_sums_alone(made):
 
 
 def test_orders_and_times_alone_are_no_right_collective(made):
+    """Where no result is checked nothing is said to be right."""
     sites = ("order.all_reduce.float32.odd", "bandwidth.all_reduce")
     first, second = made(2, sites), made(2, sites)
     assert compare(first).verdict.kind == "undetermined"
@@ -171,6 +176,7 @@ def test_orders_and_times_alone_are_no_right_collective(made):
     ],
 )
 def test_an_implementation_that_is_none_is_refused(tmp_path, impl, words):
+    """With what is wrong about its name."""
     with pytest.raises(UsageError, match=words):
         capture(
             "suite:collectives",
@@ -184,6 +190,7 @@ def test_an_implementation_that_is_none_is_refused(tmp_path, impl, words):
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_too_few_ranks_are_refused(tmp_path, ranks):
+    """One rank has nobody to communicate with."""
     with pytest.raises(UsageError, match="nothing to communicate"):
         capture(
             "suite:collectives",

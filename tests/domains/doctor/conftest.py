@@ -381,19 +381,3 @@ def pytest_generate_tests(metafunc):
     """A test that takes ``every`` is run on each of them."""
     if "every" in metafunc.fixturenames:
         metafunc.parametrize("every", ALL)
-
-
-@pytest.fixture
-def invoke(capsys, monkeypatch, tmp_path):
-    """``invoke(*args)`` → (exit code, stdout, stderr) of one command, in an empty directory."""
-    from divergence.cli.main import app
-
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            app([str(arg) for arg in args], prog_name="divergence")
-        captured = capsys.readouterr()
-        return caught.value.code or 0, captured.out, captured.err
-
-    return call

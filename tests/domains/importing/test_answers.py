@@ -137,6 +137,7 @@ def test_ids_and_scores_of_the_prompt(tmp_path):
     ],
 )
 def test_what_is_no_answer_is_refused(text, words, tmp_path):
+    """A file that holds no answer of a server is refused with what it lacks."""
     file = tmp_path / "a.jsonl"
     file.write_text(text)
     with pytest.raises(DumpError, match=words):
@@ -227,6 +228,8 @@ def test_a_batch_of_tensors_by_name(tmp_path):
 
 
 def test_code_in_a_pickle_is_not_run(tmp_path):
+    """A pickle that asks for a call is refused by the call's name."""
+
     class Code:
         def __reduce__(self):
             return (print, ("run",))

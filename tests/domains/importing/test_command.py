@@ -37,6 +37,7 @@ def test_each_format_has_a_layout_and_a_row_of_the_page():
 
 
 def test_import_and_compare(captured, tmp_path, call):
+    """An imported dump is compared with the run it is like, and verified."""
     write_sglang(captured, tmp_path / "dump")
     code, out, err = call("import", "dump", "-o", "b", "--like", captured.path)
     assert code == 0, err
@@ -51,6 +52,7 @@ def test_import_and_compare(captured, tmp_path, call):
 
 
 def test_json(captured, tmp_path, call):
+    """--json prints the manifest of what was imported."""
     names = write_npy(captured, tmp_path / "dump")
     code, out, _ = call("import", "dump", "-o", "b", "--map", names, "--json", "--label", "x")
     assert code == 0

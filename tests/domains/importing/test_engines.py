@@ -266,12 +266,14 @@ def test_what_is_missing_is_named(captured, tmp_path, layout, pattern, words):
     ],
 )
 def test_forwards_that_are_not_one_prompt(captured, tmp_path, change, words):
+    """A dump of several sequences in one forward is refused."""
     write_sglang(captured, tmp_path / "dump", damage=lambda rank, held: {**held, **change})
     with pytest.raises(DumpError, match=words):
         import_dump(tmp_path / "dump", out=tmp_path / "b")
 
 
 def test_dumps_of_two_processes(captured, tmp_path):
+    """Dumps of two processes in one folder are refused."""
     write_sglang(captured, tmp_path / "dump")
     write_sglang(captured, tmp_path / "dump", pids=(7,))
     with pytest.raises(DumpError, match="several processes"):

@@ -95,6 +95,7 @@ def test_samples_are_those_of_the_map(captured, tmp_path):
 
 
 def test_without_a_map(captured, tmp_path):
+    """Files of tensors need a map of names to sites."""
     write_npy(captured, tmp_path / "dump")
     with pytest.raises(UsageError, match="needs a map"):
         import_dump(tmp_path / "dump", out=tmp_path / "b")

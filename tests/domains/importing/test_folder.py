@@ -35,6 +35,7 @@ def test_links_are_refused(tmp_path):
 
 
 def test_nothing_there(tmp_path):
+    """A folder that is absent or empty is refused."""
     with pytest.raises(DumpError, match="no such file"):
         DumpFolder(tmp_path / "absent")
     with pytest.raises(DumpError, match="holds no file"):

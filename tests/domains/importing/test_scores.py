@@ -84,6 +84,7 @@ def test_what_the_mask_leaves_out_is_not_scored(tmp_path):
 
 
 def test_a_map_names_other_fields(tmp_path):
+    """A map says where a line has its prompt, answer and log-probabilities."""
     names = tmp_path / "map.toml"
     names.write_text(
         '[fields]\nprompt = "in.ids"\nanswer = "out.0.ids"\nlogprobs = "out.0.lp"\ntop = "top"\n'
@@ -121,6 +122,7 @@ def test_what_is_no_score_is_refused(change, said, tmp_path):
 
 
 def test_files_that_are_none(tmp_path):
+    """A line that is cut off, of no framework, or without its field is refused."""
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(LINES["slime"]) + "\n" + '{"tokens": [1, 2')
     with pytest.raises(DumpError, match="cut off"):
@@ -169,6 +171,7 @@ def test_llama_cpps_base_file(tmp_path, size):
 
 
 def test_a_map_of_modules_is_none_of_fields(tmp_path):
+    """Log-probabilities take a map of fields alone."""
     names = tmp_path / "map.toml"
     names.write_text('[[file]]\npattern = "a"\nsite = "m:out"\n')
     with pytest.raises(UsageError):

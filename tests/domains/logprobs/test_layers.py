@@ -75,6 +75,7 @@ def test_a_stand_in_that_shows_something_else(runs, llama, tmp_path):
 
 
 def test_which_layers_are_refused(runs):
+    """A run with layers stands in for a side that has none, and for one alone."""
     trainer, engine, rollout = runs
     with pytest.raises(UsageError, match="both runs hold layers"):
         compare(trainer, engine, layers=engine)

@@ -7,6 +7,7 @@ import pytest
 
 
 def test_delta_p_and_perplexity_are_those_of_the_tokens(pair):
+    """Each figure is that of numpy over the same tokens."""
     seen = []
 
     def change(sequence, place, value, noise):

@@ -55,6 +55,7 @@ def test_numbers_have_limits_by_their_names(runs):
 
 
 def test_a_policy_file_holds_them(runs, tmp_path):
+    """Limits of log-probabilities in a policy are rules of check."""
     path = tmp_path / "policy.toml"
     path.write_text("[tokens]\nmin_equal = 1.0\n[logprobs.max]\nmean_abs = 0.001\n")
     result = check(*runs, policy=path)

@@ -36,6 +36,7 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_each_cause_is_told(pair, cause):
+    """Each cause has its verdict and pattern, and what is only assumed is not sure."""
     change, kind, pattern = CAUSES[cause]
     report = pair(change)
     assert (report.verdict.kind, report.logprobs.pattern) == (kind, pattern), report.verdict

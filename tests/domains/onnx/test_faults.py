@@ -65,6 +65,7 @@ def test_a_fault_in_the_graph_is_found(change, site, damaged, recorded, again, w
 
 
 def test_other_weights_are_named_and_found_in_their_block(damaged, recorded, again):
+    """A graph with one other weight is refused by its name, and found by force."""
     run = recorded("llama", sites="blocks")
     other = again(run, damaged(scaled_weight))
     verdict = compare(run, other).verdict

@@ -25,6 +25,7 @@ def without_names(model: Any) -> None:
 
 
 def test_weights_that_are_not_told_are_no_other_weights(damaged, recorded, again):
+    """A graph whose constants have no names says so, and is compared."""
     run = recorded("llama", sites="blocks")
     other = again(run, damaged(without_names))
     report = compare(run, other)
@@ -41,6 +42,7 @@ def without_modules(model: Any) -> None:
 
 
 def test_a_file_without_modules_has_a_site_for_each_value(damaged, recorded, again):
+    """A graph that tells no blocks is compared by its values."""
     run = recorded("llama", sites="blocks")
     notes: list[str] = []
     other = again(
@@ -70,6 +72,7 @@ def scopes_in_names(model: Any) -> None:
 
 
 def test_modules_in_the_names_of_nodes(damaged, recorded, again):
+    """Where nodes are named by modules the blocks are known."""
     run = recorded("llama", sites="blocks")
     other = again(run, damaged(scopes_in_names))
     report = compare(run, other)
@@ -78,6 +81,8 @@ def test_modules_in_the_names_of_nodes(damaged, recorded, again):
 
 
 def test_weights_beside_the_file(damaged, recorded, again):
+    """External data are read, and named where they are missing."""
+
     def apart(model: Any) -> None:
         onnx.external_data_helper.convert_model_to_external_data(
             model, location="model.onnx.data", size_threshold=1024
@@ -119,11 +124,13 @@ def wants_a_cache(model: Any) -> None:
 
 
 def test_a_cache_that_is_wanted_is_empty(damaged, recorded, again):
+    """A graph that wants a cache is given an empty one."""
     run = recorded("llama", sites="blocks")
     assert compare(run, again(run, damaged(wants_a_cache))).verdict.kind in HEALTHY
 
 
 def test_a_file_without_a_config(graph_of, recorded, again, tmp_path):
+    """A graph that lies alone takes the configuration of the run."""
     path = tmp_path / "alone.onnx"
     path.write_bytes(graph_of("llama").read_bytes())
     run = recorded("llama", sites="blocks")

@@ -46,6 +46,7 @@ def test_healthy_pairs_raise_no_alarm(name, graph_of, recorded, again):
 
 
 def test_the_sites_are_those_of_transformers(graph_of, recorded, again):
+    """A graph's sites have the names, kinds and roles that transformers gives."""
     run = recorded("llama")
     other = again(run, graph_of("llama"))
     ours, theirs = ({record.site for record in one.records} for one in (run, other))
@@ -66,6 +67,7 @@ def test_the_sites_are_those_of_transformers(graph_of, recorded, again):
 
 @pytest.mark.parametrize("optimization", ["disable", "basic", "extended"])
 def test_levels_of_optimisation(optimization, graph_of, recorded, again):
+    """At every level of the runtime's optimisation the run is healthy."""
     run = recorded("llama", sites="blocks")
     options = {"optimization": optimization, "threads": 1}
     other = again(run, graph_of("llama"), engine_options=options)
@@ -74,6 +76,7 @@ def test_levels_of_optimisation(optimization, graph_of, recorded, again):
 
 
 def test_a_batch_and_a_repeat(graph_of, recorded, again):
+    """A batched run is repeated by the runtime, which repeats itself."""
     run = recorded("qwen3", batch=True, sites="blocks")
     other = again(run, graph_of("qwen3"), repeat=2)
     assert compare(run, other).verdict.kind in HEALTHY
@@ -81,6 +84,7 @@ def test_a_batch_and_a_repeat(graph_of, recorded, again):
 
 
 def test_a_run_without_a_cache_has_the_same_shapes(graph_of, recorded, again):
+    """Whole sequences are compared position by position."""
     run = recorded("llama", sites="blocks", use_cache=False)
     other = again(run, graph_of("llama"))
     assert other.manifest.plan.passes == ["free", "anchored"]

@@ -15,6 +15,8 @@ from tests.models.onnx_graphs import MODELS  # noqa: E402
 
 
 def test_an_input_that_no_prompt_gives(damaged, recorded, again):
+    """A graph that wants pictures is refused by that input's name."""
+
     def more(model: Any) -> None:
         model.graph.input.append(onnx.helper.make_tensor_value_info("pixel_values", 1, [1, 3]))
 
@@ -24,6 +26,7 @@ def test_an_input_that_no_prompt_gives(damaged, recorded, again):
 
 @pytest.mark.parametrize("place", ["../model.safetensors", "/etc/hostname", ""])
 def test_weights_outside_the_folder_are_not_read(place, damaged, recorded, again):
+    """External data that lead out of the folder are refused."""
     path = damaged(lambda model: None)
     model = onnx.load(path)
     weight = max(model.graph.initializer, key=lambda one: len(one.raw_data))
@@ -36,6 +39,7 @@ def test_weights_outside_the_folder_are_not_read(place, damaged, recorded, again
 
 
 def test_a_broken_file(graph_of, recorded, again, tmp_path):
+    """What is no graph is refused as such."""
     run = recorded("llama", sites="blocks")
     data = graph_of("llama").read_bytes()
     for number, content in enumerate((b"", b"no graph at all", data[: len(data) // 2])):
@@ -71,6 +75,7 @@ def test_a_file_of_another_model(graph_of, recorded, again, tmp_path, tiny_model
 
 
 def test_kernels_that_the_provider_lacks(graph_of, recorded, again):
+    """A provider without a kernel for a node is named."""
     with pytest.raises(ModelError, match="CPUExecutionProvider has no kernel"):
         again(recorded("llama-bfloat16", sites="blocks"), graph_of("llama-bfloat16"))
 
@@ -86,12 +91,14 @@ def test_kernels_that_the_provider_lacks(graph_of, recorded, again):
     ],
 )
 def test_unknown_options(options, words, graph_of, recorded, again):
+    """An option that the engine lacks is refused with what it has."""
     with pytest.raises(UsageError, match=words) as caught:
         again(recorded("llama", sites="blocks"), graph_of("llama"), engine_options=options)
     assert caught.value.hint
 
 
 def test_providers_are_listed(graph_of, recorded, again):
+    """A misspelt provider is answered with those that are installed."""
     with pytest.raises(UsageError) as caught:
         again(
             recorded("llama", sites="blocks"),
@@ -103,6 +110,7 @@ def test_providers_are_listed(graph_of, recorded, again):
 
 
 def test_what_a_graph_cannot_do(graph_of, recorded, again):
+    """What needs the model's code is refused, or left out and said."""
     run, file = recorded("llama", sites="blocks"), graph_of("llama")
     with pytest.raises(UsageError, match="operators"):
         again(run, file, sites="ops@model.layers.1")
@@ -123,6 +131,7 @@ def test_what_a_graph_cannot_do(graph_of, recorded, again):
 
 
 def test_packages_that_are_missing_or_old(graph_of, recorded, again, monkeypatch):
+    """Which package is needed, and how it is installed, is said."""
     import sys
 
     import onnxruntime

@@ -88,6 +88,7 @@ def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(folde
 
 
 def test_weights_stay_those_of_the_checkpoint(plain, tmp_path):
+    """A quantised run tells the weights that it was made of."""
     run = quantised(plain, tmp_path / "q", scheme="w8a8")
     assert run.manifest.model.digest == plain.manifest.model.digest
 
@@ -103,6 +104,7 @@ def test_kept_matrices_run_as_they_are(plain, tmp_path):
     [("gpt2", "linear", 8), ("qwen3-moe", "experts", 4), ("bert", "linear", 12)],
 )
 def test_other_architectures(tiny_model, tmp_path, architecture, part, number):
+    """In each architecture as many matrices are quantised as it has."""
     folder = tiny_model(architecture, num_blocks=2)
     run = capture(folder, out=tmp_path / "a", **(WISHES | {"max_new_tokens": 1}))
     q = quantised(run, tmp_path / "q", scheme="w8a8")
@@ -116,6 +118,7 @@ def test_other_architectures(tiny_model, tmp_path, architecture, part, number):
 
 
 def test_routers_and_heads_are_kept(tiny_model):
+    """Unless a pattern asks for them, or leaves others out."""
     model = load_model(Loading(str(tiny_model("qwen3-moe", num_blocks=2)))).module
     targets = targets_of(model)
     kept = {one.part for one in targets.values()} - {one.part for one in chosen(targets, [])}
@@ -127,6 +130,7 @@ def test_routers_and_heads_are_kept(tiny_model):
 
 
 def test_names_that_fit_nothing_are_refused(plain, tmp_path):
+    """With the nearest name."""
     with pytest.raises(UsageError, match="fits no matrix") as caught:
         quantised(plain, tmp_path / "q", scheme="w8a8", keep="model.layers.0.mlp.down_porj")
     assert "down_proj" in caught.value.hint
@@ -137,12 +141,14 @@ def test_names_that_fit_nothing_are_refused(plain, tmp_path):
 
 
 def test_groups_that_do_not_fit_name_the_matrix(plain, tmp_path):
+    """A scheme whose groups do not divide a matrix is refused there."""
     with pytest.raises(UsageError, match="groups of 128") as caught:
         quantised(plain, tmp_path / "q", scheme="w4a16")
     assert caught.value.where.startswith("model.layers.0")
 
 
 def test_weights_that_are_not_finite_are_refused(folder, plain, tmp_path):
+    """By the matrix that holds them."""
     import shutil
 
     broken = tmp_path / "broken"

@@ -12,11 +12,13 @@ from divergence.numerics.sums import following_of, quantile
 
 
 def test_a_quantile_is_a_value_that_was_seen():
+    """No quantile lies between two values."""
     values = np.array([3.0, 1.0, 2.0, 10.0])
     assert [quantile(values, share) for share in (0.01, 0.5, 0.75, 0.99)] == [1, 2, 3, 10]
 
 
 def test_what_quantisation_costs_has_the_figures_of_the_tokens_that_follow():
+    """Cost and the comparison of tokens compute each figure alike."""
     from divergence.domains.quantization.quantize import cost_of
 
     generator = np.random.default_rng(0)
@@ -51,6 +53,7 @@ def test_what_quantisation_costs_has_the_figures_of_the_tokens_that_follow():
 
 
 def test_tokens_that_are_not_finite_are_left_out():
+    """Of none that is finite there are no figures."""
     mine, other = np.array([-1.0, math.nan, -2.0]), np.array([-1.0, -1.0, -math.inf])
     found = following_of(mine, other)
     assert found.num_tokens == 1 and math.isnan(found.ln_ratio_error)

@@ -42,6 +42,7 @@ def test_a_healthy_pair_passes(runs, dtype, tmp_path):
 
 
 def test_their_codes_are_recorded_with_all_heads_of_a_token_in_a_row(runs):
+    """Keys and values have one row a token, in codes and in the truth."""
     a, exact = runs("float32")
     for letter in "kv":
         site = f"{PATH}:{HEAD_CODES[letter]}"

@@ -55,6 +55,7 @@ def test_w8a8_is_the_integer_computation(dtype, asymmetric):
 
 @pytest.mark.parametrize("name", ["w8a16", "w4a16-g32", "w4a8-g32", "fp8", "w8a8-static"])
 def test_other_schemes_multiply_what_the_codes_stand_for(name):
+    """Each scheme's product is that of its codes' values."""
     scheme = scheme_named(name)
     x, weight = drawn(5, 64), drawn(12, 64, seed=2)
     limits = (float(x.min()), float(x.max())) if scheme.static else None
@@ -88,6 +89,7 @@ def test_migration_leaves_the_function_as_it_is():
 
 
 def test_migration_helps_where_a_channel_is_an_outlier():
+    """Scales that move from activations to weights cut the error."""
     x, weight = drawn(64, 64, outlier=200.0), drawn(12, 64)
     s = (x.abs().amax(0) ** 0.5 / weight.abs().amax(0) ** 0.5).clamp(min=1e-5)
     true = x.double() @ weight.double().T
@@ -100,6 +102,7 @@ def test_migration_helps_where_a_channel_is_an_outlier():
 
 
 def test_a_layer_is_put_in_place_and_taken_out():
+    """A module multiplies by codes until it is what it was."""
     layer = nn.Linear(64, 12)
     x, before = drawn(3, 64), layer(drawn(3, 64))
     weight = QuantizedWeight(layer.weight, scheme_named("w8a8"))
@@ -116,6 +119,8 @@ def test_a_layer_is_put_in_place_and_taken_out():
 
 
 def test_stacked_matrices_are_found_by_where_they_lie():
+    """Each expert of a stacked parameter has its own codes."""
+
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()

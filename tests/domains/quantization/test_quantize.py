@@ -58,6 +58,7 @@ def test_the_numbers_of_a_pair_of_rows():
 
 
 def test_a_row_that_is_not_finite_costs_without_end():
+    """One nan makes the cost infinite, not unknown."""
     a = torch.zeros(2, 3)
     b = a.clone()
     b[1, 0] = math.nan
@@ -65,11 +66,13 @@ def test_a_row_that_is_not_finite_costs_without_end():
 
 
 def test_more_bits_cost_less(plain):
+    """Costs of three schemes are in the order of their bits."""
     costs = [quantize(plain, scheme=name).cost.kl_mean for name in ("w8a16", "w8a8", "w4a16-g32")]
     assert 0 < costs[0] < costs[1] < costs[2]
 
 
 def test_every_matrix_is_measured_alone(each):
+    """Each has a cost, an error and a floor; the prediction adds up those that are quantised."""
     kinds = {one.part for one in each.matrices}
     assert kinds == {"linear", "head", "embedding", "norm"}
     quantised = [one for one in each.matrices if one.by_default]
@@ -120,12 +123,14 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
 
 
 def test_a_target_that_holds_anyway_keeps_nothing(plain):
+    """And the headline says so."""
     found = quantize(plain, scheme="w8a16", target=10.0)
     assert found.policy.keep == []
     assert "nothing kept" in quantization_document(found).headline.text
 
 
 def test_static_scales_say_how_few_tokens_made_them(plain):
+    """With how many are usual, and what smoothing changed."""
     found = quantize(plain, scheme="w8a8-static", smooth=0.5)
     text = " ".join(found.notes)
     assert "512 and more are usual" in text
@@ -135,6 +140,7 @@ def test_static_scales_say_how_few_tokens_made_them(plain):
 
 
 def test_lists_that_quantisers_read():
+    """The kept names are written as each of three tools reads them."""
     names = ["lm_head", "model.layers.0.mlp.down_proj"]
     written = forms(names, scheme_named("w8a8"))
     assert json.loads(written["compressed-tensors.json"]) == {"ignore": names}
@@ -160,6 +166,7 @@ def test_a_group_has_its_size(scheme, size):
 
 
 def test_a_model_is_captured_first(plain, tmp_path):
+    """A model in place of a run is recorded, then quantised."""
     found = quantize(
         plain.manifest.model.source, prompts=["one two three"], out=tmp_path / "q", scheme="w8a8"
     )
@@ -178,18 +185,21 @@ def test_a_model_is_captured_first(plain, tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(plain, options, words):
+    """Each wrong combination of options says what is wrong."""
     with pytest.raises(UsageError) as caught:
         quantize(plain, **options)
     assert words in f"{caught.value} {caught.value.hint}"
 
 
 def test_a_quantised_run_is_not_quantised_again(plain, tmp_path):
+    """It is no base to measure against."""
     quantize(plain, scheme="w8a8", out=tmp_path / "q")
     with pytest.raises(UsageError, match="quantised run itself"):
         quantize(tmp_path / "q", scheme="w4a16-g32")
 
 
 def test_an_encoder_is_quantised_but_has_no_next_token(tiny_model, tmp_path):
+    """Its error is measured, its cost is not."""
     run = capture(
         tiny_model("bert", num_blocks=2), out=tmp_path / "a", prompts=["one two"], probe=False
     )

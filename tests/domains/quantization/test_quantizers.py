@@ -67,6 +67,7 @@ def ids(value):
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=ids)
 def test_codes_are_those_of_compressed_tensors(quantizer, dtype):
+    """Code by code, in every dtype, granularity and symmetry."""
     library = pytest.importorskip("compressed_tensors.quantization")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
@@ -105,6 +106,7 @@ def test_codes_are_those_of_compressed_tensors(quantizer, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=ids)
 def test_codes_are_those_of_torchao(quantizer, dtype):
+    """Code by code, where that library is installed."""
     pytest.importorskip("torchao")
     from torchao.quantization import quant_primitives as ao
 
@@ -142,6 +144,7 @@ def test_codes_are_those_of_torchao(quantizer, dtype):
 
 
 def test_plain_is_max_over_127_and_ties_go_to_even():
+    """The simplest recipe, by hand."""
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 127.0]])
     scale, zero = scales_of(x, Quantizer(per="token"))
     assert zero is None
@@ -150,6 +153,7 @@ def test_plain_is_max_over_127_and_ties_go_to_even():
 
 
 def test_a_row_of_zeros_has_codes_of_zero():
+    """Nothing is divided by a scale of zero."""
     x = torch.zeros(2, 8)
     for quantizer in QUANTIZERS:
         if quantizer.per == "group":
@@ -176,6 +180,7 @@ def test_values_are_within_half_a_step(quantizer):
 
 
 def test_calibrated_limits_replace_those_of_the_tensor():
+    """What lies beyond them saturates."""
     x = torch.tensor([[1.0, -4.0, 2.0, 300.0]])
     quantizer = Quantizer(per="tensor")
     limits = torch.tensor([[-127.0]]), torch.tensor([[64.0]])
@@ -184,5 +189,6 @@ def test_calibrated_limits_replace_those_of_the_tensor():
 
 
 def test_groups_that_do_not_divide_are_refused():
+    """With the size of the groups."""
     with pytest.raises(UsageError, match="groups of 5"):
         scales_of(torch.ones(2, 8), Quantizer(per="group", group=5))

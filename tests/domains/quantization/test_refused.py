@@ -36,6 +36,7 @@ def test_static_scales_are_known_of_what_is_kept_too(plain):
 
 
 def test_pads_are_no_calibration(folder, plain, tmp_path):
+    """Limits are those of the prompts' own tokens."""
     limits = []
     for name, run in (("a", plain), ("b", made(folder, tmp_path / "padded", pad_left=3))):
         quantize(run, scheme="w8a8-static", out=tmp_path / name)
@@ -53,10 +54,12 @@ def test_pads_are_no_calibration(folder, plain, tmp_path):
     ],
 )
 def test_patterns_are_told_apart(text, patterns):
+    """A list of names and expressions is split where it is meant to be."""
     assert keep_of(text) == patterns
 
 
 def test_expressions_come_in_any_order(plain, tmp_path):
+    """Names and expressions together keep what any of them names."""
     keep = ["re:.*down_proj", "model.layers.0", "re:.*up_proj"]
     found = quantize(plain, scheme="w8a8", keep=keep, out=tmp_path / "q")
     assert found.num_quantized == 5
@@ -73,11 +76,13 @@ def test_expressions_come_in_any_order(plain, tmp_path):
     ],
 )
 def test_what_says_nothing_is_refused(plain, options, words):
+    """An option that would be without effect is an error."""
     with pytest.raises(UsageError, match=words):
         quantize(plain, **options)
 
 
 def test_a_cache_that_is_not_there_is_not_quantised(folder, tiny_model, tmp_path):
+    """A run without a cache, and an encoder, have no keys and values."""
     bare = made(folder, tmp_path / "bare", use_cache=False)
     with pytest.raises(UsageError, match="without a cache"):
         quantize(bare, scheme="kv8")
@@ -89,6 +94,7 @@ def test_a_cache_that_is_not_there_is_not_quantised(folder, tiny_model, tmp_path
 
 
 def test_keys_and_values_are_no_matrices(plain):
+    """A scheme of the cache alone quantises no weight, and says what it does."""
     found = quantize(plain, scheme="kv8")
     assert found.num_quantized == 0
     lines = document_lines(quantization_document(found))
@@ -96,6 +102,7 @@ def test_keys_and_values_are_no_matrices(plain):
 
 
 def test_a_run_that_exists_is_told_before_the_work(plain, tmp_path):
+    """Nothing is loaded before the output's place is known to be free."""
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "mine").touch()
     told = []
@@ -107,12 +114,14 @@ def test_a_run_that_exists_is_told_before_the_work(plain, tmp_path):
 
 
 def test_commands_name_no_folder_that_is_gone(folder):
+    """What was captured for the while stands in no printed command."""
     found = quantize(folder, prompts=["one two"])
     assert found.run == str(folder)
     assert all(f"{folder} " in one and "--prompt 'one two'" in one for one in found.next)
 
 
 def test_another_model_is_told(plain, tiny_model):
+    """Other weights than the recorded run's are noted."""
     other = tiny_model("gpt2", num_blocks=2, dtype="float32")
     found = quantize(plain, model=str(other))
     assert found.model == str(other)
@@ -120,6 +129,7 @@ def test_another_model_is_told(plain, tiny_model):
 
 
 def test_one_token_has_no_standard_error(folder, tmp_path):
+    """A figure of one value shows no nan."""
     run = capture(folder, out=tmp_path / "run", prompts=[[5]], max_new_tokens=1, probe=False)
     text = "\n".join(line.text for line in document_lines(quantization_document(quantize(run))))
     assert "nan" not in text

@@ -9,12 +9,14 @@ from divergence.errors import UsageError
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_is_found_by_its_name(name):
+    """And has a text."""
     found = scheme_named(name)
     assert found == SCHEMES[name]
     assert str(found)
 
 
 def test_what_a_scheme_says():
+    """Its text names bits, granularity, symmetry and migration."""
     assert str(scheme_named("w8a8+kv8", smooth=0.5)) == (
         "int8 weights per channel, int8 activations per token, dynamic, int8 keys and values per "
         "token, scales migrated (alpha 0.5)"
@@ -26,6 +28,7 @@ def test_what_a_scheme_says():
 
 
 def test_other_granularity():
+    """Options change what the name stands for."""
     found = scheme_named("w8a8", weights_per="tensor", activations_per="group:64")
     assert found.weights == Quantizer(per="tensor")
     assert found.activations == Quantizer(per="group", group=64)
@@ -49,6 +52,7 @@ def test_other_granularity():
     ],
 )
 def test_what_cannot_be_is_refused(name, options, words):
+    """With what is wrong, or what would do."""
     with pytest.raises(UsageError) as caught:
         scheme_named(name, **options)
     assert words in f"{caught.value} {caught.value.hint}"

@@ -126,6 +126,7 @@ def test_clusters_must_be_the_same_on_both_sides(a, b, status):
 
 
 def test_lower_and_higher_is_no_one_direction():
+    """Two series that are better in opposite directions are not compared."""
     a, b = series(row("x", 1.0)), series(row("x", 1.0))
     b.higher_is_better = False
     lines = {line.check: line for line in preflight(a, b, pair(a, b))}

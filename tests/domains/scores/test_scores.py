@@ -171,11 +171,13 @@ def test_the_gate(table):
     ],
 )
 def test_bands(text, band):
+    """A band is a share, or a difference, as written."""
     assert parse_band(text) == band
 
 
 @pytest.mark.parametrize("text", ["", "-3%", "0%", "100%", "three", "nan", "inf", "1.2.3%"])
 def test_what_is_no_band(text):
+    """Anything else is refused."""
     with pytest.raises(UsageError, match="is no band"):
         parse_band(text)
 
@@ -292,6 +294,7 @@ def test_a_score_below_zero(table):
 
 
 def test_counts_of_one_and_documents_in_no_pair_are_said_of_every_verdict(table):
+    """In the singular, with too few clusters noted."""
     a = [1.0, 0.0] * 20
     one = ["all"] * 40
     (task,) = (

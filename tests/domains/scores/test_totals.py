@@ -169,6 +169,7 @@ def every_eval(folder, rows):
 
 
 def test_documents_of_every_eval_ever_are_paired(tmp_path):
+    """Single documents are tested in pairs; totals alone decide nothing."""
     a = every_eval(tmp_path / "a", [1] * 60 + [0] * 20)
     b = every_eval(tmp_path / "b", [1] * 30 + [0] * 50)
     task = only_task(scores(a, b))

@@ -99,6 +99,7 @@ def newer(*operands, actual_seq_lengths_kv, scale, **paged):
     ],
 )
 def test_ascend_runs_the_attention_that_it_has(package, functions):
+    """Whichever of its functions is installed gives the definition's result."""
     package("torch_npu", **functions)
     arguments = next(iter(PAGED_ATTENTION.cases())).make()
 

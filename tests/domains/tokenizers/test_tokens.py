@@ -95,6 +95,7 @@ def stripped(content):
     ],
 )
 def test_the_cause_is_named_with_the_texts_that_show_it(original, changed, change, name, text, num):
+    """Each change of a tokenizer is one cause, counted over the texts."""
     report = divergence.compare_tokens(original, changed(change), texts=TEXTS)
     assert not report.equal
     assert [cause.name for cause in report.causes] == [name]
@@ -104,6 +105,7 @@ def test_the_cause_is_named_with_the_texts_that_show_it(original, changed, chang
 
 
 def test_a_tokenizer_is_equal_to_its_copy(original, changed):
+    """No cause and no setting is told."""
     report = divergence.compare_tokens(original, changed(lambda content: None), texts=TEXTS)
     assert report.equal and not report.causes and not report.settings
     assert report.num_tokens[0] == report.num_tokens[1] > len(TEXTS)
@@ -118,6 +120,8 @@ def test_a_tokenizer_is_equal_to_its_copy(original, changed):
     ],
 )
 def test_another_template_is_told_by_what_it_renders(original, changed, old, new, text):
+    """Chats differ, and plain texts do not."""
+
     def edit(folder):
         for file in folder.iterdir():
             written = file.read_text(encoding="utf-8")
@@ -134,6 +138,7 @@ def test_another_template_is_told_by_what_it_renders(original, changed, old, new
 
 
 def test_the_command_answers_with_its_exit_code(original, changed, tmp_path, invoke):
+    """1 where tokens differ, 0 where all are the same."""
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(TEXTS), encoding="utf-8")
     other = changed(no_bos)
@@ -164,6 +169,7 @@ def test_a_hub_that_is_out_of_reach_is_named_as_the_reason_at_once(original, mon
 
 
 def test_what_has_no_tokenizer_or_no_text_is_refused(original, tmp_path):
+    """With what is missing."""
     with pytest.raises(UsageError, match="has no tokenizer"):
         divergence.compare_tokens(original, tmp_path, texts=TEXTS)
     ids = tmp_path / "ids.jsonl"

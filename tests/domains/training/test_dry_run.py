@@ -25,6 +25,7 @@ def test_the_plans_options_need_a_dry_run_of_a_step(invoke, llama):
 
 
 def test_a_stage_of_zero_is_planned_and_needs_a_step(invoke, llama):
+    """The plan names the stage; without --train it is refused."""
     command = ["capture", llama, "--dry-run", "--mesh", "dp=2", "--zero", "1"]
     code, out, _ = invoke(*command, "--train")
     assert code == 0 and "ZeRO 1" in out

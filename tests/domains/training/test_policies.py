@@ -111,6 +111,7 @@ def megatron(tmp_path, text):
     ],
 )
 def test_deepspeeds_configuration(config, options, tmp_path):
+    """Its keys become the options of a step."""
     policy = deepspeed(tmp_path, **config)
     assert policy.options == options
     assert str(policy).startswith("DeepSpeed: ")
@@ -129,6 +130,7 @@ def test_deepspeeds_configuration(config, options, tmp_path):
     ],
 )
 def test_a_configuration_that_decides_nothing_is_refused(config, words, tmp_path):
+    """With what it lacks or contradicts."""
     with pytest.raises(UsageError, match=words):
         deepspeed(tmp_path, **config)
 
@@ -177,6 +179,7 @@ NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
     ],
 )
 def test_megatrons_arguments(text, options, tmp_path):
+    """Its arguments become the options of a step."""
     policy = megatron(tmp_path, text)
     assert policy.options == options
     assert str(policy).startswith("Megatron-LM: ")
@@ -195,6 +198,7 @@ def test_megatrons_arguments(text, options, tmp_path):
     ],
 )
 def test_arguments_that_cannot_be_tried_are_refused(text, words, tmp_path):
+    """By the argument's name."""
     with pytest.raises(UsageError, match=words):
         megatron(tmp_path, text)
 
@@ -213,10 +217,12 @@ def test_arguments_that_cannot_be_tried_are_refused(text, words, tmp_path):
     ],
 )
 def test_fsdps_policy(text, options):
+    """Its text becomes the options of a step."""
     assert read_policy(text).options == options
 
 
 def test_torchs_own_text_is_read():
+    """As torch prints a policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -233,5 +239,6 @@ def test_torchs_own_text_is_read():
     ],
 )
 def test_a_policy_that_is_none_is_refused(text, words):
+    """With what is wrong about it."""
     with pytest.raises(UsageError, match=words):
         read_policy(text)

@@ -78,6 +78,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_against_a_checkpoint(stored, invoke, case):
+    """An adapter is merged and compared with weights in either order."""
     tensors, words = CASES[case]
     adapter, other = stored("lora", FACTORS, r=RANK), stored("other", tensors())
     code, out, _ = invoke("weights", adapter, other)

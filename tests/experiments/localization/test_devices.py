@@ -44,6 +44,7 @@ def maker(a: Run, b: Run, folder, device: str = "auto", here: str = "auto") -> M
 
 @pytest.mark.parametrize("device", ["auto", "npu", "npu:1"])
 def test_a_reference_of_the_cpu_is_not_made_on_the_accelerator(run, tmp_path, device):
+    """Each side runs on its own kind of device, whatever was chosen for the other."""
     made = maker(run, on(run, "npu"), tmp_path, device=device)
 
     assert made._device_of("reference") == "cpu"
@@ -54,6 +55,7 @@ def test_a_reference_of_the_cpu_is_not_made_on_the_accelerator(run, tmp_path, de
 
 
 def test_the_command_for_another_machine_names_the_device(run, tmp_path):
+    """That of the side that it is for."""
     made = maker(run, on(run, "npu"), tmp_path, here="none")
 
     made.operators("reference", GOAL)
@@ -63,12 +65,14 @@ def test_the_command_for_another_machine_names_the_device(run, tmp_path):
 
 
 def test_a_device_that_this_tool_does_not_know_is_not_asked_for(run, tmp_path):
+    """No word of a run becomes an option."""
     made = maker(run, on(run, "tpu; touch pwned"), tmp_path, device="cpu", here="none")
     made.operators("candidate", GOAL)
     assert "--device" not in made.commands[0].text and made._device_of("candidate") == "cpu"
 
 
 def test_compare_prints_the_devices_where_they_differ(run):
+    """And only there."""
     alike = Advice(run, run, None)
     assert "--device" not in " ".join(item.text for item in alike.into_block("model.layers.1"))
     other = Advice(run, on(run, "npu"), None).into_block("model.layers.1")

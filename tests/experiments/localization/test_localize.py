@@ -9,7 +9,7 @@ import shlex
 import pytest
 import torch
 
-from divergence import BatchOptions, Run, capture, localize
+from divergence import BatchOptions, RecordOptions, Run, capture, localize
 from divergence import truth as make_truth
 from divergence.errors import RunExistsError, UsageError
 
@@ -297,7 +297,8 @@ def test_what_is_made_between_modules_has_no_block(runs, tmp_path, site):
         else:
             model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] * 1.1,))
 
-    b = capture(like=runs / "a", out=tmp_path / "b", prepare=prepare)
+    recording = RecordOptions(anchor=site != ".:out")
+    b = capture(like=runs / "a", out=tmp_path / "b", prepare=prepare, recording=recording)
     options = {"truth": runs / "truth", "prepare_candidate": prepare}
     result = localize(runs / "a", b, out=tmp_path / "work", **options)
     assert f"what is wrong at {site} is made outside the blocks and modules" in result.stopped

@@ -121,6 +121,7 @@ def test_a_weights_gradient_that_is_summed_in_16_bits(architecture, wrong, pair,
 
 @pytest.mark.slow
 def test_the_reference_may_be_wrong(wrong, pair, tmp_path):
+    """The operator is named on A's side, where the truth blames it."""
     fault = "softmax", ATTENTION["llama"]
     _, faulty, _ = pair("llama", "float32", *fault)
     right = divergence.truth(faulty, out=tmp_path / "truth")
@@ -195,6 +196,7 @@ def test_a_healthy_pair_has_no_wrong_operator(architecture, dtype, change, wrong
     ids=str,
 )
 def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
+    """What differs by dtype alone is no operator's fault."""
     a, *_ = pair("llama", "float32")
     sites = ["blocks", "ops@model.layers.1"]
     one = divergence.capture(
@@ -211,6 +213,7 @@ def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
 
 
 def test_the_optimizers_step_is_behind_all_operators(wrong, pair, tmp_path):
+    """It is said where there is none to go into."""
     a, _, _ = pair("llama", "float32")
     one, two = (
         divergence.capture(

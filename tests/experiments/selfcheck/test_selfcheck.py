@@ -24,6 +24,7 @@ def _statuses(result):
 
 
 def test_a_healthy_model_agrees_with_itself(llama):
+    """In every way of running that was asked for."""
     lines = ("again", "hooks", "batch", "cache", "chunks")
     result = selfcheck(llama, dtype="float32", only=lines)
 
@@ -50,6 +51,7 @@ def test_a_pass_that_a_way_of_running_does_not_make_is_not_missing(llama):
     "architecture", ["llama", "qwen3", "mamba", "bert", "t5", "qwen3-moe", "gemma3"]
 )
 def test_no_line_of_a_healthy_model_diverges(tiny_model, architecture, dtype):
+    """In no architecture; what a model cannot do is not applicable."""
     result = selfcheck(tiny_model(architecture), dtype=dtype, only=_QUICK)
 
     told = _statuses(result)
@@ -80,6 +82,7 @@ def in_attention(monkeypatch):
 
 
 def test_noise_in_one_block_is_not_the_same_run_twice(llama, in_attention):
+    """The block that does not repeat itself is named."""
     noise = torch.Generator().manual_seed(1)
     in_attention(lambda out: out * (1 + 0.2 * torch.randn(out.shape, generator=noise)))
     line = _by_name(selfcheck(llama, dtype="float32", only=["again"]))["again"]
@@ -88,6 +91,7 @@ def test_noise_in_one_block_is_not_the_same_run_twice(llama, in_attention):
 
 
 def test_noise_within_rounding_is_said_where_bits_must_be_equal(llama, in_attention):
+    """It diverges nowhere, and is not repeated all the same."""
     noise = torch.Generator().manual_seed(1)
     in_attention(lambda out: out * (1 + 1e-7 * torch.randn(out.shape, generator=noise)))
     result = selfcheck(llama, dtype="float32", only=["again"])
@@ -99,6 +103,7 @@ def test_noise_within_rounding_is_said_where_bits_must_be_equal(llama, in_attent
 
 @pytest.mark.slow
 def test_a_kernel_that_depends_on_the_number_of_threads(llama, in_attention):
+    """It is found by that line alone."""
     in_attention(lambda out: out * (1.5 if torch.get_num_threads() > 1 else 1.0))
     lines = _by_name(selfcheck(llama, dtype="float32", only=["again", "threads"]))
 
@@ -177,11 +182,13 @@ def test_positions_that_are_off_by_one_in_decode_steps(llama, monkeypatch):
 
 
 def test_a_name_that_is_no_line(llama):
+    """It is refused before the model is loaded."""
     with pytest.raises(UsageError, match="no line 'cash'"):
         selfcheck(llama, only=["cash"])
 
 
 def test_forwards_that_a_model_cannot_be_run_by_are_refused(tiny_model, tmp_path):
+    """Each with the reason."""
     with pytest.raises(UsageError, match="--no-cache is for causal language models"):
         capture(tiny_model("bert"), out=tmp_path / "a", batching=BatchOptions(use_cache=False))
     with pytest.raises(UsageError, match="keeps a state"):

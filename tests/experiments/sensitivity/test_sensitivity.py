@@ -232,6 +232,7 @@ def test_a_candidate_needs_an_anchored_pass(runs, tmp_path):
 
 
 def test_other_weights_are_incomparable(runs, tiny_model, tmp_path):
+    """Nothing is planted in a pair of two models."""
     a, *_ = runs("float32")
     other = str(tiny_model("llama", dtype="float32", num_blocks=4, seed=1))
     candidate = capture(other, like=a, out=tmp_path / "other")
@@ -240,12 +241,14 @@ def test_other_weights_are_incomparable(runs, tiny_model, tmp_path):
 
 
 def test_block_outputs_are_needed(llama, tmp_path):
+    """A run without them is refused."""
     head = capture(str(llama), out=tmp_path / "a", sites=["lm_head:*"], max_new_tokens=1)
     with pytest.raises(UsageError, match="holds no block outputs"):
         sensitivity(head)
 
 
 def test_unknown_words_are_named_before_anything_is_captured(runs):
+    """With the nearest block or fault."""
     a, *_ = runs("float32")
     with pytest.raises(UsageError, match="no block 'lst'") as caught:
         sensitivity(a, blocks=["lst"])
@@ -272,6 +275,7 @@ def test_search_finds_the_size_to_nine_per_cent(guess):
 
 
 def test_search_says_when_nothing_is_seen():
+    """None, or the bound that was reached."""
     assert smallest_seen(lambda s: False, high=1.0) is None
     assert smallest_seen(lambda s: True, high=1.0) == 1e-8
     assert smallest_seen(lambda s: s >= 1, high=1.0, guess=1e-3) == 1.0

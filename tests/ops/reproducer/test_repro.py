@@ -101,6 +101,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 def test_odd_operators(record, tmp_path):
     """In place, lists, complex, 8-bit, integer, empty, scalar and overlapping operands."""
     run = record(lambda: [function() for function in ODD.values()])
@@ -390,6 +391,7 @@ def _suite_truth(x: torch.Tensor, eps: float) -> torch.Tensor:
     return 0.5 * x + eps**0.5
 
 
+@pytest.mark.slow
 def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators):
     """The function, what it calls and its constants are pasted; others are refused."""
     one = SimpleNamespace(run=_suite_run, truth=_suite_truth)

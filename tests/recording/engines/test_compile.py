@@ -53,6 +53,8 @@ def test_every_block_runs_compiled(plain, tmp_path):
 
 @pytest.mark.slow
 def test_a_graph_break_is_recorded(plain, tmp_path):
+    """By its block, with the compiler's reason."""
+
     def prepare(model):
         layer = model.model.layers[1]
         inner = layer.mlp.forward
@@ -71,6 +73,7 @@ def test_a_graph_break_is_recorded(plain, tmp_path):
 
 @pytest.mark.slow
 def test_a_planted_fault_is_found_in_its_block(plain, tmp_path):
+    """In compiled code as in eager code."""
     run = compiled(plain, tmp_path / "run", plants=["model.layers.1.mlp:out=scale:1.05"])
     verdict = compare(plain, run).verdict
     assert (verdict.kind, verdict.onset.site) == ("localized", "model.layers.1:out")
@@ -85,6 +88,7 @@ def test_a_planted_fault_is_found_in_its_block(plain, tmp_path):
     ],
 )
 def test_options_that_torch_does_not_know(folder, tmp_path, options, match):
+    """They are refused with the nearest one."""
     with pytest.raises(UsageError, match=match) as caught:
         capture(
             folder,
@@ -98,6 +102,8 @@ def test_options_that_torch_does_not_know(folder, tmp_path, options, match):
 
 
 def test_without_a_compiler(folder, tmp_path, monkeypatch):
+    """What is to be installed is said."""
+
     def none(*args):
         raise RuntimeError("No working C++ compiler found")
 
@@ -108,6 +114,7 @@ def test_without_a_compiler(folder, tmp_path, monkeypatch):
 
 
 def test_a_model_without_blocks(tiny_model, tmp_path, monkeypatch):
+    """There is nothing to compile block by block."""
     monkeypatch.setattr("divergence.recording.engines.sessions.blocks_of", lambda model: [])
     with pytest.raises(UsageError, match="no repeated blocks to compile"):
         capture(
@@ -124,6 +131,7 @@ def test_a_model_without_blocks(tiny_model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inductor_and_eager_differ_by_rounding(tiny_model, tmp_path, architecture, dtype):
+    """And no side is wrong by the truth."""
     folder = tiny_model(architecture, num_blocks=3, dtype=dtype)
     a = capture(folder, out=tmp_path / "a", **WISHES)
     b = compiled(a, tmp_path / "b", backend="inductor")

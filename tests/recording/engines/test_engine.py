@@ -82,12 +82,14 @@ def plain(folder, tmp_path_factory):
 
 
 def test_transformers_is_an_engine_like_any_other(plain):
+    """It is named with its version, and found by its name."""
     note = plain.manifest.engine
     assert (note.name, note.version) == ("transformers", transformers.__version__)
     assert isinstance(engine_named("transformers"), TransformersEngine)
 
 
 def test_an_installed_engine_runs_and_is_compared(installed, folder, plain, tmp_path):
+    """With its options, name and version in the run."""
     run = capture(
         folder,
         out=tmp_path / "run",
@@ -105,6 +107,7 @@ def test_an_installed_engine_runs_and_is_compared(installed, folder, plain, tmp_
 
 
 def test_what_is_said_of_one_engine_in_two_runs_is_what_differs(folder, plain, tmp_path):
+    """A fact that one run alone tells of its engine is shown."""
     run = capture(folder, out=tmp_path / "run", **WISHES)
     note = replace(run.manifest.engine, facts={"prefix caching": "on"})
     run.manifest = replace(run.manifest, engine=note)
@@ -131,11 +134,13 @@ def test_a_run_names_no_package_to_import(installed, folder, tmp_path):
     ],
 )
 def test_what_an_engine_lacks_is_refused(installed, folder, tmp_path, options, match):
+    """Each option that it cannot follow."""
     with pytest.raises(UsageError, match=match):
         capture(folder, out=tmp_path / "run", engine="halving", **WISHES, **options)
 
 
 def test_a_pass_that_an_engine_lacks_is_left_out(installed, folder, tmp_path):
+    """And a note says why."""
     said = []
     a = capture(folder, out=tmp_path / "a", dtype="bfloat16", **WISHES)
     b = capture(
@@ -159,6 +164,7 @@ def test_a_pass_that_an_engine_lacks_is_left_out(installed, folder, tmp_path):
     ],
 )
 def test_an_unknown_engine(installed, name, match, hint):
+    """It is refused with those that are there."""
     with pytest.raises(UsageError, match=match) as caught:
         engine_named(name)
     assert re.search(hint, caught.value.hint)
@@ -173,17 +179,20 @@ def test_an_unknown_engine(installed, name, match, hint):
     ],
 )
 def test_options_are_typed(given, match):
+    """A value of the wrong kind is refused."""
     with pytest.raises(UsageError, match=match):
         options_for(HalvingEngine(), given)
 
 
 def test_an_option_without_a_value(folder, tmp_path):
+    """It is not KEY=VALUE."""
     with pytest.raises(UsageError, match="'rounds' is not KEY=VALUE"):
         capture(
             folder, out=tmp_path / "run", loading=LoadOptions(engine_options=["rounds"]), **WISHES
         )
 
 
+@pytest.mark.slow
 def test_an_option_beside_recorded_ones(installed, folder, tmp_path):
     """--like keeps the options that the command does not name."""
     run = capture(
@@ -205,6 +214,7 @@ def test_an_option_beside_recorded_ones(installed, folder, tmp_path):
 
 
 def test_a_run_names_no_file_for_an_engine(installed, folder, tmp_path):
+    """A stranger's run chooses no file of this machine."""
     run = capture(
         folder,
         out=tmp_path / "a",

@@ -25,6 +25,7 @@ def rows() -> list[list[str]]:
 
 
 def test_every_engine_has_its_rows():
+    """The documents' table lists all that are built in."""
     head, *body = rows()
     assert head == ["engine", "sites", *PASSES]
     assert list(dict.fromkeys(row[0].strip("`") for row in body)) == list(built_in())

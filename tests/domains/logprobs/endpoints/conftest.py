@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from divergence import ServerOptions, capture
 from tests.domains.logprobs.endpoints import speakers
 
 VOCABULARY = 40
@@ -210,3 +211,18 @@ def stub():
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def serve(stub, tmp_path, request):
+    """``serve(name, **options)``: a capture of the server, with the options ``GIVEN`` of the test's
+    file; of another run's prompts where it is ``like`` one."""
+
+    def run(name="a", **options):
+        given = request.module.GIVEN | options
+        if "like" in given:
+            del given["prompts"]
+        server = ServerOptions(endpoint=stub.url)
+        return capture("tiny", server=server, out=tmp_path / name, **given)
+
+    return run

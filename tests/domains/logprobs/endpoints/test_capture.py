@@ -10,19 +10,7 @@ from divergence import RecordOptions, Run, ServerOptions, capture, compare
 from divergence.errors import UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(12)]
-
-
-@pytest.fixture
-def serve(stub, tmp_path):
-    def run(name, **options):
-        given = {"prompts": PROMPTS, "max_new_tokens": 8} | options
-        if "like" in given:
-            del given["prompts"]
-        return capture(
-            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
-        )
-
-    return run
+GIVEN = {"prompts": PROMPTS, "max_new_tokens": 8}
 
 
 def test_a_server_is_a_run(stub, serve):
@@ -43,6 +31,7 @@ def test_a_server_is_a_run(stub, serve):
 
 
 def test_equal_servers_are_identical(serve):
+    """Two captures of one server agree in every token."""
     report = compare(serve("a"), serve("b"))
     assert report.verdict.kind == "identical", report.verdict
     assert report.logprobs.num_equal == 12 * 8
@@ -79,6 +68,7 @@ def test_another_template_stops_by_its_length(stub, serve):
 
 
 def test_sampling_left_on_is_named(stub, serve):
+    """A server that samples is said to, and which side it is."""
     stub.samples = True
     b = serve("b")
     stub.samples = False
@@ -102,6 +92,7 @@ def test_what_it_lacks_is_told_and_compared_all_the_same(stub, serve):
 
 
 def test_a_shorter_list_is_asked_for_where_the_server_refuses(stub, serve):
+    """Of a server that gives five likeliest tokens five are recorded."""
     stub.most_top = 5
     run = serve("a", top_logprobs=20)
     assert run.manifest.engine.facts["top-k"] == "5"
@@ -118,6 +109,7 @@ def test_the_key_is_in_no_run(stub, serve, tmp_path, monkeypatch):
 
 
 def test_options_of_models_are_refused(stub, tmp_path):
+    """What means nothing to a server, and what needs one, is refused."""
     with pytest.raises(UsageError, match="--dtype means nothing to a server"):
         capture(
             "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / "a", dtype="float32"
@@ -271,6 +263,7 @@ def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama,
 
 
 def test_a_doctor_needs_models(serve):
+    """The checklist is for runs of models, not for log-probabilities alone."""
     from divergence import doctor
 
     a = serve("a", prompts=PROMPTS[:2])

@@ -8,17 +8,7 @@ from divergence import ServerOptions, capture, compare
 from divergence.errors import UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(8)]
-
-
-@pytest.fixture
-def serve(stub, tmp_path):
-    def run(name, **options):
-        given = {"prompts": PROMPTS, "max_new_tokens": 12, "answers": 6} | options
-        return capture(
-            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
-        )
-
-    return run
+GIVEN = {"prompts": PROMPTS, "max_new_tokens": 12, "answers": 6}
 
 
 @pytest.mark.parametrize("speaks", ["vllm", "llama.cpp", "sglang", "tgi"])
@@ -48,6 +38,7 @@ def test_a_server_of_text_alone(stub, serve):
 
 
 def test_few_answers_make_no_test(stub, serve):
+    """Two texts of one prompt are too few for a verdict."""
     stub.lacks = {"ids", "logprobs", "prompt_logprobs"}
     a, stub.machine = serve("a", prompts=PROMPTS[:1], answers=2), 1
     report = compare(a, serve("b", prompts=PROMPTS[:1], answers=2))
@@ -55,6 +46,7 @@ def test_few_answers_make_no_test(stub, serve):
 
 
 def test_drawn_against_greedy_stops(serve):
+    """Drawn answers are not compared with greedy ones."""
     report = compare(
         serve("a"), serve("b", prompts=[p for p in PROMPTS for _ in range(6)], answers=0)
     )

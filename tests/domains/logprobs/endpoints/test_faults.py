@@ -7,27 +7,18 @@ import random
 
 import pytest
 
-from divergence import ServerOptions, capture, compare
+from divergence import compare
 from divergence.errors import UsageError
 from tests.domains.logprobs.endpoints.conftest import VOCABULARY
 
 PROMPTS = [f"{n:02} is a prompt" + " and a few words more" * (n % 3) for n in range(24)]
+GIVEN = {"prompts": PROMPTS, "max_new_tokens": 12}
 
 
-@pytest.fixture
-def serve(stub, tmp_path):
-    """A server that tells its dtype, so that confidence is not low for want of it."""
+@pytest.fixture(autouse=True)
+def _speaks(stub):
+    """The server tells its dtype, so that confidence is not low for want of it."""
     stub.speaks = "sglang"
-
-    def run(name, **options):
-        given = {"prompts": PROMPTS, "max_new_tokens": 12} | options
-        if "like" in given:
-            del given["prompts"]
-        return capture(
-            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
-        )
-
-    return run
 
 
 def changed(stub, change):
@@ -75,6 +66,7 @@ def choose_by(stub, changed) -> None:
 
 
 def test_a_margin_that_no_list_tells_is_no_tie(stub, serve):
+    """Without likeliest tokens nobody knows whether answers parted at ties, and that is said."""
     a = serve("a", top_logprobs=0)
     wrong_at(stub, 4, 2)
     report = compare(a, serve("b", top_logprobs=0))
@@ -99,6 +91,7 @@ def test_a_token_below_a_whole_list_is_no_tie(stub, serve):
 
 
 def test_answers_that_part_at_their_first_token_are_no_texts_alone(stub, serve):
+    """Their first tokens had the same beginning, so they are judged."""
     stub.speaks = "llama.cpp"
     a, stub.weights = serve("a"), 1
     report = compare(a, serve("b"))
@@ -107,6 +100,7 @@ def test_answers_that_part_at_their_first_token_are_no_texts_alone(stub, serve):
 
 
 def test_the_place_named_is_that_of_the_fault_and_not_of_a_tie_before_it(stub, serve):
+    """Among ties that rounding flips the first fault is the onset."""
     a = serve("a")
     stub.noise = 0.05
     wrong_at(stub, 8, 5)
@@ -136,6 +130,7 @@ def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve):
 
 
 def test_a_penalty_is_not_called_sampling_alone(stub, serve):
+    """A choice that is not the likeliest token may be sampling, a penalty or a bias."""
     a = serve("a")
 
     def penalised(row, whole):
@@ -289,6 +284,7 @@ def test_what_stands_for_no_number_is_none(stub, serve):
 
 
 def test_an_integer_beyond_all_floats_is_no_number(stub, serve):
+    """A log-probability of 400 digits is nonfinite, not a crash."""
     a = serve("a")
     inner = type(stub).go_on
 
@@ -301,6 +297,7 @@ def test_an_integer_beyond_all_floats_is_no_number(stub, serve):
 
 
 def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve):
+    """A floor is another run of the same prompts."""
     a = serve("a")
     stub.noise = 0.6
     b, other = serve("b", like=a), serve("c", prompts=PROMPTS[::-1])
@@ -310,6 +307,7 @@ def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve):
 
 
 def test_a_floor_farther_off_than_any_precision_is_not_believed(stub, serve):
+    """A floor of other weights widens no limit unnoticed."""
     a = serve("a")
     stub.weights = 1
     floor = serve("floor", like=a)

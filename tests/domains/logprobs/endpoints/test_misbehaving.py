@@ -35,18 +35,8 @@ def pauses(monkeypatch, stub):
     return found
 
 
-@pytest.fixture
-def serve(stub, tmp_path, pauses):
-    def run(name="a", **options):
-        given = {"prompts": PROMPTS, "max_new_tokens": 4, "concurrency": 1, "top_logprobs": 3}
-        return capture(
-            "tiny",
-            server=ServerOptions(endpoint=stub.url),
-            out=tmp_path / name,
-            **(given | options),
-        )
-
-    return run
+GIVEN = {"prompts": PROMPTS, "max_new_tokens": 4, "concurrency": 1, "top_logprobs": 3}
+pytestmark = pytest.mark.usefixtures("pauses")
 
 
 @pytest.mark.parametrize("trouble", ["late", "429", "500", "503", "truncated", "cut off", "drip"])
@@ -60,6 +50,7 @@ def test_what_passes_is_asked_again(stub, serve, pauses, trouble):
 
 
 def test_pauses_grow_and_obey_the_server(stub, serve, pauses):
+    """Retry-After is obeyed; else each pause is longer than the one before."""
     stub.troubles = {FIRST: "500", FIRST + 1: "truncated", FIRST + 2: "truncated"}
     serve("a")
     assert pauses[0] == 0  # Retry-After
@@ -148,6 +139,7 @@ def test_a_run_is_not_gone_on_with_on_another_server(stub, serve, monkeypatch):
 
 
 def test_prompts_without_an_answer_are_no_answers_that_end_earlier(stub, serve, tmp_path):
+    """What the server refused is counted as missing, not as texts that ended."""
     a = serve("a")
     stub.num, stub.troubles = 0, dict.fromkeys(range(4, 200, 2), "400")
     with pytest.raises(EndpointError):
@@ -238,6 +230,7 @@ def test_numbers_that_no_server_means_break_nothing(stub, serve, name):
 
 
 def test_redirects_are_not_followed(stub, serve):
+    """A key is sent to nobody else."""
     stub.troubles = dict.fromkeys(range(6), "elsewhere")
     with pytest.raises(EndpointError, match="307"):
         serve("a")
@@ -253,6 +246,7 @@ def test_many_at_a_time(stub, serve):
 
 
 def test_no_server(serve, stub, tmp_path, pauses):
+    """Where nobody listens that is said, and nothing is written."""
     with pytest.raises(EndpointError, match="no connection"):
         capture("tiny", server=ServerOptions(endpoint="http://127.0.0.1:9"), out=tmp_path / "z")
     assert not (tmp_path / "z").exists()

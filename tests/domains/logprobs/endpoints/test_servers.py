@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import ServerOptions, capture, compare
+from divergence import compare
 
 PROMPTS = [f"prompt number {n}" for n in range(10)]
 
@@ -17,19 +17,7 @@ GIVES = {
     "openai": ("unknown unknown", None, "numbered by text", False, "echo"),
     "mindie": ("MindIE unknown", None, "numbered by text", False, "echo"),
 }
-
-
-@pytest.fixture
-def serve(stub, tmp_path):
-    def run(name, **options):
-        given = {"prompts": PROMPTS, "max_new_tokens": 6} | options
-        if "like" in given:
-            del given["prompts"]
-        return capture(
-            "tiny", server=ServerOptions(endpoint=stub.url), out=tmp_path / name, **given
-        )
-
-    return run
+GIVEN = {"prompts": PROMPTS, "max_new_tokens": 6}
 
 
 @pytest.mark.parametrize("speaks", GIVES)
@@ -53,6 +41,7 @@ def test_what_each_server_gives(stub, serve, speaks):
 
 @pytest.mark.parametrize("speaks", GIVES)
 def test_the_same_model_is_identical_and_another_is_not(stub, serve, speaks):
+    """Whatever the server speaks, equal weights agree and others do not."""
     stub.speaks = speaks
     a = serve("a")
     assert compare(a, serve("b")).verdict.kind == "identical"
@@ -64,6 +53,7 @@ def test_the_same_model_is_identical_and_another_is_not(stub, serve, speaks):
 
 @pytest.mark.parametrize("speaks", GIVES)
 def test_another_template_stops(stub, serve, speaks):
+    """Prompts that another template rendered are another experiment."""
     stub.speaks = speaks
     a = serve("a")
     stub.template = 1

@@ -228,6 +228,7 @@ def test_the_newest_file_of_a_task_is_taken(lm_eval, tmp_path):
 
 
 def test_a_model_is_shown_whatever_its_name_is(lm_eval):
+    """A number in place of the model's name is its text."""
     line = sample(0, score=1.0, right=0, likelihoods=[-1.0, -2.0])
     folder = lm_eval("a", [line], results={"config": {"model": 1.5}})
     assert read(str(folder), ReadRequest()).model == "1.5"
@@ -275,6 +276,7 @@ def test_parts_of_one_score_in_two_files_are_refused(tmp_path):
     ],
 )
 def test_the_direction_is_that_of_the_words_of_a_name(metric, is_higher_better, table):
+    """Losses and perplexities are better where lower, whatever they are called."""
     path = table("a", [1.0], metric=[metric])
     (series,) = read(str(path), ReadRequest()).series
     assert series.higher_is_better == is_higher_better
@@ -339,11 +341,13 @@ def test_fields_of_other_types(line, tmp_path, table):
 
 @pytest.mark.parametrize("repeat", [float("inf"), 0.5, "1.5", "x"])
 def test_a_repeat_is_a_whole_number(repeat, table):
+    """Anything else is refused."""
     with pytest.raises(DumpError, match="the repeat is no number"):
         scores(table("a", [1], repeat=[repeat]), table("b", [1]))
 
 
 def test_an_integer_beyond_all_floats_is_no_score(table):
+    """It is left out, with the reason."""
     (series,) = read(str(table("a", [10**400, 1])), ReadRequest()).series
     assert [row.score for row in series.rows] == [None, 1.0]
     assert sentence(series.rows[0].why) == "the score is no number" and series.rows[1].why is None

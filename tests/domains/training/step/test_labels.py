@@ -49,6 +49,7 @@ def run(tmp_path_factory, model, file):
 
 
 def test_the_loss_and_its_gradients_are_those_of_transformers(model, run):
+    """A step with labels has the loss and gradients that transformers gives."""
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
     count, total = 0, torch.zeros(())
     for ids, labels in zip(IDS, LABELS, strict=True):
@@ -88,12 +89,14 @@ def test_labels_are_recorded_and_repeated(run, tmp_path):
 
 @pytest.mark.parametrize("site", ["loss#backward:out", "model.layers.1#backward:out"])
 def test_a_fault_is_found_where_most_gradients_are_zero(site, run, tmp_path):
+    """At its site, though few tokens have a label."""
     fault = {"plants": [f"{site}=scale:1.01"], "attn_implementation": "sdpa", "probe": False}
     verdict = divergence.compare(run, divergence.capture(like=run, out=tmp_path / "b", **fault))
     assert (verdict.verdict.kind, verdict.verdict.onset.site) == ("localized", site)
 
 
 def test_other_labels_are_another_experiment(run, model, tmp_path):
+    """They are named by prompt and token."""
     other = [LINES[0], [N, N, 33, N, 17, 21, N, 112, 66], LINES[2]]
     b = divergence.capture(
         model,
@@ -185,11 +188,13 @@ def test_labels_of_a_program():
     ],
 )
 def test_labels_that_make_no_loss(labels, said):
+    """Labels that fit no prompt, or are all left out, are refused."""
     with pytest.raises(PromptError, match=said):
         check_labels([SampleTokens(prompt_ids=[1, 2, 3], labels=labels)], 64)
 
 
 def test_a_completion_behind_the_prompt(model, tmp_path):
+    """It begins within the prompt, and the hint says where at most."""
     with pytest.raises(
         PromptError, match="has 7 tokens, and its completion is to begin at"
     ) as told:

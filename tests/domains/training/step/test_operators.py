@@ -48,6 +48,7 @@ def operators(run):
     ],
 )
 def test_recording_operators_changes_no_bit(architecture, step):
+    """All other tensors of the step stay as they were."""
     block = BLOCKS[architecture]
     plain, with_operators = (
         step(architecture, sites=sites) for sites in (["blocks"], ["blocks", f"ops@{block}"])
@@ -58,6 +59,7 @@ def test_recording_operators_changes_no_bit(architecture, step):
 
 
 def test_each_operator_stands_in_the_module_whose_forward_made_it(step):
+    """With its operands' origins, the forward's operator and its source line."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"])
     found = operators(run)
     block = "model.layers.1"
@@ -78,6 +80,7 @@ def test_each_operator_stands_in_the_module_whose_forward_made_it(step):
 
 
 def test_what_leaves_the_last_operator_leaves_the_block(step):
+    """Its result is the block's gradient, bit for bit."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"])
     last = list(operators(run))[-1]
     left = run.find(("free", 0, 0, f"model.layers.1{BACKWARD}:out"))
@@ -85,6 +88,7 @@ def test_what_leaves_the_last_operator_leaves_the_block(step):
 
 
 def test_the_weights_gradients_add_up_to_that_of_the_step(step):
+    """Those of single prompts, bit for bit."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"])
     path = f"model.layers.1.mlp.up_proj{BACKWARD}"
     each = [run.read(run.find(("free", sample, 0, f"{path}/aten.mm:out"))) for sample in (0, 1)]
@@ -93,6 +97,7 @@ def test_the_weights_gradients_add_up_to_that_of_the_step(step):
 
 
 def test_a_forward_that_runs_again_is_recorded_once(step):
+    """Checkpointing shows the same operators and the same bits."""
     sites = ["blocks", "ops@model.layers.1"]
     plain = step("llama", sites=sites)
     again = step("llama", sites=sites, gradient_checkpointing=True)
@@ -117,6 +122,8 @@ class Doubled(torch.autograd.Function):
 
 
 def test_a_function_of_the_models_own_is_named_with_its_line(tiny_model, tmp_path):
+    """A backward of the model's own code is named by its class."""
+
     def prepare(model):
         module = model.get_submodule("model.layers.1.mlp")
         module.register_forward_hook(lambda _module, _args, output: Doubled.apply(output))
@@ -137,6 +144,7 @@ def test_a_function_of_the_models_own_is_named_with_its_line(tiny_model, tmp_pat
 
 
 def test_the_loss_is_a_module_too(step):
+    """Its operators, and the head's, are recorded where asked for."""
     run = step("llama", sites=["blocks", "ops@loss", "ops@lm_head"])
     found = operators(run)
     assert f"loss{BACKWARD}/aten._log_softmax_backward_data" in found
@@ -144,6 +152,7 @@ def test_the_loss_is_a_module_too(step):
 
 
 def test_operators_of_a_backward_run_again_give_the_recorded_bits(step, tmp_path):
+    """A replay is identical, and within the floor of its truth."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"], weights=True)
     again = divergence.replay(run, out=tmp_path / "again")
     replayed = [record for record in again.records if BACKWARD in record.site and record.call]
@@ -155,6 +164,7 @@ def test_operators_of_a_backward_run_again_give_the_recorded_bits(step, tmp_path
 
 
 def test_a_truth_holds_the_same_operators(step, tmp_path):
+    """In float64, with the same operands."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"])
     right = divergence.truth(run, out=tmp_path / "truth")
     paths = {r.site for r in right.records if r.call is not None and r.pass_ == "anchored"}
@@ -165,6 +175,7 @@ def test_a_truth_holds_the_same_operators(step, tmp_path):
 
 
 def test_what_keeps_no_bytes_is_refused(llama, tmp_path):
+    """Operators take stored bytes."""
     with pytest.raises(UsageError, match="keeps not all bytes"):
         divergence.capture(
             str(llama),

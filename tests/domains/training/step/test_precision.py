@@ -34,6 +34,7 @@ def tensors(run, pattern):
 
 
 def test_what_a_step_does_is_read_from_its_tensors(step):
+    """The dtypes of each part are those that were seen, not those that were asked for."""
     plain = step("a", optimizer="adamw").manifest.training.precision
     assert (plain.parameters, plain.gradients, plain.reduction) == ("bfloat16", "bfloat16", None)
     assert (plain.main_weights, plain.moments, plain.buffers) == (
@@ -93,6 +94,7 @@ def test_main_weights_take_a_step_that_bfloat16_does_not(step, tiny_model):
 
 @pytest.mark.whole
 def test_a_policy_is_options(step, tmp_path):
+    """A framework's file gives the options of a step, and is recorded with them."""
     path = tmp_path / "ds.json"
     path.write_text(
         json.dumps(
@@ -127,6 +129,7 @@ def test_a_healthy_pair_is_within_rounding(other, step, tmp_path):
 
 
 def test_main_weights_and_their_truth(step, tmp_path):
+    """A step with float32 copies has a truth in float64."""
     a = step("a", optimizer="adamw", main_weights=True, accumulate_dtype="float32")
     b = step("b", like=a, attn_implementation="sdpa")
     truth = divergence.truth(a, out=tmp_path / "t")
@@ -135,6 +138,7 @@ def test_main_weights_and_their_truth(step, tmp_path):
 
 
 def test_a_reduction_in_fewer_bits_is_named_with_its_cost(step, tmp_path):
+    """As what B does, with how far it is off."""
     a = step("a", dtype="float32", reduce_dtype="float32")
     b = step("b", like=a, reduce_dtype="bfloat16")
     truth = divergence.truth(a, out=tmp_path / "t")
@@ -147,6 +151,7 @@ def test_a_reduction_in_fewer_bits_is_named_with_its_cost(step, tmp_path):
 
 @pytest.mark.parametrize("optimizer", [None, "adamw"])
 def test_what_is_below_practice_is_named(optimizer, step):
+    """Sums of gradients in bfloat16, and weights without float32 copies."""
     audit = audit_runs(step("a", optimizer=optimizer))
     said = [finding.text for finding in audit.findings]
     assert said[0].startswith("the run adds up micro-batches' gradients in bfloat16; expected")
@@ -155,6 +160,7 @@ def test_what_is_below_practice_is_named(optimizer, step):
 
 
 def test_two_runs_alike_are_named_together(step):
+    """What one of them alone does is named by its side."""
     a = step("a", optimizer="adamw")
     audit = audit_runs(a, step("b", like=a))
     assert {finding.text.partition(" ")[0] for finding in audit.findings} == {"both"}
@@ -172,6 +178,7 @@ def test_two_runs_alike_are_named_together(step):
     ],
 )
 def test_refused(options, words, step):
+    """Options that contradict one another are refused."""
     with pytest.raises(UsageError, match=words):
         step("a", **options)
 

@@ -108,6 +108,7 @@ def test_the_first_stage_has_each_moment_on_one_rank(two_ranks):
 
 
 def test_ranks_hold_parts_or_copies(two_ranks):
+    """Gradients are shards under FSDP and copies under the first stage of ZeRO."""
     placed = {
         how: {r.placement for r in two_ranks(how).records if r.site.endswith("backward:out.weight")}
         for how in ("fsdp", "zero-1")

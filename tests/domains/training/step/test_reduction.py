@@ -11,6 +11,7 @@ from divergence.domains.training.recording.optimizer import ORDERS, reduced
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_whole_numbers_are_added_exactly(order, count):
+    """In any order, by any number of ranks."""
     parts = [torch.arange(35.0).view(5, 7) * (rank + 1) for rank in range(count)]
     total = reduced(parts, dtype=torch.float32, order=order)
     assert torch.equal(total, sum(parts))
@@ -28,6 +29,7 @@ def test_the_order_is_that_of_the_collective():
 
 
 def test_every_partial_sum_is_rounded():
+    """To the dtype of the reduction, and handed back in that of the parts."""
     parts = [torch.full((2,), 256.0), torch.ones(2), torch.ones(2)]
     total = reduced(parts, dtype=torch.bfloat16, order="tree")
     assert total.dtype == torch.float32

@@ -61,6 +61,7 @@ def gradients(folder, dtype=torch.float32):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("sites", ["blocks", "modules"])
 def test_hooks_change_no_bit(architecture, sites, step, tiny_model):
+    """Recorded gradients are those of a step without hooks."""
     run = step(architecture, sites=sites)
     found = gradients(tiny_model(architecture, dtype="float32"))
     assert len(found) > 10
@@ -73,6 +74,7 @@ def test_hooks_change_no_bit(architecture, sites, step, tiny_model):
 
 
 def test_the_loss_is_the_mean_over_all_tokens(step, tiny_model):
+    """Of all prompts together, as transformers has it."""
     run = step("llama")
     model = AutoModelForCausalLM.from_pretrained(
         tiny_model("llama", dtype="float32"), dtype=torch.float32
@@ -86,6 +88,7 @@ def test_the_loss_is_the_mean_over_all_tokens(step, tiny_model):
 
 
 def test_a_backward_is_recorded_in_its_own_order(step):
+    """From the last block to the first, without what does nothing."""
     sites = [r.site for r in step("llama").records if r.sample == 0 and BACKWARD in r.site]
     blocks = [site for site in sites if site.startswith("model.layers") and ":out." not in site]
     assert blocks[:4] == [
@@ -115,6 +118,7 @@ def test_a_backward_is_recorded_in_its_own_order(step):
     ids=str,
 )
 def test_a_healthy_pair_is_within_rounding(architecture, change, step, truth):
+    """Other kernels, batches and options of a step raise no alarm."""
     a = step(architecture)
     b = step(architecture, like=a, **change)
     for right in (None, truth(a)):
@@ -137,6 +141,7 @@ def test_one_batch_gets_the_recorded_gradients(step, truth):
 
 
 def test_checkpointing_changes_no_bit(step):
+    """And is told as a setting that differs."""
     a = step("llama", optimizer="adamw")
     b = step("llama", like=a, gradient_checkpointing=True)
     report = divergence.compare(a, b)
@@ -155,6 +160,7 @@ def test_checkpointing_changes_no_bit(step):
     ],
 )
 def test_a_planted_fault_is_named(site, step, truth):
+    """At its site, by B, with and without a truth."""
     a = step("llama")
     b = step("llama", like=a, attn_implementation="sdpa", plants=[f"{site}=scale:1.01"])
     verdict = divergence.compare(a, b, truth=truth(a)).verdict
@@ -231,6 +237,7 @@ def test_an_optimizers_step(step, truth, tiny_model):
     ],
 )
 def test_another_optimizer_is_seen_and_said(change, line, step):
+    """The onset is the optimizer, and the setting that differs is told."""
     a = step("llama", optimizer="adamw")
     report = divergence.compare(a, step("llama", like=a, **change))
     assert report.verdict.onset.phase == "optimizer"
@@ -245,6 +252,7 @@ def test_the_model_is_as_before(step, tiny_model):
 
 
 def test_settings_are_taken_from_the_recorded_run(step):
+    """A repeated step has them all."""
     a = step("llama", optimizer="sgd", learning_rate=0.25, autocast="bfloat16")
     b = step("llama", like=a)
     assert msgspec.structs.asdict(b.manifest.training) == msgspec.structs.asdict(
@@ -266,6 +274,7 @@ def test_settings_are_taken_from_the_recorded_run(step):
     ],
 )
 def test_refused(options, words, llama, tmp_path):
+    """Options that no step can follow are refused before anything is written."""
     given = {"train": True, "prompts": IDS, "probe": False} | options
     with pytest.raises(UsageError, match=words):
         divergence.capture(str(llama), out=tmp_path / "run", **given)
@@ -273,6 +282,7 @@ def test_refused(options, words, llama, tmp_path):
 
 
 def test_a_fault_in_a_backward_that_is_not_made(llama, tmp_path):
+    """A plant in a backward takes a training step."""
     with pytest.raises(PlantError, match="no module"):
         divergence.capture(
             str(llama),
@@ -284,6 +294,7 @@ def test_a_fault_in_a_backward_that_is_not_made(llama, tmp_path):
 
 
 def test_an_encoder_is_refused(tiny_model, tmp_path):
+    """A step takes a causal language model."""
     with pytest.raises(UsageError, match="causal language models"):
         divergence.capture(
             str(tiny_model("bert")),
@@ -312,6 +323,7 @@ def test_gradients_reduced_as_ranks_would(step, truth):
 
 @pytest.mark.whole
 def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
+    """Gradients that are halved everywhere are told by that factor."""
     from divergence.domains.training.recording.optimizer import Stepping
 
     a = step("llama")

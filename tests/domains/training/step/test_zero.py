@@ -16,6 +16,7 @@ from divergence.run.manifest import Training
 
 @pytest.mark.parametrize(("stage", "axis"), [(0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")])
 def test_each_stage_has_its_mesh(stage, axis):
+    """A stage with another mesh is refused, with the one that it takes."""
     options = CaptureOptions(train=True, zero=stage, optimizer="adamw")
     check_stage(options, [axis])
     other = "fsdp" if axis == "dp" else "dp"
@@ -25,6 +26,7 @@ def test_each_stage_has_its_mesh(stage, axis):
 
 
 def test_a_stage_without_ranks_or_a_step():
+    """Each thing that a stage needs is named where it is missing."""
     with pytest.raises(UsageError, match="no ranks to divide over") as told:
         check_stage(CaptureOptions(train=True, zero=2), [])
     assert "--mesh fsdp" in told.value.hint

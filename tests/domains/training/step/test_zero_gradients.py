@@ -52,6 +52,7 @@ def step(tmp_path):
     "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"]
 )
 def test_one_that_the_reference_lacks_is_named(name, model, step, tmp_path):
+    """A gradient that A never adds up is the onset, and A is wrong by the truth."""
     with lost(name):
         a = step("a", model)
     b, truth = step("b", like=a), divergence.truth(a, out=tmp_path / "truth")

@@ -8,7 +8,9 @@ package import it when they are made, so that a missing one is told and nothing 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +106,55 @@ def empty_hooks() -> Way:
                 handle.remove()
 
     return way
+
+
+def copying_hooks() -> Way:
+    """The empty hooks with the copies that a capture of every module makes, each tensor once a
+    forward, into memory that is reserved once; nothing is written: what no capture can go below."""
+
+    def way(model: torch.nn.Module, ids: torch.Tensor, new: int, folder: Path) -> None:
+        memory = torch.frombuffer(mmap.mmap(-1, _RESERVED_BYTES), dtype=torch.uint8)
+        begin, at = memory.data_ptr(), 0
+        seen: dict[int, torch.Tensor] = {}
+
+        def copy(tensor: torch.Tensor) -> None:
+            nonlocal at
+            if seen.get(id(tensor)) is tensor:
+                return
+            seen[id(tensor)] = tensor
+            num_bytes = tensor.nbytes
+            if at + num_bytes > _RESERVED_BYTES:
+                at = 0
+            ctypes.memmove(begin + at, tensor.contiguous().data_ptr(), num_bytes)
+            at += num_bytes
+
+        def before(_module: object, args: tuple, kwargs: dict) -> None:
+            for value in (*args, *kwargs.values()):
+                for tensor in _tensors(value):
+                    copy(tensor)
+
+        def after(_module: object, _args: tuple, _kwargs: dict, output: object) -> None:
+            for tensor in _tensors(output):
+                copy(tensor)
+
+        handles = []
+        for module in model.modules():
+            handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
+            ]
+        handles.append(model.register_forward_hook(lambda *_: seen.clear()))
+        try:
+            generate(model, ids, new, folder)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return way
+
+
+_RESERVED_BYTES = 432 << 20
+"""As the ring of a capture."""
 
 
 def debugger() -> Way:
@@ -206,6 +257,7 @@ PEERS: dict[str, tuple[Callable[[], Way], Way]] = {
     "hooks": (lambda: hooks("blocks"), generate),
     "hooks modules": (lambda: hooks("modules"), generate),
     "empty hooks": (empty_hooks, generate),
+    "copying hooks": (copying_hooks, generate),
     "debugger": (debugger, stepwise),
     "nnsight": (nnsight, stepwise),
     "msprobe": (msprobe, stepwise),

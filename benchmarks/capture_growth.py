@@ -35,7 +35,7 @@ def measured(way: str, rounds: int, buffer: str, **shape: int) -> dict:
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(done.stdout.strip().splitlines()[-1])[way]
     bare, own = statistics.median(found["bare cpu"]), statistics.median(found["way cpu"])
     return {
         "seen": found["seen"],

@@ -9,9 +9,11 @@ modules         divergence capture, --sites modules: every module's inputs and o
 modules:sketch  the same with --store sketch; so blocks:stats, modules:hash ...
 hooks modules   plain hooks that clone every module's inputs and outputs, and one torch.save
 empty hooks     a hook before and one after every module that do nothing
+copying hooks   the same with the copies of ``modules``, and nothing written: the limit
 debugger, nnsight, msprobe: see _capture_peers.py
 
-Each way has a process of its own, in which it and the bare model take turns. Its time is from the
+Each way has a process of its own (``--together``: all one), in which it and the bare model take
+turns. Its time is from the
 first forward until everything is written (the run closed, the file saved); what happens once per
 capture and not per token (loading, digesting weights) is not counted. Wall ratios (the median of
 rounds) move with what else the machine does. CPU: processor time of all threads, of the least
@@ -44,6 +46,7 @@ DEFAULT_WAYS = [
     "modules:hash",
     "hooks modules",
     "empty hooks",
+    "copying hooks",
     "debugger",
     "nnsight",
     "msprobe",
@@ -66,7 +69,11 @@ def build(args: argparse.Namespace) -> Any:
         max_position_embeddings=max(4096, args.prompt + args.new),
         attn_implementation="eager",
     )
-    return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+    torch.set_default_dtype(getattr(torch, args.dtype))  # never wider, which a large one needs
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def loaded_model(model: Any) -> Any:
@@ -132,7 +139,7 @@ class Captured:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One way in this process: prints a JSON object."""
+    """Some ways in this process, in turns with the bare model: prints a JSON object by way."""
     import torch
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -142,50 +149,57 @@ def work(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
     model = build(args)
     ids = torch.randint(0, args.vocab, (1, args.prompt))
-    if args.work in PEERS:
-        make, bare = PEERS[args.work]
-        way = make()
-    else:
-        way, bare = Captured(model, ids, args.new, args.work, buffer=args.buffer), generate
-    found: dict[str, list[float]] = {name: [] for name in ("bare", "way", "bare cpu", "way cpu")}
+    ways, bares = {}, {}
+    for name in args.work.split(","):
+        if name in PEERS:
+            make, bares[name] = PEERS[name]
+            ways[name] = make()
+        else:
+            ways[name] = Captured(model, ids, args.new, name, buffer=args.buffer)
+            bares[name] = generate
     folder = Path(tempfile.mkdtemp(dir=args.folder))
-    peaks: dict[str, int] = {}
-    bare(model, ids, min(args.new, 2), folder)
+    for bare in set(bares.values()):
+        bare(model, ids, min(args.new, 2), folder)
     from divergence.cli.garbage import hold, release
 
     hold()
     release()  # as in the command, where capture has begun
+    costs: dict[Any, list[tuple[float, float, int]]] = {}
+    sizes = {}
     try:
-        for number in range(args.rounds + 1):
-            for name, one in (("bare", bare), ("way", way)):
+        for _ in range(args.rounds + 1):  # the first round warms up
+            for key, command in [*((bare, bare) for bare in set(bares.values())), *ways.items()]:
                 place = folder / "kept"
                 place.mkdir()
                 peak_again()
                 start, cpu = time.perf_counter(), time.process_time()
-                one(model, ids, args.new, place)
+                command(model, ids, args.new, place)
                 wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-                # of the first round: later the allocator still holds what the way before took
-                peaks.setdefault(name, peak_bytes())
-                if number:  # the first round warms up
-                    found[name].append(wall)
-                    found[f"{name} cpu"].append(cpu)
-                if name == "way":
-                    stored, files = size_of(folder)
+                costs.setdefault(key, []).append((wall, cpu, peak_bytes()))
+                sizes[key] = size_of(folder)
                 for entry in folder.iterdir():
                     if entry.is_dir():
                         shutil.rmtree(entry)
     finally:
         shutil.rmtree(folder)
-    sizes = getattr(getattr(way, "manifest", None), "sizes", None)
-    found |= {
-        "stored": stored,
-        "files": files,
-        "records": 0 if sizes is None else sizes.num_records,
-        "seen": 0 if sizes is None else sizes.seen_bytes,
-        "grown": peaks["way"] - peaks["bare"],
-        "threads": torch.get_num_threads(),
-    }
-    print(json.dumps(found))
+    answers = {}
+    for name, way in ways.items():
+        own, bare = costs[name], costs[bares[name]]
+        made = getattr(getattr(way, "manifest", None), "sizes", None)
+        answers[name] = {
+            "bare": [wall for wall, _, _ in bare[1:]],
+            "way": [wall for wall, _, _ in own[1:]],
+            "bare cpu": [cpu for _, cpu, _ in bare[1:]],
+            "way cpu": [cpu for _, cpu, _ in own[1:]],
+            "stored": sizes[name][0],
+            "files": sizes[name][1],
+            "records": 0 if made is None else made.num_records,
+            "seen": 0 if made is None else made.seen_bytes,
+            # of the first round: later the allocator still holds what the way before took
+            "grown": own[0][2] - bare[0][2],
+            "threads": torch.get_num_threads(),
+        }
+    print(json.dumps(answers))
 
 
 def size_of(folder: Path) -> tuple[int, int]:
@@ -222,6 +236,9 @@ def main() -> None:
     parser.add_argument("--buffer", default="512MiB")
     parser.add_argument("--ways", nargs="+", default=DEFAULT_WAYS)
     parser.add_argument("--python", nargs="*", default=[], metavar="WAY=PYTHON")
+    parser.add_argument(
+        "--together", action="store_true", help="all ways in one process: a model is made once"
+    )
     parser.add_argument("--folder", default=None, help="where to write; default: the system's own")
     parser.add_argument("--work", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -230,11 +247,11 @@ def main() -> None:
         return
     pythons = dict(one.split("=", 1) for one in args.python)
     rows, threads = [], 0
-    for way in args.ways:
-        row, threads_here = measured(way, args, pythons.get(way, sys.executable))
-        threads = threads_here or threads
-        rows.append(row)
-        print(row, file=sys.stderr)
+    for ways in [",".join(args.ways)] if args.together else args.ways:
+        for row, threads_here in measured(ways, args, pythons.get(ways, sys.executable)):
+            threads = threads_here or threads
+            rows.append(row)
+            print(row, file=sys.stderr)
     print(
         f"Llama, {args.blocks} blocks, hidden {args.hidden}, {args.dtype}, prompt {args.prompt}, "
         f"{args.new} new tokens, {threads} threads, {args.rounds} rounds, "
@@ -245,8 +262,8 @@ def main() -> None:
     print("\n".join(rows))
 
 
-def measured(way: str, args: argparse.Namespace, python: str) -> tuple[str, int]:
-    """A row of the table, and the threads of the model there."""
+def measured(ways: str, args: argparse.Namespace, python: str) -> list[tuple[str, int]]:
+    """Rows of the table, and the threads of the model there."""
     options = [
         word
         for name in (
@@ -265,22 +282,24 @@ def measured(way: str, args: argparse.Namespace, python: str) -> tuple[str, int]
     if args.folder:
         options += ["--folder", args.folder]
     done = subprocess.run(
-        [python, __file__, "--work", way, *options], capture_output=True, text=True, check=False
+        [python, __file__, "--work", ways, *options], capture_output=True, text=True, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"| {way} | not run: {last} | | | | | | | |", 0
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-
-    pairs = zip(found["way"], found["bare"], strict=True)
-    ratio = statistics.median(own / bare for own, bare in pairs)
-    own, bare = min(found["way cpu"]), min(found["bare cpu"])
-    return (
-        f"| {way} | {statistics.median(found['way']):.2f} | {ratio:.2f} | {own / bare:.2f} "
-        f"| {own - bare:.2f} | {found['stored'] / 1e6:.1f} | {found['files']} "
-        f"| {found['records'] or ''} | {found['grown'] / 2**20:.0f} |",
-        found["threads"],
-    )
+        return [(f"| {ways} | not run: {last} | | | | | | | |", 0)]
+    rows = []
+    for way, found in json.loads(done.stdout.strip().splitlines()[-1]).items():
+        pairs = zip(found["way"], found["bare"], strict=True)
+        ratio = statistics.median(own / bare for own, bare in pairs)
+        own, bare = min(found["way cpu"]), min(found["bare cpu"])
+        grown = "" if "," in ways else f"{found['grown'] / 2**20:.0f}"
+        row = (
+            f"| {way} | {statistics.median(found['way']):.2f} | {ratio:.2f} | {own / bare:.2f} "
+            f"| {own - bare:.2f} | {found['stored'] / 1e6:.1f} | {found['files']} "
+            f"| {found['records'] or ''} | {grown} |"
+        )
+        rows.append((row, found["threads"]))
+    return rows
 
 
 if __name__ == "__main__":

@@ -66,7 +66,11 @@ class DiffResult:
         return None if self.localize_words is None else quoted_words(self.localize_words)
 
     def go_on(self) -> int:
-        """Runs ``localize``, which prints its own answer; its exit code."""
+        """Runs ``localize``, which prints its own answer; its exit code.
+
+        In a process of its own: those that captured have ended, and their models with them. To keep
+        one waiting would hold a model's memory while the other side is captured and both are
+        compared, which most diffs are for nothing; and this process has loaded neither."""
         if self.localize_words is None:
             return 0
         words = [sys.executable, "-m", *self.localize_words]
@@ -183,9 +187,12 @@ def diff(
         "trust_remote_code": trust_remote_code,
     }
     first, second = sides
+    from divergence.recording.engines.hub import must_lie_here
+
     with _Steps(
         Path(out),
         str(model),
+        offline=must_lie_here(str(model)),
         force=force,
         fresh=fresh,
         quiet=quiet,
@@ -199,7 +206,11 @@ def diff(
         asked = first.options.get("dtype")
         escalates = engines <= {*_ESCALATES} and asked == second.options.get("dtype")
         current = first.python == sys.executable  # others may be older
-        narrow = escalates and current and (asked or own_dtype(str(model))) in _NARROW
+        narrow = (
+            escalates
+            and current
+            and (asked or own_dtype(str(model), local=steps.offline)) in _NARROW
+        )
         a = steps.run(
             "a",
             first,
@@ -388,12 +399,14 @@ class _Steps:
         folder: Path,
         model: str,
         *,
+        offline: bool,
         force: bool,
         fresh: bool,
         quiet: bool,
         on_step: OnStep | None,
         progress: Progress,
     ) -> None:
+        self.offline = offline  # the hub is out of reach, and no process asks it
         self.folder, self._force, self._fresh, self._quiet = folder, force, fresh, quiet
         self._model, self._progress = model, progress
         self._on_step = on_step or (lambda number, command, done: None)
@@ -418,13 +431,17 @@ class _Steps:
                     side,
                     subprocess.Popen(
                         [side.python, _AHEAD, self._model],
-                        env={**os.environ, **side.variables},
+                        env=self._environment(side),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=self._errors(),
                     ),
                 )
             )
+
+    def _environment(self, side: _Side) -> dict[str, str]:
+        offline = {"HF_HUB_OFFLINE": "1"} if self.offline else {}
+        return {**os.environ, **offline, **side.variables}
 
     def _errors(self) -> int | None:
         return subprocess.PIPE if self._quiet else None
@@ -531,7 +548,7 @@ class _Steps:
         else:
             process = subprocess.Popen(
                 words,
-                env={**os.environ, **side.variables},
+                env=self._environment(side),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors(),
             )

@@ -361,7 +361,10 @@ class Recorder(Hook):
         """Records what it gives. A kernel may write to what it was given, uncounted: what is given
         back is kept anew."""
         recent = self._recent.items
-        leaves = [("out", output)] if isinstance(output, torch.Tensor) else output_leaves(output)
+        if isinstance(output, torch.Tensor) and id(output) not in recent:  # nearly always
+            self._emit(path, call, "out", output)
+            return output
+        leaves = output_leaves(output)
         if any(id(tensor) in recent for _, tensor in leaves):
             for _, tensor in input_leaves(args, kwargs):
                 recent.pop(id(tensor), None)
@@ -462,7 +465,8 @@ class Recorder(Hook):
 
     def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
         """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
-        if not self.lane.selected or self._anchor_broken:
+        lane = self.lane
+        if not lane.selected or self._anchor_broken:
             return
         try:
             site, flat = self._sites[path, call, port]
@@ -474,14 +478,14 @@ class Recorder(Hook):
             return
         if flat:
             tensor = by_token(tensor, self._batch)
-        if self._chunks is not None and not self.lane.step:
+        if self._chunks is not None and not lane.step:
             deciding = path in self._logit_paths
             joined = self._chunks.joined(site, tensor, deciding=deciding)
             if joined is None:
                 return
             tensor = joined
-        if self.lane.step and self._forwards.cached and self.operators is None:
-            item, positions = self._recent.kept(tensor, self.lane.keep), None
+        if lane.step and self._forwards.cached and self.operators is None:
+            item, positions = self._recent.kept(tensor, lane.keep), None
         else:
             with self._quiet():
                 item, positions = self._kept(path, tensor)
@@ -513,17 +517,18 @@ class Recorder(Hook):
         call: Call | None = None,
         positions: tuple[int, ...] | None = None,
     ) -> None:
-        self.lane.sink.put(
+        lane = self.lane
+        lane.sink.put(
             item,
             pass_=self._pass,
             sample=self._sample,
-            step=self.lane.step,
+            step=lane.step,
             site=site,
-            order=self.lane.order,
+            order=lane.order,
             positions=positions,
             call=call,
         )
-        self.lane.order += 1
+        lane.order += 1
         self.num_emitted += 1
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:

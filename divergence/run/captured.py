@@ -224,21 +224,17 @@ class CapturedTensor:
     """``tensor``: a host tensor that nobody writes to any more, or the shape of one whose bytes
     are copied into ``slot``. ``num_bytes``, ``dtype`` and ``shape`` stay when the bytes go."""
 
-    __slots__ = (
-        "_tensor",
-        "checksum",
-        "digest",
-        "dtype",
-        "fold",
-        "num_bytes",
-        "place",
-        "placement",
-        "reduced",
-        "shape",
-        "sketch",
-        "slot",
-        "summary",
-    )
+    # What the writer fills in is seen on the class until then: an object is made for every tensor.
+    digest: str | None = None
+    fold: str | None = None
+    summary: Summary | None = None
+    sketch: Sketch | None = None
+    checksum: str | None = None
+    """Another tool's."""
+    place: Place | None = None
+    reduced: Reduced | None = None
+    placement: dict[str, str] | None = None
+    """Of a DTensor, by axis of its mesh."""
 
     def __init__(self, tensor: torch.Tensor, slot: Slot | None = None) -> None:
         self.slot = slot
@@ -249,14 +245,6 @@ class CapturedTensor:
             self._tensor, self.num_bytes = None, slot.num_bytes
         self.dtype = _NAMES.get(tensor.dtype) or _named(tensor.dtype)
         self.shape = tuple(tensor.shape)
-        self.digest: str | None = None
-        self.fold: str | None = None
-        self.summary: Summary | None = None
-        self.sketch: Sketch | None = None
-        self.checksum: str | None = None  # another tool's
-        self.place: Place | None = None
-        self.reduced: Reduced | None = None
-        self.placement: dict[str, str] | None = None  # of a DTensor, by axis of its mesh
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -350,17 +350,19 @@ class DedupIndex:
 # there, and a killed capture leaves everything before the last shard readable.
 # (A crash of the process is survived; a power failure is left to the file system.)
 
-SHARD_BYTES = 64 << 20
-"""Bytes gathered before a shard is written: also bounds what a kill can lose."""
+FIRST_SHARD_BYTES, SHARD_BYTES = 8 << 20, 64 << 20
+"""Bytes gathered before a shard is written, a quarter of what is stored between these two: what is
+gathered lies in the buffer, of which each page that is touched costs as much as it takes to write
+it, and a large run has few files. Also bounds what a kill can lose."""
 SHARD_SECONDS = 2.0
 """Seconds after which a smaller shard is written all the same."""
 BATCH_ITEMS = 4096
 """Tensors taken at once: their summaries share what interpreting costs."""
-WAKE_BYTES = 64 << 20
+WAKE_BYTES = 4 << 20
 WAKE_SECONDS = 1.0
 """The writer works in batches: woken by this many waiting bytes (or an eighth of the buffer, or
-half of the records that may wait), or after this time. Between batches it leaves the processor,
-its caches and Python's lock to the model."""
+half of the records that may wait), or after this time. So many are still in the processor's
+caches; between batches it leaves Python's lock to the model."""
 
 
 def new_run_id() -> str:
@@ -604,8 +606,9 @@ class RunWriter:
 
     def _take_all(self) -> None:
         """Everything that waits, in batches that leave room for a shard in between."""
-        shard_bytes = min(SHARD_BYTES, self._limits.shard_bytes)
         while self._queue:
+            share = max(FIRST_SHARD_BYTES, self.manifest.sizes.stored_bytes // 4)
+            shard_bytes = min(share, SHARD_BYTES, self._limits.shard_bytes)
             batch: list[Put] = []
             num_bytes = own_bytes = 0
             while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:

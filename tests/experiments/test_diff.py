@@ -12,7 +12,7 @@ import pytest
 
 from divergence import Run, diff
 from divergence.cli.main import app
-from divergence.errors import RunExistsError, UsageError
+from divergence.errors import ModelError, RunExistsError, UsageError
 from divergence.experiments.diff import _Steps
 from tests.digests import without_digests
 
@@ -239,6 +239,38 @@ def test_a_step_that_fails_is_named(tmp_path):
     """By its command."""
     with pytest.raises(UsageError, match="this step failed: divergence capture"):
         diff(tmp_path / "no-model", out=tmp_path / "d", threads=(1, 2), quiet=True)
+
+
+def test_a_hub_out_of_reach_is_asked_once(tmp_path, monkeypatch, here):
+    """Before any process begins: a model that is not here is told at once, and one that is here is
+    loaded by processes that do not ask."""
+    asked, offline = [], []
+    place = tmp_path / "hub" / "models--org--here" / "snapshots" / "1234"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text('{"dtype": "float32"}')
+    (place.parents[1] / "refs").mkdir()
+    (place.parents[1] / "refs" / "main").write_text("1234")
+
+    class Away:
+        def head(self, url, **options):
+            asked.append(url)
+            raise OSError("no route")
+
+    def stop(steps, words, side, shown):
+        offline.append(steps._environment(side)["HF_HUB_OFFLINE"])
+        raise UsageError("enough")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Away)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(_Steps, "_process", stop)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(ModelError, match="hub cannot be reached") as caught:
+        diff("org/none", out=tmp_path / "none", threads=(1, 2))
+    assert "no route" in caught.value.where
+    assert not offline and not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="enough"):
+        diff("org/here", out=tmp_path / "d", threads=(1, 2))
+    assert offline == ["1"] and len(asked) == 2
 
 
 @pytest.mark.slow

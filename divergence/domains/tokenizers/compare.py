@@ -16,7 +16,8 @@ from divergence._version import __version__
 from divergence.domains.tokenizers.result import TokenizerSide, TokensCause, TokensReport
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
-from divergence.recording.engines.load import hub_out_of_reach, load_tokenizer
+from divergence.recording.engines.hub import hub_out_of_reach
+from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import collect_prompts, tokenize
 from divergence.words import Progress, Side, first_apart, shortened, silent
 

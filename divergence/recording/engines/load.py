@@ -383,20 +383,6 @@ def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     return "causal-lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else "encoder"
 
 
-def hub_out_of_reach(source: str) -> str | None:
-    """Why the hub cannot be asked for ``source``, found out at once: loading would try again for
-    half a minute. None where it can be, or where ``source`` is a path here."""
-    if expanded(source).exists():
-        return None
-    from huggingface_hub import constants, utils
-
-    try:
-        utils.get_session().head(constants.ENDPOINT, timeout=5)  # type: ignore[attr-defined]  # lazy
-    except Exception as error:  # of the network, by whichever client this version has
-        return f"{constants.ENDPOINT}: {first_line(error, most=200)}"
-    return None
-
-
 def load_tokenizer(
     source: str, *, revision: str | None, trust_remote_code: bool, local: bool = False
 ) -> PreTrainedTokenizerBase | None:
@@ -766,9 +752,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 
-def own_dtype(source: str) -> str | None:
-    """The dtype that a checkpoint's config names; None where it names none."""
-    config = None if is_gguf(source) else _file(source, None, "config.json")
+def own_dtype(source: str, *, local: bool = False) -> str | None:
+    """The dtype that a checkpoint's config names; None where it names none. ``local``: no network
+    is asked."""
+    config = None if is_gguf(source) else _file(source, None, "config.json", local=local)
     content = {} if config is None else _json(config)
     return content.get("dtype") or content.get("torch_dtype")
 
@@ -824,15 +811,17 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _file(source: str, revision: str | None, name: str) -> Path | None:
-    """A file of the checkpoint on this machine, fetched from the hub where the loader would."""
+def _file(source: str, revision: str | None, name: str, *, local: bool = False) -> Path | None:
+    """A file of the checkpoint on this machine, fetched from the hub where the loader would, unless
+    ``local``."""
     folder = expanded(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     from transformers.utils import cached_file
 
     try:
-        file = cached_file(os.path.expanduser(source), name, revision=revision)
+        place = os.path.expanduser(source)
+        file = cached_file(place, name, revision=revision, local_files_only=local)
     except (OSError, ValueError):  # no such file or repository, or the hub is out of reach
         return None
     return None if file is None else Path(file)

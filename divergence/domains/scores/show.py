@@ -61,13 +61,13 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
     documents = []
     for number, candidate in enumerate(report.candidates):
         top = headline(candidate)
-        said = {task.summary for task in candidate.tasks}
         if candidate.passed is not None:
-            why = list_names([failure.text for failure in candidate.failures], 3, "; ")
-            word, style = (
-                ("passed", "green") if candidate.passed else (f"failed: {why}", "bold red")
-            )
-            top = dataclasses.replace(top, facts=[named("policy", word, style)])
+            most = len(candidate.reasons) if verbose else _DETAILED
+            text, style = "passed", "green"
+            if not candidate.passed:
+                text = f"failed: {list_names(candidate.reasons, most, '; ')}"
+                style = "bold red"
+            top = dataclasses.replace(top, facts=[named("policy", text, style)])
         tasks = candidate.tasks
         if not verbose and len(tasks) > _DETAILED:
             order = ("worse", "undecided", "better", "incomparable")
@@ -106,7 +106,6 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         documents.append(
             Document(
                 headline=top,
-                why=[why for why in candidate.reasons if not said & {why, why.partition(": ")[2]}],
                 known=[_side("A", report.reference), _side("B", candidate.side)],
                 sections=[*[table] * (several or verbose), *details, *[last] * bool(told)],
                 next=report.next if candidate is report.candidates[-1] else (),

@@ -254,6 +254,15 @@ def test_codequality_has_what_gitlab_asks_for(failing, hostile, ci):
             assert issue["description"].isprintable()
 
 
+def test_a_verdict_weighs_more_than_a_number_and_a_setting_less(failing, ci):
+    """Severities are those that GitLab sorts by."""
+    weights = {"critical": 2, "major": 1, "minor": 0}
+    found = {one["check_name"]: weights[one["severity"]] for one in ci(failing).issues}
+    ordered = sorted(found, key=found.get)
+    assert ordered[0].endswith("preflight") and ordered[-1].endswith("verdicts")
+    assert list(found.values()).count(2) == list(found.values()).count(0) == 1
+
+
 @pytest.mark.parametrize(
     ("golden", "path"),
     [

@@ -25,7 +25,8 @@ PLAIN = frozenset(
     """
 about abs absmax accumulated accumulates activations addition additions adjusted after against agree
 alike
-all allow anchor answers architecture argument arguments arithmetic asked assumed asymmetric at attn
+all allow anchor answers apart architecture argument arguments arithmetic asked assumed asymmetric
+at attn
 attributes axes backend bandwidth base baseline batch batches before begins below beside better bits
 bless budget buffer build bytes cache capability captured causal cause causes changed channel chat
 checksum

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from divergence.numerics.summaries import Projections, SumDtype
     from divergence.numerics.summary import Summary
-    from divergence.run.record import Call, PassName, Place, Placement, Sketch
+    from divergence.run.record import Apart, Call, PassName, Place, Placement, Sketch
 
 
 # Host memory that captured tensors wait in: one ring of stated size, used again and again.
@@ -230,7 +230,8 @@ class CapturedTensor:
     summary: Summary | None = None
     sketch: Sketch | None = None
     checksum: str | None = None
-    """Another tool's."""
+    apart: Apart | None = None
+    """Another tool's, both."""
     place: Place | None = None
     reduced: Reduced | None = None
     placement: dict[str, str] | None = None

@@ -282,6 +282,15 @@ holds the tensor at all (a prompt that one data-parallel rank ran, a block of on
 Two axes that divide the same dimension divide it one within the other, the first axis outermost."""
 
 
+class Apart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A distance that another tool told of two tensors, whose records both hold it."""
+
+    compared: Digest
+    """Of what it wrote of the two: equal in the records of one comparison."""
+    least: Annotated[float, msgspec.Meta(ge=0)]
+    """Relative to the first tensor's norm, less what its digits leave open."""
+
+
 class Record(
     msgspec.Struct,
     frozen=True,
@@ -329,6 +338,8 @@ class Record(
     checksum: Checksum | None = None
     """What another tool made of the bytes: ``crc32:`` or its own name for it, then hexadecimal
     digits."""
+    apart: Apart | None = None
+    """What another tool said when it compared the tensor with another one."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -389,7 +400,7 @@ class RecordCheck:
             positions,
             _,
             placements,
-            _,
+            *_,
         ) = zip(*map(msgspec.structs.astuple, records), strict=True)
         new_sites = set(sites) - self._sites
         new_kinds = set(zip(dtypes, shapes, strict=True)) - self._kinds

@@ -668,6 +668,8 @@ class RunWriter:
                 records[index] = msgspec.structs.replace(records[index], placement=entry[-1])
             if (checksum := entry[0].checksum) is not None:
                 records[index] = msgspec.structs.replace(records[index], checksum=checksum)
+            if (apart := entry[0].apart) is not None:
+                records[index] = msgspec.structs.replace(records[index], apart=apart)
         self._pending.add_records(records, seen_bytes=seen_bytes)
         del slots
 

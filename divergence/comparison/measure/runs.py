@@ -416,8 +416,9 @@ def summary_precision(run: Run, record: Record) -> float:
 
 
 def _least(a: Run, ref: Piece, b: Run, cand: Piece) -> float | None:
-    """The least relative L2 that the statistics allow, from norms, means and extremes. Without a
-    norm the largest magnitude stands in for the rms, which is no larger."""
+    """The least relative L2 that the statistics allow, from norms, means and extremes, and from the
+    distance that a tool told of these two. Without a norm the largest magnitude stands in for the
+    rms, which is no larger."""
     first, second = ref.record.summary, cand.record.summary
     if first is None or second is None or first.absmax is None or second.absmax is None:
         return None
@@ -439,6 +440,9 @@ def _least(a: Run, ref: Piece, b: Run, cand: Piece) -> float | None:
     sums = [(first.rms, second.rms), (first.mean, second.mean)]
     means = [abs(mine - theirs) for mine, theirs in sums if mine is not None and theirs is not None]
     precision = summary_precision(a, ref.record) + summary_precision(b, cand.record)
+    told = [record.apart for record in (ref.record, cand.record) if record.apart is not None]
+    if len(told) == 2 and told[0].compared == told[1].compared:
+        apart = max(apart, told[0].least)
     return max(apart, max(means, default=0.0) / size - precision)
 
 

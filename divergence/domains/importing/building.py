@@ -32,7 +32,7 @@ from divergence.run.manifest import (
     Tokens,
 )
 from divergence.run.reader import Run
-from divergence.run.record import Record, expanded
+from divergence.run.record import Apart, Record, expanded
 from divergence.run.scores import foreign_manifest
 from divergence.run.site import (
     escape_path,
@@ -181,6 +181,8 @@ class Dumped:
     """What the digits of the summary leave open, relative."""
     positions: tuple[int, ...] | None = None
     """Of the tokens that it holds, where it does not hold all."""
+    apart: Apart | None = None
+    """What the tool said when it compared the tensor with another one."""
 
     def value(self) -> torch.Tensor:
         """The sum of both parts, rounded once to their dtype, as the engine's own addition does."""
@@ -627,6 +629,7 @@ def write(
             if first.summary is not None:
                 kept[site].tensor = None
                 kept[site].summary, kept[site].checksum = first.summary, first.checksum
+                kept[site].apart = first.apart
                 continue
             members = groups[sample]
             if (

@@ -155,6 +155,26 @@ def test_what_is_damaged_is_refused(name, text, words, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("name", ["sglang", "msprobe_csv"])
+def test_a_distance_shows_what_statistics_do_not(name, captured, tmp_path):
+    """Tokens change places: norms, means and extremes stay, and both tools passed it. What rounding
+    makes is no fault."""
+
+    def turned(path, tensor):
+        return tensor.flip(1) if path == FAULT.removesuffix(":out") else tensor
+
+    for wrong, change in ((False, lambda path, y: y * (1 + 2**-23)), (True, turned)):
+        FORMS[name](captured, captured, tmp_path / f"told-{wrong}", change=change)
+        runs = [
+            import_dump(tmp_path / f"told-{wrong}", out=tmp_path / f"{side}-{wrong}", layout=side)
+            for side in ("compared-a", "compared-b")
+        ]
+        verdict = compare(*runs).verdict
+        assert verdict.kind == ("drift" if wrong else "undetermined"), verdict.summary
+    assert verdict.onset.site.startswith(FAULT.removesuffix(":out"))
+    assert "at least" in verdict.summary
+
+
 # What the tools write, of a run of the same forward.
 
 
@@ -314,11 +334,14 @@ def write_engine(run, folder):
 
 
 @form
-def write_sglang(run, other, folder):
+def write_sglang(run, other, folder, change=lambda path, y: y):
     """The comparator's report."""
     folder.mkdir()
     lines = [{"type": "config", "config": {}}]
     for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
+        y = change(path, y)
+        wide = x.double(), y.double()
+        apart = 1 - 2 * (wide[0] * wide[1]).sum() / (wide[0] ** 2 + wide[1] ** 2).sum()
         sides = [
             {
                 "shape": list(t.shape),
@@ -342,7 +365,7 @@ def write_sglang(run, other, folder):
                 "baseline": sides[0],
                 "target": sides[1],
                 "shape_mismatch": False,
-                "diff": {"rel_diff": 0.0, "passed": True},
+                "diff": {"rel_diff": apart.item(), "passed": True},
             }
         )
     lines.append({"type": "summary", "total": len(lines), "passed": len(lines)})
@@ -350,8 +373,8 @@ def write_sglang(run, other, folder):
 
 
 @form
-def write_msprobe_csv(run, other, folder):
-    """``msprobe compare`` of two statistics: the first run is the bench."""
+def write_msprobe_csv(run, other, folder, change=lambda path, y: y):
+    """``msprobe compare`` of two tensors: the first run is the bench."""
     folder.mkdir()
     with (folder / "compare_result_20260101000000.csv").open("w", newline="") as file:
         out = csv.writer(file)
@@ -366,11 +389,13 @@ def write_msprobe_csv(run, other, folder):
                 "Bench Tensor Shape",
                 *[f"NPU {s}" for s in stats],
                 *[f"Bench {s}" for s in stats],
+                "EucDist",
                 "Result",
                 "Err_message",
             ]
         )
         for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
+            y = change(path, y)
             if step == 0:
                 name = f"Module.{path}.Class.forward.0.output.0"
                 out.writerow(
@@ -386,6 +411,7 @@ def write_msprobe_csv(run, other, folder):
                             for t in (y, x)
                             for value in (t.max(), t.min(), t.mean(), t.norm())
                         ],
+                        f"{(x - y).double().norm():.6g}",
                         "pass",
                         "",
                     ]

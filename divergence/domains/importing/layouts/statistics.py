@@ -16,9 +16,11 @@ side's statistics are a run.
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +39,8 @@ from divergence.errors import DumpError
 from divergence.numerics.formats import FORMATS
 from divergence.numerics.summary import Summary
 from divergence.run.foreign import LINES, DumpFolder
+from divergence.run.manifest import digest_text
+from divergence.run.record import Apart
 
 _SHORT = {
     "bf16": "bfloat16",
@@ -386,8 +390,8 @@ def _read_compared(
     folder: DumpFolder, rules: Rules | None, notes: Notes, *, side: str
 ) -> Iterator[DumpedForward]:
     notes.say(
-        "its distances and cosines are not taken: what two sides' norms, means and extremes "
-        "show is judged anew; the dumps themselves tell more"
+        "its distances, and what two sides' norms, means and extremes show, are judged anew, "
+        "whatever it passed; the dumps themselves tell more"
     )
 
     def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
@@ -407,19 +411,18 @@ def _read_compared(
             path = str(item.get("name", "")).removeprefix("non_intrusive__")
             path, _, port = path.partition(".output") if ".output" in path else (path, "", "")
             shape = told.get("shape")
-            yield (
-                step if isinstance(step, int) else 0,
-                where,
-                kept_of(
-                    module_site(path or ".", f"out{port}"),
-                    shape if isinstance(shape, list) else None,
-                    str(told.get("dtype")),
-                    low=stats.get("min"),
-                    high=stats.get("max"),
-                    mean=stats.get("mean"),
-                    std=stats.get("std"),
-                ),
+            dumped = kept_of(
+                module_site(path or ".", f"out{port}"),
+                shape if isinstance(shape, list) else None,
+                str(told.get("dtype")),
+                low=stats.get("min"),
+                high=stats.get("max"),
+                mean=stats.get("mean"),
+                std=stats.get("std"),
             )
+            if dumped is not None:
+                dumped = replace(dumped, apart=_told(item, _relative_of(item)))
+            yield step if isinstance(step, int) else 0, where, dumped
 
     yield from _forwards(folder, rows(), notes)
 
@@ -443,20 +446,56 @@ def _compared_rows(
         path, _, call_ = path.partition("#")
         for named, (shape, row, where) in leaves(dict(parts), port, lambda v: isinstance(v, tuple)):
             code = row.get(f"{side} MD5", row.get(f"{side.upper()} MD5", ""))
-            yield (
-                0,
-                where,
-                kept_of(
-                    module_site(path, named, int(call_ or 1)),
-                    shape,
-                    row[f"{side} Dtype"],
-                    low=row.get(f"{side} min"),
-                    high=row.get(f"{side} max"),
-                    mean=row.get(f"{side} mean"),
-                    norm=row.get(f"{side} l2norm"),
-                    checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
-                ),
+            dumped = kept_of(
+                module_site(path, named, int(call_ or 1)),
+                shape,
+                row[f"{side} Dtype"],
+                low=row.get(f"{side} min"),
+                high=row.get(f"{side} max"),
+                mean=row.get(f"{side} mean"),
+                norm=row.get(f"{side} l2norm"),
+                checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
             )
+            if dumped is not None:
+                dumped = replace(dumped, apart=_told(row, _euclidean(row)))
+            yield 0, where, dumped
+
+
+def _euclidean(row: dict[str, str]) -> float | None:
+    """From msprobe's ``EucDist``, ‖x - y‖, by the norm of the bench's tensor."""
+    distance, norm = (number(row.get(name)) for name in ("EucDist", "Bench l2norm"))
+    if distance is None or not norm:
+        return None
+    return (distance - _half_units([row["EucDist"]], [distance])[0]) / norm
+
+
+def _relative_of(item: dict[str, Any]) -> float | None:
+    """From SGLang's ``rel_diff``, Σ(x - y)² / (Σx² + Σy²) in float64."""
+    diff = item.get("diff")
+    relative = number(diff.get("rel_diff")) if isinstance(diff, dict) else None
+    sizes = []
+    for side in ("baseline", "target"):
+        stats = item[side].get("stats") if isinstance(item.get(side), dict) else None
+        values = [number(stats.get(name)) for name in ("mean", "std")] if stats else []
+        sizes.append(math.hypot(*values) if values and None not in values else 0.0)  # type: ignore[arg-type]  # numbers
+    if relative is None or not sizes[0] or not relative > _CANCELLED:
+        return None
+    return math.sqrt(relative * (1 + (sizes[1] / sizes[0]) ** 2))
+
+
+_CANCELLED = 1e-14
+"""Of 1 minus a similarity in float64: what is smaller may be its rounding."""
+_NORMS_OFF = 2.0**-7
+"""Norms may be rounded to bfloat16."""
+
+
+def _told(row: Any, distance: float | None) -> Apart | None:
+    """The distance, by the row that tells it: both sides' records are known by that as of one
+    comparison."""
+    if distance is None or not 0 <= distance < math.inf:
+        return None
+    text = json.dumps(row, sort_keys=True, default=str)
+    return Apart(compared=digest_text(text), least=distance * (1 - _NORMS_OFF))
 
 
 def _layout(words: str, recognise: Callable[[DumpFolder], bool], read: Any) -> Layout:

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.measure import runs as pipeline
-from divergence.comparison.measure.judge import PairNumbers
+from divergence.comparison.measure.pairs import Measuring, measure_pairs
+from divergence.comparison.measure.rating import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results import LogitsDiff
 from divergence.numerics.arrays import as_array, joined
@@ -395,9 +395,13 @@ class Recording:
             without_truth() if asked.way == "none" else contextlib.nullcontext(),
             without_tensors(),
             mock.patch("divergence.run.reader.Run", ReplayedRun),
-            pipeline.measured_by(recorded),
         ):
-            report = compare(runs["a"], runs["b"], truth=runs.get("truth"))
+            report = compare(
+                runs["a"],
+                runs["b"],
+                truth=runs.get("truth"),
+                device=Measuring(measure=recorded),
+            )
         if next(calls, None) is not None:
             raise LookupError("more was measured when it was recorded")
         return report
@@ -442,7 +446,7 @@ class Recorder:
 
         def measure(measurer: Any, pairs: Sequence[Any], progress: Any = None) -> Generator[Any]:
             numbers = []
-            for measured in pipeline.measure_pairs(measurer, pairs, progress):
+            for measured in measure_pairs(measurer, pairs, progress):
                 numbers.append(measured)
                 yield measured
             calls.append(numbers)
@@ -452,11 +456,10 @@ class Recorder:
                 except Exception:  # the comparison goes on without
                     traceback.print_exc()
 
-        with (
-            without_truth() if way == "none" else contextlib.nullcontext(),
-            pipeline.measured_by(measure),
-        ):
-            report = compare(a, b, truth=runs.get("truth"), **options)
+        with without_truth() if way == "none" else contextlib.nullcontext():
+            report = compare(
+                a, b, truth=runs.get("truth"), device=Measuring(measure=measure), **options
+            )
         roles = {role: self._run(run) for role, run in runs.items()}
         asked = Asked(way, roles, calls, answer_of(report))
         self.recording.asked.append(asked)

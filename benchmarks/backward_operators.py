@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from divergence.options.commands import TrainOptions
+from divergence import TrainOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -59,7 +59,7 @@ if way == "read":
                         pass
 elif way in ("compiled", "numpy"):
     import torch
-    import divergence.comparison.measure.runs as measuring
+    import divergence.comparison.measure.pairs as measuring
     from divergence.comparison.api import compare
     measuring.kernel_for = lambda num_bytes: way
     if way == "compiled":

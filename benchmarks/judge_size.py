@@ -46,7 +46,7 @@ def modules() -> dict[str, list[Path]]:
     for folder in sorted((package / "analyses").iterdir()):
         rooms[folder.name] = sorted(folder.glob("*.py"))
     for domain in domains():
-        for name, at in {**domain.analyses, **domain.judges}.items():
+        for name, at in ((name, question.package) for name, question in domain.analyses.items()):
             spec = importlib.util.find_spec(at)
             if spec is not None and spec.origin is not None:
                 files = sorted(Path(spec.origin).parent.glob("*.py"))

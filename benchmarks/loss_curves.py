@@ -76,14 +76,14 @@ def pair(rng: Any, diffs: Any) -> tuple[Any, Any]:
 
 
 def verdict(a: Any, b: Any) -> Any:
-    from divergence.domains.training.judging import judge
+    from divergence.domains.training.judging import compare_curves
     from divergence.domains.training.reading import Curves
 
     curves = [
         Curves(path=name, metrics={"loss": dict(enumerate(map(float, curve)))})
         for name, curve in (("a", a), ("b", b))
     ]
-    return judge(*curves)
+    return compare_curves(*curves)
 
 
 def _healthy(pairs: int) -> None:

@@ -95,8 +95,8 @@ def right(fault: str, mesh: str, report: Report, side: str) -> bool:
             return False
     if fault == "skipped":
         return site == "loss#backward:out" and verdict.onset.sample == 3
-    of_parameter = "#backward:out." in site
-    return of_parameter and (fault not in ("stale", "early") or site.startswith(f"{BLOCK}."))
+    gradient = "#backward:out." in site
+    return gradient and (fault not in ("stale", "early") or site.startswith(f"{BLOCK}."))
 
 
 def faults(references: dict[tuple[str, str], Run], folder: Path) -> None:

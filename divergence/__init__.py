@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from divergence.ops.reproducer import repro
     from divergence.options.commands import (
         BatchOptions,
+        CaseOptions,
         LoadOptions,
         MachineOptions,
         RecordOptions,
-        TrainOptions,
     )
     from divergence.recording.any_module import record
     from divergence.recording.api import capture, truth
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     __all__ = [
         "BatchOptions",
+        "CaseOptions",
         "DiffResult",
         "LoadOptions",
         "MachineOptions",
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
         "Report",
         "Run",
         "SelfcheckResult",
-        "TrainOptions",
         "__version__",
         "bundle",
         "capture",
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchOptions": "divergence.options.commands",
+    "CaseOptions": "divergence.options.commands",
     "DiffResult": "divergence.experiments.diff",
     "LoadOptions": "divergence.options.commands",
     "MachineOptions": "divergence.options.commands",
@@ -86,7 +87,6 @@ _HOMES = {
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "SelfcheckResult": "divergence.experiments.result",
-    "TrainOptions": "divergence.options.commands",
     "__version__": "divergence._version",
     "bundle": "divergence.sending",
     "capture": "divergence.recording.api",

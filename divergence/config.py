@@ -113,10 +113,10 @@ def find_config(name: str | os.PathLike[str], *, prefix: str = "", what: str = "
     names = config_names(prefix)
     if not prefix:
         names = [item for item in names if not item.startswith("sites-")]
-    known = f"give the path of a TOML file, or one of: {', '.join(names) or 'none shipped'}"
-    hint = did_you_mean(text, names, then=known)
+    shipped = f"give the path of a TOML file, or one of: {', '.join(names) or 'none shipped'}"
+    hint = did_you_mean(text, names, then=shipped)
     if not is_path(text) and path.is_file():
-        hint = f"for the file of that name write .{os.sep}{text}; otherwise {known}"
+        hint = f"for the file of that name write .{os.sep}{text}; otherwise {shipped}"
     raise ConfigError(f"there is no {what} {text!r}", hint=hint)
 
 
@@ -194,14 +194,14 @@ def load_settings(
         }
     for variable, section, key in _variables(environ):
         if section in sections and key:
-            known = settings_of(sections[section])
-            if key not in known:
-                near = near_names(key, known) or sorted(known)
+            fields = settings_of(sections[section])
+            if key not in fields:
+                near = near_names(key, fields) or sorted(fields)
                 listed = ", ".join(f"{PREFIX}{section}_{name}".upper() for name in near)
                 raise ConfigError(
                     "a variable names no setting", where=variable, hint=f"did you mean {listed}?"
                 )
-            field = known[key]
+            field = fields[key]
             settings[section][field.name] = _from_text(field, environ[variable], variable)
     attention = settings.get("capture", {}).get("attn_implementation")
     if attention is not None and attention not in ATTENTION:

@@ -39,18 +39,6 @@ class Subcommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Addition:
-    """What a command of the core has more of."""
-
-    options: str | None = None
-    """Where its ``Options`` are: parameters of the command, which gets them as ``added``."""
-    help: str = ""
-    """A paragraph behind those of its help."""
-    examples: tuple[str, ...] = ()
-    """Lines behind those of its examples."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Files:
     """Files that are no runs, and that ``compare`` takes two of all the same."""
 
@@ -64,6 +52,40 @@ class Files:
     the answer; ``added``: the options that this domain adds to ``compare``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is recorded in the place of a model, where an option of ``capture`` names it."""
+
+    option: str
+    """By its name in Python: ``endpoint``."""
+    function: str
+    """Where the function is that makes the run. It is given what ``capture`` was: ``model``,
+    ``inputs``, ``options``, ``like``, ``out``, ``force``, ``command``, ``progress``, ``prepare``.
+    """
+    note: str
+    """Behind the printed command that records another one of what such a run is of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """What a command of the core has more of."""
+
+    options: str | None = None
+    """Where its ``Options`` are: parameters of the command, which gets them as ``added``; those of
+    ``capture`` are of its ``--dry-run`` alone."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Of ``capture``: options of the capture itself, by the parameter of Python that takes them:
+    the class, an ``Options`` of divergence.options.option."""
+    source: Source | None = None
+    """Of ``capture``: what is recorded in the place of a model."""
+    files: Files | None = None
+    """Of ``compare``: what else than runs can be compared."""
+    help: str = ""
+    """A paragraph behind those of its help."""
+    examples: tuple[str, ...] = ()
+    """Lines behind those of its examples."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """A statement of a finding that may be the verdict."""
@@ -75,6 +97,32 @@ class Claim:
     """Does it rest on measured differences? What is to be known beside those is told with it."""
     alone: bool = False
     """Can nothing else be judged beside it?"""
+    basis: tuple[str, ...] = ()
+    """Names of its checks where one that failed leaves low confidence, as what is claimed stands on
+    it."""
+
+
+@dataclass(frozen=True)
+class AnalysisPackage:
+    """A question that is asked of two runs."""
+
+    package: str
+    """Where it is answered (divergence.comparison.analysis says what is in it)."""
+    after: str | None = None
+    """The question behind which it is asked, where that is not the last."""
+    whole: bool = False
+    """Are runs compared as a whole by it, in place of site by site?"""
+
+
+@dataclass(frozen=True)
+class EngineClass:
+    """An engine that a domain adds."""
+
+    place: str
+    """Where its class is."""
+    plain: bool = False
+    """Does it run a model's own forward once for each step, as transformers does? Then it keeps no
+    prefixes, and guesses no tokens ahead."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +140,6 @@ class Suite:
     """What one run of it tells without a second, as a question: ``compare RUN``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What is recorded in the place of a model, where an option of ``capture`` names it."""
-
-    option: str
-    """By its name in Python: ``endpoint``."""
-    function: str
-    """Where the function is that makes the run. It is given what ``capture`` was: ``model``,
-    ``inputs``, ``options``, ``like``, ``out``, ``force``, ``command``, ``progress``, ``prepare``.
-    """
-    note: str
-    """Behind the printed command that records another one of what such a run is of."""
-
-
 @dataclass(frozen=True)
 class SelftestStep:
     """A step of ``selftest``."""
@@ -117,78 +151,61 @@ class SelftestStep:
     """Left out by ``--quick``."""
 
 
+HOOKS = {
+    "step_options": "capture(options, like): the options of a capture that makes more of each "
+    "group of prompts than its forwards, checked and completed; None where that was not asked",
+    "step": "capture(session, request): the session with a GroupStep, where it was asked",
+    "adapter": "loading(folder): what has ``base_folder()``, ``merge_into(module)`` and ``text``, of a "
+    "directory that holds an adapter and no model; None for what is no such directory",
+    "watch": "a pass(model, seen, quiet): a context that sees more of a running model than what "
+    "its modules take and give",
+    "identity": "a manifest(model, quantization): fields of its ModelIdentity, by name. "
+    "``quantization``: what the config.json says of it",
+    "arithmetic": "a capture(device): ArithmeticFacts of the device, in a second; no error",
+    "plan": "--dry-run(loaded, request, options, shapes, forward_bytes=...): what the domain adds "
+    "to the answer, under its own name; None where that is nothing",
+    "plan_sections": "--dry-run(data): the sections that show what ``plan`` added",
+    "other_weights": "compare(a, b): the commands that tell how other weights are related",
+    "operators": "replay and repro: no function but a mapping of full names, which begin with the "
+    "domain's own, to what has ``run`` and ``truth``, both plain functions",
+    "selftest": "selftest: no function but a tuple of ``SelftestStep``",
+}
+"""What a domain may be asked beside its questions: who asks, and with which arguments."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Domain:
     """What a domain adds. Places are texts: ``package.module``, or ``package.module:attribute``."""
 
     name: str
     commands: tuple[Subcommand, ...] = ()
+    adds: Mapping[str, Addition] = field(default_factory=dict)
+    """What commands of the core have more of, by the command's name."""
     public: Mapping[str, str] = field(default_factory=dict)
     """Names that it adds to the package ``divergence``, each with the module that has it. What
     type checkers are to know of them stands in ``divergence/domains/public.py``."""
-    sentences: Mapping[str, str] = field(default_factory=dict)
-    """By the prefix of its facts' codes: the module with the table ``SENTENCES``."""
-    analyses: Mapping[str, str] = field(default_factory=dict)
-    """Questions that it asks of two runs which are compared site by site, by name: the package
-    (divergence.comparison.analysis says what is in it)."""
-    after: Mapping[str, str] = field(default_factory=dict)
-    """Of an analysis of its own: the one behind which it is asked, where that is not the last."""
+    analyses: Mapping[str, AnalysisPackage] = field(default_factory=dict)
+    """Questions that it asks of two runs, by name."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     """What its findings may claim as the verdict, by name (docs/verdicts.md has the core's)."""
-    basis: tuple[str, ...] = ()
-    """Names of its checks where one that failed leaves low confidence, as what is claimed stands on
-    it."""
-    watches: tuple[str, ...] = ()
-    """Where functions are that see more of a running model than what its modules take and give:
-    ``watched(model, seen, quiet)``, a context for a pass (domains.quantization.watching)."""
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a run's ``ModelIdentity``, by name: the function of the model, and of what its
-    config.json says of quantisation."""
-    engines: Mapping[str, str] = field(default_factory=dict)
-    """Engines that it adds, by name: the class."""
-    plain_engines: tuple[str, ...] = ()
-    """Those of them that run a model's own forward once for each step, as transformers does: they
-    keep no prefixes, and guess no tokens ahead."""
-    policies: Mapping[str, str] = field(default_factory=dict)
-    """Tables of a policy file, by name: where the Struct is (gate.policy.PolicyTable)."""
-    adds: Mapping[str, Addition] = field(default_factory=dict)
-    """What commands of the core have more of, by the command's name."""
-    files: tuple[Files, ...] = ()
-    """What else than runs can be compared."""
-    plans: Mapping[str, str] = field(default_factory=dict)
-    """What it adds to the answer of ``capture --dry-run``, by the key that holds it: the package,
-    whose ``plan`` has a function of that name (recording.dry_run calls it) and whose ``sections``
-    has one that shows its answer. Options that are for it alone it adds to ``capture``."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options that it adds to ``capture``, by the parameter of Python that takes them: the class,
-    an ``Options`` of divergence.options.option."""
-    sources: tuple[Source, ...] = ()
-    readers: Mapping[str, str] = field(default_factory=dict)
-    """Options of ``capture`` that name settings of another tool: the function that makes options of
-    such a text."""
-    judges: Mapping[str, str] = field(default_factory=dict)
-    """Pairs of runs that it compares as a whole, in place of site by site, by a name: the package
-    (divergence.comparison.analysis says what is in it)."""
+    sentences: Mapping[str, str] = field(default_factory=dict)
+    """By the prefix of its facts' codes: the module with the table ``SENTENCES``."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Fields that it adds to the report, by the key of the JSON: the class, a ``ReportPart`` of
     divergence.comparison.results."""
-    adapter: str | None = None
-    """A function of a directory that holds an adapter and no model: what has ``base_folder()``,
-    ``merge_into(module)`` and ``text``, or None for what is no such directory."""
-    other_weights: str | None = None
-    """A function of two runs that gives the commands which tell how their weights are related."""
-    arithmetic: str | None = None
-    """Where the function is that tells each capture what a device's arithmetic does, in a second:
-    ``ArithmeticFact``s of the manifest. It raises nothing."""
-    steps: Mapping[str, str] = field(default_factory=dict)
-    """Options of ``capture`` that ask for more of each group of prompts than its forwards
-    (``train``): the package, whose ``options`` has ``settled(options, like)``, and whose ``step``
-    has ``session_of(session, request)``: one with a ``GroupStep`` (recording.engines.engine)."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """Tables of a policy file, by name: where the Struct is (gate.policy.PolicyTable)."""
+    engines: Mapping[str, EngineClass] = field(default_factory=dict)
+    """Engines that it adds, by name."""
     suites: tuple[Suite, ...] = ()
-    operators: Mapping[str, str] = field(default_factory=dict)
-    """Operators of its own that ``replay`` and ``repro`` run again, by the namespace in which runs
-    name them: a mapping of full names to what has ``run`` and ``truth``, both plain functions."""
-    selftest: tuple[SelftestStep, ...] = ()
+    """Suites of cases that ``capture`` runs in the place of a model."""
+    hooks: Mapping[str, str] = field(default_factory=dict)
+    """By their name in ``HOOKS``: where the function is."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.hooks.keys() - HOOKS.keys())
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: no hook of a domain ({', '.join(HOOKS)})")
 
 
 @functools.cache
@@ -226,9 +243,19 @@ def added(kind: str) -> dict[str, Any]:
     return {name: what for domain in domains() for name, what in getattr(domain, kind).items()}
 
 
+def hook_places(name: str) -> dict[str, str]:
+    """Where the domains that have this hook have it, by their own names."""
+    return {domain.name: domain.hooks[name] for domain in domains() if name in domain.hooks}
+
+
+def additions(command: str) -> dict[str, Addition]:
+    """What domains add to a command of the core, by their names."""
+    return {each.name: each.adds[command] for each in domains() if command in each.adds}
+
+
 def sources() -> tuple[Source, ...]:
-    """Those of all domains."""
-    return tuple(source for domain in domains() for source in domain.sources)
+    """What ``capture`` records in the place of a model, of all domains."""
+    return tuple(each.source for each in additions("capture").values() if each.source is not None)
 
 
 def suites() -> dict[str, Suite]:

@@ -54,7 +54,7 @@ def divergence_golden(request: pytest.FixtureRequest, tmp_path: Path) -> GoldenC
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What each test compared with or blessed. From reports, since tests may run in processes of
     their own (xdist)."""
-    said = [
+    lines = [
         (report.nodeid, value)
         for reports in terminalreporter.stats.values()
         for report in reports
@@ -62,9 +62,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for name, value in report.user_properties
         if name == _PROPERTY
     ]
-    if said:
+    if lines:
         terminalreporter.section("divergence")
-    for nodeid, text in said:
+    for nodeid, text in lines:
         terminalreporter.write_line(f"{nodeid}: {text}")
 
 

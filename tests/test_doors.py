@@ -21,7 +21,7 @@ INSIDE = {
     "rules on numbers that are made by hand: no model is off by just so much": """
         analyses.code.find analyses.operators.find analyses.operators.measure
         analyses.operators.operands analyses.precision.audit analyses.tokens.measure
-        comparison.align.coverage comparison.calls comparison.experts comparison.measure.judge
+        comparison.align.coverage comparison.calls comparison.experts comparison.measure.floors
         comparison.preflight.code experiments.explain experiments.localization.repetition
         experiments.sensitivity fleet.many""",
     "what is printed, of answers that no two runs give": """

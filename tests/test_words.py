@@ -14,6 +14,7 @@ from divergence import Matrix, Report
 from divergence.comparison.result import BESIDE
 from divergence.domain import added as added_by_domains
 from divergence.domain import own_domains, placed
+from divergence.options.option import Options
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record
 
@@ -77,7 +78,8 @@ GONE = (
 def keys() -> Iterator[tuple[str, str]]:
     """(name, where) of all keys of the JSON of reports and runs, and of all options."""
     added = [getattr(divergence, name) for domain in own_domains() for name in domain.public]
-    answers = [each for each in added if isinstance(each, type)]
+    kinds = (each for each in added if isinstance(each, type))
+    answers = [each for each in kinds if not issubclass(each, Options)]
     parts = {name: placed(place) for name, place in added_by_domains("parts").items()}
     yield from ((name, "Report") for name in parts)
     answers += parts.values()

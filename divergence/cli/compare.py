@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ from divergence.cli.answers import (
     write_text,
 )
 from divergence.cli.signature import Added, settings
-from divergence.domain import Files, domains, placed
+from divergence.domain import Files, additions, placed
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output
 from divergence.options.option import but, fields_of, option
@@ -144,10 +143,11 @@ def compare(
             **added.get(domain, {}),
         )
         return
-    for other in domains():
-        for noun, name in product((item.noun for item in other.files), added.get(other.name, ())):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is for two files of {noun}, and these are runs")
+    for other, more in additions("compare").items():
+        if more.files is not None:
+            for name in added.get(other, ()):
+                flag, noun = f"--{name.replace('_', '-')}", more.files.noun
+                raise UsageError(f"{flag} is for two files of {noun}, and these are runs")
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
     _refuse(
@@ -200,16 +200,18 @@ def compare(
     from divergence.gate.policy import load_policy
 
     options["thresholds"] = load_policy(policy).thresholds
+    device = options.pop("device", "cpu")
     if many:
         from divergence.fleet.many import compare_many
 
-        with shared_with_ranks() as here, progress_bars(quiet=output.silent) as progress:
-            if not here:
+        with shared_with_ranks(device) as measuring, progress_bars(quiet=output.silent) as progress:
+            if measuring is None:
                 return
             matrix = compare_many(
                 reference,
                 candidates or (),
                 reports=reports,
+                device=measuring,
                 progress=progress,
                 keep_reports=output.json or output.verbose,
                 **options,
@@ -226,10 +228,10 @@ def compare(
 
     from divergence.comparison.api import compare
 
-    with shared_with_ranks() as here, progress_bars(quiet=output.silent) as progress:
-        if not here:
+    with shared_with_ranks(device) as measuring, progress_bars(quiet=output.silent) as progress:
+        if measuring is None:
             return
-        report = compare(reference, candidate, progress=progress, **options)
+        report = compare(reference, candidate, device=measuring, progress=progress, **options)
         if explain_token and candidate is not None:
             from divergence.experiments.explain import explain_token as explain
 
@@ -271,10 +273,9 @@ def _files(paths: list[str]) -> tuple[str, Files | None]:
         and not path.endswith(ARCHIVES)
         and not (Path(path).expanduser() / "manifest.json").exists()
     ]
-    for domain in domains() if others else ():
-        for files in domain.files:
-            if any(map(placed(files.recognise), others)):
-                return domain.name, files
+    for name, more in additions("compare").items() if others else ():
+        if more.files is not None and any(map(placed(more.files.recognise), others)):
+            return name, more.files
     return "", None
 
 

@@ -32,7 +32,7 @@ from divergence.cli.streams import (
     rank0_output,
     stop_code,
 )
-from divergence.domain import Subcommand, domains, placed
+from divergence.domain import Subcommand, additions, domains, placed
 from divergence.errors import DivergenceError, UsageError, exhausted, missing
 from divergence.words import printable, printable_lines
 
@@ -167,7 +167,7 @@ class _Command(TyperCommand):
         from divergence.cli.signature import help_of, typer_command
 
         name, function = self.declared.name, placed(self.declared.function)
-        added = {each.name: each.adds[name] for each in domains() if name in each.adds}
+        added = additions(name)
         options = {key: placed(more.options) for key, more in added.items() if more.options}
         text, epilog = help_of(self.declared.line, function, tuple(added.values()))
         alone = typer.Typer(

@@ -156,9 +156,9 @@ def inspect(
             document = dataclasses.replace(document, next=())
     show_document(document, output, json=lambda: answer_json(**parts))
     if problems is not None and not output.json:  # behind the answer: it is what was asked for
-        told = verified_text(kept, len(opened.records), why_no_bytes(manifest))
+        verified = verified_text(kept, len(opened.records), why_no_bytes(manifest))
         damage = "\n".join(["verified: DAMAGED", *(f"  {text}" for text in problems)])
-        show(damage if problems else told)
+        show(damage if problems else verified)
     if problems:
         raise RunFormatError(
             f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the run",

@@ -25,11 +25,10 @@ import typer
 from divergence.cli.answers import ARGUMENTS, VERBOSE
 from divergence.domain import Addition
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, TRAINING, Output
+from divergence.options.commands import OUTPUT, Output
 from divergence.options.option import Option, Options, fields_of, text_type
 from divergence.run.command import quoted_words
 
-_LATE = {TRAINING: 2, OUTPUT: 3}
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -97,7 +96,7 @@ def typer_command(
         if option.after is not None:
             names = [before.name for before in ordered]
             ordered.insert(names.index(option.after) + 1, parameter)
-    late = {p.name: _LATE.get(option.panel or "", int(option.late)) for option, p in parameters}
+    late = {p.name: 3 if option.panel == OUTPUT else option.late for option, p in parameters}
     ordered.sort(key=lambda shown: late[shown.name])
     listed = [context, *ordered]
     command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]  # inspect reads it

@@ -143,15 +143,15 @@ def rank0_output() -> Iterator[None]:
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(io.StringIO()) as held,
+        contextlib.redirect_stderr(io.StringIO()) as redirected,
     ):
         try:
             yield
         except SystemExit as ended:
             if ended.code and ended.code != stop_code():
                 time.sleep(PATIENCE_S)
-                if held.getvalue() and sys.__stderr__ is not None:
-                    sys.__stderr__.write(f"rank {other_rank()}: {held.getvalue()}")
+                if redirected.getvalue() and sys.__stderr__ is not None:
+                    sys.__stderr__.write(f"rank {other_rank()}: {redirected.getvalue()}")
             raise
 
 

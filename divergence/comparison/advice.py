@@ -101,8 +101,8 @@ class Advice:
         """The reference once more, with every block's input; nothing where it has them."""
         plan, settings = self._reference.plan, self._reference.settings
         blocks = _blocks(self._reference)
-        known = blocks or not {"blocks", "modules"}.isdisjoint(plan.sites)
-        if plan.positions is None and known and self._inputs.issuperset(blocks):
+        covered = blocks or not {"blocks", "modules"}.isdisjoint(plan.sites)
+        if plan.positions is None and covered and self._inputs.issuperset(blocks):
             return []
         out = beside(self._a, "-blocks")
         if plan.positions is not None:  # a run cannot be repeated with more tokens than it kept
@@ -206,7 +206,7 @@ class Advice:
         made = self._anchoring(()) if a.plan.store != "full" else []
         source, like = (beside(self._a, "-blocks"), a) if made else (self._path, self._source)
         first, second = source if made else self._a, self._b
-        known = (self._truth is not None or self._carried) and not made
+        has_truth = (self._truth is not None or self._carried) and not made
         if unseen != "reference":
             second = beside(self._b, "-escalated")
             made.append(
@@ -232,7 +232,7 @@ class Advice:
                 )
             )
         truth = self._truth
-        if not known:
+        if not has_truth:
             truth = beside(source, "-truth")
             made.append(command("truth", source, o=truth, note=_ON_REFERENCE))
         elif self._carried and source not in (first, second):
@@ -439,17 +439,17 @@ def _mesh(manifest: Manifest) -> dict[str, Any]:
 def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
     """What makes a run special beside the one it repeats, as options."""
     options = _mesh(manifest)
-    mine, theirs = manifest.model, like.model
-    if mine.source != theirs.source:
-        options["model"] = mine.source
-    if mine.dtype != theirs.dtype and not mine.dtype.startswith("float8"):
-        options["dtype"] = mine.dtype
-    if mine.attn_implementation != theirs.attn_implementation:
+    model, other = manifest.model, like.model
+    if model.source != other.source:
+        options["model"] = model.source
+    if model.dtype != other.dtype and not model.dtype.startswith("float8"):
+        options["dtype"] = model.dtype
+    if model.attn_implementation != other.attn_implementation:
         from divergence.run.trust import ATTENTION
 
         # no command names what may be code of a run's own
-        if mine.attn_implementation in ATTENTION:
-            options["attn_implementation"] = mine.attn_implementation
+        if model.attn_implementation in ATTENTION:
+            options["attn_implementation"] = model.attn_implementation
     if not manifest.settings.deterministic and like.settings.deterministic:
         options["no_deterministic"] = True
     groups = manifest.tokens.groups

@@ -69,7 +69,7 @@ ANALYSES = (
     "code",
 )
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
-compared by its own analysis alone (``without_sites``)."""
+compared by its own analysis alone (``whole_report``)."""
 
 
 Shown = Mapping[tuple[str, str, str], float]
@@ -263,11 +263,15 @@ def _check(findings: Sequence[Finding]) -> None:
 
 def places() -> dict[str, str]:
     """The package of each analysis, by its name, in the order in which they are asked."""
-    names, of_domains, after = list(ANALYSES), added("analyses"), added("after")
-    for name in of_domains:
-        before = after.get(name)
-        names.insert(names.index(before) + 1 if before in names else len(names), name)
-    return {name: of_domains.get(name, f"divergence.analyses.{name}") for name in names}
+    packages = {name: f"divergence.analyses.{name}" for name in ANALYSES}
+    names = list(packages)
+    for name, question in added("analyses").items():
+        if not question.whole:
+            packages[name] = question.package
+            names.insert(
+                names.index(question.after) + 1 if question.after in names else len(names), name
+            )
+    return {name: packages[name] for name in names}
 
 
 def numbers_of(name: str, measured: Measured) -> Any:
@@ -284,33 +288,27 @@ def limits_used(measured: Measured) -> Shown:
     return used
 
 
-def judges() -> dict[str, str]:
+def whole_places() -> dict[str, str]:
     """The packages that compare runs as a whole, by name. Each has ``applies(a, b)``, and in its
-    ``compare`` module ``report_on``; one that judges a run without another has ``alone(run)`` and
+    ``compare`` module ``report_on``; one that tells of a run without another has ``alone(run)`` and
     ``report_alone``, too."""
-    return added("judges")
+    questions = added("analyses").items()
+    return {name: question.package for name, question in questions if question.whole}
 
 
-def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:
-    """What compares two runs that are not compared site by site (suites, log-probabilities alone);
-    None where they are."""
-    return _judge_that("applies", "report_on", a, b)
-
-
-def without_partner(run: Run) -> Callable[..., Report] | None:
-    """What judges one run without another; None where nothing does."""
-    return _judge_that("alone", "report_alone", run)
-
-
-def _judge_that(says: str, report: str, *runs: Run) -> Callable[..., Report] | None:
-    """The function ``report`` of the first judge that ``says`` so of the runs. One of somebody's
-    package that fails is left out, with a warning: it must not take other comparisons away."""
-    for package in judges().values():
+def whole_report(says: str, report: str, *runs: Run) -> Callable[..., Report] | None:
+    """The function ``report`` of the first package that ``says`` so of the runs: what compares two
+    that are not compared site by site (suites, log-probabilities alone), or tells of one without
+    another. One of somebody's package that fails is left out, with a warning: it must not take
+    other comparisons away."""
+    for package in whole_places().values():
         try:
             question = getattr(import_module(package), says, None)
             if question is not None and question(*runs):
-                judge: Callable[..., Report] = getattr(import_module(f"{package}.compare"), report)
-                return judge
+                function: Callable[..., Report] = getattr(
+                    import_module(f"{package}.compare"), report
+                )
+                return function
         except Exception as error:
             if package.startswith("divergence."):
                 raise
@@ -353,6 +351,6 @@ def _module_of(name: str, *module: str) -> ModuleType:
     return import_module(".".join((package, *module)))
 
 
-def of_machine(manifest: Manifest) -> bool:
+def is_of_machine(manifest: Manifest) -> bool:
     """Is it a run of the machine itself, of neither a model nor a suite?"""
     return manifest.model.task == "operators" and not manifest.model.source.startswith(SUITE)

@@ -22,22 +22,19 @@ from divergence.comparison.analysis import (
     Measured,
     applying,
     report_of,
-    without_partner,
-    without_sites,
+    whole_report,
 )
-from divergence.comparison.decide import decide, explained, nothing_explains, of_one_run
+from divergence.comparison.decide import decide, explained, nothing_explains, one_run_verdict
+from divergence.comparison.measure.pairs import HERE, Measuring, measuring_on
 from divergence.comparison.measure.runs import (
     measure,
-    measure_pairs,
-    measured_by,
-    measured_where_asked,
     opened,
     opened_truth,
 )
 from divergence.comparison.preflight.lines import MEDIA, preflight
 from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
-from divergence.domain import domains, placed
+from divergence.domain import hook_places, placed
 from divergence.errors import UsageError
 from divergence.facts import fact, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
@@ -48,7 +45,6 @@ from divergence.run.site import one_or_more
 from divergence.words import Progress
 
 
-@measured_where_asked
 @with_sentences
 def compare(
     reference: str | Path | Run,
@@ -60,7 +56,7 @@ def compare(
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
     layers: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
-    device: str = "cpu",
+    device: str | Measuring = "cpu",
     progress: Progress | None = None,
 ) -> Report:
     """Compare ``candidate`` with ``reference``, as in ``diff old new``.
@@ -82,19 +78,20 @@ def compare(
     """
     floor = one_or_more(floor)
     check_thresholds(thresholds)
+    measuring = measuring_on(device, progress)
     a = opened(reference)
     if candidate is None:
         from divergence.comparison.within import check_alone, compare_within, explain_within
 
         check_alone(truth=truth, floor=floor, name_map=name_map)
-        if (judged_alone := without_partner(a)) is not None:
-            return judged_alone(a, progress=progress)
-        return explain_within(report_on(compare_within(a, thresholds, progress), ("blocks",)))
+        if (report_alone := whole_report("alone", "report_alone", a)) is not None:
+            return report_alone(a, progress=progress)
+        return explain_within(report_on(compare_within(a, thresholds, measuring), ("blocks",)))
     b = opened(candidate)
     a.set_fallback(b)
     b.set_fallback(a)
-    if (report_alone := without_sites(a, b)) is not None:
-        report = report_alone(
+    if (report_whole := whole_report("applies", "report_on", a, b)) is not None:
+        report = report_whole(
             a,
             b,
             truth=truth and opened_truth(truth),
@@ -102,7 +99,7 @@ def compare(
             layers=[opened(run) for run in one_or_more(layers)],
             progress=progress,
         )
-        return _of_one_run(report, a)
+        return _one_run_report(report, a)
     if layers:
         raise UsageError(
             "--layers stands in for log-probabilities alone, and both runs hold layers"
@@ -120,28 +117,29 @@ def compare(
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
-    judge: dict[str, Any] = {
+    held_against: dict[str, Any] = {
         "names": names,
         "truth": truth,
         "floor": floor,
         "thresholds": thresholds,
     }
-    measured = measure_runs(a, b, lines, **judge, progress=progress)
+    measured = measure_runs(a, b, lines, **held_against, measuring=measuring)
     report = report_on(measured)
     if report.verdict.kind in ("localized", "systematic", "drift"):
         from divergence.comparison.invariances import freed
 
         free = freed(measured, report)
         if free is not None:
-            with measured_by(measure_pairs):  # it lies in the memory of this process
-                measured = measure_runs(a, free.candidate, lines, **judge)
+            # it lies in the memory of this process
+            here = replace(measuring, measure=None, progress=None)
+            measured = measure_runs(a, free.candidate, lines, **held_against, measuring=here)
             report = free.report(report, report_on(measured), thresholds)
     if floor:
         from divergence.comparison.trusted import widening_notes
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
         report = replaced(report, remarks=[*report.remarks, *notes])
-    return _of_one_run(_of_a_truth(report, a, b), a)
+    return _one_run_report(_truth_report(report, a, b), a)
 
 
 def measure_runs(
@@ -153,7 +151,7 @@ def measure_runs(
     truth: str | Path | Run | None = None,
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
-    progress: Progress | None = None,
+    measuring: Measuring = HERE,
 ) -> Measured:
     """Align and measure, with the limits that trusted runs widen. Parameters and errors are those
     of ``compare``; ``lines``: preflight."""
@@ -163,13 +161,15 @@ def measure_runs(
     if narrow and not a.manifest.training.train and nothing_explains(a, b, lines):
         thresholds = thresholds.of_one_machine
     measured = measure(
-        a, b, lines, names=names, truth=truth, thresholds=thresholds, progress=progress
+        a, b, lines, names=names, truth=truth, thresholds=thresholds, measuring=measuring
     )
     if not floor:
         return measured
     from divergence.comparison.trusted import trusted_limits
 
-    return replace(measured, shown=trusted_limits(measured, one_or_more(floor), names=names))
+    quiet = replace(measuring, progress=None)
+    shown = trusted_limits(measured, one_or_more(floor), names=names, measuring=quiet)
+    return replace(measured, shown=shown)
 
 
 def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
@@ -233,14 +233,14 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     )
 
 
-def _of_one_run(report: Report, a: Run) -> Report:
+def _one_run_report(report: Report, a: Run) -> Report:
     """The report, where both runs are one: equal bits prove nothing then."""
     if report.reference.id != report.candidate.id:
         return report
     differ = any(replica.num_different for replica in report.replicas)
     ranks = a.manifest.num_ranks if a.manifest.model.task == "operators" else 1
     again = command("capture", like=a.path, o="NEW", ranks=ranks if ranks > 1 else None)
-    verdict = of_one_run(
+    verdict = one_run_verdict(
         report.verdict,
         report.reference.id,
         judged_by_truth=any(part.by_truth for part in report.parts.values() if part),
@@ -250,7 +250,7 @@ def _of_one_run(report: Report, a: Run) -> Report:
     return replaced(report, verdict=verdict)
 
 
-def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
+def _truth_report(report: Report, a: Run, b: Run) -> Report:
     """The report, where one side is a truth: it judges other runs, and none is captured like it."""
     truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
     if truths[0] == truths[1]:
@@ -262,8 +262,7 @@ def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
 
 
 def _relating(a: Run, b: Run) -> list[Command]:
-    places = [domain.other_weights for domain in domains() if domain.other_weights is not None]
-    return [item for place in places for item in placed(place)(a, b)]
+    return [item for place in hook_places("other_weights").values() for item in placed(place)(a, b)]
 
 
 def _incomparable(

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from divergence.comparison.analysis import of_machine
+from divergence.comparison.analysis import is_of_machine
 from divergence.comparison.limits import POOR_ULP
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import PreflightLine
@@ -111,7 +111,9 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         return Explained()
     names = [name for name in ref if name in cand]
     if not names:
-        reference, candidate = (sentence(fact("num_probed", num=len(held))) for held in (ref, cand))
+        reference, candidate = (
+            sentence(fact("num_probed", num=len(probed))) for probed in (ref, cand)
+        )
         line = PreflightLine(
             check="arithmetic",
             status="same",
@@ -120,7 +122,9 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
             details=[fact("no_common_fact")],
         )
         return Explained(lines=[line])
-    formats = None if of_machine(a) and of_machine(b) else {a.model.dtype, b.model.dtype, "float32"}
+    formats = (
+        None if is_of_machine(a) and is_of_machine(b) else {a.model.dtype, b.model.dtype, "float32"}
+    )
     names = [name for name in names if formats is None or _format(ref[name]) in formats]
     sure = [name for name in names if ref[name].verified and cand[name].verified]
     differ = [name for name in sure if ref[name].answer != cand[name].answer]
@@ -143,7 +147,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         ]
         details = [fact("probes_differ", kinds=kinds, num_unsure=unsure or None)]
     precise = [name for name in differ if _is_precision(ref[name], cand[name])]
-    held = fact("num_held", num=len(names), total=None if len(names) == len(ref) else len(ref))
+    agreement = fact("num_held", num=len(names), total=None if len(names) == len(ref) else len(ref))
     compared = fact("num_held", num=len(names), total=None)
     if differ:
         worst = differences([(ref[name], cand[name]) for name in precise], explained)
@@ -157,7 +161,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     line = PreflightLine(
         check="arithmetic",
         status="differs" if differ else "same",
-        reference=sentence(held),
+        reference=sentence(agreement),
         candidate=sentence(compared),
         details=details,
     )
@@ -260,10 +264,10 @@ def expected_w(
     errors = []
     for item, width in zip((a, b), accumulators, strict=True):
         terms, partials = _number(item, "terms"), _number(item, "partials")
-        known = width.numbers if width is not None and width.verified else {}
-        if known.get("cut", 0.0) or _number(item, "widest") > 2:
+        widths = width.numbers if width is not None and width.verified else {}
+        if widths.get("cut", 0.0) or _number(item, "widest") > 2:
             return None
-        bits = known.get("bits", 24.0)
+        bits = widths.get("bits", 24.0)
         rounded = terms if _number(item, "rounded_products") == 1 else 0.0
         error = 4.0**-bits * (partials + rounded)
         if out.mantissa_bits + 1 < bits:
@@ -308,8 +312,8 @@ def subjects_of(operator: str) -> tuple[str, ...]:
 def is_about(item: ArithmeticFact, operator: str, dtypes: Collection[str]) -> bool:
     """Does the fact tell something of ``operator`` in one of these dtypes? The probes looked at
     operators of their own, at shapes of their own: the same operation in the same dtype."""
-    known = set(dtypes)
+    named = set(dtypes)
     if "softmax" in operator:
-        known.add("float32")  # it computes in float32 inside
+        named.add("float32")  # it computes in float32 inside
     words = item.subject.split()
-    return bool(words) and words[0] in subjects_of(operator) and words[-1] in known
+    return bool(words) and words[0] in subjects_of(operator) and words[-1] in named

@@ -54,7 +54,7 @@ def _opened(summary: RunSummary, notes: list[Fact]) -> Run | None:
 def _positions(report: Report, a: Run, b: Run) -> Positions | None:
     """The error at each token of one prompt's prefill: the onset's, or that of the worst site."""
     passes = {
-        label: (ours, theirs) for label, ours, theirs in compared_passes(a.manifest, b.manifest, [])
+        label: (in_a, in_b) for label, in_a, in_b in compared_passes(a.manifest, b.manifest, [])
     }
     label = "anchored" if "anchored" in passes else "free"
     sites = [  # blocks' outputs in the first forward, with rows that are tokens
@@ -80,14 +80,14 @@ def _positions(report: Report, a: Run, b: Run) -> Positions | None:
     for site in sites:
         if site.block is not None and site.floor:
             floors.setdefault(site.block, site.floor)
-    ours, theirs = passes[label]
+    in_a, in_b = passes[label]
     wanted = {site.site for site in sites}, {site.candidate_site or site.site for site in sites}
-    mine = pieces_in(a, ours, split=True, sites=wanted[0])
-    other = pieces_in(b, theirs, split=True, sites=wanted[1])
+    pieces = pieces_in(a, in_a, split=True, sites=wanted[0])
+    other = pieces_in(b, in_b, split=True, sites=wanted[1])
     rows: dict[str, list[float | None]] = {}
     names: list[str] = []
     for site in sites:
-        piece_a = mine.get((sample, 0, site.site))
+        piece_a = pieces.get((sample, 0, site.site))
         piece_b = other.get((sample, 0, site.candidate_site or site.site))
         if site.block is None or piece_a is None or piece_b is None or site.block in rows:
             continue

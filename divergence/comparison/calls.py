@@ -80,10 +80,10 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[CallNode]]:
             nodes[path].results.append(record)
     forwards = {forward: list(nodes.values()) for forward, nodes in by_forward.items()}
     for calls in forwards.values():
-        known = {node.path for node in calls}
+        paths = {node.path for node in calls}
         for node in calls:
             makers = dict.fromkeys(maker_of(operand) for operand in node.call.operands)
-            node.feeds += [maker for maker in makers if maker in known]
+            node.feeds += [maker for maker in makers if maker in paths]
     return forwards
 
 
@@ -191,14 +191,14 @@ class Places:
 
     def compare(self, a: CallNode, b: CallNode) -> list[Linkage]:
         """Operand by operand; of a sum or a product in whichever order fits better."""
-        mine, theirs = self.sources(0, a), self.sources(1, b)
+        sources_a, sources_b = self.sources(0, a), self.sources(1, b)
         linkages = [
             self._operand(a, b, number, number, x, y)
-            for number, (x, y) in enumerate(zip(mine, theirs, strict=False))
+            for number, (x, y) in enumerate(zip(sources_a, sources_b, strict=False))
         ]
-        swaps = a.name in COMMUTE and len(mine) == len(theirs) == 2
+        swaps = a.name in COMMUTE and len(sources_a) == len(sources_b) == 2
         if swaps and set(linkages) != {"same"}:
-            turned = [self._operand(a, b, n, 1 - n, mine[n], theirs[1 - n]) for n in (0, 1)]
+            turned = [self._operand(a, b, n, 1 - n, sources_a[n], sources_b[1 - n]) for n in (0, 1)]
             if turned.count("same") > linkages.count("same"):
                 return turned
         return linkages
@@ -212,11 +212,11 @@ class Places:
                 return "same"  # their values tell (operators.operands)
             if self.in_candidates_words(x) == y:
                 return "same"
-            mine, other = a.call.operands[m], b.call.operands[n]
+            operand, other = a.call.operands[m], b.call.operands[n]
             if (
-                mine.weight
+                operand.weight
                 and other.weight
-                and (mine.xxh3, mine.offset) == (other.xxh3, other.offset)
+                and (operand.xxh3, operand.offset) == (other.xxh3, other.offset)
             ):
                 return "same"
             return "rewired"
@@ -271,8 +271,10 @@ def match_paths(
     reference: Sequence[CallNode], candidate: Sequence[CallNode]
 ) -> tuple[list[Match], list[CallNode], list[CallNode]]:
     """The same for two recordings of the very same calls, as a replay is one: by their names."""
-    theirs = {node.path: node for node in candidate}
-    matches = [Match(ours, theirs[ours.path], "exact") for ours in reference if ours.path in theirs]
+    nodes_b = {node.path: node for node in candidate}
+    matches = [
+        Match(entry, nodes_b[entry.path], "exact") for entry in reference if entry.path in nodes_b
+    ]
     matched = {match.reference.path for match in matches}
     return (
         matches,
@@ -358,10 +360,10 @@ class _Matcher:
     def _forward(self) -> None:
         """Pairs of calls with the same operands, in the reference's order, until no more."""
         while True:
-            theirs = self._by_key(1)
+            keyed_b = self._by_key(1)
             added = 0
             for a in list(self.lone[0]):
-                group = theirs.get(self._key(0, a), [])
+                group = keyed_b.get(self._key(0, a), [])
                 same = [b for b in group if set(self._places.compare(a, b)) <= {"same"}]
                 alike = [b for b in same if not other_scalars(a.call, b.call)]
                 if alike:
@@ -373,10 +375,10 @@ class _Matcher:
 
     def _next(self) -> bool:
         """One pair more: the first of the reference's calls that can only be one other call."""
-        mine, theirs = self._by_key(0), self._by_key(1)
+        keyed_a, keyed_b = self._by_key(0), self._by_key(1)
         for a in self.lone[0]:
             key = self._key(0, a)
-            group = theirs.get(key, [])
+            group = keyed_b.get(key, [])
             fits = [(b, self._places.compare(a, b)) for b in group[:_MOST]]
             never = {"other", "rewired"} if is_copy(a) else {"other"}
             fits = [(b, places) for b, places in fits if not never & set(places)]
@@ -391,7 +393,7 @@ class _Matcher:
                 )
             )
             best, places = fits[0]
-            equal_counts = len(mine[key]) == len(group)
+            equal_counts = len(keyed_a[key]) == len(group)
             if set(places) == {"rewired"} and best.path != named:
                 continue  # nothing that it is given is the same
             unknown = set(places) == {"open"} and self._apart is not None and not is_copy(a)
@@ -406,7 +408,7 @@ class _Matcher:
                         other is not a
                         and not other_scalars(other.call, best.call)
                         and set(self._places.compare(other, best)) <= {"same"}
-                        for other in mine[key]
+                        for other in keyed_a[key]
                     )
                 )
                 if fits_another:
@@ -435,15 +437,15 @@ class _Matcher:
         added = False
         places = self._places
         for (low, high), ours in stretches.items():
-            theirs = [n for n in self.lone[1] if low < self._index[n.path] < high]
-            end = len(theirs)
+            candidates = [n for n in self.lone[1] if low < self._index[n.path] < high]
+            end = len(candidates)
             for a in reversed(ours):
                 # what leads to both must be something that both sides have
                 leaves = places.leaves(0, ("made", a.path)) if a.call.operands else ()
-                mine = {places.in_candidates_words(leaf) for leaf in leaves}
+                values = {places.in_candidates_words(leaf) for leaf in leaves}
                 for index in reversed(range(end)):
-                    b = theirs[index]
-                    common = mine & places.leaves(1, ("made", b.path))
+                    b = candidates[index]
+                    common = values & places.leaves(1, ("made", b.path))
                     if common and self._distance(a, b) <= SAME_VALUE:
                         self._add(a, b, "value")
                         added, end = True, index
@@ -732,20 +734,20 @@ def count_codes(
     other = x != y
     codes.differing += int(other.sum())
     p, q = _entering(match.reference, a), _entering(match.candidate, b)
-    known = None if p is None or q is None else (p, q)
+    both = None if p is None or q is None else (p, q)
     chooses = match.reference.name.partition(".")[2] in CHOOSING
-    if chooses and known and all(t.is_floating_point() for t in known):
+    if chooses and both and all(t.is_floating_point() for t in both):
         # per chosen index: are the two choices nearer to each other than the inputs are? Exact ties
         # are not explained: there the order of ties is the operator's own
         odd, dim = other, match.reference.call.arguments.get("dim", -1)
-        u, v = (side.double() for side in known)
+        u, v = (side.double() for side in both)
         if isinstance(dim, int) and u.shape == v.shape and u.ndim == x.ndim:
             gaps = [(side.gather(dim, x) - side.gather(dim, y)).abs() for side in (u, v)]
             apart = (u - v).abs().amax(dim, keepdim=True)
             near = (gaps[0] <= 4 * apart) & (gaps[1] <= 4 * apart)
             odd = other & ~(near & ~((gaps[0] == 0) & (gaps[1] == 0)))
     else:  # the same numbers went in: the codes must be the same; else they may not be
-        equal = known is not None and torch.equal(*known)
+        equal = both is not None and torch.equal(*both)
         odd = other if equal else torch.zeros_like(other)
     codes.unexplained += int(odd.sum())
     if r is not None and not r.is_floating_point() and r.numel() == x.numel():

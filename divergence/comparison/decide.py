@@ -36,7 +36,7 @@ from divergence.comparison.results import (
     Verdict,
     schemes_apart,
 )
-from divergence.domain import Claim, added, domains
+from divergence.domain import Claim, added
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
 from divergence.run.reader import Run
@@ -95,7 +95,7 @@ _BASIS = frozenset(
     }
 )
 """Where one of these failed nothing better than low is left; or one of a domain's own
-(``Domain.basis``)."""
+(``Claim.basis``)."""
 _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "engine")
 """Checks of preflight whose difference lets a correct machine compute other numbers."""
 _PRECISION = ("dtype", "quantization")
@@ -137,9 +137,9 @@ def decide(
     if first is not None:
         verdict = _verdict_of(first)
         if claim_named(first.claim).measured:
-            told = [f for f in findings if f.claim != "replicas_disagree"]
+            others = [f for f in findings if f.claim != "replicas_disagree"]
             for role in ("hints", "context"):
-                verdict = _with(verdict, *(x for f in told if f.role == role for x in f.evidence))
+                verdict = _with(verdict, *(x for f in others if f.role == role for x in f.evidence))
         if enlarged and first.claim == "within_rounding":
             verdict = _with(verdict, *(fact("enlarged", what=f.headline) for f in enlarged))
             verdict = _unsure(verdict, check("free_runs", False, fact("free_runs_part")))
@@ -368,7 +368,7 @@ def _unsure(verdict: Verdict, *checks: Check, **changes: Any) -> Verdict:
 
 def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
     """One word for the checks of a verdict."""
-    basis = _BASIS.union(*(domain.basis for domain in domains()))
+    basis = _BASIS.union(*(claim.basis for claim in added("claims").values()))
     if any(check.state == "failed" and check.name in basis for check in checks):
         return "low"
     return "high" if all(check.state == "met" for check in checks) else "medium"
@@ -400,7 +400,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     codes = next((entry for entry in preflight if entry.check == "quantization"), None)
     compared = verdict.kind not in ("incomparable", "identical")
     if codes and codes.status == "differs" and compared:
-        verdict = _of_codes(verdict, codes, differing)
+        verdict = _codes_verdict(verdict, codes, differing)
     elif differing and compared:
         precise = any(line.check in _PRECISION for line in preflight if line.status == "differs")
         settings = fact(
@@ -439,7 +439,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     )
 
 
-def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> Verdict:
+def _codes_verdict(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> Verdict:
     """One side's numbers go through codes and the other's do not, or through others: that explains
     what differs, and no side is wrong by it."""
     others = [item for item in differing if item["check"] not in (codes.check, "engine")]
@@ -468,7 +468,7 @@ def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> 
     )
 
 
-def of_one_run(
+def one_run_verdict(
     verdict: Verdict, run_id: str, *, judged_by_truth: bool, num_held: int, commands: list[Command]
 ) -> Verdict:
     """The verdict on two runs of one id: equal bits are no finding then. What differs all the same

@@ -67,10 +67,10 @@ class Flips:
     @classmethod
     def together(cls, forwards: Iterable[Flips]) -> Flips:
         """Of all forwards of a router."""
-        known = list(forwards)
+        places = list(forwards)
         return cls(
-            frozenset[tuple[float, ...]]().union(*(flips.places for flips in known)),
-            sum(flips.expected for flips in known),
+            frozenset[tuple[float, ...]]().union(*(flips.places for flips in places)),
+            sum(flips.expected for flips in places),
         )
 
     def beyond_chance(self, num_routers: int) -> bool:
@@ -160,10 +160,10 @@ def explained_choices(
 def lead_of(chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
     """(T,): the least of the chosen experts' values (T, E) less the greatest of the others'; not
     negative where the chosen (T, k) are the k largest."""
-    mine = np.zeros(values.shape, bool)
-    np.put_along_axis(mine, chosen.astype(np.int64).clip(0, values.shape[-1] - 1), True, axis=1)
-    least = np.where(mine, values, np.inf).min(axis=-1)
-    most = np.where(mine, -np.inf, values).max(axis=-1)
+    routed = np.zeros(values.shape, bool)
+    np.put_along_axis(routed, chosen.astype(np.int64).clip(0, values.shape[-1] - 1), True, axis=1)
+    least = np.where(routed, values, np.inf).min(axis=-1)
+    most = np.where(routed, -np.inf, values).max(axis=-1)
     difference: np.ndarray = least - most
     return difference
 
@@ -275,7 +275,7 @@ class Routing:
         if block is None and pair.pass_ != "free":
             return _ALL
         if BACKWARD in pair.reference.record.site:
-            return self._of_backward(pair, num_rows, truth)
+            return self._routed_backward(pair, num_rows, truth)
         if block is None:
             return _ALL
         if pair.pass_ == "free":
@@ -283,7 +283,7 @@ class Routing:
         sides = [(self._reference, pair.reference), (self._candidate, pair.candidate)]
         if truth is not None:
             sides.append((truth[0], piece_like(truth[1], pair)))
-        choices = [self._of_forward(run, piece.record) for run, piece in sides]
+        choices = [self._block_choices(run, piece.record) for run, piece in sides]
         if not all(choices) or len({len(records) for records in choices}) > 1:
             return None
         kept = experts = margin = unexplained = None
@@ -332,7 +332,9 @@ class Routing:
             )
         return Routed(kept if num_rerouted else None, num_rerouted, margin, experts, unexplained)
 
-    def _of_backward(self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None) -> Routed:
+    def _routed_backward(
+        self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None
+    ) -> Routed:
         """All rows or none: attention carries a rerouted token's gradient to all before it, and a
         parameter's gradient is a sum over the tokens of all prompts."""
         record = pair.reference.record
@@ -346,7 +348,7 @@ class Routing:
         count = 0
         for sample in samples if whole else [record.sample]:
             choices = [
-                self._of_forward(run, msgspec.structs.replace(own, sample=sample))
+                self._block_choices(run, msgspec.structs.replace(own, sample=sample))
                 for run, own in sides
             ]
             if not all(choices) or len({len(records) for records in choices}) > 1:
@@ -365,24 +367,24 @@ class Routing:
             return True
         sides = (self._reference, pair.reference), (self._candidate, pair.candidate)
         return pair.pass_ != "free" and all(
-            self._of_forward(run, piece.record) for run, piece in sides
+            self._block_choices(run, piece.record) for run, piece in sides
         )
 
-    def _of_forward(self, run: Run, record: Record, *kind: str) -> list[Record]:
+    def _block_choices(self, run: Run, record: Record, *kind: str) -> list[Record]:
         """The choices that a record's block made in its forward, in order; with ``logits``, the
         routers' results."""
-        known = self._choices.get(id(run))
-        if known is None:
-            known = self._choices[id(run)] = choices_in(run)
+        choices = self._choices.get(id(run))
+        if choices is None:
+            choices = self._choices[id(run)] = choices_in(run)
         block = _block_of(module_of(record.site), routed_blocks(run.manifest))
-        return known.get((*kind, record.pass_, record.sample, record.step, block), [])
+        return choices.get((*kind, record.pass_, record.sample, record.step, block), [])
 
     def _rows(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
         """(T, k): the experts of the piece's tokens, in ascending order."""
         tensor = self._tensor(run, choice)
         if tensor is None:
             return None
-        return _of_piece(tensor, choice, run.manifest, piece)
+        return _piece_rows(tensor, choice, run.manifest, piece)
 
     def _logits(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
         """(T, E) of the router beside the experts that were chosen."""
@@ -390,19 +392,19 @@ class Routing:
         tensor = None if record is None else self._tensor(run, record)
         if record is None or tensor is None:
             return None
-        return _of_piece(tensor, record, run.manifest, piece)
+        return _piece_rows(tensor, record, run.manifest, piece)
 
     def _router_of(self, run: Run, choice: Record) -> Record | None:
         """The logits that the choice was made of."""
         parent = module_of(choice.site).rpartition(".")[0] + "."
         beside = (
             record
-            for record in self._of_forward(run, choice, "logits")
+            for record in self._block_choices(run, choice, "logits")
             if module_of(record.site).startswith(parent)
         )
         return next(beside, None)
 
-    def _of_router(self, run: Run, choice: Record) -> list[Record]:
+    def _router_choices(self, run: Run, choice: Record) -> list[Record]:
         """All choices of the pass that this router made, in whatever prompt and step."""
         return [
             record
@@ -422,10 +424,10 @@ class Routing:
         (a, choice_a), (b, choice_b) = made
         key = choice_a.pass_, choice_a.site
         if key not in self._flips:
-            theirs = {(r.sample, r.step): r for r in self._of_router(b, choice_b)}
+            routers_b = {(r.sample, r.step): r for r in self._router_choices(b, choice_b)}
             forwards = []
-            for record in self._of_router(a, choice_a):
-                other = theirs.get((record.sample, record.step))
+            for record in self._router_choices(a, choice_a):
+                other = routers_b.get((record.sample, record.step))
                 if other is None:
                     continue
                 pieces = [
@@ -448,14 +450,14 @@ class Routing:
             if key in self._usual:
                 continue
             leads: list[np.ndarray | None] = []
-            for record in self._of_router(run, choice):
+            for record in self._router_choices(run, choice):
                 whole = Piece(record, record.sample)
                 chosen, logits = self._rows(run, record, whole), self._logits(run, record, whole)
                 leads.append(None)
                 if chosen is not None and logits is not None and follows(chosen, logits):
                     leads[-1] = lead_of(chosen, wide(logits))
-            known = [lead for lead in leads if lead is not None]
-            self._usual[key] = np.concatenate(known) if len(known) == len(leads) else None
+            numbers = [lead for lead in leads if lead is not None]
+            self._usual[key] = np.concatenate(numbers) if len(numbers) == len(leads) else None
         return [self._usual[id(run), choice.pass_, choice.site] for run, choice in made]
 
     def _tensor(self, run: Run, record: Record) -> np.ndarray | None:
@@ -502,19 +504,19 @@ def choices_in(run: Run) -> dict[_Choice, list[Record]]:
     return by_choice
 
 
-def _of_piece(
-    tensor: np.ndarray, told: Record, manifest: Manifest, piece: Piece
+def _piece_rows(
+    tensor: np.ndarray, choice: Record, manifest: Manifest, piece: Piece
 ) -> np.ndarray | None:
-    """The rows that a piece has, (T, n), of what ``told`` records of its forward's tokens."""
+    """The rows that a piece has, (T, n), of what ``choice`` records of its forward's tokens."""
     record = piece.record
     if tensor.ndim == 2:
         group = manifest.tokens.group_of(record.sample) or [0]
         if len(tensor) % max(len(group), 1):
             return None
         tensor = tensor.reshape(max(len(group), 1), -1, tensor.shape[-1])
-    if record.positions != told.positions:
+    if record.positions != choice.positions:
         wanted = list(record.positions or ())
-        if told.positions is not None or max(wanted, default=0) >= tensor.shape[1]:
+        if choice.positions is not None or max(wanted, default=0) >= tensor.shape[1]:
             return None
         tensor = tensor[:, wanted]
     if piece.row is not None:

@@ -122,7 +122,7 @@ class Freed:
             ]
             headline = [*headline, fact("no_output_depends", what=what)]
             evidence = [*self.facts, *verdict.evidence]
-        told = replace(verdict, headline=headline, evidence=evidence)
+        verdict_told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
         judged = (
             "floor",
@@ -144,7 +144,7 @@ class Freed:
             results.append(site)
         return replace(
             after,
-            verdict=told,
+            verdict=verdict_told,
             reference=before.reference,
             candidate=before.candidate,
             sites=results,
@@ -170,7 +170,7 @@ def freed(measured: Measured, report: Report) -> Freed | None:
     forms += _taken_back(measured, report)
     if not forms:
         return None
-    changed = {place: held for form in forms for place, held in form.changed.items()}
+    changed = {place: change for form in forms for place, change in form.changed.items()}
     names = {pair.candidate.record.coordinates: pair for pair in measured.alignment.pairs}
     places = {
         (pair.pass_, pair.reference.sample, pair.candidate.record.step, pair.reference.record.site)
@@ -345,14 +345,14 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
                 if None in both:
                     return None
                 # cos + i sin of both sides (B, T, D), in complex128; nan at pads
-                known = [pair for pair in both if pair is not None]
+                pairs_of_both = [pair for pair in both if pair is not None]
                 a, b = repeated(
                     *(
-                        _complex(*(run.array(getattr(p, name).record) for p in known))
+                        _complex(*(run.array(getattr(p, name).record) for p in pairs_of_both))
                         for name, run in sides.items()
                     )
                 )
-                record = known[0].reference.record
+                record = pairs_of_both[0].reference.record
                 pads = tokens.pads(record.sample) if record.step == 0 else None
                 if pads is not None and a.ndim == 3 and pads.shape == a.shape[:2]:
                     a = np.where(pads[..., None], math.nan, a)
@@ -377,14 +377,14 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     if not further:
         return None
     whole = all(abs(offset - round(offset)) < WHOLE_SHIFT for offset in further.values())
-    told = fact(
+    headline = fact(
         "tables_turned",
         site=f"{min(tables)}:out",
         samples=sorted(further),
         total=len(measured.reference.manifest.tokens.samples),
         offsets=[round(further[sample]) for sample in sorted(further)] if whole else None,
     )
-    return _Form(told, changed, rounding)
+    return _Form(headline, changed, rounding)
 
 
 def _complex(cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
@@ -482,7 +482,7 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
         maps = {site: _map_of(measured, site) for site in sites}
         if any(channels is None for channels in maps.values()):
             continue
-        known = {site: channels for site, channels in maps.items() if channels is not None}
+        channel_maps = {site: channels for site, channels in maps.items() if channels is not None}
         last = sites[-1]
         by = module_of(last)
         if not (last == f"{by}:in" and _gives_the_same(last, f"{by}:out", anchored)):
@@ -495,12 +495,12 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
         changed = {
             record.coordinates: (
                 record,
-                known[names[record.site]].taken_off(measured.candidate.array(record)),
+                channel_maps[names[record.site]].taken_off(measured.candidate.array(record)),
             )
             for record in measured.candidate.records
             if record.site in names and measured.candidate.has_bytes(record)
         }
-        first = known[sites[0]]
+        first = channel_maps[sites[0]]
         moved = first.order != np.sort(first.order)
         yield _Form(
             fact(

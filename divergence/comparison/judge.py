@@ -222,7 +222,7 @@ def in_step(energy: Floats, between: Floats, numbers: Floats) -> Floats:
     return np.asarray(np.clip(share, 0.0, 1.0))
 
 
-def of_few(numbers: Floats, share: Floats) -> Floats:
+def effective_numbers(numbers: Floats, share: Floats) -> Floats:
     """Of how many numbers an error is made of which ``share`` is one number."""
     return np.asarray(1 / (np.square(1 - share) / numbers + np.square(share)))
 
@@ -250,7 +250,9 @@ def made_of(
         hardest = hardest if hardest > typical else 0.0
         both = np.maximum(both, np.minimum(energy, CLEAR**2 * hardest))
         enlarged = np.maximum(both - typical, 0.0) / energy
-        return of_few(numbers, np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)), hardest
+        return effective_numbers(
+            numbers, np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)
+        ), hardest
 
 
 def farthest(num_observations: int, numbers: Floats | float, sigma0: float) -> Floats:
@@ -292,5 +294,5 @@ def _medians(values: Floats, axis: int) -> Floats:
 
 
 def _deviation(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return 1.4826 * float(np.median(np.abs(known))) if known.size else 0.0
+    numbers = values[~np.isnan(values)]
+    return 1.4826 * float(np.median(np.abs(numbers))) if numbers.size else 0.0

@@ -47,7 +47,7 @@ enlarge, as sharp attention does a score's rounding (comparison.judge)."""
 BY_CHANCE = 4.0
 """A row of a tensor is smaller than the median one by chance by no more than that, where it has 16
 numbers and more, and is then held against so much more than its own norm
-(comparison.measure.judge)."""
+(comparison.measure.rating)."""
 
 NEAR_BITS = 0.6
 """Products whose inputs keep 10 bits, or 7, are told from others by so many bits: what a test holds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
-from divergence.run.site import BACKWARD, is_norm, of_parameter
+from divergence.run.site import BACKWARD, is_norm, is_of_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ParametersOff:
 
 def row_of(site: str) -> str | None:
     """``gradients``, or what else a parameter's row holds, as a code; None where it is none."""
-    if not of_parameter(site) or is_norm(site):
+    if not is_of_parameter(site) or is_norm(site):
         return None
     path, _, port = site.partition(":")
     if path.endswith(BACKWARD):

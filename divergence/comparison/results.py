@@ -19,7 +19,7 @@ from divergence.facts import Fact, Worded, fact, sentence
 from divergence.numerics.sums import Estimate
 from divergence.run.command import Command
 from divergence.run.manifest import SCHEME_UNKNOWN, Manifest, SampleTokens
-from divergence.run.site import of_parameter, phase_of
+from divergence.run.site import is_of_parameter, phase_of
 from divergence.words import Side, SideBothOrNeither, SideOrBoth
 
 # What is claimed and decided: PreflightLine, Finding and Verdict.
@@ -503,7 +503,7 @@ def onset_at(site: SiteResult) -> Onset:
 
 def order_of(result: SiteResult) -> tuple[int, int, int]:
     """Execution order over the whole run: what is of parameters comes behind all prompts."""
-    sample = _BEHIND_ALL if of_parameter(result.site) else result.sample
+    sample = _BEHIND_ALL if is_of_parameter(result.site) else result.sample
     return (sample, result.step, result.order)
 
 
@@ -1164,8 +1164,8 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
         if self.first_difference is None or onset is None:
             return self
         flip = self.first_difference
-        mine, other = (flip.sample, flip.step), (onset.sample, onset.step)
-        order = "same step" if mine == other else "before" if mine < other else "after"
+        place, other = (flip.sample, flip.step), (onset.sample, onset.step)
+        order = "same step" if place == other else "before" if place < other else "after"
         return msgspec.structs.replace(
             self, first_difference=msgspec.structs.replace(flip, order_to_onset=order)
         )

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import Measured, Shown, limits_used
-from divergence.comparison.measure.runs import aligned, equal_contents, measure_tensors, opened
+from divergence.comparison.measure.pairs import Measuring
+from divergence.comparison.measure.reduced import equal_contents
+from divergence.comparison.measure.runs import aligned, measure_tensors, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import SiteResult
 from divergence.errors import UsageError
@@ -46,7 +48,11 @@ def _equalities(run: Run, other: Run) -> Iterator[bool]:
 
 
 def trusted_limits(
-    measured: Measured, runs: Sequence[str | Path | Run], *, names: NameMap | None
+    measured: Measured,
+    runs: Sequence[str | Path | Run],
+    *,
+    names: NameMap | None,
+    measuring: Measuring,
 ) -> Shown:
     """What trusted runs use of their limits against the reference, the largest of all by site.
 
@@ -75,6 +81,7 @@ def trusted_limits(
             truth=measured.truth,
             floor=a if measured.floor is a else None,
             thresholds=measured.thresholds,
+            measuring=measuring,
         )
         for key, used in limits_used(trusted).items():
             shown[key] = max(used, shown.get(key, 0.0))

@@ -20,6 +20,7 @@ import msgspec
 from divergence.comparison.advice import WithinAdvice
 from divergence.comparison.align.pairs import Alignment, Pair, Piece, is_given, why_nothing
 from divergence.comparison.analysis import Measured
+from divergence.comparison.measure.pairs import Measuring
 from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
@@ -28,9 +29,9 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
+from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
 from divergence.run.record import Record
-from divergence.words import Progress
 
 
 def align_within(run: Run) -> Alignment:
@@ -57,7 +58,8 @@ def align_within(run: Run) -> Alignment:
             )
             + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
         )
-    members = {group[0]: group for group in run.manifest.tokens.groups}
+    tokens = run.manifest.tokens
+    members = {group[0]: group for group in tokens.groups}
     pairs: list[Pair] = []
     skipped: list[Skipped] = []
     used: set[tuple[int, str]] = set()
@@ -70,11 +72,11 @@ def align_within(run: Run) -> Alignment:
             continue  # an input that the whole pass took from this very record
         used.add(key)
         absent = fact("align.not_in_whole")
-        reason = absent if other is None else _no_row(run, other, record)
+        reason = absent if other is None else _no_row(tokens, other, record)
         if other is None or reason is not None:
             skipped.append(Skipped(*record.coordinates, "candidate", reason))
             continue
-        pairs += _pairs(run, other, record, members[record.sample])
+        pairs += _pairs(tokens, other, record, members[record.sample])
     return Alignment(
         pairs=sorted(pairs, key=_order),
         only_reference=[
@@ -101,7 +103,7 @@ def check_alone(*, truth: object, floor: object, name_map: object) -> None:
         )
 
 
-def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) -> Measured:
+def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Measured:
     """The run's decode steps with the cache, measured against its whole pass."""
     alignment = align_within(run)
     if not alignment.pairs:
@@ -111,7 +113,7 @@ def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) 
             hint=sentence(why_nothing(alignment)),
         )
     measured = measure_tensors(
-        run, run, alignment, inputs=run, thresholds=thresholds, progress=progress
+        run, run, alignment, inputs=run, thresholds=thresholds, measuring=measuring
     )
     return replace(
         measured,
@@ -136,13 +138,12 @@ def explain_within(report: Report) -> Report:
     return msgspec.structs.replace(report, verdict=verdict)
 
 
-def _pairs(run: Run, whole: Record, record: Record, group: list[int]) -> Iterator[Pair]:
+def _pairs(tokens: Tokens, whole: Record, record: Record, group: list[int]) -> Iterator[Pair]:
     """One pair for each sample of the batch, or one for what all of them share."""
-    tokens = run.manifest.tokens.samples
-    token = _token(run, record)
+    token = _token(tokens, record)
     row = token if whole.positions is None else whole.positions.index(token)
     for index, number in enumerate(group[: record.shape[0]]):
-        pads = tokens[number].num_left_pad
+        pads = tokens.samples[number].num_left_pad
         yield Pair(
             reference=Piece(whole, number, index, row, row + 1, pads),
             candidate=Piece(record, number, index, 0, 1, pads),
@@ -151,11 +152,11 @@ def _pairs(run: Run, whole: Record, record: Record, group: list[int]) -> Iterato
         )
 
 
-def _no_row(run: Run, whole: Record, record: Record) -> Fact | None:
+def _no_row(tokens: Tokens, whole: Record, record: Record) -> Fact | None:
     """Why a decode step's tensor is no row of the whole pass's, or None."""
-    sample = run.manifest.tokens.samples[record.sample]
+    sample = tokens.samples[record.sample]
     length = sample.num_left_pad + len(sample.prompt_ids) + len(sample.generated_ids) - 1
-    group = run.manifest.tokens.group_of(record.sample)
+    group = tokens.group_of(record.sample)
     full, step = whole.shape, record.shape
     if (
         min(len(full), len(step)) < 2
@@ -165,14 +166,14 @@ def _no_row(run: Run, whole: Record, record: Record) -> Fact | None:
         or (whole.positions is None and full[1] != length)
     ):
         return fact("align.rows_are_no_tokens", whole=full, step=step)
-    if whole.positions is not None and _token(run, record) not in whole.positions:
+    if whole.positions is not None and _token(tokens, record) not in whole.positions:
         return fact("align.token_not_in_whole")
     return None
 
 
-def _token(run: Run, record: Record) -> int:
+def _token(tokens: Tokens, record: Record) -> int:
     """Index in the padded sequence of the token that a decode step was fed."""
-    sample = run.manifest.tokens.samples[record.sample]
+    sample = tokens.samples[record.sample]
     return sample.num_left_pad + len(sample.prompt_ids) + record.step - 1
 
 

@@ -15,6 +15,7 @@ from divergence.domains.scores.scores import scores
 from divergence.domains.tokenizers.compare import compare_tokens
 from divergence.domains.tokenizers.result import TokensReport
 from divergence.domains.training.judging import compare_losses
+from divergence.domains.training.options import TrainOptions
 from divergence.domains.training.result import LossReport
 from divergence.domains.weights.compare import compare_weights
 from divergence.domains.weights.result import WeightsReport
@@ -26,6 +27,7 @@ __all__ = [
     "ScoresReport",
     "ServerOptions",
     "TokensReport",
+    "TrainOptions",
     "WeightsReport",
     "compare_losses",
     "compare_tokens",

@@ -521,13 +521,13 @@ class _Steps:
         try:
             run = Run.open(place)
             made = run.manifest.command
-            mine = made is not None and _without_place(made) == _without_place(line)
+            is_run = made is not None and _without_place(made) == _without_place(line)
             follows = like is None or run.manifest.like == like.manifest.id
-            if mine and follows and run.manifest.complete and not self._fresh:
+            if is_run and follows and run.manifest.complete and not self._fresh:
                 return run
         except DivergenceError:
-            made, mine = None, (place / "manifest.json").exists()
-        if not mine and not self._force:
+            made, is_run = None, (place / "manifest.json").exists()
+        if not is_run and not self._force:
             raise RunExistsError(
                 f"{place} "
                 + ("is no run" if made is None else f"was made by another command: {made}")

@@ -114,8 +114,8 @@ def explain_token(
     faults = (flip for flip in report.tokens.differences if flip.judgement == "fault")
     first = next(faults, report.tokens.first_difference)
     place = _closest(a, b) if first is None else (first.sample, first.step)
-    ours, theirs = (None if place is None else logits_row(run, *place) for run in (a, b))
-    if place is None or ours is None or theirs is None:
+    row_a, row_b = (None if place is None else logits_row(run, *place) for run in (a, b))
+    if place is None or row_a is None or row_b is None:
         return _noted(report, fact("experiments.no_logits"))
     guilty: Side = "reference" if report.verdict.side == "reference" else "candidate"
     healthy = _OTHER[guilty]
@@ -146,7 +146,7 @@ def explain_token(
             else f"{a.path} cannot anchor one: {reason}",
         )
     if first is None:
-        tokens = [token for token, _ in top_choices(ours, 2)]
+        tokens = [token for token, _ in top_choices(row_a, 2)]
     else:
         tokens = [first.reference.id, first.candidate.id]
     site, step = own.manifest.plan.logits_site, place[1]
@@ -179,8 +179,8 @@ def explain_token(
         injected = repeat(out=Path(folder, "injected"), plants=[*planted, *added])
         here = (group.index(place[0]), place[1])
         rows: dict[str, np.ndarray | None] = {
-            "reference": ours,
-            "candidate": theirs,
+            "reference": row_a,
+            "candidate": row_b,
             "baseline": logits_row(baseline, *here),
             "injected": logits_row(injected, *here),
         }
@@ -206,8 +206,8 @@ def explain_token(
         sites=[injection.site for injection in injections],
         flagged=flagged,
         disturbed=healthy,
-        reference=_choice(tokens[0], ours, (a, b)),
-        candidate=_choice(tokens[1], theirs, (a, b)),
+        reference=_choice(tokens[0], row_a, (a, b)),
+        candidate=_choice(tokens[1], row_b, (a, b)),
         reference_margin=margins["reference"],
         candidate_margin=margins["candidate"],
         baseline_margin=margins["baseline"],

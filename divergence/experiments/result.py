@@ -46,14 +46,14 @@ class Level(msgspec.Struct, Worded, kw_only=True, frozen=True):
     why: str = ""
 
     @classmethod
-    def of(cls, level: Literal["block", "operator"], told: Verdict | Finding) -> Level:
+    def of(cls, level: Literal["block", "operator"], verdict: Verdict | Finding) -> Level:
         """From a verdict, or from what operators show."""
         return cls(
             level=level,
-            verdict=told.kind or "undetermined",
-            site=None if told.onset is None else told.onset.site,
-            side=told.side,
-            because=told.evidence[:1] or told.headline,
+            verdict=verdict.kind or "undetermined",
+            site=None if verdict.onset is None else verdict.onset.site,
+            side=verdict.side,
+            because=verdict.evidence[:1] or verdict.headline,
         )
 
     @classmethod
@@ -140,14 +140,14 @@ class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
 
     def __str__(self) -> str:
         codes = {"unknown": "shares_nothing", "bits": "repeats", "differs": "repeats_not"}
-        told = fact(
+        phrase = fact(
             f"experiments.{codes.get(self.how, 'as_far')}",
             run=self.run,
             original=self.original,
             num=self.num_compared,
             where=self.first_apart,
         )
-        return sentence(told)
+        return sentence(phrase)
 
 
 class Localization(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):

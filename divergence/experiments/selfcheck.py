@@ -129,10 +129,10 @@ def variations(base: Run) -> list[Variation]:
         name: str,
         options: Mapping[str, Any],
         obstacle: Fact | None = None,
-        said: Mapping[str, Any] | None = None,
+        changes: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> Variation:
-        change = fact(f"experiments.way_{name.replace('-', '_')}", **(said or {}))
+        change = fact(f"experiments.way_{name.replace('-', '_')}", **(changes or {}))
         return Variation(name=name, change=change, options=options, obstacle=obstacle, **rest)
 
     size = len(mates[0]) if few is None else 1

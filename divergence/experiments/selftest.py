@@ -23,7 +23,7 @@ from typing import Any
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.domain import domains, placed
+from divergence.domain import hook_places, placed
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.result import Selftest, Step, StepStatus
@@ -138,7 +138,7 @@ def _steps(bench: Bench, quick: bool) -> Iterator[tuple[str, Callable[[], Fact]]
     yield _title("truth_there"), bench.truth_there
     yield _title("measured_there"), bench.measured_there
     yield _title("second"), bench.second
-    for step in (step for domain in domains() for step in domain.selftest):
+    for step in (step for place in hook_places("selftest").values() for step in placed(place)):
         if not (quick and step.slow):
             yield step.title, partial(placed(step.function), bench)
 

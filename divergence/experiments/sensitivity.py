@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,14 @@ from divergence.comparison.align.pairs import Pair
 from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.decide import decide
-from divergence.comparison.measure.judge import ModelFloor
-from divergence.comparison.measure.runs import Measurer, compare_escalated
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.pairs import Measurer, Measuring, measure_all
+from divergence.comparison.measure.rating import PairNumbers
+from divergence.comparison.measure.runs import compare_escalated
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import SiteResult, Verdict
+from divergence.comparison.results import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.localization.repetition import check_substituted, why_not_bits
 from divergence.experiments.result import Confirmation, FaultSize, Sensitivity
@@ -216,7 +218,7 @@ class SensitivityTrials:
         """Length of the last axis of the block's output."""
         return self._pairs[block][0].candidate.record.shape[-1]
 
-    def judge(
+    def verdict_with(
         self, block: str, fault: SizedFault, size: float, *, escalated: bool = False
     ) -> Verdict:
         """The verdict with this fault. ``escalated``: planted in and judged with the escalated
@@ -246,18 +248,18 @@ class SensitivityTrials:
             for s in measured.sites
             if s.pass_ == "free" or (s.pass_ == "anchored" and s.site != site)
         ]
-        sites += _measure(measurer, changed)
+        sites += measure_all(measurer, changed, _ONE_BY_ONE)
         if escalated:
             again, samples = compare_escalated(
-                self._a, overlay, measured.truth, self._thresholds, _measure, None
+                self._a, overlay, measured.truth, self._thresholds, _ONE_BY_ONE
             )
-            theirs = {(result.of, result.site) for result in again}
+            redone = {(result.of, result.site) for result in again}
             sites += again
             sites += [
-                s for s in measured.sites if s.pass_ == "escalated" and (s.of, s.site) not in theirs
+                s for s in measured.sites if s.pass_ == "escalated" and (s.of, s.site) not in redone
             ]
-            measurer.judge.samples.take(samples)
-        samples = measured.samples.with_changed(measurer.judge.samples)
+            measurer.rater.samples.take(samples)
+        samples = measured.samples.with_changed(measurer.rater.samples)
         # the tensors of the pairs are those without the fault, and show nothing of its structure
         alignment = replace(measured.alignment, pairs=[])
         return self.verdict_of(replace(measured, sites=sites, samples=samples, alignment=alignment))
@@ -312,9 +314,15 @@ class SensitivityTrials:
         return self._channels[block]
 
 
-def _measure(measurer: Measurer, pairs: list[Pair], _progress: None = None) -> list[SiteResult]:
-    """One after the other: they are few, and already in memory."""
-    return measurer.judge.results(pairs, [measurer.measure(pair) for pair in pairs])
+def _one_by_one(
+    measurer: Measurer, pairs: Sequence[Pair], _progress: None = None
+) -> Generator[PairNumbers | None]:
+    """Measures pairs one after the other: they are few, and already in memory."""
+    for pair in pairs:
+        yield measurer.measure(pair)
+
+
+_ONE_BY_ONE = Measuring(measure=_one_by_one)
 
 
 # The smallest size of each fault that is seen: searched by bisection, confirmed by real plants.
@@ -344,15 +352,15 @@ def smallest_seen(
     ``guess``: where to begin, for example what was found elsewhere; saves trials.
     """
     top = math.ceil(math.log2(high / low) * PER_DOUBLING)
-    known: dict[int, bool] = {}
+    outcomes: dict[int, bool] = {}
 
     def size(place: int) -> float:
         return min(low * math.pow(2.0, place / PER_DOUBLING), high)
 
     def at(place: int) -> bool:
-        if place not in known:
-            known[place] = seen(size(place))
-        return known[place]
+        if place not in outcomes:
+            outcomes[place] = seen(size(place))
+        return outcomes[place]
 
     if not at(top):
         return None
@@ -432,7 +440,7 @@ def _search(
     why: dict[float, list[Fact]] = {}
 
     def seen(size: float) -> bool:
-        verdict = trials.judge(block, fault, size, escalated=escalated)
+        verdict = trials.verdict_with(block, fault, size, escalated=escalated)
         here = sees(verdict, block)
         seen_as = fact("experiments.verdict", kind=verdict.kind, what=verdict.headline)
         why[size] = verdict.evidence[:1] if here else [seen_as]
@@ -572,8 +580,8 @@ def sensitivity(
             "progress": progress,
         }
         if candidate is None:
-            known = truth is not None or own_truth(a) is not None
-            b, kernels = _made_here(a, capturing, folder / "candidate", escalate=known)
+            has_truth = truth is not None or own_truth(a) is not None
+            b, kernels = _made_here(a, capturing, folder / "candidate", escalate=has_truth)
             stack.callback(b.close)
             notes.append(kernels)
         else:
@@ -706,34 +714,34 @@ def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, 
     return trials, verdict
 
 
-def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
+def _chosen_blocks(blocks: list[str], wanted: Sequence[str]) -> list[str]:
     """Blocks by word, number or module path, in execution order. Raises UsageError."""
     places: set[int] = set()
-    words = {"first": 0, "middle": len(known) // 2, "last": len(known) - 1}
+    words = {"first": 0, "middle": len(blocks) // 2, "last": len(blocks) - 1}
     for word in wanted:
         if word == "all":
-            places |= set(range(len(known)))
+            places |= set(range(len(blocks)))
         elif word in words:
             places.add(words[word])
-        elif word in known:
-            places.add(known.index(word))
-        elif word.isdecimal() and int(word) < len(known):
+        elif word in blocks:
+            places.add(blocks.index(word))
+        elif word.isdecimal() and int(word) < len(blocks):
             places.add(int(word))
         else:
             raise UsageError(
-                f"no block {word!r} among the {len(known)} of the run",
+                f"no block {word!r} among the {len(blocks)} of the run",
                 where="--blocks",
                 hint=did_you_mean(
                     word,
-                    [*words, "all", *known],
+                    [*words, "all", *blocks],
                     count=1,
-                    then=f"first, middle, last, all, numbers from 0 to {len(known) - 1}, or a "
-                    f"module path such as {known[0]}",
+                    then=f"first, middle, last, all, numbers from 0 to {len(blocks) - 1}, or a "
+                    f"module path such as {blocks[0]}",
                 ),
             )
     if not places:
         raise UsageError("no block to plant in", where="--blocks", hint="first, middle, last, all")
-    return [known[place] for place in sorted(places)]
+    return [blocks[place] for place in sorted(places)]
 
 
 def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[Command]:
@@ -742,14 +750,14 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[Comm
     a, b = measured.reference, measured.candidate
     advice = Advice(a, b)
     commands: list[Command] = []
-    known, narrow = measured.truth, measured.narrow
+    truth_there, narrow = measured.truth, measured.narrow
     here, there = str(a.path), str(b.path)
-    truth = beside(here, "-truth") if known is None else known.path
+    truth = beside(here, "-truth") if truth_there is None else truth_there.path
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")
         commands.append(advice.escalate("candidate")[0])
-    if known is None:
+    if truth_there is None:
         commands.append(advice.truth()[0])
     if commands:
         also = fact("experiments.and_escalated") if narrow and made_here else ""

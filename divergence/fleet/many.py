@@ -19,7 +19,8 @@ import xxhash
 
 from divergence._version import __version__
 from divergence.comparison.api import compare
-from divergence.comparison.measure.runs import measured_on, opened_truth
+from divergence.comparison.measure.pairs import Measuring, measuring_on
+from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError
@@ -147,10 +148,10 @@ def _traits(manifest: Manifest) -> dict[str, str]:
 
 def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[Fact]:
     """What all odd machines share and no machine of the group has."""
-    mine, others = ([_traits(manifest) for manifest in them] for them in (odd, group))
+    traits_of_odd, others = ([_traits(manifest) for manifest in them] for them in (odd, group))
     shared = []
-    for name in dict.fromkeys(name for traits in (*mine, *others) for name in traits):
-        here = {traits.get(name, "-") for traits in mine}
+    for name in dict.fromkeys(name for traits in (*traits_of_odd, *others) for name in traits):
+        here = {traits.get(name, "-") for traits in traits_of_odd}
         there = {traits.get(name, "-") for traits in others}
         if len(here) == len(there) == 1 and here != there:
             shared.append(fact("fleet.only_there", name=name, here=here.pop(), others=there.pop()))
@@ -212,7 +213,7 @@ def compare_many(
     floor: Sequence[str | Path | Run] = (),
     layers: Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
-    device: str = "cpu",
+    device: str | Measuring = "cpu",
     reports: str | Path | None = None,
     keep_reports: bool = True,
     progress: Progress | None = None,
@@ -241,7 +242,7 @@ def compare_many(
         "floor": [_opened(run) for run in one_or_more(floor)],
         "layers": [_opened(run) for run in one_or_more(layers)],
         "thresholds": thresholds,
-        "device": device,
+        "device": measuring_on(device),  # one that cannot measure is no candidate's fault
         "progress": progress,
     }
     folder = None
@@ -253,8 +254,6 @@ def compare_many(
                 where=str(folder),
                 hint="give a new one",
             )
-    with measured_on(device):  # a device that cannot measure is no candidate's fault
-        pass
     fleet = _Fleet(first, float64, options)
     rows = []
     for number, given in enumerate(candidates):
@@ -380,9 +379,9 @@ class _Fleet:
         if _identical([pivot, other]):
             return True
         same = {member.path for member in self._members if _identical([other, member])}
-        for known in self._checks:  # bit for bit the same as one that was asked
-            if known.reference == pivot.path and known.candidate in same:
-                return agrees(known.verdict)
+        for cross_check in self._checks:  # bit for bit the same as one that was asked
+            if cross_check.reference == pivot.path and cross_check.candidate in same:
+                return agrees(cross_check.verdict)
         verdict, problem = None, None
         try:
             with _opened_for_a_while(pivot.given) as a, _opened_for_a_while(other.given) as b:
@@ -401,8 +400,8 @@ class _Fleet:
 
     def _truth_of(self, reference: _Member, candidate: _Member) -> Run | None:
         """The truth, where it is one of these two as well: it repeats what anchored them."""
-        known = _repeatable(reference.manifest) | _repeatable(candidate.manifest)
-        return self._truth if self._truth and self._truth.manifest.like in known else None
+        repeatable = _repeatable(reference.manifest) | _repeatable(candidate.manifest)
+        return self._truth if self._truth and self._truth.manifest.like in repeatable else None
 
 
 def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
@@ -413,7 +412,7 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
     logits = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
     apart = [site.rel_l2 for site in logits if site.rel_l2 is not None]
     # the share of positions with the same first choice, over all forwards
-    known = all(site.identical or site.logits is not None for site in logits)
+    measured = all(site.identical or site.logits is not None for site in logits)
     same = total = 0.0
     for site in logits:
         num = site.numel // max(1, site.shape[-1] if site.shape else 1)
@@ -429,7 +428,7 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
         side=verdict.side,
         limit_usage=max(used, default=None),
         logits_rel_l2=max(apart, default=None) if len(apart) == len(logits) else None,
-        top1_agreement=same / total if total and known else None,
+        top1_agreement=same / total if total and measured else None,
         num_equal=tokens.num_equal if tokens is not None and num_tokens else None,
         num_tokens=num_tokens or None,
         problem=verdict.summary if verdict.kind == "incomparable" else None,

@@ -134,7 +134,7 @@ def evaluate(
         *_preflight(report, policy),
         *_tokens(report, policy),
         *_tolerances(report, policy),
-        *_of_parts(report, policy),
+        *_failing_parts(report, policy),
     ]
     remarks = _notes(report, policy)
     return CheckResult(
@@ -273,11 +273,11 @@ def _unexplained_code(report: Report) -> PreflightLine | None:
 
 def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
     code = _unexplained_code(report) if policy.preflight.code == "fail" else None
-    told = all(part.is_told for part in report.parts.values() if part)
+    is_told = all(part.is_told for part in report.parts.values() if part)
     for line in report.preflight:
         allowed = line.status != "blocking" and policy.preflight.allows(line.check)
         allowed = allowed and line is not code
-        if not told and line.status == "unknown":
+        if not is_told and line.status == "unknown":
             continue  # nobody tells it of a server, or of a file
         if line.status != "same" and not allowed:
             yield Failure(
@@ -432,7 +432,7 @@ def _notes(report: Report, policy: Policy) -> list[Fact]:
     return notes
 
 
-def _of_parts(report: Report, policy: Policy) -> Iterator[Failure]:
+def _failing_parts(report: Report, policy: Policy) -> Iterator[Failure]:
     """A number that no comparison has is a failure too: nothing was held against its limit."""
     for part, table in policy.parts.items():
         result = report.parts.get(part)

@@ -86,10 +86,10 @@ def _why_not(
 def _with_known_errors(sites: list[SiteResult], flagged: list[SiteResult]) -> list[SiteResult]:
     """The free pass of the blocks, where a block with a known difference may make as much as it was
     seen to make from equal inputs, and the others their floor."""
-    known = {site.block for site in flagged if site.block is not None}
+    blocks = {site.block for site in flagged if site.block is not None}
     made: dict[str, float] = {}
     for site in sites:
-        if site.block in known and site.site == f"{site.block}:out" and site.pass_ != "escalated":
+        if site.block in blocks and site.site == f"{site.block}:out" and site.pass_ != "escalated":
             made[site.block] = max(made.get(site.block, 1.0), site.ratio or 0.0)
     return [
         msgspec.structs.replace(

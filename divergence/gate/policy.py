@@ -249,16 +249,16 @@ def check_bounds(policy: Policy, *, where: str) -> None:
     if isinstance(policy.tokens.tie_margin, dict):
         for dtype in policy.tokens.tie_margin:
             _check_dtype(dtype, f"{where}: tokens.tie_margin")
-    for number, known in enumerate(policy.known):
+    for number, entry in enumerate(policy.known):
         place = f"{where}: known[{number}]"
-        _check_rule(known, place)
-        if not known.max.limits():
+        _check_rule(entry, place)
+        if not entry.max.limits():
             raise ConfigError(
                 "a known difference has no upper limit",
                 where=f"{place}.max",
                 hint=f"set one of {', '.join(LIMITS)}, for example max = {{ rel_l2 = 1e-2 }}",
             )
-        if not known.reason.strip():
+        if not entry.reason.strip():
             raise ConfigError(
                 "a known difference has no reason",
                 where=f"{place}.reason",
@@ -280,7 +280,7 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, str, float]]:
         yield "tokens.tie_margin", "tie_margin", tokens.tie_margin
     for key, all_limits in (
         ("tolerance[{}]", [tolerance.limits() for tolerance in policy.tolerance]),
-        ("known[{}].max", [known.max.limits() for known in policy.known]),
+        ("known[{}].max", [entry.max.limits() for entry in policy.known]),
     ):
         for number, limits in enumerate(all_limits):
             for name, value in limits.items():

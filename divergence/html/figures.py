@@ -28,8 +28,8 @@ class LogAxis:
 
     @classmethod
     def over(cls, values: Iterable[float | None], height: float) -> LogAxis:
-        known = [value for value in values if value is not None]
-        real = [abs(value) for value in known if math.isfinite(value) and value != 0]
+        numbers = [value for value in values if value is not None]
+        real = [abs(value) for value in numbers if math.isfinite(value) and value != 0]
         low = math.floor(math.log10(min(real))) if real else -1
         high = math.ceil(math.log10(max(real))) if real else 0
         high = max(high, low + 1)
@@ -37,8 +37,8 @@ class LogAxis:
             max(low, high - _MOST_DECADES),
             high,
             height,
-            any(value == 0 for value in known),
-            any(not math.isfinite(value) for value in known),
+            any(value == 0 for value in numbers),
+            any(not math.isfinite(value) for value in numbers),
         )
 
     @property

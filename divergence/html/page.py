@@ -79,9 +79,9 @@ def _opening(number: int, whole: Document) -> Element:
     headline = whole.headline
     standing, sign = _STANDINGS.get(headline.style.rpartition(" ")[2], ("unsure", "?"))
     sign = "!" if headline.word == HEADLINES["drift"] else sign
-    told = [*headline.facts, *whole.known]
-    lone = list(itertools.takewhile(lambda fact: not fact.label, told))  # sentences of their own
-    rows = [(fact.label.removesuffix(":"), fact.text) for fact in told[len(lone) :]]
+    lines = [*headline.facts, *whole.known]
+    lone = list(itertools.takewhile(lambda fact: not fact.label, lines))  # sentences of their own
+    rows = [(fact.label.removesuffix(":"), fact.text) for fact in lines[len(lone) :]]
     mark = el("span", sign, class_="sign", aria_hidden="true")
     long = "long" if len(headline.text) > 110 else None
     content = el(

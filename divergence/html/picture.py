@@ -100,12 +100,12 @@ def compose(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Element:
         nodes += panel
         y += 30 + height
     height = y + _MARGIN
-    told = " ".join(plot.label for plot in plots)
+    labels = " ".join(plot.label for plot in plots)
     canvas = el("rect", width=WIDTH, height=height, fill="#ffffff")
     return el(
         "svg",
         el("title", title) if title else None,
-        el("desc", told),
+        el("desc", labels),
         canvas,
         *nodes,
         xmlns="http://www.w3.org/2000/svg",
@@ -113,7 +113,7 @@ def compose(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Element:
         height=height,
         viewBox=f"0 0 {WIDTH:g} {height:g}",
         role="img",
-        aria_label=f"{title}. {told}" if title else told,
+        aria_label=f"{title}. {labels}" if title else labels,
         font_family=colour("sans"),
         font_size=11,
         fill=colour("text"),

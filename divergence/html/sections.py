@@ -65,9 +65,9 @@ def _all_nodes(blocks: Iterable[Block | None]) -> Iterator[Node]:
     for is_fact, group in itertools.groupby(blocks, _is_fact):
         rows = list(group)
         if is_fact:
-            told = [(row.label.strip(" :"), row.text) for row in rows if isinstance(row, Sentence)]
-            long = any(len(text) > _LONG for _, text in told)
-            yield facts(told, class_="facts verdict-facts" if long else "facts")
+            pairs = [(row.label.strip(" :"), row.text) for row in rows if isinstance(row, Sentence)]
+            long = any(len(text) > _LONG for _, text in pairs)
+            yield facts(pairs, class_="facts verdict-facts" if long else "facts")
         else:
             yield from (node for block in rows for node in _nodes(block))
 
@@ -202,9 +202,9 @@ def script_data(sections: Sequence[Section]) -> dict[str, Any]:
     """What the script needs: the figures' numbers, and all that is known of each block."""
     blocks: dict[str, dict[str, Any]] = {}
     for part in (part for section in sections for part in section.parts):
-        known = blocks.setdefault(part.block, {"facts": [], "tables": []})
-        known["facts"] += part.facts
-        known["tables"] += [
+        content = blocks.setdefault(part.block, {"facts": [], "tables": []})
+        content["facts"] += part.facts
+        content["tables"] += [
             {
                 "caption": its.caption,
                 "titles": its.titles,

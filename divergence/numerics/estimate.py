@@ -106,7 +106,7 @@ def estimate_pair(
     sinks = kept & (ref.norm > (SINK_FACTOR * median if median else math.inf))
     usual = kept & ~sinks
     update_norm = None if update is None else math.sqrt(float(update[kept].sum()))
-    known = per_row[~np.isnan(per_row)]
+    numbers = per_row[~np.isnan(per_row)]
     metrics = PairMetrics(
         identical=False,
         numel=int(real.sum()) * num_features,
@@ -121,12 +121,12 @@ def estimate_pair(
         candidate_norm=norms[1],
         gain=0.0 - (nearer + total) / (2 * a2) if a2 else 0.0,
         gain_se=math.sqrt(variance) / (2 * a2) if a2 else math.inf,
-        token_rel_l2_median=float(np.median(known)) if len(known) else 0.0,
-        token_rel_l2_p99=float(np.quantile(known, 0.99, method="inverted_cdf"))
-        if len(known)
+        token_rel_l2_median=float(np.median(numbers)) if len(numbers) else 0.0,
+        token_rel_l2_p99=float(np.quantile(numbers, 0.99, method="inverted_cdf"))
+        if len(numbers)
         else 0.0,
-        token_rel_l2_max=float(known.max()) if len(known) else 0.0,
-        worst_row=int(np.nanargmax(per_row)) if len(known) else None,
+        token_rel_l2_max=float(numbers.max()) if len(numbers) else 0.0,
+        worst_row=int(np.nanargmax(per_row)) if len(numbers) else None,
         update_rel_l2=None if update_norm is None else _root(total, update_norm**2),
         update_norm=update_norm,
         num_sink_tokens=int(sinks.sum()),
@@ -178,19 +178,19 @@ def _with_pooled(
         return apart, 2.0 / k * float(np.square(apart[kept]).sum())
     blocks = (num_blocks, -1)
     rows = np.where(kept, apart, 0.0).reshape(blocks)
-    known = np.where(kept, gaps, 0.0).reshape(blocks).sum(1)
+    gaps_kept = np.where(kept, gaps, 0.0).reshape(blocks).sum(1)
     sizes = np.square(np.where(kept, a.norm, 0.0)).reshape(blocks)
     finest = resolution(num_features * sizes.shape[1], num_pooled, sums=sums)
     total, squares = rows.sum(1), np.square(rows).sum(1)
     with np.errstate(all="ignore"):
-        pooled = np.square(a.pooled - b.pooled).sum(1) - known
+        pooled = np.square(a.pooled - b.pooled).sum(1) - gaps_kept
         own, shared = 2.0 / k * squares, 2.0 / num_pooled * squares
-        other = 2.0 / num_pooled * np.square(total + known)
+        other = 2.0 / num_pooled * np.square(total + gaps_kept)
         sum_of_both = own + other - 2.0 * shared
         best = total + (own - shared) / sum_of_both * (pooled - total)
         variance = (own * other - shared**2) / sum_of_both * np.square(best / total)
     usable = kept.reshape(blocks).all(1) & (best > 0.0) & np.isfinite(best + variance)
-    usable &= total + known >= np.square(_ROUNDINGS * finest) * sizes.sum(1)
+    usable &= total + gaps_kept >= np.square(_ROUNDINGS * finest) * sizes.sum(1)
     shift = np.divide(best - total, squares, out=np.zeros(num_blocks), where=usable)
     moved = np.maximum(0.0, rows + shift[:, None] * np.square(rows)).reshape(-1)
     return np.where(kept, moved, apart), float(np.where(usable, variance, own).sum())

@@ -152,11 +152,11 @@ def row_costs(a: torch.Tensor, b: torch.Tensor, following: Sequence[int]) -> Row
         rows = slice(start, start + count)
         log_p, log_q = (side[rows].detach().cpu().double().log_softmax(-1) for side in (a, b))
         ids = torch.tensor(following[rows])
-        known = (ids >= 0) & ~(log_p.isnan() | log_q.isnan()).any(-1)
+        comparable = (ids >= 0) & ~(log_p.isnan() | log_q.isnan()).any(-1)
         p = log_p.exp()
         kl = torch.where(p > 0, p * (log_p - log_q), torch.where(p.isnan(), p, 0.0)).sum(-1)
         of_next = [
-            side.gather(-1, ids.clamp(min=0)[:, None])[:, 0].where(known, math.nan)
+            side.gather(-1, ids.clamp(min=0)[:, None])[:, 0].where(comparable, math.nan)
             for side in (log_p, log_q)
         ]
         same = log_p.argmax(-1) == log_q.argmax(-1)

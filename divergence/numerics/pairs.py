@@ -165,13 +165,13 @@ class _Pair:
             return self.there.gather(sums, rows)
 
         def work(part: Rows | range) -> Sums:
-            mine = slice(part.start, part.stop) if isinstance(part, range) else part
+            rows = slice(part.start, part.stop) if isinstance(part, range) else part
             sums = Sums(self.a, self.b, self.base, dtype=self.dtype, rows=arrays)
             if self.kernel == "compiled":
                 from divergence.numerics.compiled import gather_compiled
 
-                return gather_compiled(sums, mine)
-            return gather(sums, mine, block=self.block)
+                return gather_compiled(sums, rows)
+            return gather(sums, rows, block=self.block)
 
         shared = range(rows.start, rows.stop) if isinstance(rows, slice) else rows
         first, *others = run_split(work, shared, threads=self.threads)
@@ -200,7 +200,7 @@ class _Pair:
         sinks = norms > (SINK_FACTOR * usual if usual else math.inf)
         n = sums.num_finite
         spread = max(0.0, sums.product_squares - product**2 / max(n, 1)) * n / max(n - 1, 1)
-        known = np.sort(per_row[~np.isnan(per_row)])
+        values = np.sort(per_row[~np.isnan(per_row)])
         width = self.a.width
         col_a, col_d = (x.reshape(-1, width).sum(axis=1) for x in (sums.col_a, sums.col_d))
         unit = max(self.a.format.unit_roundoff, self.b.format.unit_roundoff)
@@ -246,12 +246,14 @@ class _Pair:
             mask_alike=sums.nonfinite["mask_alike"],
             **self._largest(sums, shape),
             **self._ulp(sums, ulp_form, a2),
-            token_rel_l2_median=_median(known) if len(known) else 0.0,
-            token_rel_l2_p99=float(known[max(0, math.ceil(0.99 * len(known) - 1))])  # inverted cdf
-            if len(known)
+            token_rel_l2_median=_median(values) if len(values) else 0.0,
+            token_rel_l2_p99=float(
+                values[max(0, math.ceil(0.99 * len(values) - 1))]
+            )  # inverted cdf
+            if len(values)
             else 0.0,
-            token_rel_l2_max=float(known[-1]) if len(known) else 0.0,
-            worst_row=int(np.nanargmax(per_row)) if len(known) else None,
+            token_rel_l2_max=float(values[-1]) if len(values) else 0.0,
+            worst_row=int(np.nanargmax(per_row)) if len(values) else None,
             channel_rel_l2_max=math.sqrt(ratios[worst]) if len(ratios) else 0.0,
             worst_channel=worst if len(ratios) else None,
         )

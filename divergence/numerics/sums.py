@@ -600,28 +600,28 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     """None where one side's log-probabilities are all the same."""
 
 
-def following_of(mine: np.ndarray, other: np.ndarray) -> Following | None:
+def following_of(values: np.ndarray, other: np.ndarray) -> Following | None:
     """Of log-probabilities, one a token; tokens that are not finite on both sides are left out.
     None where there are none."""
-    known = np.isfinite(mine) & np.isfinite(other)
-    mine, other = mine[known], other[known]
-    if not len(mine):
+    finite = np.isfinite(values) & np.isfinite(other)
+    values, other = values[finite], other[finite]
+    if not len(values):
         return None
-    delta, ratio = np.exp(other) - np.exp(mine), mine - other
-    varies = len(mine) > 1 and mine.std() > 0 and other.std() > 0
+    delta, ratio = np.exp(other) - np.exp(values), values - other
+    varies = len(values) > 1 and values.std() > 0 and other.std() > 0
     return Following(
-        num_tokens=len(mine),
+        num_tokens=len(values),
         delta_p_mean=float(delta.mean()),
         delta_p_error=standard_error(delta),
         delta_p_rms=math.sqrt(float((delta * delta).mean())),
         delta_p_p1=quantile(delta, 0.01),
         delta_p_p99=quantile(delta, 0.99),
         delta_logprob_mean=float(np.abs(ratio).mean()),
-        base=_exp(-float(mine.mean())),
+        base=_exp(-float(values.mean())),
         other=_exp(-float(other.mean())),
         ln_ratio=float(ratio.mean()),
         ln_ratio_error=standard_error(ratio),
-        ln_correlation=float(np.corrcoef(mine, other)[0, 1]) if varies else None,
+        ln_correlation=float(np.corrcoef(values, other)[0, 1]) if varies else None,
     )
 
 

@@ -188,11 +188,11 @@ def _split(groups: list[_Group], measure: Measure) -> list[_Group]:
     children: list[_Group] = []
     start = 0
     for group, rest in zip(groups, others, strict=True):
-        mine = sizes[start : start + len(rest)]
+        sizes_of_rest = sizes[start : start + len(rest)]
         start += len(rest)
         here = 1  # leaves of the subtree that the path has reached
-        for size in np.unique(mine):
-            joined = rest[mine == size]
+        for size in np.unique(sizes_of_rest):
+            joined = rest[sizes_of_rest == size]
             poor = 2 * len(joined) > len(group.leaves)
             child = _Group(joined, int(size), group.turn + 1 if poor else 0)
             children.append(child)

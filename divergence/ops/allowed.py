@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from divergence.domain import added, placed
+from divergence.domain import hook_places, placed
 from divergence.run.manifest import NO_TENSOR
 from divergence.run.site import did_you_mean
 
@@ -93,7 +93,7 @@ def is_uninitialised(name: str) -> bool:
 @functools.cache
 def _tables() -> dict[str, str]:
     """Operators that are plain functions, by their namespace: where their table stands."""
-    return added("operators")
+    return hook_places("operators")
 
 
 def is_function(operator: str) -> bool:
@@ -104,13 +104,13 @@ def is_function(operator: str) -> bool:
 def plain_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
     """The function that such a name stands for, or its float64 definition. Raises Refusal."""
     table = placed(_tables()[operator.partition(".")[0]])
-    known = table.get(operator)
-    if known is None:
+    definition = table.get(operator)
+    if definition is None:
         raise Refusal(
             f"this divergence has no operator {operator}",
             detail=did_you_mean(operator, table) or None,
         )
-    function: Callable[..., Any] = known.truth if truth else known.run
+    function: Callable[..., Any] = definition.truth if truth else definition.run
     return function
 
 

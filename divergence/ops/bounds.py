@@ -294,8 +294,8 @@ def _weight_norm(bound: Bound) -> None:
 def _fourier(bound: Bound) -> None:
     """Each axis once; a one-sided spectrum holds half the points and one."""
     operand, dims = bound["self"], bound["dim"]
-    known = {dim % operand.ndim for dim in dims if -operand.ndim <= dim < operand.ndim}
-    fits(len(known) == len(dims) > 0, f"axes {dims} of {operand.ndim}")
+    axes = {dim % operand.ndim for dim in dims if -operand.ndim <= dim < operand.ndim}
+    fits(len(axes) == len(dims) > 0, f"axes {dims} of {operand.ndim}")
     last = bound.get("last_dim_size")
     if last is not None:
         fits(last > 0 and operand.shape[dims[-1]] == last // 2 + 1, f"{last} points")

@@ -100,10 +100,10 @@ def check_names(call: Call) -> None:
     if is_function(call.operator):
         function = plain_function(call.operator, truth=True)  # one that runs may take any
         parameters = inspect.signature(function).parameters.items()
-        known = {name for name, kind in parameters if kind.kind is not kind.KEYWORD_ONLY}
+        names = {name for name, kind in parameters if kind.kind is not kind.KEYWORD_ONLY}
     else:
-        known = {argument.name for argument in find_operator(call.operator)._schema.arguments}
-    strange = sorted(name for name in call.arguments if name not in known)
+        names = {argument.name for argument in find_operator(call.operator)._schema.arguments}
+    strange = sorted(name for name in call.arguments if name not in names)
     if strange:
         name = call.operator if is_function(call.operator) else short_name(call.operator)
         raise Unsafe(f"{name} has no argument {strange[0][:80]!r} here")
@@ -231,27 +231,27 @@ class RecordedCall:
 def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
     """The pass whose operators are run again: the anchored one if it holds any, else the free one.
     Raises UsageError where the run holds none."""
-    held: set[PassName] = call_passes(run.records)
+    passes: set[PassName] = call_passes(run.records)
     if run.manifest.plan.replayed_pass is not None:
         raise UsageError(
             f"{run.path} is a replay itself",
             hint=f"give the run whose operators it ran again ({run.manifest.plan.anchored_to})",
         )
     if wanted is not None:
-        if wanted not in held:
+        if wanted not in passes:
             raise UsageError(
                 f"{run.path} holds no operators of a pass {wanted!r}",
-                hint=f"it holds {', '.join(sorted(held))}" if held else _make(run),
+                hint=f"it holds {', '.join(sorted(passes))}" if passes else _make(run),
             )
         return wanted
     for name in _PASSES:
-        if name in held:
+        if name in passes:
             return name
     raise UsageError(
         f"{run.path} holds no operators"
-        + (f", only those of the {', '.join(sorted(held))} pass" if held else ""),
+        + (f", only those of the {', '.join(sorted(passes))} pass" if passes else ""),
         hint=command_line("replay", run.path, o="RUN2", pass_="escalated")
-        if "escalated" in held
+        if "escalated" in passes
         else _make(run),
     )
 
@@ -630,17 +630,17 @@ def replay(
     weights = None
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
-    theirs = source.manifest
+    recorded = source.manifest
     on_progress: Progress = progress or silent
-    seed = recorded_seed(theirs)
-    said = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
-    on_progress("taken", 0, None, taken_from(source.path, said))
+    seed = recorded_seed(recorded)
+    phrases = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
+    on_progress("taken", 0, None, taken_from(source.path, phrases))
     with deterministic_settings(
-        device.partition(":")[0], seed=seed, enabled=theirs.settings.deterministic
+        device.partition(":")[0], seed=seed, enabled=recorded.settings.deterministic
     ) as determinism:
         # the source's model and tokens; this machine's environment and switches
         settings = msgspec.structs.replace(
-            theirs.settings,
+            recorded.settings,
             device=device,
             device_map=None,
             switches=determinism.switches,
@@ -650,19 +650,19 @@ def replay(
         )
         label = label or ("float64 truth" if truth else None)
         manifest = Manifest(
-            **provenance(device, command=command, like=theirs, label=label),
-            model=theirs.model,
-            tokens=theirs.tokens,
+            **provenance(device, command=command, like=recorded, label=label),
+            model=recorded.model,
+            tokens=recorded.tokens,
             settings=settings,
             arithmetic=[] if truth else probed(device, silent),
             plan=Plan(
                 passes=["replayed"],
-                sites=list(sites) or theirs.plan.sites,
-                steps=theirs.plan.steps,
-                positions=theirs.plan.positions,
-                anchored_to=theirs.id,
+                sites=list(sites) or recorded.plan.sites,
+                steps=recorded.plan.steps,
+                positions=recorded.plan.positions,
+                anchored_to=recorded.id,
                 replayed_pass=pass_,
-                modules=theirs.plan.modules,
+                modules=recorded.plan.modules,
             ),
         )
         with RunWriter(place, manifest, force=force) as writer:

@@ -175,8 +175,8 @@ def _collect(
     if not inspect.isfunction(function) or function.__closure__:
         raise _not_alone(operator, getattr(function, "__name__", repr(function)))
     for name in sorted(_names(function.__code__)):
-        known = name in imports or name in parts or name == function.__name__
-        if not known and name in function.__globals__:  # else an attribute's name, or a builtin
+        defined = name in imports or name in parts or name == function.__name__
+        if not defined and name in function.__globals__:  # else an attribute's name, or a builtin
             value = function.__globals__[name]
             own: str = getattr(value, "__module__", None) or ""
             if inspect.isfunction(value) and (own == function.__module__ or own.startswith(_OWN)):
@@ -293,21 +293,21 @@ def farthest_values(
 
 
 def what_differs(
-    ours: RecordedCall, values: Sequence[torch.Tensor], other: Run, theirs: RecordedCall
+    call_a: RecordedCall, values: Sequence[torch.Tensor], other: Run, call_b: RecordedCall
 ) -> str | None:
-    """Of the call ``ours``, whose operands have ``values``, and the call ``theirs`` of ``other``;
+    """Of the call ``call_a``, whose operands have ``values``, and the call ``call_b`` of ``other``;
     None where they were given the same."""
-    mine, call = ours.call, theirs.call
-    if mine.operator != call.operator or len(mine.operands) != len(call.operands):
+    node, call = call_a.call, call_b.call
+    if node.operator != call.operator or len(node.operands) != len(call.operands):
         return f"it is {call.operator} with {len(call.operands)} tensors there"
-    scalars = other_scalars(mine, call)
+    scalars = other_scalars(node, call)
     if scalars:
         item = scalars[0]
         return (
             f"{item.argument}={scalar_words(item.candidate)} there, "
             f"{scalar_words(item.reference)} here"
         )
-    named = zip(operand_names(mine), mine.operands, call.operands, values, strict=True)
+    named = zip(operand_names(node), node.operands, call.operands, values, strict=True)
     for name, x, y, own in named:
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             return f"{name} is {y.dtype} {y.shape} there, {x.dtype} {x.shape} here"
@@ -316,7 +316,7 @@ def what_differs(
                 return f"{name} is another weight there ({y.weight}, here {x.weight})"
             continue
         try:
-            value = operand_value(other, theirs.first, y, None)
+            value = operand_value(other, call_b.first, y, None)
         except Refusal:
             return f"what {name} was is not recorded there"
         if digest_tensor(value) != digest_tensor(own):
@@ -1110,12 +1110,12 @@ def _truth(
         records = {
             port: _find(true_run, "replayed", record) for port, record in call_alone.results.items()
         }
-        held = {
+        tensors = {
             port: true_run.read(record) for port, record in records.items() if record is not None
         }
-        if held:
+        if tensors:
             return (
-                held,
+                tensors,
                 "computed by divergence "
                 f"{code_span(true_run.manifest.tool_version)}, in a run of its own",
             )
@@ -1189,14 +1189,14 @@ def _other_side(
         return _side(other, results, true, expected)
     # of other inputs or scalars its result would be no fault of its operator
     first = call.first
-    theirs = [
+    calls_of_other = [
         c
         for c in recorded_calls(other, pass_)
         if c.path == call.path and (c.first.sample, c.first.step) == (first.sample, first.step)
     ]
     differs: str | None = "its call was not recorded there"
-    if theirs:
-        differs = what_differs(call, operands, other, theirs[0])
+    if calls_of_other:
+        differs = what_differs(call, operands, other, calls_of_other[0])
     if differs is not None:
         raise UsageError(
             f"inputs differ at {call.path}: this reproducer would blame the operator for what it "

@@ -2,112 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from divergence.domain import added, placed
+from divergence.domain import additions, placed
 from divergence.errors import UsageError
 from divergence.options.option import Option, Options, but, fields_of, option
 from divergence.run.site import did_you_mean
-
-# The options of a training step: ``capture --train``.
-
-TRAINING = "Training"
-"""The panel of ``capture --help``."""
-_step = functools.partial(option, panel=TRAINING, recorded="training")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(Options):
-    """None means "as recorded" with ``--like``, and the default without."""
-
-    train: bool | None = _step(
-        "--train",
-        "Forward and backward on the prompts, each token's label being the next one: the loss, "
-        "the gradients of blocks and parameters. Nothing is generated.",
-    )
-    autocast: str | None = _step(
-        "--autocast DTYPE", "The forward under torch.autocast in bfloat16 or float16."
-    )
-    gradient_checkpointing: bool | None = _step(
-        "--gradient-checkpointing",
-        "Run each block's forward again in the backward, in place of keeping activations.",
-    )
-    dropout: bool | None = _step(
-        "--dropout",
-        "Keep the model's dropout, which draws from this machine's generator. Default: off.",
-    )
-    optimizer: str | None = _step(
-        "--optimizer-step NAME",
-        "One step of adamw or sgd behind the backward: moments and updates are recorded.",
-    )
-    learning_rate: float | None = _step("--learning-rate RATE", "Of the optimizer. Default: 1e-3.")
-    weight_decay: float | None = _step(
-        "--weight-decay SHARE",
-        "Of the optimizer, on matrices alone. Default: 0.01 of adamw, 0 of sgd.",
-    )
-    clip_grad_norm: float | None = _step(
-        "--clip-grad-norm NORM",
-        "Scale the gradients down to this norm before the optimizer's step.",
-    )
-    loss_scale: float | None = _step(
-        "--loss-scale FACTOR",
-        "Multiply the loss before the backward, and divide the gradients behind it, as mixed "
-        "precision in float16 does.",
-    )
-    reduce_dtype: str | None = _step(
-        "--reduce-dtype DTYPE",
-        "Add up the prompts' gradients as so many ranks would, sending float32, bfloat16 or "
-        "float16.",
-    )
-    reduce_order: str | None = _step(
-        "--reduce-order ORDER", "With --reduce-dtype: ring or tree. Default: ring."
-    )
-    accumulate_dtype: str | None = _step(
-        "--accumulate-dtype DTYPE",
-        "Add up the prompts' gradients in float32, bfloat16 or float16. Default: the "
-        "parameters' dtype.",
-    )
-    main_weights: bool | None = _step(
-        "--main-weights",
-        "The optimizer steps float32 copies of weights in 16 bits. Default: off, as in torch; "
-        "on with --dry-run.",
-        also=Option("--no-main-weights", "The optimizer steps the weights themselves.", TRAINING),
-    )
-    moments_dtype: str | None = _step(
-        "--moments-dtype DTYPE",
-        "In which the optimizer keeps its moments. Default: that of the weights it steps.",
-    )
-    buffer_dtype: str | None = _step(
-        "--buffer-dtype DTYPE",
-        "Cast the model's floating-point buffers (rotary frequencies), as FSDP's buffer_dtype "
-        "does.",
-    )
-    precision_policy: str | None = _step(
-        "--precision-policy POLICY",
-        "Take these dtypes from a DeepSpeed configuration, Megatron-LM's arguments or log "
-        "(files), or FSDP's policy as text: MixedPrecisionPolicy(param_dtype=bfloat16, ...).",
-    )
-    zero: int | None = option(
-        "--zero STAGE",
-        "With --mesh: what ranks divide, as the stages of ZeRO do. dp: 0 nothing, 1 the "
-        "optimizer's state; fsdp: 2 gradients too, 3 parameters too. Default: 3 of a mesh with "
-        "fsdp, else 0.",
-        TRAINING,
-        minimum=0,
-    )
-    labels: Path | str | Sequence[object] | None = option(
-        "--labels FILE",
-        "What the tokens are to be predicted as, where not as themselves: JSON lines, for each "
-        "prompt a list of token ids, -100 for a token without a label, or "
-        '{"completion_from": N}: tokens from N on.',
-        TRAINING,
-    )
-
 
 # The options of every command but ``capture``, and those that several commands have.
 
@@ -324,13 +228,6 @@ class MainOptions(Options):
         recorded="settings.seed",
         suite="too",
     )
-    plants: Sequence[Any] = option(
-        "--plant SITE=FAULT",
-        "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
-        "that prompt's step alone. Of a suite on ranks: CASE=FAULT@RANK.",
-        REPEATING,
-        default=(),
-    )
     sites: Sequence[str] = option(
         "--sites SITES",
         "blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX, or ops@MODULE "
@@ -358,9 +255,6 @@ class MainOptions(Options):
         RECORDED,
         choices=("auto", "full", "floor", "no"),
         setting=True,
-    )
-    probe: bool = option(
-        "--no-probe", "Leave out the probe of this machine's arithmetic.", suite="too", default=True
     )
 
 
@@ -396,13 +290,6 @@ class LoadOptions(Options):
         default=(),
     )
     trust_remote_code: bool = but(TRUST, panel=MODEL)
-    impl: Sequence[str] | Mapping[str, Callable[..., object]] = option(
-        "--impl [OP=]NAME",
-        "Of a suite: which implementation runs, NAME or OP=MODULE:FUNCTION; repeatable.",
-        MODEL,
-        suite="alone",
-        default=(),
-    )
     mesh: str | None = option(
         "--mesh AXES",
         "Under torchrun, how its processes divide the work: tp, fsdp, dp, pp, or several with "
@@ -436,7 +323,7 @@ class BatchOptions(Options):
         "--batches LIST",
         "Which prompts run together, and in which places: '0,1 2,3' or '1,0 3,2'.",
         FORMS,
-        late=True,
+        late=1,
     )
     pad_left: int = option(
         "--pad-left N",
@@ -444,7 +331,7 @@ class BatchOptions(Options):
         FORMS,
         minimum=0,
         default=0,
-        late=True,
+        late=1,
     )
     pad_right: int = option(
         "--pad-right N",
@@ -453,7 +340,7 @@ class BatchOptions(Options):
         FORMS,
         minimum=0,
         default=0,
-        late=True,
+        late=1,
     )
     use_cache: bool | None = option(
         "--no-cache",
@@ -461,7 +348,7 @@ class BatchOptions(Options):
         "own token is recorded.",
         FORMS,
         recorded="settings.use_cache",
-        late=True,
+        late=1,
     )
     prefill_chunk: int | None = option(
         "--prefill-chunk N",
@@ -469,7 +356,7 @@ class BatchOptions(Options):
         FORMS,
         minimum=1,
         recorded="settings.prefill_chunk",
-        late=True,
+        late=1,
     )
 
 
@@ -502,6 +389,13 @@ class RecordOptions(Options):
         needs_like=True,
         default=False,
     )
+    plants: Sequence[object] = option(
+        "--plant SITE=FAULT",
+        "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
+        "that prompt's step alone. Of a suite on ranks: CASE=FAULT@RANK.",
+        REPEATING,
+        default=(),
+    )
     substitutes: Sequence[str] | Mapping[str, object] | None = option(
         "--substitute SITE=RUN",
         "Put RUN's recorded result in the place of this operator's; repeatable.",
@@ -519,7 +413,7 @@ class RecordOptions(Options):
         "Record what the model returns alone, with no hook in it: to see that hooks change no bit.",
         FORMS,
         recorded="settings.hooks",
-        late=True,
+        late=1,
     )
     repeat: int = option(
         "--repeat K",
@@ -565,6 +459,29 @@ class MachineOptions(Options):
         recorded="settings.deterministic",
         suite="too",
     )
+    buffer: str | int = option(
+        "--buffer SIZE",
+        "Host memory that the capture may take beside the model: 64MiB, 2GiB. Default: 512MiB.",
+        OUTPUT,
+        default="512MiB",
+    )
+    label: str | None = LABEL
+    probe: bool = option(
+        "--no-probe", "Leave out the probe of this machine's arithmetic.", suite="too", default=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseOptions(Options):
+    """What ``capture`` is told of a suite of cases, and of no model."""
+
+    impl: Sequence[str] | Mapping[str, Callable[..., object]] = option(
+        "--impl [OP=]NAME",
+        "Of a suite: which implementation runs, NAME or OP=MODULE:FUNCTION; repeatable.",
+        MODEL,
+        suite="alone",
+        default=(),
+    )
     ranks: int | None = option(
         "--ranks N",
         "Of a suite on ranks: start N processes on this machine, in place of torchrun.",
@@ -579,16 +496,13 @@ class MachineOptions(Options):
         MODEL,
         suite="alone",
     )
-    buffer: str | int = option(
-        "--buffer SIZE",
-        "Host memory that the capture may take beside the model: 64MiB, 2GiB. Default: 512MiB.",
-        OUTPUT,
-        default="512MiB",
-    )
-    label: str | None = LABEL
 
 
-_ADDED: dict[str, type[Options]] = {name: placed(place) for name, place in added("options").items()}
+_ADDED: dict[str, type[Options]] = {
+    name: placed(place)
+    for more in additions("capture").values()
+    for name, place in more.groups.items()
+}
 """What domains add to ``capture``: their groups."""
 _Kind = TypeVar("_Kind", bound=type[Options])
 
@@ -603,7 +517,7 @@ def _with_added(kind: _Kind) -> _Kind:
 @_with_added
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions(
-    TrainOptions,
+    CaseOptions,
     MachineOptions,
     RecordOptions,
     BatchOptions,
@@ -619,7 +533,7 @@ GROUPS: Mapping[str, type[Options]] = {
     "batching": BatchOptions,
     "recording": RecordOptions,
     "machine": MachineOptions,
-    "training": TrainOptions,
+    "cases": CaseOptions,
     **_ADDED,
 }
 """The parameters of ``capture`` that take several options each."""

@@ -61,8 +61,8 @@ class Option(msgspec.Struct, frozen=True):
     """A list that is written as one text, its parts divided by commas."""
     after: str | None = None
     """The parameter that it follows in help, where that is not the one before it."""
-    late: bool = False
-    """Help shows its panel behind those that everyone looks for."""
+    late: int = 0
+    """How far behind those that everyone looks for help shows its panel."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import msgspec
 import torch
 
-from divergence.domain import added, placed, sources
+from divergence.domain import hook_places, placed, sources
 from divergence.errors import ModelError, RenamedWarning, UsageError
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.numerics.summaries import sketch_tensor
@@ -33,10 +33,10 @@ from divergence.options.commands import (
     GROUPS,
     BatchOptions,
     CaptureOptions,
+    CaseOptions,
     LoadOptions,
     MachineOptions,
     RecordOptions,
-    TrainOptions,
     TruthOptions,
     renamed,
     ungrouped,
@@ -151,8 +151,6 @@ def capture(
     store: str | None = None,
     truth: str | None = None,
     seed: int | None = None,
-    plants: Sequence[str | Plant] = (),
-    probe: bool = True,
     force: bool = False,
     progress: Progress | None = None,
     prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
@@ -160,7 +158,7 @@ def capture(
     batching: BatchOptions | None = None,
     recording: RecordOptions | None = None,
     machine: MachineOptions | None = None,
-    training: TrainOptions | None = None,
+    cases: CaseOptions | None = None,
     **old: object,
 ) -> Run:
     """Run ``model`` here and record it in the directory ``out``; returns the opened run.
@@ -175,8 +173,7 @@ def capture(
     ``device`` may be torch's own. ``store``: ``full`` keeps every byte, ``sketch`` projections of
     which differences are estimated, ``stats`` statistics, ``hash`` digests alone. ``truth``: the
     run's own truth, one more pass in float64: ``auto`` (the default where nothing is repeated),
-    ``full``, ``floor`` or ``no``. ``engine``: what runs the model (docs/engines.md). ``probe``:
-    note what this machine's arithmetic does, before the first pass.
+    ``full``, ``floor`` or ``no``. ``engine``: what runs the model (docs/engines.md).
 
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
@@ -187,9 +184,10 @@ def capture(
 
     The other options of ``divergence capture --help`` are fields of groups, by the same names:
     ``loading`` the model; ``batching`` and padding the prompts; ``recording``, what else is kept
-    and in which passes; ``machine``, its name, switches and memory; ``training``, one step of it in
-    place of decoding (docs/training.md). Domains add groups of their own. Earlier versions took
-    them beside the others, as ``batch=True``: that still works, with a RenamedWarning.
+    and in which passes; ``machine``, its name, switches and memory; ``cases``, of a suite.
+    Domains add groups of their own: ``training``, one step of it in place of decoding
+    (docs/training.md). Earlier versions took them beside the others, as ``batch=True``: that still
+    works, with a RenamedWarning.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError, and TypeError for a name that there is none of.
@@ -200,7 +198,7 @@ def capture(
         "batching": batching,
         "recording": recording,
         "machine": machine,
-        "training": training,
+        "cases": cases,
         **{name: old.pop(name) for name in GROUPS if name in old},
     }
     command = old.pop("command", None)
@@ -226,8 +224,6 @@ def capture(
         store=store,
         truth=truth,
         seed=seed,
-        plants=plants,
-        probe=probe,
         **{**ungrouped(groups), **old},
     )
 
@@ -463,8 +459,8 @@ def _execute(
                 cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
             )
             session.loaded = dataclasses.replace(loaded, module=module, forwards=forwards)
-            if request.train:
-                session = placed(f"{added('steps')['train']}.step:session_of")(session, request)
+            for step in hook_places("step").values() if request.stepping else ():
+                session = placed(step)(session, request)
             capturing = Capture(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
@@ -883,7 +879,9 @@ class Capture:
             begun = time.monotonic()
             seconds = None if full else max(LEAST_SECONDS, SHARE * (begun - self._begun))
             lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
-            sums = None if request.train else FloorSink(own, self.notes, writer if keeps else None)
+            sums = (
+                None if request.stepping else FloorSink(own, self.notes, writer if keeps else None)
+            )
             allowances: list[Allowance] = []
             stopped_by = None
             where = elsewhere or self.device

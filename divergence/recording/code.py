@@ -478,8 +478,9 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
             text if len(paths) == len(modules) else f"{text} in {listed(paths)}"
             for text, paths in places.items()
         ],
-        wrapped=[_of_all(text, count, len(modules)) for text, count in wrapped.items()],
-        compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
+        wrapped=[_share_text(text, count, len(modules)) for text, count in wrapped.items()],
+        compiled="; ".join(_share_text(text, n, len(modules)) for text, n in compiled.items())
+        or None,
         places=sorted({starred(path) for path in modules}),
         attributes=attributes_of(modules),
         changed_after={},
@@ -487,7 +488,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
     )
 
 
-def _of_all(text: str, count: int, total: int) -> str:
+def _share_text(text: str, count: int, total: int) -> str:
     return text if count == total else f"{text} ({count} of {total})"
 
 

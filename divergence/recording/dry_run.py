@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.domain import added, placed
+from divergence.domain import hook_places, placed
 from divergence.errors import UsageError
 from divergence.options.commands import CaptureOptions
 from divergence.recording.api import Capture
@@ -49,7 +49,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     """Sum over all sites."""
     notes: list[str] = []
     parts: dict[str, Any] = {}
-    """What domains add, by ``Domain.plans``: None where one has nothing to say."""
+    """What domains add, by their names: None where one has nothing to say."""
 
 
 def plan_capture(
@@ -78,10 +78,10 @@ def plan_capture(
             passes=["free" if like is None else "replayed"],
             total_bytes=sum(row.bytes for row in planned_cases),
             notes=["shapes and sizes are of the inputs; equal ones are stored once"],
-            parts=dict.fromkeys(added("plans")),
+            parts=dict.fromkeys(hook_places("plan")),
         )
     request = resolve_request(model, like=like, options=chosen)
-    refuse_options(None, replace(chosen, link_rate=None) if request.train else chosen)
+    refuse_options(None, replace(chosen, link_rate=None) if request.stepping else chosen)
     session: Any = TorchSession(empty_model(request.loading))
     planned_request = replace(request, plants=[])  # what a fault changes is no shape
     capture = Capture(planned_request, session, "meta", Determinism(), silent)
@@ -139,7 +139,7 @@ def plan_capture(
             texts.append(
                 "the truth is not counted: 8 bytes a number of each output that it reaches"
             )
-        if not request.train:
+        if not request.stepping:
             passes.append("floor")
             texts.append(
                 "the floor is not counted: 12 bytes a token of each block and of what stands "
@@ -147,9 +147,10 @@ def plan_capture(
             )
     parts: dict[str, Any] = {}
     shapes = [(len(group), lengths[group[0]]) for group in groups]
-    for field, package in added("plans").items():
-        make = placed(f"{package}.plan:plan")
-        parts[field] = make(loaded, request, planned.get(field), shapes, forward_bytes=total)
+    for field, place in hook_places("plan").items():
+        parts[field] = placed(place)(
+            loaded, request, planned.get(field), shapes, forward_bytes=total
+        )
         if parts[field] is not None:
             total = parts[field].dump_bytes
     return DryRun(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from divergence.domain import domains, placed
+from divergence.domain import hook_places, placed
 from divergence.recording.dispatch import (
     OperatorRecorder,
     argument_names,
@@ -280,7 +280,7 @@ class Recorder(Hook):
             stack.callback(self._recent.items.clear)
             for hooks in self._mounted():
                 stack.enter_context(hooks)
-            for place in (place for domain in domains() for place in domain.watches):
+            for place in hook_places("watch").values():
                 stack.enter_context(placed(place)(self._model, self._codes, self._quiet))
             # after these: what an anchor puts in place is no operator, what a plant does is one
             if self.operators is not None:

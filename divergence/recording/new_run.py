@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from divergence._version import __version__
-from divergence.domain import domains, placed
+from divergence.domain import hook_places, placed
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.recording.engines.identity import without_home
 from divergence.recording.machine import collect_environment
@@ -110,8 +110,7 @@ def unlike(
 def probed(device: str, on_progress: Progress) -> list[ArithmeticFact]:
     """What quick probes find of the device's arithmetic."""
     on_progress("probe", 0, None, "")
-    places = [domain.arithmetic for domain in domains() if domain.arithmetic is not None]
-    return [item for place in places for item in placed(place)(device)]
+    return [item for place in hook_places("arithmetic").values() for item in placed(place)(device)]
 
 
 def check_output(

@@ -58,7 +58,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
-from divergence.run.site import module_of, of_parameter
+from divergence.run.site import is_of_parameter, module_of
 from divergence.run.writer import RunWriter
 
 OWN_KEPT_BYTES = 256 << 20
@@ -312,7 +312,7 @@ class RecordedInputs:
         """``own`` (B, ...) with the recorded rows in it; of the last tokens alone (B, n, ...) where
         no more were recorded. None where nothing was (an input beside the stream, say), or it does
         not fit: the own value stays."""
-        if self._alike or of_parameter(site):  # a parameter: of all prompts, behind the first
+        if self._alike or is_of_parameter(site):  # a parameter: of all prompts, behind the first
             return self._read(sample, step, site)
         group = self._groups[sample]
         recorded = [self._rows(number, step, site) for number in group]
@@ -549,13 +549,13 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
         return f"the weights are spread over devices; {plan} on a CPU"
     if isinstance(out, Url):
         return f"it reads the recorded inputs, which lie far away; {plan}"
-    if request.train and not keeps_tensors(request):
+    if request.stepping and not keeps_tensors(request):
         return "of a training step there is no floor; --store full keeps its truth"
     model, elsewhere = session.loaded.module, other_device(device) is not None
-    if elsewhere and (request.train or session.loaded.codes is not None):
-        what = "gradients must lie" if request.train else "codes are dequantised"
+    if elsewhere and (request.stepping or session.loaded.codes is not None):
+        what = "gradients must lie" if request.stepping else "codes are dequantised"
         return f"{device} has no float64, and there {what}; {plan} on a CPU"
-    if request.train and mode_of(request) != "full":  # gradients are as wide as their parameters
+    if request.stepping and mode_of(request) != "full":  # gradients are as wide as their parameters
         needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
         if needed > free_bytes(session.loaded.device) // 2 > 0:
             return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 
-from divergence.domain import domains, placed
+from divergence.domain import additions, hook_places, placed
 from divergence.errors import PromptError, UsageError
 from divergence.options.commands import CaptureOptions
 from divergence.options.option import Options, fields_of, kinds_of
@@ -144,11 +144,11 @@ def collect_prompts(
     prompts: Sequence[str | Prompt],
     prompts_file: str | Path | None,
     *,
-    train: bool = False,
+    labelled: bool = False,
     media: bool = False,
 ) -> list[Prompt]:
     """Prompts from the command line and a file, in that order; the default if there are none.
-    Raises PromptError; also for prompts with labels where nothing is to ``train``, and with
+    Raises PromptError; also for prompts with labels, where none may be ``labelled``, and with
     pictures or sound where nothing reads ``media``."""
     collected = []
     for number, text in enumerate(prompts, 1):
@@ -170,7 +170,7 @@ def collect_prompts(
     if prompts_file is not None:
         collected += _read_prompts(prompts_file)
     for number, prompt in enumerate(collected):
-        if prompt.labelled and not train:
+        if prompt.labelled and not labelled:
             raise PromptError(f"prompt {number} has labels", hint="labels are for --train")
         if prompt.media and not media:
             raise PromptError(
@@ -387,15 +387,12 @@ _OTHERS = {"force": bool, "command": str | None}
 
 
 def plan_options(given: dict[str, Any]) -> dict[str, Options]:
-    """Those that domains add for their plans, taken out of ``given``: by the plan's name."""
+    """Those that domains add for their plans, taken out of ``given``: by the domain's name."""
     chosen: dict[str, Options] = {}
-    for domain in domains():
-        place = domain.adds["capture"].options if "capture" in domain.adds else None
-        if place is None:
-            continue
-        kind = placed(place)
-        for plan in domain.plans:
-            chosen[plan] = kind(
+    for name, more in additions("capture").items():
+        if more.options is not None and name in hook_places("plan"):
+            kind = placed(more.options)
+            chosen[name] = kind(
                 **{
                     field.name: _plain(field.name, given.pop(field.name), field.type)
                     for field in fields_of(kind)

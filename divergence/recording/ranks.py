@@ -24,7 +24,7 @@ from divergence.recording.selection import SiteSelection, step_selected
 from divergence.recording.structure import inside, output_paths
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Manifest, ModuleNote, SampleTokens, StoreMode
-from divergence.run.site import ROOT, escape_path, module_of, of_parameter, split_site
+from divergence.run.site import ROOT, escape_path, is_of_parameter, module_of, split_site
 
 # The shapes of a forward, from the structure alone: what a dry run counts, and what a rank's parts
 # are held against.
@@ -109,7 +109,7 @@ def count_shapes(
     try:
         with torch.no_grad():
             steps = (0, 1) if decode else (0,)
-            forwards = [_inputs(loaded, batch, tokens, step, bool(request.train)) for step in steps]
+            forwards = [_inputs(loaded, batch, tokens, step, request.stepping) for step in steps]
             with recorder.installed():
                 for inputs in forwards:
                     loaded.module(**inputs)
@@ -291,13 +291,6 @@ def check_request(request: Request, selection: SiteSelection, axes: Collection[s
             "holds of a tensor is settled there",
             hint=f"--steps 0,{request.steps}",
         )
-    if request.train and not {"dp", "fsdp"} >= set(axes):
-        raise UsageError(
-            f"--train with --mesh {','.join(axes)}: a step is recorded among dp or fsdp ranks",
-            hint="--mesh dp, or --mesh fsdp",
-        )
-    if request.train and len(axes) > 1:
-        raise UsageError("--train with --mesh of two axes", hint="--mesh dp, or --mesh fsdp")
     operators = "operators are seen whole in one process"
     asked = (
         ("--escalate", request.escalate, "the float32 pass is made by one process"),
@@ -376,7 +369,7 @@ class Division:
 
     def answers(self, sample: int, site: str) -> bool:
         """Is this tensor this rank's to record?"""
-        if of_parameter(site):
+        if is_of_parameter(site):
             return True
         if self.ranks.idle or not self.ranks.owns(sample):
             return False
@@ -402,7 +395,7 @@ class Division:
         words: list[str] = []
         for axis in self.ranks.mesh.axes:
             word: str | None
-            if of_parameter(site):  # of all prompts, reduced among the ranks
+            if is_of_parameter(site):  # of all prompts, reduced among the ranks
                 word = (item.placement or {}).get(axis.name, "replicate")
             elif axis.name != "tp":
                 word = "single" if axis.name == "pp" or self.ranks.dealt else "replicate"

@@ -15,11 +15,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from divergence.domain import added, placed, sources
+from divergence.domain import hook_places, placed, sources
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.options.commands import CaptureOptions, TrainOptions
-from divergence.options.option import fields_of, given_fields
+from divergence.options.commands import CaptureOptions
+from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options, recorded_options
 from divergence.recording.engines.load import Loading
 from divergence.recording.plant import Plant, Substitute, parse_plant, parse_substitutes
@@ -52,6 +52,8 @@ class Request(CaptureOptions):
     like: Run | None = None
     named: bool = True
     engine_named: bool = True
+    stepping: bool = False
+    """Is more made of each group of prompts than its forwards (a ``GroupStep``)?"""
     overrides: list[Override] = dataclasses.field(default_factory=list)
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     attn_implementation: str
@@ -119,16 +121,12 @@ def resolve_request(
     if options.repeat < 1:
         raise UsageError(f"--repeat {options.repeat}: at least one run is needed")
     _check_seed(options.seed)
-    if options.train or (like is not None and like.manifest.training.train):
-        step = added("steps").get("train")
-        if step is None:
-            raise UsageError("--train: nothing that is installed makes a training step")
-        options = placed(f"{step}.options:settled")(options, like)
-    else:
-        training = {field.name for field in fields_of(TrainOptions)}
-        for field in given_fields(options):
-            if field.name in training:
-                raise UsageError(f"{field.option.names[0]} needs --train")
+    stepping = False
+    for place in hook_places("step_options").values():
+        if (settled := placed(place)(options, like)) is not None:
+            options, stepping = settled, True
+    if like is not None and like.manifest.training.train and not stepping:
+        raise UsageError(f"{like.path} is a training step, and nothing installed makes one")
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
@@ -158,8 +156,10 @@ def resolve_request(
             hint="--mesh with torchrun, or --device-map in one process",
         )
     decided: dict[str, Any] = {
+        "stepping": stepping,
         "plants": [
-            plant if isinstance(plant, Plant) else parse_plant(plant) for plant in options.plants
+            plant if isinstance(plant, Plant) else parse_plant(str(plant))
+            for plant in options.plants
         ],
         "substitutes": parse_substitutes(options.substitutes or {}),
         "buffer_bytes": buffer_bytes(options.buffer),
@@ -168,7 +168,7 @@ def resolve_request(
     if like is not None:
         decided |= _like(like, name, options)
     else:
-        decided |= _fresh(name, options)
+        decided |= _fresh(name, options, stepping=stepping)
     request = Request(**{**vars(options), **decided})
     if request.hooks:
         return request
@@ -176,7 +176,7 @@ def resolve_request(
     return replace(request, sites=[join_site(ROOT, "out")], anchor=False)
 
 
-def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
+def _fresh(model: str | None, options: CaptureOptions, *, stepping: bool) -> dict[str, Any]:
     """What is decided where no run is repeated."""
     if model is None:
         raise UsageError(
@@ -192,7 +192,7 @@ def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
         "engine_options": given_options(options.engine_options),
         "attn_implementation": options.attn_implementation or "eager",
         "prompts": collect_prompts(
-            options.prompts, options.prompts_file, train=bool(options.train), media=True
+            options.prompts, options.prompts_file, labelled=stepping, media=True
         ),
         "batch": bool(options.batch),
         "use_cache": options.use_cache is not False,

@@ -148,8 +148,8 @@ def bundle_files(
     if descent is not None:
         files["localize.json"] = strict_json(descent)
     for name, manifest in (manifests or {}).items():
-        told = redaction.all(msgspec.to_builtins(manifest))
-        files[f"manifest-{name}.json"] = strict_json(told, indent=1)
+        redacted = redaction.all(msgspec.to_builtins(manifest))
+        files[f"manifest-{name}.json"] = strict_json(redacted, indent=1)
     encoded = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
     for name, data in (reproducer or {}).items():
         if _NAME.fullmatch(name) is None:
@@ -194,8 +194,8 @@ def _readme(report: Report, machines: Mapping[str, Environment], files: Mapping[
         "",
     ]
     if "reproducer/repro.py" in files:
-        told = files.get("reproducer/report.md", b"").decode("utf-8", "replace")
-        title = told.partition("\n")[0].removeprefix("# ").replace("`", "")
+        report_text = files.get("reproducer/report.md", b"").decode("utf-8", "replace")
+        title = report_text.partition("\n")[0].removeprefix("# ").replace("`", "")
         lines += [
             "## Run it alone",
             "",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.document import Column, Document, Headline, Section, Table, named
-from divergence.domain import added, placed
+from divergence.domain import hook_places, placed
 from divergence.layout import count, shape_text, size
 from divergence.report.environment import changes, fallbacks, repeats, switch_sentences
 from divergence.report.inspection import (
@@ -136,9 +136,9 @@ def plan_document(plan: dict[str, Any]) -> Document:
     )
     parts = [
         section
-        for field, package in added("plans").items()
+        for field, place in hook_places("plan_sections").items()
         if plan.get(field)
-        for section in placed(f"{package}.sections:sections")(plan[field])
+        for section in placed(place)(plan[field])
     ]
     return Document(
         headline=Headline("DRY RUN", text, "bold", notes), sections=[*parts, Section(body=[table])]

@@ -42,23 +42,23 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
     a rule."""
     page = checked_page(result)
     word, _, text = page.headline.partition(": ")
-    told = [("not seen", text, "") for text in unseen(result.report) if brief and result.passed]
+    entries = [("not seen", text, "") for text in unseen(result.report) if brief and result.passed]
     for case in page.bad:
         if case.rule.startswith("known["):
             continue  # each stands below
         most = None if verbose else _MOST_OF_RULE
-        told += [(item.rule, item.text, "") for item in case.failures[:most]]
+        entries += [(item.rule, item.text, "") for item in case.failures[:most]]
         if more := len(case.failures[most:]) if most else 0:
-            told.append(("…", f"{more:,} more of {case.rule} (-v lists them)", "dim"))
+            entries.append(("…", f"{more:,} more of {case.rule} (-v lists them)", "dim"))
     if result.excused:
         what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
-        told.append(("excused", what, "yellow"))
+        entries.append(("excused", what, "yellow"))
     # of each known difference of the policy what it excused, or why it did not
-    told += [("known", str(use), "yellow") for use in result.known]
+    entries += [("known", str(use), "yellow") for use in result.known]
     if result.num_ties and not brief:
         flipped = count(result.num_ties, "flipped token")
-        told.append(("ties", f"{flipped} counted as equal: within the policy's tie", ""))
-    told += [("note", note, "yellow") for note in result.notes if not brief]
+        entries.append(("ties", f"{flipped} counted as equal: within the policy's tie", ""))
+    entries += [("note", note, "yellow") for note in result.notes if not brief]
     return Document(
         headline=Headline(
             word,
@@ -66,7 +66,7 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
             "bold green" if result.passed else "bold red",
             [
                 Sentence(text, f"{label}:", style=style, indent=2, hang=4)
-                for label, text, style in told
+                for label, text, style in entries
             ],
         )
     )

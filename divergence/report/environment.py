@@ -145,17 +145,17 @@ def switch_sentences(
         return []
     asked = [item for item in switches if item.asked != "-"]
     tally = Counter(item.status for item in asked)
-    told = ", ".join(
+    text = ", ".join(
         f"{tally[name]} {name}"
         for name in ("accepted", "set", "refused", "absent")
         if name != "set" or tally[name]
     )
     if not asked:
-        told = f"{len(switches)} left as found"
+        text = f"{len(switches)} left as found"
     hint = "" if verbose else f" ({more} lists them)"
     note = {item.name: f"; {item.note}" if item.note else "" for item in switches}
     return [
-        Sentence(told + hint, "switches", indent=2, hang=14),
+        Sentence(text + hint, "switches", indent=2, hang=14),
         *(
             Sentence(
                 f"{item.name}: asked {item.asked}, found {item.found}{note[item.name]}",
@@ -230,7 +230,7 @@ def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = Fals
     if not facts:
         return []
     unverified = sum(not fact.verified for fact in facts)
-    told = count(len(facts), "fact") + (f", {unverified} unverified" if unverified else "")
+    counted = count(len(facts), "fact") + (f", {unverified} unverified" if unverified else "")
     body: list[Block] = []
     groups = grouped(facts, lambda fact: fact.probe)
     for probe in [name for name in dict.fromkeys([*TITLES, *groups]) if name in groups]:
@@ -246,7 +246,7 @@ def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = Fals
         text = shortened("; ".join(parts), 60)
         body.append(Sentence(text, f"{TITLES.get(probe, probe)}:", indent=2, hang=38))
         body += [Table(columns=("", ""), rows=rows, indent=4)] if rows and verbose else []
-    detail = told + ("" if verbose else "; all of them: inspect -v")
+    detail = counted + ("" if verbose else "; all of them: inspect -v")
     return [Section(title="arithmetic", detail=detail, body=body)]
 
 
@@ -269,9 +269,9 @@ _STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "ye
 def selftest_document(result: Selftest, *, verbose: bool = False) -> Document:
     """How many steps did what; the steps, the machine and its switches."""
     tally = Counter(step.status for step in result.steps)
-    told = ", ".join(f"{tally[name]} {name}" for name in _STYLES if tally[name])
-    told = told or "nothing was run"
-    text = f"{told}{'' if result.complete else '; interrupted'}"
+    outcome = ", ".join(f"{tally[name]} {name}" for name in _STYLES if tally[name])
+    outcome = outcome or "nothing was run"
+    text = f"{outcome}{'' if result.complete else '; interrupted'}"
     steps: list[Block] = []
     done: list[Block] = []
     for step in result.steps:

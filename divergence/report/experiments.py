@@ -63,12 +63,12 @@ def agreement(result: SelfcheckResult) -> tuple[str, str]:
     if not result.compared:
         return f"Nothing was compared{rest}.", "bold yellow"
     same, close = (len(result.with_status(name)) for name in ("identical", "within_floor"))
-    told = " and ".join(
+    text = " and ".join(
         [f"{same} bit-identical"] * bool(same) + [f"{close} within the floor"] * bool(close)
     )
     style = "bold yellow" if untold else "bold green"
     of = count(same + close, "way")
-    return f"This machine agrees with itself in {of} of running: {told}{rest}.", style
+    return f"This machine agrees with itself in {of} of running: {text}{rest}.", style
 
 
 def selfcheck_document(result: SelfcheckResult) -> Document:
@@ -81,19 +81,19 @@ def selfcheck_document(result: SelfcheckResult) -> Document:
         f"{result.attention or 'no'} attention; {prompts} of {result.num_prompt_tokens} tokens in "
         f"all, {count(result.max_new_tokens, 'new token')} each"
     )
-    told = [(way.name, way.summary) for way in result.lines if way.summary]
+    summaries = [(way.name, way.summary) for way in result.lines if way.summary]
     ways = Section(
         id="ways",
         heading="Ways of running",
         body=[_ways(result)],
         lead="Each is a run like the base run with one thing changed.",
     )
-    said = Section(
+    verdicts = Section(
         id="verdicts",
         title="verdicts",
         heading="What compare says of each",
         verbose=True,
-        body=[named(*item, indent=2) for item in told],
+        body=[named(*item, indent=2) for item in summaries],
     )
     doubtful = result.diverged + result.with_status("suspected", "undetermined")
     unlike = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
@@ -101,7 +101,7 @@ def selfcheck_document(result: SelfcheckResult) -> Document:
     return Document(
         headline=Headline("", text, style),
         known=[named("base run", ran)],
-        sections=[ways, said],
+        sections=[ways, verdicts],
         next=list(dict.fromkeys(command for way in unlike for command in way.next)),
     )
 
@@ -216,13 +216,13 @@ def _units(result: Sensitivity) -> Table:
 
 def _seen(result: Sensitivity, fault: str) -> str:
     sizes = [size for size in result.of(fault) if size.reason is None]
-    told = result.phrases[fault]
+    phrase = result.phrases[fault]
     where = f"in {result.dtype} "
     if not sizes:
         return f"{where}{fault}: {result.of(fault)[0].reason}"
     unseen = [size for size in sizes if size.size is None]
     if unseen:
-        most = told.format(size=f"up to {share(unseen[0].tried)}")
+        most = phrase.format(size=f"up to {share(unseen[0].tried)}")
         text = f"{where}you would not see {most} in {unseen[0].block}"
         text += f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         text += f" (of that size it is {unseen[0].by})"
@@ -230,7 +230,7 @@ def _seen(result: Sensitivity, fault: str) -> str:
         seen = [(size.size, size.block) for size in sizes if size.size is not None]
         low, best = min(seen, key=lambda pair: pair[0])
         high, worst = max(seen, key=lambda pair: pair[0])
-        text = f"{where}you would see {told.format(size=share(high))} in {_blocks(result)}"
+        text = f"{where}you would see {phrase.format(size=share(high))} in {_blocks(result)}"
         if low < high:
             text += f" (worst: {worst}; best {share(low)} at {best})"
     if result.escalated:
@@ -328,8 +328,8 @@ def _reasons(result: Sensitivity) -> Section:
     for entry in result.sizes:
         for size, why in ((entry.size, entry.by), (entry.escalated_size, entry.escalated_by)):
             if why is not None:
-                told = share(entry.tried if size is None else size)
-                body.append(Sentence(why, f"{entry.fault} {told}:", indent=2, hang=4))
+                text = share(entry.tried if size is None else size)
+                body.append(Sentence(why, f"{entry.fault} {text}:", indent=2, hang=4))
         if entry.reason is not None:
             label = f"{entry.fault} at {entry.block}:"
             body.append(Sentence(entry.reason, label, indent=2, hang=4))

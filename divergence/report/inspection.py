@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.analyses.precision.sections import audit_sections
-from divergence.comparison.analysis import of_machine
+from divergence.comparison.analysis import is_of_machine
 from divergence.comparison.results import AuditResult, called_at
 from divergence.document import (
     Block,
@@ -137,7 +137,7 @@ def _setting(name: str, text: str) -> Sentence:
 
 def following(run: str, manifest: Manifest) -> list[str]:
     """What can be done with a run: the other one is made, and the two are compared."""
-    if of_machine(manifest):
+    if is_of_machine(manifest):
         return [command_line("compare", run, "OTHER", note="of another machine")]
     if manifest.settings.compute_dtype:
         return [command_line("compare", "A", "B", truth=run, note="A: the run that it repeats")]
@@ -184,10 +184,10 @@ def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
     if stopped is not None and not any(truth.num_steps):
         return f"none: {stopped}"
     groups, free = manifest.tokens.groups, "truth_free" in manifest.plan.passes
-    held = [len(group) for group, num in zip(groups, truth.num_steps, strict=False) if num]
+    sizes = [len(group) for group, num in zip(groups, truth.num_steps, strict=False) if num]
     total, most = sum(map(len, groups)), max(truth.num_steps, default=0)
     fewer = any(num < most for num in truth.num_steps if num)
-    prompts = count(total, "prompt") if sum(held) == total else f"{sum(held)} of {total} prompts"
+    prompts = count(total, "prompt") if sum(sizes) == total else f"{sum(sizes)} of {total} prompts"
     steps = "no step" if not most else "step 0" if most == 1 else f"steps 0-{most - 1}"
     allowed = "" if truth.budget_seconds is None else f" of at most {truth.budget_seconds:.1f}"
     return (
@@ -235,8 +235,8 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.engine is not None:
         engine = manifest.engine
         given = [f"{key}={value}" for key, value in engine.options.items() if value is not None]
-        told = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
-        text = ", ".join([engine.name, engine.version, *given]) + (f"; {told}" if told else "")
+        more = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
+        text = ", ".join([engine.name, engine.version, *given]) + (f"; {more}" if more else "")
         facts.append(("  engine", text))
     return facts + [("  code", text) for text in code_texts(manifest)]
 
@@ -280,10 +280,10 @@ def _prompts(manifest: Manifest) -> Section:
 def _records(records: Sequence[Record]) -> Section:
     """One row per site: its passes, steps, shape in the first step, and size."""
     rows = []
-    for held in count_sites(records):
-        recorded = ", ".join(f"{num}x {name}" for name, num in held.passes.items())
-        recorded += f", {held.num_nonfinite:,} nan or inf" if held.num_nonfinite else ""
-        rows.append((held.site, held.dtype, shape_text(held.shape), recorded))
+    for count_at in count_sites(records):
+        recorded = ", ".join(f"{num}x {name}" for name, num in count_at.passes.items())
+        recorded += f", {count_at.num_nonfinite:,} nan or inf" if count_at.num_nonfinite else ""
+        rows.append((count_at.site, count_at.dtype, shape_text(count_at.shape), recorded))
     table = Table(
         columns=("site", "dtype", "first shape", "recorded"),
         rows=rows,
@@ -377,7 +377,7 @@ def _call(call: Call) -> list[Sentence]:
         rows.append(("called at", called))
     if call.note is not None:
         rows.append(("note", f"it cannot be run again alone: {call.note}"))
-    told: set[int] = set()
+    names: set[int] = set()
     for name, value in call.arguments.items():
         numbers = [  # a stranger's run may hold anything there
             n for n in operand_indices(call, name) if type(n) is int and 0 <= n < len(call.operands)
@@ -390,11 +390,11 @@ def _call(call: Call) -> list[Sentence]:
         for place, number in enumerate(numbers):
             full = name if len(numbers) == 1 else f"{name}.{place}"
             rows.append(("operand", f"{full}: {_operand(call.operands[number])}"))
-            told.add(number)
+            names.add(number)
     rows += [
         ("operand", _operand(operand))
         for number, operand in enumerate(call.operands)
-        if number not in told
+        if number not in names
     ]
     return [named(name, text, indent=2, width=13) for name, text in rows]
 

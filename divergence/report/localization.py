@@ -34,8 +34,8 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
         Section(body=[named(name, run) for name, run in runs if run]),
     ]
     if result.report is not None:
-        told = [item for level in result.levels for item in level.because]
-        shown = [item for item in result.report.verdict.evidence if item not in told]
+        reasons = [item for level in result.levels for item in level.because]
+        shown = [item for item in result.report.verdict.evidence if item not in reasons]
         why = Section(title="why", body=[Sentence(item.text, "-", indent=2) for item in shown])
         inner = [why, *operator_sections(result.report, every=every)]
         sections += [dataclasses.replace(section, verbose=True) for section in inner]
@@ -86,8 +86,8 @@ def headline_of(result: Localization) -> Headline:
         rest = "everything after it is" if check.num_after else "the block's output is"
         off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
         off += ": by another fault, or by the same one where it acts again"
-        told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
-        facts.append(named("proven", told))
+        answer = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
+        facts.append(named("proven", answer))
     elif result.side is not None:
         unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)
         untried = next(unmet, f"that takes {letter(result.side)}'s machine")
@@ -197,8 +197,8 @@ _TOLD = {
 def reproducer_document(path: str, title: str, files: Sequence[str]) -> Document:
     """The finding, the folder's files, and the command that runs it."""
     script = f"{path}/repro.py" if not path.startswith("-") else f"./{path}/repro.py"
-    told = [Sentence(_TOLD[name], name, indent=2, hang=24) for name in files]
+    rows = [Sentence(_TOLD[name], name, indent=2, hang=24) for name in files]
     return Document(
-        headline=Headline("", f"written {path}", "green", [named("finding", title), *told]),
+        headline=Headline("", f"written {path}", "green", [named("finding", title), *rows]),
         next=[quoted_words(["python", script])],
     )

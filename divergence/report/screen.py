@@ -109,14 +109,14 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     verdict = report.verdict
     # the first fact behind a verdict that is more than that all is well
     most = num_rows if verdict.kind in _BY_REASONS else min(1, num_rows)
-    told = [item["what"] for finding in report.findings for item in finding.headline]
+    items = [item["what"] for finding in report.findings for item in finding.headline]
     facts = (
         []
         if is_quiet(report)
         else [
             item
             for item in verdict.evidence[:most]
-            if item["what"] is None or item["what"] not in told
+            if item["what"] is None or item["what"] not in items
         ]
     )
     # the line of the onset names the place already
@@ -130,18 +130,18 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     every = any(site.block for site in report.sites)
     rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
     hint = _hint(report, rest, more)
-    known = [*_runs(report), *whole.known]
+    hint_text = [*_runs(report), *whole.known]
     body: list[Block] = []
     if isinstance(worst, Table):
         body = [worst]
         if not more.startswith("divergence "):
             body, hint = [dataclasses.replace(worst, detail=f"more: {hint[0].text}")], []
     else:
-        known += worst
+        hint_text += worst
     if more.startswith("divergence "):  # a command stands on a line of its own
         body += [dataclasses.replace(item, label="", hang=0) for item in hint]
     else:
-        known += hint
+        hint_text += hint
     answer, commands = [*whole.headline.facts, *why], verdict.commands[:1]
     if is_quiet(report):  # what raises the confidence stands below it
         place_of = [fact.label for fact in answer].index("confidence") + 1
@@ -150,7 +150,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
         ]
     return Document(
         headline=dataclasses.replace(whole.headline, facts=answer),
-        known=known,
+        known=hint_text,
         sections=[Section(body=body)],
         next=[] if is_quiet(report) else [command.alone for command in commands],
     )
@@ -178,8 +178,8 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
     beyond = [(row, place) for row, place in pairs if row.flagged or num_bad(row.worst)]
     shown = (beyond or pairs)[: 1 if is_quiet(report) else num_rows]
     judged = any(row.share is not None for row in unlike)
-    known = judged or any(row.errors or num_bad(row.worst) for row, _ in shown)
-    if not known or (is_quiet(report) and not judged):
+    has_errors = judged or any(row.errors or num_bad(row.worst) for row, _ in shown)
+    if not has_errors or (is_quiet(report) and not judged):
         return []
     same = len(shown) == len(unlike) < len(every)
     if len(shown) > 1:

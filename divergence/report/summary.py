@@ -25,7 +25,7 @@ from divergence.layout import Line, count, cut, share, size
 from divergence.report.environment import changes
 from divergence.report.text import document_lines, headline_lines
 from divergence.run.manifest import UNKNOWN
-from divergence.run.site import of_parameter
+from divergence.run.site import is_of_parameter
 from divergence.words import HEADLINES, letter, list_names, shortened
 
 VERDICT_STYLES = {
@@ -53,7 +53,7 @@ def document(
     page = background is not None
     made = analysis_sections(report, every=every, background=background)
     # on a page what was compared comes before the others, which keep the terminal's order
-    main = ("blocks", *analysis.judges())
+    main = ("blocks", *analysis.whole_places())
     first = sorted(made, key=lambda name: page and name not in main)
     settings = _settings_sections(report.preflight, verbose=verbose or page)
     texts = [*report.notes, *(() if background is None else background.notes)]
@@ -160,7 +160,7 @@ def verdict_headline(report: Report) -> Headline:
         inner = onset.block is not None and onset.site != f"{onset.block}:out"
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"
-        of = "all prompts" if of_parameter(onset.site) else f"prompt {onset.sample}{token}"
+        of = "all prompts" if is_of_parameter(onset.site) else f"prompt {onset.sample}{token}"
         where = f"; {forward}, {of}" if report.sites or report.operators else ""  # of a model
         facts.append(named("onset", f"{onset.site}{block}{where}", "bold"))
     if verdict.side is not None and not is_quiet(report):
@@ -188,8 +188,8 @@ def _asked(report: Report) -> list[Sentence]:
     if truth.operands[0] not in (report.reference.path, report.candidate.path):
         # of a run that another command makes
         return [named("side", "not known from two runs; the commands below tell it")]
-    told = named("side", "not known from two runs; a truth tells it:")
-    return [told, Sentence(replace(truth, note=None).text, indent=0, hang=12, whole=True)]
+    line = named("side", "not known from two runs; a truth tells it:")
+    return [line, Sentence(replace(truth, note=None).text, indent=0, hang=12, whole=True)]
 
 
 def unseen(report: Report) -> list[str]:
@@ -324,8 +324,8 @@ def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list
     """What was checked before any number; what differs comes first and stands open."""
     by = {status: [row for row in preflight if row.status == status] for status in _STATES}
     same, unknown = by["same"], by["unknown"]
-    told = f"{len(same)} the same, {len(by['differs'])} different, {len(by['blocking'])} blocking"
-    told += f", {len(unknown)} unknown" if unknown else ""
+    detail = f"{len(same)} the same, {len(by['differs'])} different, {len(by['blocking'])} blocking"
+    detail += f", {len(unknown)} unknown" if unknown else ""
     apart = [*by["blocking"], *by["differs"], *(unknown if verbose else ())]
     body: list[Block] = [_table_of("What differs", apart)] if apart else []
     if unknown and not verbose:
@@ -334,7 +334,9 @@ def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list
     if same and verbose:
         folded = f"{count(len(same), 'setting')} the same"
         body.append(_table_of("What is the same", same, folded))
-    section = Section(id="settings", title="preflight", detail=told, heading="Settings", body=body)
+    section = Section(
+        id="settings", title="preflight", detail=detail, heading="Settings", body=body
+    )
     return [section] if preflight else []
 
 
@@ -376,9 +378,9 @@ def _tokens(report: Report) -> list[Sentence]:
             f"#{choice.id}" if choice.text is None else repr(choice.text)
             for choice in (first.reference, first.candidate)
         )
-        said = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
+        judgement = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
         text += f"; first apart at prompt {first.sample}, step {first.step}: "
-        text += f"{token_a} / {token_b}{said}"
+        text += f"{token_a} / {token_b}{judgement}"
     return [named("tokens", text)]
 
 
@@ -510,9 +512,12 @@ def _made(background: Background) -> list[Section]:
 def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]:
     """A row a fact, a column a machine, by its name: what differs, then what is the same. A machine
     without facts is not known."""
-    names = dict.fromkeys(name for known in facts.values() for name, fact in known.items() if fact)
+    names = dict.fromkeys(name for side in facts.values() for name, fact in side.items() if fact)
     rows = [
-        (name, *(known.get(name) or "-" if known else "not known" for known in facts.values()))
+        (
+            name,
+            *(side.get(name) or "-" if side else "not known" for side in facts.values()),
+        )
         for name in names
     ]
     apart = [row for row in rows if len(set(row[1:])) > 1]
@@ -559,7 +564,7 @@ def analysis_sections(
     """What each analysis shows, those behind _ORDER last. ``background``: what the report does not
     hold, given for a page."""
     sections = {}
-    places = analysis.places() | analysis.judges()
+    places = analysis.places() | analysis.whole_places()
     for name in dict.fromkeys((*_ORDER, *places)):
         path = f"{places.get(name, f'divergence.analyses.{name}')}.sections"
         if find_spec(path) is not None:

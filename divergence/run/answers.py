@@ -126,11 +126,11 @@ def _with_top(own: Token, listed: Iterable[Token]) -> Token:
 def _told(item: Any) -> Token:
     """``{id, token, logprob}``, in which not all servers tell an id, TGI says ``text``, and
     llama.cpp ``prob`` (of what its samplers left; in 2024 with ``tok_str``)."""
-    said = _dict(item)
-    texts = (said[key] for key in ("token", "text", "tok_str", "content") if key in said)
+    fields = _dict(item)
+    texts = (fields[key] for key in ("token", "text", "tok_str", "content") if key in fields)
     named, text = _named(next(texts, None))
-    own, logprob = _id(said.get("id")), _number(said.get("logprob"))
-    prob = said.get("prob")
+    own, logprob = _id(fields.get("id")), _number(fields.get("logprob"))
+    prob = fields.get("prob")
     if logprob is None and isinstance(prob, int | float) and not isinstance(prob, bool):
         logprob = math.log(prob) if prob > 0 else -math.inf if prob == 0 else math.nan
     return Token(named if own is None else own, text, logprob)
@@ -152,10 +152,10 @@ def _rows(items: Any) -> list[Token]:
 
 def completions_answer(response: dict[str, Any]) -> ServerAnswer:
     choice = _dict(next(iter(_list(response.get("choices"))), None))
-    said = _dict(choice.get("logprobs"))
-    values, tops = _list(said.get("token_logprobs")), _list(said.get("top_logprobs"))
+    logprobs = _dict(choice.get("logprobs"))
+    values, tops = _list(logprobs.get("token_logprobs")), _list(logprobs.get("top_logprobs"))
     tokens = []
-    for number, name in enumerate(_list(said.get("tokens"))):
+    for number, name in enumerate(_list(logprobs.get("tokens"))):
         listed = _dict(_at(tops, number)).items()
         top = [Token(*_named(other), _number(value)) for other, value in listed]
         tokens.append(_with_top(Token(*_named(name), _number(_at(values, number))), top))
@@ -201,19 +201,19 @@ def _prompt_of(scored: list[Any], ids: list[int] | None) -> list[Token]:
         ]
         own = _at(ids or [], number)
         first = entries[0] if entries else Token(own, None, None)
-        mine = next((entry for entry in entries if entry.id == own), first)
-        tokens.append(_with_top(mine, entries))
+        own_entry = next((entry for entry in entries if entry.id == own), first)
+        tokens.append(_with_top(own_entry, entries))
     return tokens
 
 
 def sglang_answer(response: dict[str, Any]) -> ServerAnswer:
-    said = _dict(response.get("meta_info"))
+    meta = _dict(response.get("meta_info"))
 
     def rows(name: str) -> list[Token]:
-        tops = _list(said.get(name.replace("token", "top")))
+        tops = _list(meta.get(name.replace("token", "top")))
         return [
             _with_top(_entry(entry), map(_entry, _list(_at(tops, number))))
-            for number, entry in enumerate(_list(said.get(name)))
+            for number, entry in enumerate(_list(meta.get(name)))
         ]
 
     prompt = rows("input_token_logprobs")
@@ -222,7 +222,7 @@ def sglang_answer(response: dict[str, Any]) -> ServerAnswer:
         tokens=rows("output_token_logprobs"),
         prompt=prompt,
         prompt_ids=_ids_of(prompt),
-        num_prompt=_id(said.get("prompt_tokens")),
+        num_prompt=_id(meta.get("prompt_tokens")),
     )
 
 

@@ -334,7 +334,7 @@ def archive_kind_of(blob: Blob) -> str | None:
 def members_of(archive: Blob, kind: str) -> dict[str, Member]:
     """The run's files by their names in it, also where the archive holds them in one folder."""
     named: dict[str, Member] = {}
-    for raw, member in _of_tar(archive) if kind == "tar" else _of_zip(archive):
+    for raw, member in _tar_members(archive) if kind == "tar" else _zip_members(archive):
         name = re.sub(r"^(\./)+", "", raw)
         odd = {"..", ""} & {*name.split("/")} or name.startswith("/")
         if odd or "\\" in name or "\0" in name:
@@ -366,7 +366,7 @@ def _too_many(archive: Blob) -> RunFormatError:
     )
 
 
-def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
+def _tar_members(archive: Blob) -> Iterator[tuple[str, Member]]:
     try:
         with tarfile.TarFile(fileobj=_Guarded(BlobFile(archive), _AHEAD_BYTES), mode="r") as tar:
             num_folders = 0
@@ -392,7 +392,7 @@ def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
         raise _damaged(archive, str(error)) from error
 
 
-def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
+def _zip_members(archive: Blob) -> Iterator[tuple[str, Member]]:
     try:
         with zipfile.ZipFile(_Guarded(BlobFile(archive), _AHEAD_BYTES)) as folder:
             entries, end = folder.infolist(), folder.start_dir

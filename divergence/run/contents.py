@@ -122,9 +122,9 @@ def records_by_content(records: Iterable[Record]) -> dict[Content, Record]:
     }
 
 
-def find_content(known: dict[Content, Record], record: Record) -> Record | None:
-    """One of ``known`` with the bytes of ``record``."""
-    return next((known[content] for content in contents_of(record) if content in known), None)
+def find_content(records: dict[Content, Record], record: Record) -> Record | None:
+    """One of ``records`` with the bytes of ``record``."""
+    return next((records[content] for content in contents_of(record) if content in records), None)
 
 
 class SiteCounts(NamedTuple):
@@ -292,8 +292,8 @@ class Digests:
 
 def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:
     every = tuple(digests)
-    known = tuple(digest for digest in every if digest is not None)
-    return known if len(known) == len(every) else None
+    present = tuple(digest for digest in every if digest is not None)
+    return present if len(present) == len(every) else None
 
 
 def num_labels(sample: SampleTokens) -> int:
@@ -595,25 +595,25 @@ def portions(store: Store, name: str, hasher: xxhash.xxh3_128) -> Iterator[memor
     """A file's lines in portions, without the last line end. A portion is good until the next one
     is asked for. ``hasher`` is fed with the file. Raises UnsoundError for a
     line beyond the limit, some time after it."""
-    held, memory = 0, bytearray(_PORTION_BYTES)
+    num_kept, memory = 0, bytearray(_PORTION_BYTES)
     buffer = memoryview(memory)
     with store.open(name) as file:
-        while num := file.readinto(buffer[held:]):  # type: ignore[attr-defined]
-            hasher.update(buffer[held : held + num])
-            last = memory.rfind(b"\n", held, held + num)
-            held += num
+        while num := file.readinto(buffer[num_kept:]):  # type: ignore[attr-defined]
+            hasher.update(buffer[num_kept : num_kept + num])
+            last = memory.rfind(b"\n", num_kept, num_kept + num)
+            num_kept += num
             if last >= 0:
                 yield buffer[:last]
-                rest = bytes(buffer[last + 1 : held])
-                held = len(rest)
-                buffer[:held] = rest
-            elif held > MAX_LINE_BYTES:
+                rest = bytes(buffer[last + 1 : num_kept])
+                num_kept = len(rest)
+                buffer[:num_kept] = rest
+            elif num_kept > MAX_LINE_BYTES:
                 raise UnsoundError
-            elif held == len(buffer):
-                memory = memory + bytes(held)
+            elif num_kept == len(buffer):
+                memory = memory + bytes(num_kept)
                 buffer = memoryview(memory)
-    if held:
-        yield buffer[:held]
+    if num_kept:
+        yield buffer[:num_kept]
 
 
 _PORTION_BYTES = 1 << 18

@@ -224,14 +224,14 @@ class QuantizedScheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __str__(self) -> str:
         """``W8A8: int8 weights per channel, int8 activations per token, dynamic``"""
-        told = []
+        parts = []
         for what, codes in (("weights", self.weights), ("activations", self.activations)):
             if codes is not None:
                 code, _, rest = str(codes).partition(" ")
-                told.append(f"{code} {what} {rest}")
+                parts.append(f"{code} {what} {rest}")
         if self.activations is not None:
-            told.append("dynamic" if self.activations.dynamic else "static")
-        return f"{self.name}: {', '.join(told)}"
+            parts.append("dynamic" if self.activations.dynamic else "static")
+        return f"{self.name}: {', '.join(parts)}"
 
 
 class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,18 +275,18 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __str__(self) -> str:
         """``W8A8: int8 weights per channel, int8 activations per token, dynamic; not quantised:
         lm_head (compressed-tensors, int-quantized)``"""
-        told = [
+        texts = [
             str(scheme) + (f" ({scheme.num_modules} modules)" if len(self.schemes) > 1 else "")
             for scheme in self.schemes
         ] or ([] if self.method == "simulated" else [SCHEME_UNKNOWN])
         if self.kv_cache is not None:
-            told.append(f"KV cache {self.kv_cache}")
+            texts.append(f"KV cache {self.kv_cache}")
         if self.kept:
-            told.append(f"not quantised: {', '.join(self.kept)}")
+            texts.append(f"not quantised: {', '.join(self.kept)}")
         if self.dequantized:
-            told.append("dequantised when loaded")
+            texts.append("dequantised when loaded")
         by = ", ".join(filter(None, (self.method, self.format)))
-        return f"{'; '.join(told)} ({by})"
+        return f"{'; '.join(texts)} ({by})"
 
 
 class StepPrecision(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -367,8 +367,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in self.__struct_fields__:
             here, there = getattr(self, name), getattr(other, name)
             if here != there and name not in ("train", "autocast", *_TOLD_ELSEWHERE):
-                said = "ZeRO stage" if name == "zero" else name.replace("_", " ")
-                lines.append((said, str(here or "none"), str(there or "none")))
+                label = "ZeRO stage" if name == "zero" else name.replace("_", " ")
+                lines.append((label, str(here or "none"), str(there or "none")))
         return lines  # type: ignore[return-value]  # three texts each
 
     def options_beside(self, other: Training) -> dict[str, bool | str | float]:
@@ -377,8 +377,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         options = {}
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            told = name in ("train", *_TOLD_ELSEWHERE)
-            if value is not None and value != getattr(other, name) and not told:
+            is_elsewhere = name in ("train", *_TOLD_ELSEWHERE)
+            if value is not None and value != getattr(other, name) and not is_elsewhere:
                 options[name] = value
         return options
 
@@ -386,22 +386,22 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """``forward and backward, adamw, learning rate 0.001``; ``none`` where there was none."""
         if not self.train:
             return "none"
-        said = ["forward and backward"]
-        said += [f"autocast {self.autocast}"] if self.autocast else []
-        said += ["gradient checkpointing"] if self.gradient_checkpointing else []
-        said += ["dropout"] if self.dropout else []
-        said += [self.optimizer] if self.optimizer else []
+        texts = ["forward and backward"]
+        texts += [f"autocast {self.autocast}"] if self.autocast else []
+        texts += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        texts += ["dropout"] if self.dropout else []
+        texts += [self.optimizer] if self.optimizer else []
         if self.reduce_dtype:
-            said.append(f"reduced in {self.reduce_dtype}, {self.reduce_order}")
-        said += [f"added up in {self.accumulate_dtype}"] if self.accumulate_dtype else []
-        said += ["float32 main weights"] if self.main_weights else []
-        said += [f"moments in {self.moments_dtype}"] if self.moments_dtype else []
-        said += [f"buffers in {self.buffer_dtype}"] if self.buffer_dtype else []
-        said += [f"ZeRO {self.zero}"] if self.zero else []
+            texts.append(f"reduced in {self.reduce_dtype}, {self.reduce_order}")
+        texts += [f"added up in {self.accumulate_dtype}"] if self.accumulate_dtype else []
+        texts += ["float32 main weights"] if self.main_weights else []
+        texts += [f"moments in {self.moments_dtype}"] if self.moments_dtype else []
+        texts += [f"buffers in {self.buffer_dtype}"] if self.buffer_dtype else []
+        texts += [f"ZeRO {self.zero}"] if self.zero else []
         for name in ("learning_rate", "weight_decay", "clip_grad_norm", "loss_scale"):
             value = getattr(self, name)
-            said += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]
-        return ", ".join(said)
+            texts += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]
+        return ", ".join(texts)
 
 
 class ArithmeticFact(
@@ -940,9 +940,9 @@ class Manifest(_Strict, kw_only=True):
     def can_be_repeated(self) -> bool:
         """Can `capture --like` make it again? A suite can, and a model that ran on tokens."""
         samples = self.tokens.samples
-        known = bool(samples) and all(sample.prompt_ids for sample in samples)
+        has_tokens = bool(samples) and all(sample.prompt_ids for sample in samples)
         made_here = not self.scores_alone and not self.is_of_a_module
-        return self.model.source.startswith(SUITE) or (known and made_here)
+        return self.model.source.startswith(SUITE) or (has_tokens and made_here)
 
     @property
     def model_dtype(self) -> str:

@@ -294,8 +294,8 @@ class UnshardedRun(View):
 
     def _is_whole(self, record: Record) -> bool:
         """Is it of this view? By value: a record may have been sent by another process."""
-        known = self._records.get(record.coordinates)
-        return known is record or known == record
+        record_kept = self._records.get(record.coordinates)
+        return record_kept is record or record_kept == record
 
     def stored(self, record: Record) -> Iterable[Record]:
         """The records on disk that make it."""
@@ -397,10 +397,10 @@ class UnshardedRun(View):
         if added:
             summary: Summary | None = summarize(self._read(whole, True))
         else:
-            known = [leaf.summary for leaf in leaves if leaf.summary is not None]
+            summaries = [leaf.summary for leaf in leaves if leaf.summary is not None]
             numels = [leaf.numel for leaf in leaves]
             # None where digests alone were kept
-            summary = merged(known, numels) if len(known) == len(leaves) else None
+            summary = merged(summaries, numels) if len(summaries) == len(leaves) else None
         return msgspec.structs.replace(
             leaves[0],
             shape=shape_of(whole),

@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.html.parts import small_table
 from divergence.layout import size
 from divergence.numerics.arrays import as_array, as_tensor, from_bytes, joined, wide
 from divergence.numerics.formats import format_named, format_of
@@ -213,8 +212,8 @@ class Run:
     def _lent(self, record: Record) -> tuple[Run, Record] | None:
         if self._fallback is None:
             return None
-        held = self._fallback.holding(record)
-        return None if held is None else (self._fallback, held)
+        partner = self._fallback.holding(record)
+        return None if partner is None else (self._fallback, partner)
 
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
@@ -596,6 +595,8 @@ def run_html(path: str, manifest: Manifest, records: Sequence[Record]) -> str:
     """What ran, where, and whether it finished."""
     model, machine = manifest.model, manifest.environment
     ended = f", stopped by {manifest.stopped_by}" if manifest.stopped_by else ""
+    from divergence.html.parts import small_table
+
     return small_table(
         f"Run {path}",
         [

@@ -509,21 +509,21 @@ def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
     for name in dict.fromkeys((*reference.arguments, *candidate.arguments)):
         if name in _NOT_OPERANDS:
             continue
-        mine, other = _value(reference, name), _value(candidate, name)
-        if _is_tensor(mine) or _is_tensor(other):
+        own, other = _value(reference, name), _value(candidate, name)
+        if _is_tensor(own) or _is_tensor(other):
             continue
-        if name in _FILLINGS and _masks(mine) and _masks(other):
+        if name in _FILLINGS and _masks(own) and _masks(other):
             continue
-        if _same(_from_front(name, mine, reference), _from_front(name, other, candidate)):
+        if _same(_from_front(name, own, reference), _from_front(name, other, candidate)):
             continue
         is_number = all(
             name in _INTEGERS
             if type(value) is int
             else type(value) is float or (isinstance(value, dict) and set(value) == {"float"})
-            for value in (mine, other)
+            for value in (own, other)
         )
         differing.append(
-            OtherScalar(argument=name, reference=mine, candidate=other, is_number=is_number)
+            OtherScalar(argument=name, reference=own, candidate=other, is_number=is_number)
         )
     return differing
 
@@ -563,14 +563,14 @@ def _value(call: Call, name: str) -> Any:
     return _defaults(call.operator).get(name)
 
 
-def _same(mine: Any, other: Any) -> bool:
-    if isinstance(mine, list) and isinstance(other, list):
-        return len(mine) == len(other) and all(map(_same, mine, other))
-    both = [v for v in (mine, other) if type(v) in (int, float)]
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_same, value, other))
+    both = [v for v in (value, other) if type(v) in (int, float)]
     if len(both) == 2:
-        least = min(abs(mine), abs(other))
-        return bool(mine == other or abs(mine - other) <= _SAME_NUMBER * least)
-    return type(mine) is type(other) and mine == other
+        least = min(abs(value), abs(other))
+        return bool(value == other or abs(value - other) <= _SAME_NUMBER * least)
+    return type(value) is type(other) and value == other
 
 
 def _is_tensor(value: Any) -> bool:

@@ -296,9 +296,9 @@ class Remote:
                 error = _meant(failure) if self.url.scheme in _WEB else failure
                 if isinstance(error, FileNotFoundError | DivergenceError):
                     raise error from failure
-                known = _known_refusal(error)
-                if known is not None:
-                    message, hint = known
+                refusal = _known_refusal(error)
+                if refusal is not None:
+                    message, hint = refusal
                     raise self._refused(message, where=where, hint=hint) from error
                 if attempt == NUM_TRIES or time.monotonic() - began > REQUEST_S:
                     times = f"{attempt} times, the last time" if attempt > 1 else "once"
@@ -332,10 +332,10 @@ def _open(url: Url, refused: type[RunError]) -> tuple[Any, str]:
         ) from error
     # a scheme that is unknown, or one that takes more than a URL: each package says it its own way
     except Exception as error:
-        known = ", ".join(f"{scheme}://" for scheme in ("s3", "gs", "hf", "abfs", "https"))
+        schemes = ", ".join(f"{scheme}://" for scheme in ("s3", "gs", "hf", "abfs", "https"))
         raise UsageError(
             f"{url} is no place that can be read: {_text(error)}",
-            hint=f"a directory, a .tar or .zip, or a URL that fsspec knows ({known}, ...)",
+            hint=f"a directory, a .tar or .zip, or a URL that fsspec knows ({schemes}, ...)",
         ) from error
 
 

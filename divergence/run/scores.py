@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -210,3 +210,33 @@ def put_scores(writer: RunWriter, sample: int, scores: Scores, *, where: str) ->
             order=order,
             positions=positions,
         )
+
+
+def lm_eval_requests(item: Any, where: str) -> Iterator[tuple[str, str, float | None]]:
+    """(context, continuation, log-likelihood) of each choice of a document, a line that
+    lm-evaluation-harness writes with ``--log_samples``. Raises DumpError."""
+    if not isinstance(item, dict):
+        raise DumpError("the line is no object", where=where)
+    given = item.get("arguments")
+    given = list(given.values()) if isinstance(given, dict) else given
+    answers = item.get("resps")
+    if not isinstance(given, list) or not isinstance(answers, list) or len(given) != len(answers):
+        raise DumpError("arguments and resps are not of one length", where=where)
+    for request, answer in zip(given, answers, strict=True):
+        words = list(request.values()) if isinstance(request, dict) else request
+        if not isinstance(words, list) or len(words) < 2:
+            raise DumpError("a request is context and continuation", where=where)
+        while isinstance(answer, list) and answer and isinstance(answer[0], list):
+            answer = answer[0]
+        yield str(words[0]), str(words[1]), _log_likelihood(answer)
+
+
+def _log_likelihood(answer: Any) -> float | None:
+    """Of ``[log-likelihood, is greedy]``, whose parts are written as text."""
+    if not isinstance(answer, list) or len(answer) != 2:
+        return None
+    try:
+        value = float(answer[0])
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(value) else value

@@ -40,10 +40,10 @@ from divergence.run.record import (
     checked_name,
     is_records_name,
 )
-from divergence.run.remote import Object, Remote
 
 if TYPE_CHECKING:
     from divergence.run.captured import ShardEntry
+    from divergence.run.remote import Object, Remote
 
 
 # Ranges of remote objects: only those that are needed, neighbours in one request, in parallel.
@@ -577,6 +577,8 @@ class _RemoteBlob(Blob):
 
 def open_url(place: Url) -> Store:
     """A folder of objects, or one that is an archive."""
+    from divergence.run.remote import Remote
+
     remote = Remote(place, refused=RunFormatError)
     objects: dict[str, Object] = {}
     if archive_kind(place) is None:

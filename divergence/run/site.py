@@ -150,7 +150,7 @@ def phase_of(site: str, step: int) -> str:
 
 
 @_remembered
-def of_parameter(site: str) -> bool:
+def is_of_parameter(site: str) -> bool:
     """Is it a parameter's gradient, or what an optimizer made of it? Its rows are no tokens."""
     return OPTIMIZER in site or f"{BACKWARD}:out." in site
 
@@ -165,7 +165,7 @@ def is_norm(site: str) -> bool:
 def is_gradient(site: str) -> bool:
     """Is it a parameter's gradient, or a mean of such: what an optimizer gets, its moments?"""
     path, _, port = site.partition(":")
-    return of_parameter(site) and (
+    return is_of_parameter(site) and (
         path.endswith(BACKWARD) or port.count(".") != 1 or port[:2] == "in"
     )
 

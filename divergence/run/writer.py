@@ -99,8 +99,8 @@ def reducer_for(
     if store == "full" and not only_changed and not fold:
         return None
     records = like.records if only_changed and like is not None else ()
-    held = frozenset(content for record in records for content in contents_of(record))
-    return Reducer(store, fold=fold, held=held, kernel=kernel)
+    contents = frozenset(content for record in records for content in contents_of(record))
+    return Reducer(store, fold=fold, contents=contents, kernel=kernel)
 
 
 class Reducer:
@@ -114,10 +114,10 @@ class Reducer:
         store: StoreMode,
         *,
         fold: bool = False,
-        held: frozenset[Content] = frozenset(),
+        contents: frozenset[Content] = frozenset(),
         kernel: Kernel = "numpy",
     ) -> None:
-        self._store_mode, self._fold, self._held, self._kernel = store, fold, held, kernel
+        self._store_mode, self._fold, self._held, self._kernel = store, fold, contents, kernel
         self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
 
     def take(self, items: Sequence[CapturedTensor], store: StoreBytes) -> list[CapturedTensor]:
@@ -686,8 +686,8 @@ class RunWriter:
             content = item.digest, item.dtype, item.shape
             if content in fresh:
                 same.append((item, fresh[content][0]))
-            elif (known := self._stored.find(content)) is not None:
-                item.place, item.summary = known
+            elif (stored := self._stored.find(content)) is not None:
+                item.place, item.summary = stored
             else:
                 fresh[content] = (item, piece)
             item.tensor = None

@@ -70,9 +70,10 @@ def frozen() -> dict[Path, dict[str, list[dict[str, Any]]]]:
     core = {name: now[name] for name in sorted({"", *COMMANDS})}
     for domain in own_domains():
         held = {command.name: now[command.name] for command in domain.commands}
-        kinds = {name: [*filter(None, [added.options])] for name, added in domain.adds.items()}
-        if domain.options:
-            kinds["capture"] = [*kinds.get("capture", []), *domain.options.values()]
+        kinds = {
+            name: [*filter(None, [added.options]), *added.groups.values()]
+            for name, added in domain.adds.items()
+        }
         for name, places in kinds.items():
             fields = [field for place in places for field in fields_of(placed(place))]
             words = {word for field in fields for option in field.options for word in option.names}

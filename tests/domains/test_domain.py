@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -74,11 +75,11 @@ DOMAIN = Domain(
     adds={"compare": Addition(
         options="counts_of_a_package:CountOptions", help="Two files of counts are compared.",
         examples=("divergence compare a.count b.count",),
+        files=Files(
+            noun="counts", recognise="counts_of_a_package:is_count",
+            command="counts_of_a_package:compare",
+        ),
     )},
-    files=(Files(
-        noun="counts", recognise="counts_of_a_package:is_count",
-        command="counts_of_a_package:compare",
-    ),),
 )
 
 
@@ -142,8 +143,30 @@ def test_a_domain_says_what_it_adds_and_imports_nothing():
         warnings.simplefilter("error")
         for each in domain.own_domains():
             places = [command.function for command in each.commands]
-            places += [place for files in each.files for place in (files.recognise, files.command)]
-            places += [added.options for added in each.adds.values() if added.options]
+            more = list(each.adds.values())
+            files = [added.files for added in more if added.files]
+            places += [place for item in files for place in (item.recognise, item.command)]
+            places += [added.options for added in more if added.options]
+            places += [place for added in more for place in added.groups.values()]
+            places += [added.source.function for added in more if added.source]
+            places += [engine.place for engine in each.engines.values() if each.name != "vllm"]
+            for place in each.hooks.values():
+                assert domain.placed(place)
             assert all(callable(domain.placed(place)) for place in places)
             for module in each.sentences.values():
                 assert importlib.import_module(module).SENTENCES
+
+
+def test_a_hook_that_nothing_calls_is_refused():
+    """With those that there are."""
+    with pytest.raises(ValueError, match=r"step_option: no hook of a domain .*step_options"):
+        domain.Domain(name="mine", hooks={"step_option": "mine:settled"})
+
+
+def test_the_protocol_is_a_page_of_names():
+    """At most twelve, and each of them, and each hook, stands in docs/extending.md."""
+    text = (Path(divergence.__file__).parents[1] / "docs" / "extending.md").read_text("utf-8")
+    fields = list(domain.Domain.__dataclass_fields__)
+    assert len(fields) <= 12
+    assert [name for name in fields if f"| `{name}` |" not in text] == []
+    assert [name for name in domain.HOOKS if f"| `{name}` |" not in text] == []

@@ -25,7 +25,7 @@ EXCEPTIONS = {
     ("training", "comparison.limits"),
     # codes are judged in the format they were made in
     ("quantization", "recording.widening"),
-    ("quantization", "comparison.measure.judge"),
+    ("quantization", "comparison.measure.floors"),
     ("quantization", "recording.code"),
     # a training step with a recorder of its own, and labels beside prompts
     ("training", "recording.dispatch"),

@@ -15,12 +15,12 @@ from divergence.errors import UsageError
 PACKAGE = """
 import msgspec
 
-from divergence.domain import Claim, Domain, Suite
+from divergence.domain import Claim, Domain, AnalysisPackage, Suite
 
 DOMAIN = Domain(
     name="squares",
     suites=(Suite("squares", "squares.cases", "of small numbers", takes=("--impl",)),),
-    judges={"squares": "squares"},
+    analyses={"squares": AnalysisPackage("squares", whole=True)},
     parts={"squares": "squares.compare:Squares"},
     claims={"squares": Claim(20, measured=False, alone=True)},
     sentences={"squares": "squares.compare"},
@@ -149,7 +149,7 @@ def test_what_it_takes_is_told(squares, dry_run, llama):
         capture(llama, like=run, out=squares / "b")
 
 
-def test_a_judge_that_fails_takes_no_comparison_away(squares, llama):
+def test_a_package_that_fails_takes_no_comparison_away(squares, llama):
     """It is left out, and said; runs of models are compared as ever."""
     (squares / "squares" / "__init__.py").write_text(
         PACKAGE + '\n\ndef applies(a, b):\n    raise RuntimeError("no such table")\n'

@@ -11,10 +11,10 @@ import re
 import msgspec
 import pytest
 
-from divergence import capture, check, compare, import_dump
+from divergence import TrainOptions, capture, check, compare, import_dump
 from divergence.comparison.results import Visible
 from divergence.gate.policy import Policy
-from divergence.options.commands import RecordOptions, TrainOptions
+from divergence.options.commands import RecordOptions
 from divergence.report.bundle import Redaction, bundle_files
 from divergence.report.summary import document
 from divergence.report.text import document_markdown

@@ -2,11 +2,11 @@
 near.
 
 Of a tensor whose bytes nobody kept, norm, mean and extremes are known, and ‖a - b‖ is no less than
-any of their differences (comparison.measure.runs). Rounding explains no more than a multiple of the
-floors on the way to a place, added as squares (numerics.floor; as for drift, a token's limit, since
-one token may hold all of it). A lower bound beyond that shows a fault, made there or before it.
-Where none is, nothing is known: rounding turns a tensor far more than it makes it longer, and so do
-faults. Then the smallest bound that would have been seen is said.
+any of their differences (comparison.measure.reduced). Rounding explains no more than a multiple of
+the floors on the way to a place, added as squares (numerics.floor; as for drift, a token's limit,
+since one token may hold all of it). A lower bound beyond that shows a fault, made there or before
+it. Where none is, nothing is known: rounding turns a tensor far more than it makes it longer, and
+so do faults. Then the smallest bound that would have been seen is said.
 
 What a place computes with is not known: tables of angles, masks, gradients and decode steps of
 unknown tokens are not judged, and where experts are chosen a tie may send a token elsewhere.

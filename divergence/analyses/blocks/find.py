@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from divergence.analyses.blocks.sides import judge
+from divergence.analyses.blocks.sides import flag_units
 from divergence.analyses.blocks.units import (
     JudgedUnits,
     Unit,
@@ -173,7 +173,7 @@ def find(measured: Measured) -> AnalysisResult:
         bad = find_nonfinite(measured)
         if bad is not None:
             return AnalysisResult(findings=[bad], parts={"sites": list(measured.sites)})
-    judged = judge_units(measured)
+    judged = judged_units(measured)
     escalation = judged.escalation
     sites = _with_limits(
         measured.sites, [*judged.units, *escalation.units], [*judged.flagged, *escalation.flagged]
@@ -199,7 +199,7 @@ def find(measured: Measured) -> AnalysisResult:
     return AnalysisResult(findings=[*findings, context], parts={"sites": sites, "visible": visible})
 
 
-def judge_units(measured: Measured) -> JudgedUnits:
+def judged_units(measured: Measured) -> JudgedUnits:
     """Hold the sites of the pass that counts against their limits: the anchored pass; what no
     anchor reached, and where there is none, the free pass."""
     units = build_units(measured.sites, "anchored" if measured.anchored else "free")
@@ -214,7 +214,7 @@ def judge_units(measured: Measured) -> JudgedUnits:
         used = (measured.shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
         unit.widened = max(1.0, measured.thresholds.widen * used)
     escalation = escalated_units(measured.sites)
-    judge(
+    flag_units(
         [*units, *escalation.units],
         measured.samples,
         routed=measured.routed,
@@ -226,7 +226,7 @@ def judge_units(measured: Measured) -> JudgedUnits:
 def limits_used(measured: Measured) -> Shown:
     return {
         (unit.pass_, unit.site, unit.phase): max(unit.shown, unit.limit_usage if unit.why else 0.0)
-        for unit in judge_units(measured).units
+        for unit in judged_units(measured).units
     }
 
 
@@ -328,7 +328,7 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
     round."""
     free = build_units(measured.sites, "free")
     off: set[PromptStep] = set()
-    for unit in judge(free, routed=measured.routed, thresholds=measured.thresholds):
+    for unit in flag_units(free, routed=measured.routed, thresholds=measured.thresholds):
         if unit.why != "token" or unit.limit_usage > measured.thresholds.free_gain:
             off |= places_of(unit)
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
@@ -336,8 +336,8 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
     stacks = stacks_of(measured.sites)
     for site in measured.sites:
         made = site.role in ("block", "trunk") and not is_whole(module_of(site.site), stacks)
-        known = site.pass_ == "free" or not site.is_unmeasured
-        if made and known and site.pass_ in seen and ":out" in site.site:
+        measured_there = site.pass_ == "free" or not site.is_unmeasured
+        if made and measured_there and site.pass_ in seen and ":out" in site.site:
             seen[site.pass_].add((site.sample, site.step, site.site))
             if site.pass_ == "anchored" and not site.identical:
                 rounded.add(site.sample)

@@ -245,12 +245,12 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
     units; or ``onward``: the one from which on the difference is."""
     positions = [unit.first.ratio_position for unit in units]
     for item in structures:
-        token, known = item["token"], [at for at in positions if at is not None]
+        token, places = item["token"], [at for at in positions if at is not None]
         if item.code == "blocks.one_token" and set(positions) == {token}:
             return {"token": token}
         # whatever attention does wrong spares the first token, which has itself alone
         begins = item.code == "blocks.beginning" and token > 1
-        if begins and len(known) == len(units) and min(known) >= token:
+        if begins and len(places) == len(units) and min(places) >= token:
             return {"onward": token}
     # of several prompts, the token of the same number
     looks = [
@@ -324,8 +324,8 @@ def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
     if unit.phase != "decode" or not same or any(other.why is not None for other in same):
         return False
     sign = -1.0 if unit.side == "reference" else 1.0
-    mine, *rest = (sign * each.x_at() for each in (unit, *same))
-    near = max(math.log(THRESHOLDS.truth_confirm), mine / 2)
+    sign_of_own, *rest = (sign * each.x_at() for each in (unit, *same))
+    near = max(math.log(THRESHOLDS.truth_confirm), sign_of_own / 2)
     return unit.blame is None or max(rest) <= near
 
 

@@ -185,8 +185,8 @@ def within_rounding(
     elsewhere = mostly_rerouted(measured.sites) if measured.experts else None
     reason: Fact | None = None
     if unmeasured and not any(site.ratio for site in measured.sites):
-        known = [site for site in unmeasured if not site.statistics_agree]
-        first = min(known or unmeasured, key=order_of)
+        telling = [site for site in unmeasured if not site.statistics_agree]
+        first = min(telling or unmeasured, key=order_of)
         reason = fact("differ_unmeasured", site=first.site, step=first.step)
     elif not units:
         reason = fact("nothing_rounds", within=False)

@@ -37,7 +37,7 @@ from divergence.layout import (
     shape_text,
     times,
 )
-from divergence.run.site import BACKWARD, PHASES, of_parameter
+from divergence.run.site import BACKWARD, PHASES, is_of_parameter
 from divergence.words import grouped
 
 # Which rows a table of blocks has: a block or trunk site each, prefill and decode apart.
@@ -177,11 +177,11 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[S
         )
 
     # the escalated pass has one column, not rows of its own
-    known = [site for site in sites if site.pass_ in (wanted, "free")]
+    in_pass = [site for site in sites if site.pass_ in (wanted, "free")]
     # where several are equally bad, the earliest is shown
-    known.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
+    in_pass.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
     rows: list[SiteRow] = []
-    for name, group in _grouped(known, lambda s: s.site if all_sites else s.block or s.site):
+    for name, group in _grouped(in_pass, lambda s: s.site if all_sites else s.block or s.site):
         own = [site for site in group if site.block is None or is_output(site)]
         here = onset is not None and (
             onset.site == name if all_sites else name in (onset.site, onset.block)
@@ -244,7 +244,7 @@ def worst_places(rows: Sequence[SiteRow], *, exact: bool = False) -> list[str]:
 def _at(row: SiteRow, *, exact: bool) -> str:
     """``prompt 2, token 7``; a share that all forwards together use is of no one forward."""
     site = row.worst
-    if of_parameter(site.site) or (row.together and not exact):
+    if is_of_parameter(site.site) or (row.together and not exact):
         return "decode, all steps" if site.step else f"all of the {site.phase}"
     sample, position = site.worst_sample, site.worst_position
     if num_bad(site) and site.nonfinite is not None:
@@ -304,7 +304,7 @@ def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
     for site in report.sites:
         if site.pass_ != wanted or site.usage is None or site.ratio is None:
             continue
-        if of_parameter(site.site):  # of all prompts together
+        if is_of_parameter(site.site):  # of all prompts together
             continue
         prompts = [(prompt.sample, prompt.usage, prompt.ratio) for prompt in site.prompts]
         for sample, usage, ratio in prompts or [(site.sample, site.usage, site.ratio)]:
@@ -359,7 +359,7 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
             (truth.w_median, row.name) for row, truth in zip(outputs, truths, strict=True) if truth
         ]
         most, where = max(apart, key=lambda item: max(item[0], 1 / item[0] if item[0] else 0.0))
-        told = f"B over A is {times(most)} at {where}, where they are most unlike"
+        ratio_text = f"B over A is {times(most)} at {where}, where they are most unlike"
         flagged = [n for n, row in enumerate(outputs) if row.flagged and not num_bad(row.worst)]
         legend = [("dot reference", "A"), ("dot candidate", "B")]
         plots.append(
@@ -368,7 +368,7 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
                 title=f"Distance from the truth. {what}",
                 legend=legend,
                 described=f"{'Which side is wrong' if flagged else 'How far each is from it'}: "
-                f"{told}.",
+                f"{ratio_text}.",
                 names=[_key(row.name) for row in outputs],
                 onset=next(iter(flagged), None),
                 lines=[PlotLine(kind="reference", values=a), PlotLine(kind="candidate", values=b)],
@@ -402,7 +402,7 @@ def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
     with_floor = any(floors)
     flagged = [n for n, row in enumerate(rows) if row.flagged]
     onset = next((n for n, row in enumerate(rows) if row.onset), None)
-    told = f"{count(len(flagged), 'block') if flagged else 'none'} beyond the limit"
+    flagged_text = f"{count(len(flagged), 'block') if flagged else 'none'} beyond the limit"
     legend = [(f"line {kind}", "made in this block" if anchored else "error at this block")]
     legend += [("line free", "on its own values")] if len(lines) > 1 else []
     if with_floor:
@@ -412,7 +412,7 @@ def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
         id=f"error-{phase}",
         title=f"Difference between A and B. {what}",
         legend=legend,
-        described=f"Relative L2 of the typical token, worst forward; {told}.",
+        described=f"Relative L2 of the typical token, worst forward; {flagged_text}.",
         names=[_key(row.name) for row in rows],
         lines=lines,
         flagged=flagged,
@@ -858,7 +858,7 @@ def _part(
     notes += [f"{count(left, 'more site')} in the JSON."] if left else []
     own = worst.get(f"{block}:out") or max(worst.values(), key=_pass_rank)
     dtypes = (own.reference_dtype, own.candidate_dtype)
-    known, truth = None not in (own.ratio, own.limit), own.truth
+    has_limit, truth = None not in (own.ratio, own.limit), own.truth
     where = [
         None if place is None or own.identical else str(place)
         for place in (own.worst_position, own.worst_channel)
@@ -868,7 +868,7 @@ def _part(
         ("dtype", " / ".join(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))),
         ("relative L2", "equal bits" if own.identical else decimal(own.rel_l2)),
         ("rounding floor", None if own.floor is None else decimal(own.floor)),
-        ("× floor, limit", f"{times(own.ratio)}, {times(own.limit)}" if known else None),
+        ("× floor, limit", f"{times(own.ratio)}, {times(own.limit)}" if has_limit else None),
         ("from the truth, A", None if truth is None else decimal(truth.reference_error)),
         ("from the truth, B", None if truth is None else decimal(truth.candidate_error)),
         ("worst token", where[0]),
@@ -911,8 +911,8 @@ def _part(
         ],
         marks=["onset" if site == onset else "flagged" if beyond[site] else "" for site in shown],
     )
-    told = [(name, text) for name, text in facts if text is not None]
-    return BlockPart(block=block, facts=told, tables=[modules])
+    texts = [(name, text) for name, text in facts if text is not None]
+    return BlockPart(block=block, facts=texts, tables=[modules])
 
 
 def _pass_rank(site: SiteResult) -> tuple[bool, bool, bool, float, float]:

@@ -52,7 +52,7 @@ from divergence.comparison.measure.truth import (
 from divergence.comparison.results import num_rows
 from divergence.numerics.floor import ALLOWED, THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.run.site import of_parameter
+from divergence.run.site import is_of_parameter
 from divergence.words import SIDES, grouped
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class BlocksBeside:
     forwards: Mapping[PromptStep, float] = field(default_factory=dict)
 
 
-def judge_family(
+def judged_family(
     stats: Sequence[TruthStats],
     limits: Mapping[Level, float],
     routed: bool,
@@ -97,7 +97,7 @@ def judge_family(
     """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
     expert by rounding. ``beside``: of one site without siblings."""
     rows_of = [each.rows for each in stats if each.rows is not None]
-    between = stats[0].of_difference
+    between = stats[0].is_difference
     # added to both errors, in floors, so that two tiny ones make no large ratio
     family_least = thresholds.truth_least
     if beside is None:
@@ -111,8 +111,8 @@ def judge_family(
     if between:
         least = np.stack([each.least for each in together if each.least is not None])
     first = together[0]
-    held, place = np.unique(first.place, return_inverse=True)
-    places = [first.places[n] for n in held]
+    place_numbers, place = np.unique(first.place, return_inverse=True)
+    places = [first.places[n] for n in place_numbers]
     counts = np.bincount(place, minlength=len(places))
     few = [routed and bool(count < FEW_ROWS) for count in counts]
 
@@ -188,10 +188,10 @@ def judge_family(
         rows=rows,
         errors=replace(first, place=place, places=places),
         is_few=few,
-        channels=_judge_channels(
+        channels=_judged_channels(
             stats, limits["channel"], None if beside is None else typical[0], thresholds
         ),
-        gains=list(_judge_gains(stats, limits)),
+        gains=list(_judged_gains(stats, limits)),
         odds=odds.tolist(),
     )
 
@@ -440,8 +440,8 @@ def _visible_sizes(
     if judged.rows is not None:
         sizes["row"] = floor * _middle(size(judged.rows, energy, judged.least))
     channels = stats.channels
-    known = channels is not None and channels.total > 0 and not (routed and unit.results[0].step)
-    if judged.channels is not None and channels is not None and known:
+    usable = channels is not None and channels.total > 0 and not (routed and unit.results[0].step)
+    if judged.channels is not None and channels is not None and usable:
         sizes["channel"] = _middle(
             size(judged.channels, channels.energy[0], channels.least)
         ) / math.sqrt(channels.total)
@@ -452,7 +452,7 @@ def _middle(sizes: Floats) -> float:
     return float(np.nanmedian(sizes))
 
 
-def _judge_channels(
+def _judged_channels(
     family: Sequence[TruthStats],
     limit: float,
     usual: Sequence[float] | None,
@@ -471,7 +471,7 @@ def _judge_channels(
     return outliers(x, own, thresholds.row_spread, limit, control=control)
 
 
-def _judge_gains(
+def _judged_gains(
     family: Sequence[TruthStats], limits: Mapping[Level, float]
 ) -> Iterator[JudgedGains]:
     """Scale errors of the output, and of what a block adds: of all rows, then of each forward.
@@ -482,10 +482,10 @@ def _judge_gains(
     typical = statistics.median(max(each.typical.values()) for each in family)
     scaled: tuple[Literal["output", "update"], ...] = ("output", "update")
     for number, of in enumerate(scaled):
-        known = [each for each in family if len(each.gains) > number]
-        if len(known) < FEWEST:
+        with_gains = [each for each in family if len(each.gains) > number]
+        if len(with_gains) < FEWEST:
             continue
-        places = sorted({place for each in known for place in each.gains_at})
+        places = sorted({place for each in with_gains for place in each.gains_at})
         levels: dict[Level, list[PromptStep | None]] = {"site": [None]}
         if len(places) > 1:
             levels["forward"] = [*places]
@@ -521,7 +521,7 @@ def _judge_gains(
 # against its limit, over all forwards and in each.
 
 
-def judge(
+def flag_units(
     units: Sequence[Unit],
     samples: SamplesBySite | None = None,
     *,
@@ -539,7 +539,7 @@ def judge(
             unit.tail = tail_of(samples.ratios(unit.pass_, unit.site, unit.phase))
     # In a free pass a block is allowed what it may make of an error that came in, the first one
     # nothing: their ratios are no measure for each other.
-    _judge_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
+    _ask_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
     in_prefill = {
         (unit.pass_, unit.of, unit.site): unit.worst for unit in units if unit.phase == "prefill"
     }
@@ -644,7 +644,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         unit.why = "token"
 
 
-def _judge_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
+def _ask_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
     """Sets ``judged`` of each, by its ``stats``: together with its siblings; without any, beside
     the blocks' outputs. No difference is judged so where these are not known."""
     families = families_of(units)
@@ -652,16 +652,16 @@ def _judge_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thre
         pass_: _limits(alike) for pass_, alike in grouped(units, lambda unit: unit.pass_).items()
     }
 
-    def judge_together(members: Sequence[Unit], beside: BlocksBeside | None = None) -> None:
+    def ask_together(members: Sequence[Unit], beside: BlocksBeside | None = None) -> None:
         in_routed = any(unit.results[0].block in routed for unit in members)
         stats, of_pass = _stats_of(members), limits[members[0].pass_]
-        together = judge_family(stats, of_pass, in_routed, thresholds, beside)
+        together = judged_family(stats, of_pass, in_routed, thresholds, beside)
         for number, unit in enumerate(members):
             unit.judged = together, number
 
     for family in families:
         if len(family) >= FEWEST:
-            judge_together(family)
+            ask_together(family)
 
     def usual_of(among: Sequence[Unit]) -> dict[tuple[object, ...], BlocksBeside]:
         """By pass and phase, the median x, and that of each forward."""
@@ -669,7 +669,7 @@ def _judge_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thre
         forwards = dict[tuple[object, ...], list[tuple[PromptStep, float]]]()
         for unit in among:
             if unit.judged is None:
-                judge_together([unit], BlocksBeside())
+                ask_together([unit], BlocksBeside())
             kind = unit.pass_, unit.of, unit.phase
             sites.append((kind, unit.x_at()))
             forwards.setdefault(kind, []).extend(
@@ -685,24 +685,24 @@ def _judge_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thre
             unit
             for unit in units
             if unit.stats
-            and unit.stats.of_difference
-            and of_parameter(unit.site)
+            and unit.stats.is_difference
+            and is_of_parameter(unit.site)
             and unit.kind[0] == "block"
         ]
     )
     for unit in (unit for family in families if len(family) < FEWEST for unit in family):
         kind = unit.pass_, unit.of, unit.phase
         beside = usual.get(kind, BlocksBeside())
-        if unit.stats and unit.stats.of_difference:
+        if unit.stats and unit.stats.is_difference:
             if kind not in usual:
                 unit.judged = None
                 continue
             least = beside.x
-            if of_parameter(unit.site) and kind in gradients:
+            if is_of_parameter(unit.site) and kind in gradients:
                 least = max(least, gradients[kind].x)
             at = {k.place: max(least, beside.forwards.get(k.place, least)) for k in unit.looks}
             beside = BlocksBeside(least, at)
-        judge_together([unit], beside)
+        ask_together([unit], beside)
 
 
 def _ask_truth(
@@ -720,12 +720,12 @@ def _ask_truth(
     limits = _limits(free)
     for unit in free:
         if unit.why is not None and unit.results[0].block not in routed:
-            alone = judge_family(_stats_of([unit]), limits, False, thresholds, BlocksBeside())
+            alone = judged_family(_stats_of([unit]), limits, False, thresholds, BlocksBeside())
             answers = questions(alone, 0, routed=False, widened=unit.widened, thresholds=thresholds)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
         unit.stats = None  # what else is asked of them takes equal inputs
     judged = [unit for unit in units if unit.stats is not None]
-    _judge_kinds(judged, routed, thresholds)
+    _ask_kinds(judged, routed, thresholds)
     for family in families_of(judged):
         in_routed = any(unit.results[0].block in routed for unit in family)
         for unit in family:
@@ -809,7 +809,7 @@ def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) ->
         [
             look
             for look in unit.looks
-            if (known := forwards.get(look.place)) is None or not known.alike[number]
+            if (forward := forwards.get(look.place)) is None or not forward.alike[number]
         ]
         for number in range(2)
     )

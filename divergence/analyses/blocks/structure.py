@@ -96,7 +96,7 @@ def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
 
 def _factor(x: OnsetRows) -> tuple[float, Fact] | None:
     """b = f a: one factor on the output."""
-    share, factor = _of_multiple(x.d, x.a)
+    share, factor = _multiple_share(x.d, x.a)
     return share, fact("blocks.factor", share=share, site=x.site, factor=1 + factor, update=False)
 
 
@@ -104,7 +104,7 @@ def _update_factor(x: OnsetRows) -> tuple[float, Fact] | None:
     """b - in = f (a - in): one factor on what a block adds."""
     if x.base is None:
         return None
-    share, factor = _of_multiple(x.d, x.a - x.base)
+    share, factor = _multiple_share(x.d, x.a - x.base)
     return share, fact("blocks.factor", share=share, site=x.block, factor=1 + factor, update=True)
 
 
@@ -283,7 +283,7 @@ def _square(values: Floats) -> float:
     return float(np.square(values).sum()) or 1e-300
 
 
-def _of_multiple(d: Floats, a: Floats) -> tuple[float, float]:
+def _multiple_share(d: Floats, a: Floats) -> tuple[float, float]:
     """(the share that a multiple of ``a`` explains of ``d``, the multiple)."""
     along = float((d * a).sum())
     return along**2 / (_square(d) * _square(a)), along / _square(a)
@@ -315,10 +315,10 @@ def _row_energy(x: OnsetRows) -> Floats:
 def _by_position(x: OnsetRows) -> Floats | None:
     """(T,): the mean squared relative error of the rows at each position from 0 on, of the prompts
     that are beyond their limit; None where positions are not known or few."""
-    known = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
-    if known.sum() < 2 * FEWEST:
+    comparable = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
+    if comparable.sum() < 2 * FEWEST:
         return None
-    position, energy = x.position[known].astype(int), _row_energy(x)[known]
+    position, energy = x.position[comparable].astype(int), _row_energy(x)[comparable]
     count = np.bincount(position)
     length = int(np.argmin(count > 0)) if (count == 0).any() else len(count)
     if length < 2 * FEWEST:
@@ -397,14 +397,14 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
         if mask is not None:
             kept &= mask[:num_rows]
         rows = [pieces.locate(pairs[0].reference, shape, row) for row in range(num_rows)]
-        known = np.array([[-1 if n is None else n for n in row] for row in rows], float)
-        beyond = [not some or usages.get((int(n), step), 0.0) > 1 for n in known[:, 0]]
-        together = (*columns, known, np.array(beyond))
+        numbered = np.array([[-1 if n is None else n for n in row] for row in rows], float)
+        beyond = [not some or usages.get((int(n), step), 0.0) > 1 for n in numbered[:, 0]]
+        together = (*columns, numbered, np.array(beyond))
         parts.append(tuple(column[kept] for column in together))
     if len({part[0].shape[1] for part in parts}) != 1:
         return None
-    ours, theirs, base, where, off = (np.concatenate(each) for each in zip(*parts, strict=True))
-    if not len(ours) or np.array_equal(ours, theirs):
+    side_a, side_b, base, where, off = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if not len(side_a) or np.array_equal(side_a, side_b):
         return None
     home = f"{first.block or module_of(unit.site)}."
     logits = next((r for r in a.records if r.site == manifest.plan.logits_site), None)
@@ -424,15 +424,17 @@ def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
         site=unit.site,
         kind=first.kind or "",
         block=first.block,
-        a=ours,
-        d=theirs - ours,
+        a=side_a,
+        d=side_b - side_a,
         base=None if np.isnan(base).any() else base,
         prompt=where[:, 0],
         position=where[:, 1],
         beyond=off,
         tokens=np.array(ids),
         heads=heads,
-        vocabulary=first.block is None and logits is not None and logits.shape[-1] == ours.shape[1],
+        vocabulary=first.block is None
+        and logits is not None
+        and logits.shape[-1] == side_a.shape[1],
         parameters={
             name: note for name, note in manifest.model.parameters.items() if name.startswith(home)
         },

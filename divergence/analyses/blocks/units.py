@@ -28,8 +28,8 @@ from divergence.run.site import (
     ROOT,
     is_codes,
     is_norm,
+    is_of_parameter,
     module_of,
-    of_parameter,
 )
 from divergence.words import SIDES, Side, SideOrBoth, common_side, grouped
 
@@ -87,11 +87,11 @@ class Escalation:
     def beside(self, unit: Unit) -> list[Fact]:
         """What the float32 pass says of a unit that is flagged in the runs' own dtype."""
         block, site = unit.results[0].block, unit.site
-        mine = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
-        mine = [u for u in mine if side_of(u) in (None, unit.side) or unit.side is None]
-        if not mine:
+        at_site = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
+        at_site = [u for u in at_site if side_of(u) in (None, unit.side) or unit.side is None]
+        if not at_site:
             return []
-        worst = max(mine, key=lambda u: u.limit_usage)
+        worst = max(at_site, key=lambda u: u.limit_usage)
         of_token = worst.why == "token"
         ratio, limit = worst.typical, worst.limit
         if of_token:
@@ -105,7 +105,7 @@ class Escalation:
                 limit=limit,
                 side=worst.side,
                 times=worst.blame and worst.blame.value,
-                stays=any(u in self.flagged for u in mine),
+                stays=any(u in self.flagged for u in at_site),
             )
         ]
 
@@ -324,7 +324,7 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
         # the block's own, or a gradient of its parameters: then its operators tell more
         path = unit.site.partition(":")[0]
         own = block is not None and path in (block, block + BACKWARD)
-        own = own or (of_parameter(unit.site) and BACKWARD in unit.site)
+        own = own or (is_of_parameter(unit.site) and BACKWARD in unit.site)
         if block is not None and (own or made_before(measured, unit)):
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
         else:
@@ -345,7 +345,7 @@ def made_before(measured: Measured, unit: Unit) -> bool:
     """May the error be made before the module inside a block that is off? So it is where nothing
     tells that what enters the module is right."""
     result, module = unit.results[0], module_of(unit.site)
-    if result.role != "inner" or unit.pass_ == "free" or of_parameter(unit.site):
+    if result.role != "inner" or unit.pass_ == "free" or is_of_parameter(unit.site):
         return False
     entries = (f"{module}:in", f"{module}:in.")
     return not any(
@@ -782,8 +782,8 @@ def visible_of(units: Sequence[Unit]) -> Visible | None:
     for group in grouped(blocks, lambda unit: unit.phase).values():
         members = [unit.visible for unit in group]
         for level in dict.fromkeys(level for sizes in members for level in sizes):
-            known = [sizes[level] for sizes in members if level in sizes]
-            levels[level] = max(levels.get(level, 0.0), statistics.median(known))
+            at_level = [sizes[level] for sizes in members if level in sizes]
+            levels[level] = max(levels.get(level, 0.0), statistics.median(at_level))
     finite = {level: size for level, size in levels.items() if size < 1}
     if "site" not in finite:
         return None

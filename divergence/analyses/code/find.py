@@ -37,16 +37,16 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         evidence = code_evidence(a, b, verdict.onset.block)
         # of equal values, a kernel that takes parameters for contiguous reads others
         module = verdict.onset.block or module_of(verdict.onset.site)
-        ours, theirs = a.model.parameters, b.model.parameters
+        digests_a, digests_b = a.model.parameters, b.model.parameters
         evidence += [
             fact(
                 "code.layout",
                 parameter=name,
-                reference=ours[name].strides,
-                candidate=theirs[name].strides,
+                reference=digests_a[name].strides,
+                candidate=digests_b[name].strides,
             )
-            for name in sorted(ours.keys() & theirs.keys())
-            if name.startswith(f"{module}.") and ours[name].strides != theirs[name].strides
+            for name in sorted(digests_a.keys() & digests_b.keys())
+            if name.startswith(f"{module}.") and digests_a[name].strides != digests_b[name].strides
         ][:_MOST]
         findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None

@@ -234,12 +234,12 @@ def _not_compared(measured: Measured) -> dict[str, _Shapes]:
         from divergence.analyses.ends.seams import is_passage
 
         ours = a.find(("free", item.sample, item.step, item.site))
-        theirs = b.find(("free", item.sample, item.step, rename(item.site)))
-        if ours is None or theirs is None or ours.shape == theirs.shape:
+        partner = b.find(("free", item.sample, item.step, rename(item.site)))
+        if ours is None or partner is None or ours.shape == partner.shape:
             continue
-        pieces = Piece(ours, item.sample), Piece(theirs, item.sample)
+        pieces = Piece(ours, item.sample), Piece(partner, item.sample)
         if is_passage(ours, a.manifest) and why_no_pair(*pieces) is not None:
-            sites.setdefault(item.site, (ours.shape, theirs.shape))
+            sites.setdefault(item.site, (ours.shape, partner.shape))
     return sites
 
 
@@ -279,8 +279,8 @@ def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
     chosen = run.manifest.tokens.samples[sample].chosen_ids[step]
     if sample >= len(samples) or samples[sample].chosen_ids[step : step + 1] != [chosen]:
         return False
-    mine, theirs = (logits_record(side, sample, step)[0] for side in (run, other))
-    digests = {record and record.xxh3 for record in (mine, theirs)}
+    logits_a, logits_b = (logits_record(side, sample, step)[0] for side in (run, other))
+    digests = {record and record.xxh3 for record in (logits_a, logits_b)}
     return len(digests) == 1 and None not in digests
 
 

@@ -62,13 +62,13 @@ def find_integers(measured: Measured) -> list[Integers]:
     pieces = Pieces(a, b)
     integers: list[Integers] = []
     for pair in measured.alignment.pairs:
-        ours, theirs = pair.reference.record, pair.candidate.record
-        kinds = {format_named(record.dtype).kind for record in (ours, theirs)}
+        ours, other = pair.reference.record, pair.candidate.record
+        kinds = {format_named(record.dtype).kind for record in (ours, other)}
         if is_codes(ours.site):
             continue  # rounding may decide them: analyses/codes
-        if kinds & {"float", "complex"} or not (a.has_bytes(ours) and b.has_bytes(theirs)):
+        if kinds & {"float", "complex"} or not (a.has_bytes(ours) and b.has_bytes(other)):
             continue
-        result = results.get((pair.pass_, pair.reference.sample, theirs.step, ours.site))
+        result = results.get((pair.pass_, pair.reference.sample, other.step, ours.site))
         if result is None or result.identical:
             continue
         if _is_choice(ours, a):

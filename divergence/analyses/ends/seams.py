@@ -80,13 +80,13 @@ def find_seams(measured: Measured) -> list[Seam]:
     )
     # the free pairs of blocks and trunk, by forward
     forwards: dict[tuple[int, int], list[Pair]] = {}
-    known: dict[tuple[str, str], bool] = {}
+    passages: dict[tuple[str, str], bool] = {}
     for pair in measured.alignment.pairs:
         record = pair.reference.record
         key = record.site, record.dtype
-        if pair.pass_ == "free" and key not in known:
-            known[key] = is_passage(record, a.manifest)
-        if pair.pass_ == "free" and known[key]:
+        if pair.pass_ == "free" and key not in passages:
+            passages[key] = is_passage(record, a.manifest)
+        if pair.pass_ == "free" and passages[key]:
             forwards.setdefault((pair.reference.sample, record.step), []).append(pair)
     seams: list[Seam | None] = []
     first: dict[int, list[Pair]] = {}  # outputs of the first forward, such as an encoder's
@@ -177,18 +177,18 @@ class _Looked:
         return self.results.get(("free", pair.reference.sample, record.step, record.site))
 
     def seam(self, pair: Pair, given: _Given, result: SiteResult) -> Seam | None:
-        mine, theirs = pair.reference.record, pair.candidate.record
-        ours = self._sources(self.a, mine, given, 0)
-        others = self._sources(self.b, theirs, given, 1)
+        record, partner = pair.reference.record, pair.candidate.record
+        ours = self._sources(self.a, record, given, 0)
+        others = self._sources(self.b, partner, given, 1)
         if any(source is other for source in ours for other in others):
             return None  # the same output is handed on: no number is made
         if ours:
-            return self._changed(self.b, theirs, ours[0].candidate.record, ours[0], result)
+            return self._changed(self.b, partner, ours[0].candidate.record, ours[0], result)
         if others:
-            return self._changed(self.a, mine, others[0].reference.record, others[0], result)
-        if mine.site.partition(":")[2] not in ("in", "out"):
+            return self._changed(self.a, record, others[0].reference.record, others[0], result)
+        if record.site.partition(":")[2] not in ("in", "out"):
             return None
-        here = [p for p in given.since_last_block() if p.reference.record.step == mine.step]
+        here = [p for p in given.since_last_block() if p.reference.record.step == record.step]
         return self._grown(here, result)
 
     def _sources(self, run: Run, record: Record, given: _Given, side: int) -> list[Pair]:

@@ -199,7 +199,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     onset, routes = verdict.onset, measured.routes
     if onset is None or onset.block is None:
         return []
-    mine = [
+    at_onset = [
         s
         for s in measured.sites
         if s.site == onset.site
@@ -207,7 +207,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         and route_key(s) in routes.found
         and (s.of is None or s.of == verdict.side)
     ]
-    shared = _shared(mine, routes)
+    shared = _shared(at_onset, routes)
     if shared is None:
         return []
     return [Finding(claim="explanation", role="explains", about_onset=True, evidence=[shared])]

@@ -227,9 +227,9 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     if region is not None:
         inputs = region.inputs[:_MOST]
         evidence.append(fact("operators.as_one_step", inputs=inputs, region=region.replaced))
-        ours, theirs = region.reference_times, region.candidate_times
-        if ours is not None and theirs is not None:
-            own = fact("operators.own_errors", candidate_times=theirs, reference_times=ours)
+        times_a, times_b = region.reference_times, region.candidate_times
+        if times_a is not None and times_b is not None:
+            own = fact("operators.own_errors", candidate_times=times_b, reference_times=times_a)
             evidence.append(own)
     dtypes = first.reference_dtype, first.candidate_dtype
     if dtypes[0] != dtypes[1]:

@@ -44,16 +44,16 @@ from divergence.comparison.calls import (
     rerouted_in,
 )
 from divergence.comparison.judge import (
+    effective_numbers,
     farthest,
     in_step,
     limit_of,
     made_of,
     observed,
-    of_few,
     reach,
 )
 from divergence.comparison.limits import ENOUGH_ROWS, NEAR_LIMIT, SAME_VALUE
-from divergence.comparison.measure.judge import work_dtype
+from divergence.comparison.measure.floors import work_dtype
 from divergence.comparison.results import (
     OperatorResult,
     OperatorsResult,
@@ -146,7 +146,7 @@ def measure_operators(
     for run, pass_ in ((a, passes[0]), (b, passes[1]), (truth, truth_pass)):
         if run is not None:  # most of it will be looked at
             run.expect(record for record in run.records if record.pass_ == pass_)
-    ours, theirs = forwards_of(a, passes[0]), forwards_of(b, passes[1])
+    calls_a, calls_b = forwards_of(a, passes[0]), forwards_of(b, passes[1])
     true_nodes = {} if truth is None else forwards_of(truth, truth_pass)
     exact = a.manifest.settings.compute_dtype == "float64"
     replays = "replayed" in passes
@@ -157,18 +157,18 @@ def measure_operators(
     lone, unreached = ({side: list[CallNode]() for side in SIDES} for _ in range(2))
     in_regions = {side: set[str]() for side in SIDES}
     rerouted: list[int] = []
-    for forward in sorted(set(ours) & set(theirs)):
+    for forward in sorted(set(calls_a) & set(calls_b)):
         pads = Pads(a.manifest, forward)
 
         def apart(reference: CallNode, candidate: CallNode) -> float:
             x, y = a.read(reference.results[0]), b.read(candidate.results[0])
             return distance_of(pads.blank(x), pads.blank(y))  # noqa: B023
 
-        pair = ours[forward], theirs[forward]
+        pair = calls_a[forward], calls_b[forward]
         matches, only_a, only_b = (
             match_paths(*pair) if replays else match_calls(*pair, apart=apart, rename=rename)
         )
-        rights = Rights(truth, ours[forward], true_nodes.get(forward, []), exact=exact, run=a)
+        rights = Rights(truth, calls_a[forward], true_nodes.get(forward, []), exact=exact, run=a)
         partners = {match.reference.path: match.candidate.path for match in matches}
 
         def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
@@ -184,7 +184,10 @@ def measure_operators(
             (Match(region.reference[-1], region.candidate[-1], "dataflow"), region)
             for region in regions.of_operands.values()
         ]
-        nodes, paired = {n.path: n for n in ours[forward]}, {m.reference.path for m, _ in pairs}
+        nodes, paired = (
+            {n.path: n for n in calls_a[forward]},
+            {m.reference.path for m, _ in pairs},
+        )
         for match, region in pairs:
             phase = phase_of(match.reference.path, forward[1])
             key = (match.reference.path, match.candidate.path, phase)
@@ -195,7 +198,7 @@ def measure_operators(
             unit.feeds = list(dict.fromkeys([*unit.feeds, *_feeds(members, nodes, paired)]))
             if region is not None and region.consumer is not None:
                 unit.forwards.append(
-                    (forward, match, _of_operand(unit, region, a, b, rights, pads))
+                    (forward, match, _operand_errors(unit, region, a, b, rights, pads))
                 )
                 continue
             prefill = units.get((*key[:2], "prefill"), unit)
@@ -212,9 +215,12 @@ def measure_operators(
                 unit.other_operands = _worse(unit.other_operands, others)
         for number, (side, only) in enumerate(zip(SIDES, (only_a, only_b), strict=True)):
             in_regions[side] |= regions.members[number]
-            for known, more in ((lone[side], only), (unreached[side], regions.unreached[number])):
-                paths = {node.path for node in known}
-                known += [node for node in more if node.path not in paths]
+            for alone, more in (
+                (lone[side], only),
+                (unreached[side], regions.unreached[number]),
+            ):
+                paths = {node.path for node in alone}
+                alone += [node for node in more if node.path not in paths]
     in_order = sorted(units.values(), key=lambda u: (u.phase == "decode", u.match.reference.order))
     return MeasuredOperators(
         units=in_order,
@@ -242,7 +248,7 @@ def _feeds(members: list[CallNode], nodes: dict[str, CallNode], paired: set[str]
     return list(names)
 
 
-def _of_operand(
+def _operand_errors(
     unit: OperatorUnit, region: Region, a: Run, b: Run, rights: Rights, pads: Pads
 ) -> OperatorErrors | None:
     """The common result of a region that a paired call is given as an argument, as it sees it."""
@@ -285,10 +291,10 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
     unit.own[1].add(own_errors[1])
 
 
-def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
+def _worse(items: list[_Item], new: list[_Item]) -> list[_Item]:
     """Of each argument the one that differs most, over the forwards."""
     by_argument: dict[tuple[str | None, str], _Item] = {}
-    for item in known + new:
+    for item in items + new:
         key = getattr(item, "site", None), item.argument
         before = by_argument.get(key)
         if before is None or (item.difference or 0.0) > (before.difference or 0.0):
@@ -522,7 +528,7 @@ class _Pooled:
         return (self.norm / self.norm.median()).clamp_max(1.0)
 
 
-def judge_unit(
+def rate_unit(
     result: OperatorResult,
     unit: OperatorUnit,
     feeds: Sequence[OperatorResult],
@@ -583,9 +589,9 @@ def judge_unit(
                 for forward in by_forward.values()
             )
             sizes[result.site, unit.phase] = Size(largest, by_forward)
-    result = _judge_masks(result, unit, with_truth=with_truth)
+    result = _rate_masks(result, unit, with_truth=with_truth)
     result = _with_codes(result, unit, with_truth)
-    result = _judge_roundings(result, unit, thresholds)
+    result = _rate_roundings(result, unit, thresholds)
     result = replace(result, other_operands=unit.other_operands)
     if result.why == "nonfinite" or not any(item.is_value for item in unit.other_operands):
         return result
@@ -614,7 +620,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     squares = torch.stack([reference, candidate]).square()
     energy, apart = squares.numpy(), between.square().numpy()
     # what both inherit from one number, as a head's row from its sharpest score, has one direction
-    made = of_few(numbers.numpy(), in_step(energy, apart, numbers.numpy()))
+    made = effective_numbers(numbers.numpy(), in_step(energy, apart, numbers.numpy()))
     made, _ = made_of(energy, apart, made, np.ones(len(floor), bool))
     rows = _Parts(squares, floor, torch.from_numpy(made))
     columns = None
@@ -697,10 +703,10 @@ def _against_truth(
             asked.append((usage, "row", side))
             peak = max(peak, times) if usage > 1 else peak
     for members in pooled.slices:
-        ours, theirs = (_typical(rows[members]) for rows in pooled.rows.errors)
-        times = max(ours / theirs, theirs / ours)
+        error_a, error_b = (_typical(rows[members]) for rows in pooled.rows.errors)
+        times = max(error_a / error_b, error_b / error_a)
         limit = far(_num_together(pooled.rows, members), thresholds.row_spread)
-        asked.append((times / limit, "slice", SIDES[theirs > ours]))
+        asked.append((times / limit, "slice", SIDES[error_b > error_a]))
         peak = max(peak, times)
     usage, why, side = max(asked)
     if why == "row" and asked[0][0] > 1 and asked[0][2] == side:
@@ -790,19 +796,19 @@ def _against_each_other(
     return replace(result, limit_usage=usage, verdict="fine", why=None)
 
 
-def _judge_masks(result: OperatorResult, unit: OperatorUnit, *, with_truth: bool) -> OperatorResult:
+def _rate_masks(result: OperatorResult, unit: OperatorUnit, *, with_truth: bool) -> OperatorResult:
     """Scores that one side alone hides are another mask, whatever the errors are."""
     masks = [errors.masked for _, _, errors in unit.forwards if errors and errors.masked]
     if not masks or result.why == "nonfinite":
         return result
     square = len(result.shape) > 1 and result.shape[-1] == result.shape[-2]
     wrong = [sum(mask.wrong[side] for mask in masks) for side in (0, 1)]
-    told = with_truth and wrong[0] != wrong[1]
+    side_known = with_truth and wrong[0] != wrong[1]
     return replace(
         result,
         limit_usage=math.inf,
         why="masked",
-        verdict=SIDES[wrong[1] > wrong[0]] if told else "differs",
+        verdict=SIDES[wrong[1] > wrong[0]] if side_known else "differs",
         other_mask=OtherMask(
             num_by_reference=sum(mask.by[0] for mask in masks),
             num_by_candidate=sum(mask.by[1] for mask in masks),
@@ -827,7 +833,7 @@ def _with_codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) ->
     return replace(result, limit_usage=math.inf, why="codes", verdict=verdict)
 
 
-def _judge_roundings(
+def _rate_roundings(
     result: OperatorResult, unit: OperatorUnit, thresholds: Thresholds
 ) -> OperatorResult:
     """A region is flagged for its own roundings, where nothing else flags it more."""
@@ -882,7 +888,7 @@ def region_result(unit: OperatorUnit) -> RegionResult:
 _STEPS = ("aten.round", "aten.floor", "aten.ceil", "aten.trunc")
 
 
-def judge_operators(
+def rate_operators(
     measured: MeasuredOperators,
     *,
     notes: dict[str, ModuleNote],
@@ -934,7 +940,7 @@ def judge_operators(
             region=None if unit.region is None or unit.region.is_copied else region_result(unit),
         )
         feeds = [by_path[key] for key in _keys(unit.feeds, unit.phase) if key in by_path]
-        result = judge_unit(
+        result = rate_unit(
             result,
             unit,
             feeds,
@@ -1061,11 +1067,11 @@ def first_source(
         while waiting:
             current = waiting.pop()
             keys = _keys(entering[current.site, current.phase], current.phase)
-            known = [by_path[key] for key in keys if key in by_path]
-            known = [feed for feed in known if id(feed) not in seen]
-            seen.update(id(feed) for feed in known)
-            judged += [feed for feed in known if feed.verdict != "unjudged"]
-            waiting += [feed for feed in known if feed.verdict == "unjudged"]
+            feeds_here = [by_path[key] for key in keys if key in by_path]
+            feeds_here = [feed for feed in feeds_here if id(feed) not in seen]
+            seen.update(id(feed) for feed in feeds_here)
+            judged += [feed for feed in feeds_here if feed.verdict != "unjudged"]
+            waiting += [feed for feed in feeds_here if feed.verdict == "unjudged"]
         return judged
 
     flagged = [r for r in by_path.values() if r.limit_usage > 1 and r.verdict != "unjudged"]
@@ -1124,7 +1130,7 @@ def measure(measured: Measured) -> OperatorsResult | None:
         )
         if operators is None:
             continue
-        result = judge_operators(
+        result = rate_operators(
             operators,
             notes=a.manifest.plan.modules,
             thresholds=measured.thresholds,

@@ -54,17 +54,17 @@ _SHOWN = 4
 
 
 def other_operands(
-    ours: CallNode, theirs: CallNode, a: Run, b: Run, *, measured: bool = False
+    node_a: CallNode, node_b: CallNode, a: Run, b: Run, *, measured: bool = False
 ) -> list[OtherOperand]:
     """Scalars and constants that differ between the reference's call and its partner.
 
     ``measured``: the model takes numbers out of tensors (``.item()``), so a scalar may be a result,
     which rounding moves: one that is off by less than four ulp of bfloat16 is told, and no fact.
     """
-    if ours.name != theirs.name:
+    if node_a.name != node_b.name:
         return []
     operands = []
-    for item in other_scalars(ours.call, theirs.call):
+    for item in other_scalars(node_a.call, node_b.call):
         difference = _relative(item.reference, item.candidate)
         ulps = ROUNDED_TWICE * torch.finfo(torch.bfloat16).eps
         near = measured and difference is not None and difference < ulps
@@ -77,36 +77,36 @@ def other_operands(
             difference=difference,
         )
         operands.append(scalar)
-    operands += _tensors_for_numbers((ours, a), (theirs, b))
-    changes = ours.call.operator.partition(".")[2].partition(".")[0].endswith("_")
-    for name, mine, other in _paired_operands(ours, theirs):
+    operands += _tensors_for_numbers((node_a, a), (node_b, b))
+    changes = node_a.call.operator.partition(".")[2].partition(".")[0].endswith("_")
+    for name, operand, other in _paired_operands(node_a, node_b):
         # what it writes to may be memory that nothing was written to before
         written = name == "out" or (name == "self" and changes)
-        if not written and maker_of(mine) is None and maker_of(other) is None:
-            constant = _other_constant(name, (ours, theirs), (mine, other), (a, b))
+        if not written and maker_of(operand) is None and maker_of(other) is None:
+            constant = _other_constant(name, (node_a, node_b), (operand, other), (a, b))
             operands += [] if constant is None else [constant]
     return operands
 
 
-def _paired_operands(ours: CallNode, theirs: CallNode) -> Iterator[tuple[str, Operand, Operand]]:
+def _paired_operands(node_a: CallNode, node_b: CallNode) -> Iterator[tuple[str, Operand, Operand]]:
     """Each argument's name, and both operands."""
-    names, both = argument_names(ours.call), (ours.call.operands, theirs.call.operands)
-    for number, (mine, other) in enumerate(
+    names, both = argument_names(node_a.call), (node_a.call.operands, node_b.call.operands)
+    for number, (operand, other) in enumerate(
         zip(*both, strict=True) if len(both[0]) == len(both[1]) else ()
     ):
-        yield names.get(number, str(number)), mine, other
+        yield names.get(number, str(number)), operand, other
 
 
 def _tensors_for_numbers(
-    mine: tuple[CallNode, Run], other: tuple[CallNode, Run]
+    call_a: tuple[CallNode, Run], other: tuple[CallNode, Run]
 ) -> list[OtherOperand]:
     """Arguments that are a number on one side and a tensor of one number on the other (a buffer, a
     constant, or a copy of one), where the number is not the tensor's, rounded to its dtype."""
     operands = []
-    tensors = [{n: k for k, n in argument_names(node.call).items()} for node, _ in (mine, other)]
+    tensors = [{n: k for k, n in argument_names(node.call).items()} for node, _ in (call_a, other)]
     for name in tensors[0].keys() ^ tensors[1].keys():
         numbers, units = [], []
-        for (node, run), by_name in zip((mine, other), tensors, strict=True):
+        for (node, run), by_name in zip((call_a, other), tensors, strict=True):
             value = node.call.arguments.get(name)
             if name in by_name:
                 operand = node.call.operands[by_name[name]]
@@ -144,14 +144,14 @@ def _is_given(operand: Operand) -> bool:
 def region_operands(region: Region, a: Run, b: Run, *, measured: bool) -> list[OtherOperand]:
     """The same of a region whose sides call the same operators, each once, with other casts and
     layouts between them."""
-    ours, theirs = (computing(side) for side in (region.reference, region.candidate))
-    names = [node.name for node in ours]
-    if names != [node.name for node in theirs] or len(set(names)) < len(names):
+    nodes_a, nodes_b = (computing(side) for side in (region.reference, region.candidate))
+    names = [node.name for node in nodes_a]
+    if names != [node.name for node in nodes_b] or len(set(names)) < len(names):
         return []
     return [
-        replace(item, site=mine.path)
-        for mine, other in zip(ours, theirs, strict=True)
-        for item in other_operands(mine, other, a, b, measured=measured)
+        replace(item, site=node_a.path)
+        for node_a, other in zip(nodes_a, nodes_b, strict=True)
+        for item in other_operands(node_a, other, a, b, measured=measured)
     ]
 
 
@@ -231,13 +231,13 @@ def _value(tensor: torch.Tensor) -> Fact:
     return fact("operators.norm", total=total, norm=float(tensor.double().norm()))
 
 
-def _relative(mine: object, other: object) -> float | None:
+def _relative(value: object, other: object) -> float | None:
     """By how much the candidate's number is off the reference's; None for what is no number."""
-    if isinstance(mine, bool) or isinstance(other, bool):
+    if isinstance(value, bool) or isinstance(other, bool):
         return None
-    if not isinstance(mine, int | float) or not isinstance(other, int | float):
+    if not isinstance(value, int | float) or not isinstance(other, int | float):
         return None
-    return abs(other - mine) / abs(mine) if mine else float("inf")
+    return abs(other - value) / abs(value) if value else float("inf")
 
 
 def operand_facts(items: list[OtherOperand], side: str = "candidate") -> list[Fact]:
@@ -259,16 +259,20 @@ def operands_text(items: list[OtherOperand], side: str) -> str:
     return sentence(fact("operators.operands", operands=operand_facts(items, side)))
 
 
-def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:
+def given_inputs(node_a: CallNode, node_b: CallNode, a: Run, b: Run) -> list[OtherInput]:
     """By how much each tensor operand of two calls differs, the largest first; equal ones are left
     out. For a pair that is right on both sides: what it is given then tells."""
     inputs = []
-    for name, mine, other in _paired_operands(ours, theirs):
-        read = _values((ours, theirs), (mine, other), (a, b)) if mine.shape == other.shape else None
+    for name, operand, other in _paired_operands(node_a, node_b):
+        read = (
+            _values((node_a, node_b), (operand, other), (a, b))
+            if operand.shape == other.shape
+            else None
+        )
         if read is not None:
             given = OtherInput(
                 argument=name,
-                origin_in_reference=fact("operators.origin", name=_maker(mine)),
+                origin_in_reference=fact("operators.origin", name=_maker(operand)),
                 origin_in_candidate=fact("operators.origin", name=_maker(other)),
                 difference=relative_difference(*read),
             )
@@ -277,26 +281,26 @@ def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[Other
 
 
 def other_inputs(
-    ours: CallNode, theirs: CallNode, a: Run, b: Run, *, partner: Callable[[str], str | None]
+    node_a: CallNode, node_b: CallNode, a: Run, b: Run, *, partner: Callable[[str], str | None]
 ) -> list[OtherInput]:
-    """Arguments of the reference's call ``ours`` and the candidate's ``theirs`` that do not come
+    """Arguments of the reference's call ``node_a`` and the candidate's ``node_b`` that do not come
     from the same place. ``partner``: the candidate's path of a reference's matched call."""
     inputs: list[OtherInput] = []
-    if ours.name != theirs.name:
+    if node_a.name != node_b.name:
         return inputs
-    for name, mine, other in _paired_operands(ours, theirs):
-        weights = mine.weight is not None and other.weight is not None
-        if weights and (mine.xxh3, mine.offset) == (other.xxh3, other.offset):
+    for name, own, other in _paired_operands(node_a, node_b):
+        weights = own.weight is not None and other.weight is not None
+        if weights and (own.xxh3, own.offset) == (other.xxh3, other.offset):
             continue
-        made = maker_of(mine), maker_of(other)
-        same_maker = made[0] is made[1] and mine.origin == other.origin
+        made = maker_of(own), maker_of(other)
+        same_maker = made[0] is made[1] and own.origin == other.origin
         if made[0] is not None and made[1] is not None:
             same_maker = partner(made[0]) == made[1]
         # what comes from outside is told by its value
-        seen_alike = same_maker and mine.via == other.via and mine.stride == other.stride
+        seen_alike = same_maker and own.via == other.via and own.stride == other.stride
         if not weights and made != (None, None) and seen_alike:
             continue
-        x, y = operand_record(ours, mine, a), operand_record(theirs, other, b)
+        x, y = operand_record(node_a, own, a), operand_record(node_b, other, b)
         if x is not None and y is not None and x.xxh3 == y.xxh3:
             continue
         origins = [
@@ -306,20 +310,20 @@ def other_inputs(
                 via=list(operand.via),
                 element=operand.offset or None,
             )
-            for operand in (mine, other)
+            for operand in (own, other)
         ]
         if origins[0] == origins[1]:
             origins = [
                 fact("operators.strided", origin=origins[0], strides=operand.stride or None)
-                for operand in (mine, other)
+                for operand in (own, other)
             ]
-        read = _values((ours, theirs), (mine, other), (a, b)) if mine.shape == other.shape else None
+        read = _values((node_a, node_b), (own, other), (a, b)) if own.shape == other.shape else None
         difference = None if read is None else relative_difference(*read)
         elsewhere = OtherInput(
             argument=name,
             origin_in_reference=origins[0],
             origin_in_candidate=origins[1],
-            viewed=same_maker and mine.weight == other.weight and made[0] is not None,
+            viewed=same_maker and own.weight == other.weight and made[0] is not None,
             difference=difference,
         )
         inputs.append(elsewhere)
@@ -436,9 +440,11 @@ def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
         if node.name in CONSTANTS:
             made[node.path] = run.read(node.results[0]).to(torch.float64)
             continue
-        known = [_operand_value(run, node, operand, made, paths) for operand in node.call.operands]
-        values = [value for value in known if value is not None]
-        if len(values) < len(known):
+        operands = [
+            _operand_value(run, node, operand, made, paths) for operand in node.call.operands
+        ]
+        values = [value for value in operands if value is not None]
+        if len(values) < len(operands):
             return None
         result = _computed(node, values)
         if result is None or result.numel() != node.results[0].numel:
@@ -763,16 +769,16 @@ def _before(places: Places, side: int, node: CallNode) -> list[CallNode]:
 
 def _region(
     places: Places,
-    mine: list[CallNode],
-    theirs: list[CallNode],
+    nodes: list[CallNode],
+    nodes_b: list[CallNode],
     *,
     consumer: Match | None = None,
     number: int = 0,
 ) -> Region:
-    own = {node.path for node in mine}
-    sources = (source for node in mine for source in places.sources(0, node))
+    own = {node.path for node in nodes}
+    sources = (source for node in nodes for source in places.sources(0, node))
     begins = dict.fromkeys(source for source in sources if source[1] not in own)
-    return Region(mine, theirs, list(begins), consumer, number)
+    return Region(nodes, nodes_b, list(begins), consumer, number)
 
 
 _WORDS = {

@@ -161,14 +161,14 @@ def _beside(result: OperatorResult) -> list[Sentence]:
     region = result.region
     if region is not None:
         at = f", as {region.argument} of {region.consumer}"
-        said = region.text + (at if region.argument is not None else "")
+        phrase = region.text + (at if region.argument is not None else "")
         if region.candidate_times is not None and region.reference_times is not None:
-            said += f"; {region.candidate_times:.3g} × an ideal product "
-            said += f"({region.reference_times:.3g} ×)"
-        sentences.append(Sentence(cut(said, MAX_WIDTH - 6), indent=6, style="dim"))
+            phrase += f"; {region.candidate_times:.3g} × an ideal product "
+            phrase += f"({region.reference_times:.3g} ×)"
+        sentences.append(Sentence(cut(phrase, MAX_WIDTH - 6), indent=6, style="dim"))
     for item in result.other_operands:
-        said = f"called with {item.argument}={item.candidate} (A {item.reference})"
-        sentences.append(Sentence(cut(said, MAX_WIDTH - 6), indent=6, style="yellow"))
+        phrase = f"called with {item.argument}={item.candidate} (A {item.reference})"
+        sentences.append(Sentence(cut(phrase, MAX_WIDTH - 6), indent=6, style="yellow"))
     return sentences
 
 

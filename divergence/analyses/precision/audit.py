@@ -27,7 +27,7 @@ from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest, StepPrecision
 from divergence.run.reader import Run
 from divergence.run.record import Operand
-from divergence.run.site import BACKWARD, is_operator_site, module_of, of_parameter
+from divergence.run.site import BACKWARD, is_of_parameter, is_operator_site, module_of
 from divergence.words import SIDES, other_side, side_of
 
 if TYPE_CHECKING:
@@ -437,14 +437,14 @@ def _is_turned(graph: Calls, node: CallNode) -> bool:
 def _residuals(graph: Calls) -> None:
     stream: set[str] = set()
 
-    def of_stream(operand: Operand) -> bool:
+    def is_stream(operand: Operand) -> bool:
         maker = graph.maker(operand)
         return operand.weight is None and (maker is None or maker.path in stream)
 
     for node in graph.nodes:
         operands = node.call.operands
         if is_norm_kernel(node) or node.is_cast or bare(node) == "clone":
-            if operands and of_stream(operands[0]):
+            if operands and is_stream(operands[0]):
                 stream.add(node.path)
             continue
         if not graph.free(node) or bare(node) != "add" or not is_float(node):
@@ -453,7 +453,7 @@ def _residuals(graph: Calls) -> None:
         alike = len(operands) == 2 and all(o.shape == node.results[0].shape for o in operands)
         if not inside or not alike:
             continue
-        carried = [of_stream(operand) for operand in operands]
+        carried = [is_stream(operand) for operand in operands]
         made = [graph.leads_from_product(graph.maker(operand)) for operand in operands]
         if (carried[0] and made[1]) or (carried[1] and made[0]):
             graph.add("residual add", [node], node)
@@ -514,7 +514,7 @@ def find_norms(graph: Calls) -> None:
             if near and graph.free(node) and bare(node) == "mul" and is_float(node):
                 makers = [graph.maker(operand) for operand in node.call.operands]
                 weighted = any(operand.weight for operand in node.call.operands) or any(
-                    maker is not None and _of_weights(graph, maker) for maker in makers
+                    maker is not None and _is_of_weights(graph, maker) for maker in makers
                 )
                 if weighted:
                     graph.add("norm weight", [node], node)
@@ -528,12 +528,12 @@ def _between(graph: Calls, root: CallNode) -> list[CallNode]:
         return node.module == root.module and (bare(node) in _STATISTICS or node.is_cast)
 
     leading, _ = graph.back(root, belongs)
-    known = {node.path for node in leading if node.module == root.module}
+    root_calls = {node.path for node in leading if node.module == root.module}
     kept: dict[str, CallNode] = {}
 
     def visit(node: CallNode, reduced: bool) -> None:
         for feeder in graph.feeders(node):
-            if feeder.path not in known or feeder.path in kept:
+            if feeder.path not in root_calls or feeder.path in kept:
                 continue
             if reduced and not (feeder.is_cast or _may_be_reduced(feeder)):
                 continue
@@ -553,7 +553,7 @@ def _may_be_reduced(node: CallNode) -> bool:
     return bare(node) in ("pow", "square", "sub") or bare(node) in _REDUCTIONS
 
 
-def _of_weights(graph: Calls, node: CallNode) -> bool:
+def _is_of_weights(graph: Calls, node: CallNode) -> bool:
     """Made of weights and constants alone, in one module: ``1 + weight.float()``."""
     ahead = [node]
     while ahead:
@@ -653,7 +653,7 @@ def gradient_errors(measured: Measured) -> Fact | None:
         for site in measured.sites
         if site.pass_ == "free"
         and site.phase == "backward"
-        and of_parameter(site.site)
+        and is_of_parameter(site.site)
         and site.truth is not None
     ]
     if not truths:
@@ -719,19 +719,22 @@ def audit_runs(
 
     ``rename``: a site of the reference → the candidate's.
     """
-    ours = audited_places(reference)
-    theirs = None if candidate is None else audited_places(candidate)
+    places_a = audited_places(reference)
+    places_b = None if candidate is None else audited_places(candidate)
     step, step_findings = step_rows(
         reference.manifest, None if candidate is None else candidate.manifest
     )
-    if ours is None and theirs is None:
+    if places_a is None and places_b is None:
         return AuditResult(rows=step, findings=step_findings) if step else None
     remarks = []
     alike = candidate is None or reference.manifest.model.dtype == candidate.manifest.model.dtype
-    if ours is not None and theirs is not None and not alike:
+    if places_a is not None and places_b is not None and not alike:
         remarks = [fact("precision.other_dtypes")]
     probed: dict[tuple[str, ...], list[Fact]] = {}
-    for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
+    for name, run, places in (
+        ("reference", reference, places_a),
+        ("candidate", candidate, places_b),
+    ):
         if run is not None and places is not None:
             side = None if candidate is None else name
             stored = {place.computed for place in places if place.accumulates}
@@ -755,31 +758,33 @@ def audit_runs(
         )
     rows, findings = [], []
     for part in PARTS:
-        mine, other = ([p for p in places or () if p.part == part] for places in (ours, theirs))
-        if not mine and not other:
+        own, other = (
+            [p for p in places or () if p.part == part] for places in (places_a, places_b)
+        )
+        if not own and not other:
             continue
-        pairs = differing(mine, other, rename) if alike else []
-        judged = next((place for place in (*mine, *other) if place.expected), None)
-        below = any(place.below for place in mine), any(place.below for place in other)
+        pairs = differing(own, other, rename) if alike else []
+        judged = next((place for place in (*own, *other) if place.expected), None)
+        below = any(place.below for place in own), any(place.below for place in other)
         row = AuditRow(
             part=part,
-            reference=None if ours is None else _computed(mine),
-            candidate=None if theirs is None else _computed(other),
+            reference=None if places_a is None else _computed(own),
+            candidate=None if places_b is None else _computed(other),
             expected=judged.expected if judged else [],
             expected_from=judged.expected_from if judged else None,
             own=judged.own if judged else False,
             below=side_of(below),
             differs=bool(pairs),
-            num_places=max(sum(place.num_calls for place in each) for each in (mine, other)),
+            num_places=max(sum(place.num_calls for place in each) for each in (own, other)),
         )
         rows.append(row)
-        told = finding(row, mine, other, pairs, alone=candidate is None)
-        findings += [] if told is None else [told]
+        audit_finding = finding(row, own, other, pairs, alone=candidate is None)
+        findings += [] if audit_finding is None else [audit_finding]
     return AuditResult(
         rows=rows + step,
         findings=findings + step_findings,
-        reference=ours,
-        candidate=theirs,
+        reference=places_a,
+        candidate=places_b,
         remarks=remarks,
     )
 
@@ -894,29 +899,29 @@ PlacePair = tuple[AuditedPlace, AuditedPlace]
 
 
 def differing(
-    ours: list[AuditedPlace], theirs: list[AuditedPlace], rename: Callable[[str], str]
+    places_a: list[AuditedPlace], places_b: list[AuditedPlace], rename: Callable[[str], str]
 ) -> list[PlacePair]:
     """Places of the same module and part whose dtypes are known on both sides, and differ."""
     by_module: dict[str, tuple[dict[str, AuditedPlace], ...]] = {}
-    for side, places in enumerate((ours, theirs)):
+    for side, places in enumerate((places_a, places_b)):
         for place in places:
             name = place.module if side else rename(f"{place.module}:out").rpartition(":")[0]
             if place.computed is not None:
                 by_dtype = by_module.setdefault(name, ({}, {}))[side]
                 by_dtype.setdefault(place.computed, place)
     pairs = []
-    for mine, other in by_module.values():
-        if mine and other and mine.keys() != other.keys():
-            odd = [place for dtype, place in mine.items() if dtype not in other]
-            new = [place for dtype, place in other.items() if dtype not in mine]
-            pairs.append(((odd or list(mine.values()))[0], (new or list(other.values()))[0]))
+    for own, other in by_module.values():
+        if own and other and own.keys() != other.keys():
+            odd = [place for dtype, place in own.items() if dtype not in other]
+            new = [place for dtype, place in other.items() if dtype not in own]
+            pairs.append(((odd or list(own.values()))[0], (new or list(other.values()))[0]))
     return sorted(pairs, key=lambda pair: pair[0].site)
 
 
 def finding(
     row: AuditRow,
-    ours: list[AuditedPlace],
-    theirs: list[AuditedPlace],
+    places_a: list[AuditedPlace],
+    places_b: list[AuditedPlace],
     pairs: list[PlacePair],
     *,
     alone: bool,
@@ -947,8 +952,8 @@ def finding(
         )
         places = [place for pair in pairs for place in pair]
     elif accused:
-        places = [place for place in (*ours, *theirs) if place.below]
-        other = {"reference": theirs, "candidate": ours}.get(accused, [])
+        places = [place for place in (*places_a, *places_b) if place.below]
+        other = {"reference": places_b, "candidate": places_a}.get(accused, [])
         what = fact(
             "precision.computes_below",
             who="run" if alone else accused,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from divergence.analyses.precision.audit import PHASES, audit_runs, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.results import AuditResult, Finding, Verdict
-from divergence.run.site import of_parameter
+from divergence.run.site import is_of_parameter
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -23,7 +23,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     onset, phase = None, None
     if verdict.onset is not None:
         onset = verdict.onset.site.rpartition(":")[0]
-        phase = verdict.onset.phase if of_parameter(verdict.onset.site) else None
+        phase = verdict.onset.phase if is_of_parameter(verdict.onset.site) else None
     training = any(item.part in PHASES for item in audit.findings)
     errors = gradient_errors(measured) if training else None
     return [

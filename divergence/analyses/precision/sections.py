@@ -76,8 +76,8 @@ def _expectation(row: AuditRow) -> str:
 
 
 def _dtypes(side: list[str]) -> str:
-    known = ["in one kernel" if name.startswith(INSIDE) else name for name in side]
-    return ", ".join(dict.fromkeys(known)) or "-"
+    names = ["in one kernel" if name.startswith(INSIDE) else name for name in side]
+    return ", ".join(dict.fromkeys(names)) or "-"
 
 
 def _place(name: str, place: AuditedPlace) -> Sentence:

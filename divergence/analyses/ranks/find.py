@@ -78,11 +78,14 @@ def _measured(
     records = disagreement.records
     if all(run.has_bytes(record) for record in records):
         versions = [run.run.array(record) for record in records]
-        theirs = getattr(pair, other_side(side)).record if pair is not None else None
-        comparable = theirs is not None and theirs.shape == records[0].shape
-        if told_by == "nobody" and theirs is not None and comparable and other.has_bytes(theirs):
+        peer = getattr(pair, other_side(side)).record if pair is not None else None
+        comparable = peer is not None and peer.shape == records[0].shape
+        if told_by == "nobody" and peer is not None and comparable and other.has_bytes(peer):
             # the other run agrees with the right one, as far as rounding lets two results agree
-            whole, limit = other.array(theirs), thresholds.typical * floor_of(run.manifest, theirs)
+            whole, limit = (
+                other.array(peer),
+                thresholds.typical * floor_of(run.manifest, peer),
+            )
             off = [not _rel_l2(whole, version) <= limit for version in versions]
             if off == [False, True]:
                 told_by = "other run"
@@ -126,12 +129,12 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         return []
     share = _share(verdict.onset, measured)
     if share is None:
-        return _of_prompts(verdict, verdict.onset, measured)
+        return _prompt_findings(verdict, verdict.onset, measured)
     rank = fact("rank_share", rank=share["rank"])
     return [Finding(claim="explanation", role="explains", addition=[rank], evidence=[share])]
 
 
-def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Finding]:
+def _prompt_findings(verdict: Verdict, onset: Onset, measured: Measured) -> list[Finding]:
     """The ranks that ran the prompts at fault, where these are most of theirs and no other's."""
     usages: dict[int, float] = {}
     for site in measured.sites:
@@ -156,17 +159,17 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
         if not wrong or not wrong <= owners.keys() or len(set(map(frozenset, owners.values()))) < 2:
             continue
         ranks = owners[min(wrong)]
-        theirs = {sample for sample in usages if owners.get(sample) == ranks}
-        if not wrong <= theirs or 2 * len(wrong) <= len(theirs):
+        prompts_of_ranks = {sample for sample in usages if owners.get(sample) == ranks}
+        if not wrong <= prompts_of_ranks or 2 * len(wrong) <= len(prompts_of_ranks):
             continue
         owning.append(fact("ranks.of_side", ranks=sorted(ranks), side=side))
         ran_wrong = fact(
             "ranks.ran_wrong",
             ranks=owning[-1],
-            num_run=len(theirs),
+            num_run=len(prompts_of_ranks),
             total=len(usages),
             num_wrong=len(wrong),
-            num_others=len(usages) - len(theirs),
+            num_others=len(usages) - len(prompts_of_ranks),
         )
         evidence.append(ran_wrong)
     if not owning:
@@ -251,19 +254,19 @@ def _share(onset: Onset, measured: Measured) -> Fact | None:
     at = next((s for s in here if onset.sample in (s.sample, s.worst_sample)), None)
     a, b = measured.reference, measured.candidate
     for pair in measured.alignment.pairs:
-        ours, theirs = pair.reference.record, pair.candidate.record
+        record, other = pair.reference.record, pair.candidate.record
         if at is None or _key(pair) != (at.pass_, at.sample, at.step, at.site):
             continue
-        for side, run, own in (("candidate", b, theirs), ("reference", a, ours)):
+        for side, run, own in (("candidate", b, other), ("reference", a, record)):
             if not isinstance(run, UnshardedRun) or pair.reference.row is not None:
                 continue
-            if ours.shape != theirs.shape or not (a.has_bytes(ours) and b.has_bytes(theirs)):
+            if record.shape != other.shape or not (a.has_bytes(record) and b.has_bytes(other)):
                 continue
             parts = run.shares(own)
             if len({repr(part.index) for part in parts}) < max(2, len(parts)):
                 continue  # whole on each rank, or terms of a sum
-            x = without_pads(a.manifest, ours, wide(a.array(ours)))
-            y = without_pads(b.manifest, theirs, wide(b.array(theirs)))
+            x = without_pads(a.manifest, record, wide(a.array(record)))
+            y = without_pads(b.manifest, other, wide(b.array(other)))
             if x is None or y is None:
                 continue
             # the parts' errors among themselves: does one stand out?

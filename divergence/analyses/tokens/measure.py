@@ -46,7 +46,7 @@ from divergence.words import SIDES, Side
 # between the two nothing is claimed.
 #
 # Without a truth s comes from the rounding model: what all blocks together may make
-# (measure.judge), times the spread of the row, times 2.2 for the coarsest kernels that are taken
+# (measure.floors), times the spread of the row, times 2.2 for the coarsest kernels that are taken
 # as healthy, since no side is known to be as good as the model; the gap is the larger of the two
 # sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
 # Without either nothing is: in units of the two sides' own difference every flip is small.
@@ -131,8 +131,8 @@ def _top(row: np.ndarray | None, texts: dict[str, str]) -> list[TokenChoice]:
 
 
 def _choice(token: int, row: np.ndarray | None, texts: dict[str, str]) -> TokenChoice:
-    known = row is not None and token < row.shape[0]
-    logprob = float(log_softmax(row)[token]) if row is not None and known else math.nan
+    in_vocabulary = row is not None and token < row.shape[0]
+    logprob = float(log_softmax(row)[token]) if row is not None and in_vocabulary else math.nan
     return TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
 
 
@@ -191,8 +191,8 @@ def compare_tokens(
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places = comparable_places(reference, candidate)
     count = sum(
-        min(len(ours.chosen_ids), len(theirs.chosen_ids))
-        for ours, theirs in zip(a.samples, b.samples, strict=False)
+        min(len(sample_a.chosen_ids), len(sample_b.chosen_ids))
+        for sample_a, sample_b in zip(a.samples, b.samples, strict=False)
     )
     num_reference = sum(len(sample.chosen_ids) for sample in a.samples)
     if count == 0 and num_reference == 0:
@@ -231,8 +231,8 @@ def compare_tokens(
         num_equal=len(places) - len(flips),
         num_reference=num_reference,
         num_missing=sum(
-            max(0, len(ours.chosen_ids) - len(theirs.chosen_ids))
-            for number, (ours, theirs) in enumerate(zip(a.samples, b.samples, strict=False))
+            max(0, len(sample_a.chosen_ids) - len(sample_b.chosen_ids))
+            for number, (sample_a, sample_b) in enumerate(zip(a.samples, b.samples, strict=False))
             if number not in parted
         ),
         num_other_text=count - len(places),
@@ -247,9 +247,9 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
     """(sample, step) of every choice that both sides made after the same tokens, in order."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places: list[PromptStep] = []
-    for number, (ours, theirs) in enumerate(zip(a.samples, b.samples, strict=False)):
-        fed = list(zip(ours.generated_ids, theirs.generated_ids, strict=False))
-        for step in range(min(len(ours.chosen_ids), len(theirs.chosen_ids))):
+    for number, (sample_a, sample_b) in enumerate(zip(a.samples, b.samples, strict=False)):
+        fed = list(zip(sample_a.generated_ids, sample_b.generated_ids, strict=False))
+        for step in range(min(len(sample_a.chosen_ids), len(sample_b.chosen_ids))):
             places.append((number, step))
             if step < len(fed) and fed[step][0] != fed[step][1]:
                 break  # other tokens follow: no agreement to speak of

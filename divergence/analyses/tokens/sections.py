@@ -287,14 +287,14 @@ def _strips(tokens: TokensResult, background: Background) -> list[Block]:
 
 def _strip(
     number: int,
-    ours: SampleTokens,
-    theirs: SampleTokens,
+    sample_a: SampleTokens,
+    sample_b: SampleTokens,
     flips: dict[tuple[int, int], TokenDifference],
     background: Background,
     *,
     forced: bool,
 ) -> Strip:
-    ids = ours.chosen_ids, theirs.chosen_ids
+    ids = sample_a.chosen_ids, sample_b.chosen_ids
     steps = max(map(len, ids))
     parted = next((n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), steps)
     shown = min(_MOST_TOKENS, steps if forced else parted + 1, steps)
@@ -311,7 +311,7 @@ def _strip(
     more = max(0, steps - shown)
     return Strip(
         title=f"Prompt {number}",
-        lead=both_ends(ours.text, 400) if ours.text else "",
+        lead=both_ends(sample_a.text, 400) if sample_a.text else "",
         cells=cells,
         apart=(a, b),
         note=f"{count(more, 'more token')}." if more and forced else "",

@@ -76,11 +76,11 @@ class _Row:
 
     def result(self) -> PassCoverage:
         counts = {f"num_{fate}": number for fate, number in self.counts.items()}
-        held = sum(number for fate, number in self.counts.items() if fate != "extra")
+        total = sum(number for fate, number in self.counts.items() if fate != "extra")
         return PassCoverage(
             pass_=self.pass_,
             what=self.what,
-            num_reference=held,
+            num_reference=total,
             ways=apart(self.ways),
             why=self.why,
             **cast(dict[str, Any], {"num_compared": 0, **counts}),
@@ -202,9 +202,9 @@ class _Ledger:
                 elif theirs_in == "anchored" and is_given(self._a.manifest, site):
                     row.add("elsewhere", _GIVEN)
                 else:
-                    known = (theirs_in, sample, step, self._rename(site)) in self._theirs
+                    is_partner = (theirs_in, sample, step, self._rename(site)) in self._theirs
                     absent = fact("align.not_in_pass", pass_=theirs_in)
-                    self._lack(row, key, UNACCOUNTED if known else absent)
+                    self._lack(row, key, UNACCOUNTED if is_partner else absent)
             if num_empty:
                 row.add("empty", number=num_empty)
             if num_paired > num_empty:
@@ -267,7 +267,7 @@ class _Ledger:
             for r in self._b.records
             if self._kinds[1](r) == "operator"
         }
-        partners = {mine: other for label, mine, other in self._passes if label == "anchored"}
+        partners = {pass_a: other for label, pass_a, other in self._passes if label == "anchored"}
         if a.escalated_to is not None and a.escalated_to == b.escalated_to:
             partners["escalated"] = "escalated"
         for record in ours:

@@ -139,12 +139,12 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | 
         if exactly or not is_repeated(piece, other):
             return fact("align.shapes", reference=piece.shape, candidate=other.shape)
     if record.positions is not None and other_record.positions is not None:
-        mine, theirs = (
+        positions_a, positions_b = (
             [position - half.pads for position in half.record.positions or ()]
             for half in (piece, other)
         )
-        if mine != theirs:
-            return fact("align.positions", reference=mine, candidate=theirs)
+        if positions_a != positions_b:
+            return fact("align.positions", reference=positions_a, candidate=positions_b)
     return None
 
 
@@ -264,8 +264,8 @@ class Pieces:
         token += piece.left
         pads = sample.num_left_pad if piece.row is None else piece.pads
         if record.positions is not None:
-            known = token < len(record.positions)
-            return number, record.positions[token] - pads if known else None
+            in_positions = token < len(record.positions)
+            return number, record.positions[token] - pads if in_positions else None
         if record.step == 0:
             length = pads + len(sample.prompt_ids) + sample.num_right_pad
             length = length or self._num_fed(record.sample)
@@ -345,8 +345,8 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
         if digest is not None:
             # an argument of a module may be named like a weight, too: the digest tells, but not of
             # a rank's part, an offloaded weight or on an accelerator
-            told = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
-            if not told or record.xxh3 == digest:
+            exact = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
+            if not exact or record.xxh3 == digest:
                 return "weight"
         return "whole" if record.pass_ == "whole" else "tensor"
 
@@ -435,17 +435,17 @@ def find_prefix(reference: Iterable[str], candidate: Iterable[str]) -> tuple[str
     None where no pair of prefixes matches more sites than the names as they stand. Of each run
     the ``_MAX_PREFIXES`` with the most sites are tried, so that time grows with the sites alone.
     """
-    ours, theirs = set(reference), set(candidate)
-    if ours <= theirs or theirs <= ours:
+    names_a, names_b = set(reference), set(candidate)
+    if names_a <= names_b or names_b <= names_a:
         return None
-    rests, others = _by_rest(ours), _by_rest(theirs)
+    rests, others = _by_rest(names_a), _by_rest(names_b)
     counts: Counter[tuple[str, str]] = Counter()
     for rest in rests.keys() & others.keys():
         counts.update((a, b) for a in rests[rest] for b in others[rest] if a != b)
     if not counts:
         return None
     best = min(counts, key=lambda pair: (-counts[pair], *map(_simplest, pair)))
-    return best if counts[best] > len(ours & theirs) else None
+    return best if counts[best] > len(names_a & names_b) else None
 
 
 def _simplest(prefix: str) -> tuple[int, str]:
@@ -531,8 +531,8 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     notes: list[Fact] = []
     passes = compared_passes(a, b, notes)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
-    theirs = {} if replays else indexed(candidate, split=split)
-    ours = {} if replays else indexed(reference, split=split)
+    pieces_b = {} if replays else indexed(candidate, split=split)
+    pieces_a = {} if replays else indexed(reference, split=split)
     pairs: list[Pair] = []
     only_reference: list[Skipped] = []
     only_candidate: list[Skipped] = []
@@ -549,11 +549,11 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     parts_a = {key: unmade[coordinates] for coordinates, key in named}
     last_step = last_comparable_steps(a, b)
     for pass_, ours_in, theirs_in in passes:
-        for (found_in, sample, step, site), piece in ours.items():
+        for (found_in, sample, step, site), piece in pieces_a.items():
             if found_in != ours_in:
                 continue
             key = (theirs_in, sample, step, rename(site))
-            partner = theirs.get(key)
+            partner = pieces_b.get(key)
             if partner is None:
                 if pass_ == "free":
                     why = why_no_step(b, "candidate", sample, step)
@@ -572,7 +572,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             match = "exact" if key[3] == site else match_by_rule
             pairs.append(Pair(reference=piece, candidate=partner, pass_=pass_, match=match))
     compared = {theirs_in for _, _, theirs_in in passes}
-    for key in theirs:
+    for key in pieces_b:
         if key in used:
             continue
         why = fact("align.pass_without_partner")
@@ -586,13 +586,13 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     skipped += [
         Skipped(*coordinates, "reference", parts_a[key])
         for coordinates, key in named
-        if key not in theirs
+        if key not in pieces_b
     ]
-    known = {key[1:] for key in (*ours, *parts_a)}
+    keys_a = {key[1:] for key in (*pieces_a, *parts_a)}
     skipped += [
         Skipped(*key, "candidate", reason)
         for key, reason in parts_b.items()
-        if key[0] in compared and key[1:] not in known
+        if key[0] in compared and key[1:] not in keys_a
     ]
     return Alignment(
         pairs=sorted(pairs, key=_order),
@@ -612,16 +612,16 @@ def renaming(
     names as they stand do not fit."""
     if name_map is not None:
         return name_map, None
-    mine, known = site_names(reference.records), site_names(candidate.records)
+    names_a, names_b = site_names(reference.records), site_names(candidate.records)
     prefix = None
-    if not (mine <= known or known <= mine):
-        prefix = find_prefix(mine, known)
+    if not (names_a <= names_b or names_b <= names_a):
+        prefix = find_prefix(names_a, names_b)
     if prefix is None:
         return lambda site: site, None
     own, other = prefix
 
     def rename(site: str) -> str:
-        if site.startswith(own) and other + site[len(own) :] in known:
+        if site.startswith(own) and other + site[len(own) :] in names_b:
             return other + site[len(own) :]
         return site
 
@@ -671,14 +671,14 @@ def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, s
 def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
     """(id of the run, its pass) whose operators both sides ran on the same inputs: one is a replay
     of the other, or both are replays of one run. None where that is not so."""
-    ours, theirs = a.plan, b.plan
-    if theirs.replayed_pass is not None and theirs.anchored_to == a.id:
-        return a.id, theirs.replayed_pass
-    if ours.replayed_pass is not None and ours.anchored_to == b.id:
-        return b.id, ours.replayed_pass
-    if ours.replayed_pass is not None and ours.anchored_to is not None:
-        source = ours.anchored_to, ours.replayed_pass
-        return source if source == (theirs.anchored_to, theirs.replayed_pass) else None
+    plan_a, plan_b = a.plan, b.plan
+    if plan_b.replayed_pass is not None and plan_b.anchored_to == a.id:
+        return a.id, plan_b.replayed_pass
+    if plan_a.replayed_pass is not None and plan_a.anchored_to == b.id:
+        return b.id, plan_a.replayed_pass
+    if plan_a.replayed_pass is not None and plan_a.anchored_to is not None:
+        source = plan_a.anchored_to, plan_a.replayed_pass
+        return source if source == (plan_b.anchored_to, plan_b.replayed_pass) else None
     return None
 
 
@@ -698,8 +698,8 @@ def why_nothing(alignment: Alignment) -> Fact:
 def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
     """Per sample, the last step at which both sides had been fed the same tokens."""
     last: dict[int, int] = {}
-    for number, (ours, theirs) in enumerate(zip(a.tokens.samples, b.tokens.samples, strict=False)):
-        tokens = zip(ours.generated_ids, theirs.generated_ids, strict=False)
+    for number, (ids_a, ids_b) in enumerate(zip(a.tokens.samples, b.tokens.samples, strict=False)):
+        tokens = zip(ids_a.generated_ids, ids_b.generated_ids, strict=False)
         different = next((index for index, (x, y) in enumerate(tokens) if x != y), None)
         if different is not None:
             last[number] = different

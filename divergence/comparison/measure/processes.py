@@ -27,12 +27,13 @@ import pickle
 import threading
 import traceback
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from divergence.comparison.align.pairs import Pair
-from divergence.comparison.measure.judge import PairNumbers
-from divergence.comparison.measure.runs import Measurer, measure_pairs, measured_by
+from divergence.comparison.measure.pairs import Measurer, Measuring, measure_pairs, measuring_on
+from divergence.comparison.measure.rating import PairNumbers
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -54,14 +55,14 @@ def num_processes() -> int:
 
 
 @contextlib.contextmanager
-def shared_with_ranks() -> Iterator[bool]:
-    """Within it, comparisons share their measuring with the other processes, if there are any.
+def shared_with_ranks(device: str = "cpu") -> Iterator[Measuring | None]:
+    """How to measure so that the other processes, if there are any, share the work.
 
-    True on the process that compares. False on the others, once they have nothing more to do.
-    Raises UsageError where they cannot be joined, and FaultError where one is lost.
+    None on those others, once they have nothing more to do. Raises UsageError where they cannot be
+    joined, or the device cannot measure, and FaultError where one is lost.
     """
     if num_processes() == 1:
-        yield True
+        yield measuring_on(device)
         return
     import torch.distributed as dist
 
@@ -83,11 +84,10 @@ def shared_with_ranks() -> Iterator[bool]:
         if dist.get_rank() != 0:
             with contextlib.suppress(_GoneError):  # rank 0 has said why
                 ranks.serve()
-            yield False
+            yield None
             return
         try:
-            with measured_by(ranks.measure_pairs):
-                yield True
+            yield replace(measuring_on(device), measure=ranks.measure_pairs)
         finally:
             ranks.dismiss()
     finally:
@@ -102,15 +102,15 @@ def share_out(pairs: Sequence[Pair], num_ranks: int) -> list[int]:
     they are measured once.
     """
     load = [0] * num_ranks
-    known: dict[tuple[object, ...], int] = {}
+    ranks: dict[tuple[object, ...], int] = {}
     owners = []
     for pair in pairs:
         reference, candidate = pair.reference.record, pair.candidate.record
         key = (reference.xxh3, candidate.xxh3) if reference.xxh3 and candidate.xxh3 else (id(pair),)
-        if key not in known:
-            known[key] = load.index(min(load))
-            load[known[key]] += _num_bytes(pair)
-        owners.append(known[key])
+        if key not in ranks:
+            ranks[key] = load.index(min(load))
+            load[ranks[key]] += _num_bytes(pair)
+        owners.append(ranks[key])
     return owners
 
 
@@ -141,7 +141,7 @@ class _Ranks:
     def measure_pairs(
         self, measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
     ) -> Generator[PairNumbers | None]:
-        """What measuring.measure_pairs gives, with the other ranks' help."""
+        """What ``pairs.measure_pairs`` gives, with the other ranks' help."""
         owners = share_out(pairs, self._size)
         shares: list[list[Pair]] = [[] for _ in range(self._size)]
         for pair, owner in zip(pairs, owners, strict=True):

@@ -315,7 +315,7 @@ class TruthStats:
     rows: RowErrors | None = None
 
     @property
-    def of_difference(self) -> bool:
+    def is_difference(self) -> bool:
         """Is it of the two sides' difference, the rounding model in the place of the reference?"""
         return self.rows is not None and self.rows.least is not None
 
@@ -345,15 +345,15 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     of_sides, hardest = made_of(energy, between, of_columns, rows.usual)
     stats.hardest = math.sqrt(hardest)
     with np.errstate(all="ignore"):  # of errors of 0 nothing is known
-        known = np.clip(np.nan_to_num(of_sides / of_columns, nan=1.0), 0.0, 1.0).min(axis=0)
+        share = np.clip(np.nan_to_num(of_sides / of_columns, nan=1.0), 0.0, 1.0).min(axis=0)
     # each forward of each prompt by itself, and where its rows belong
     keys: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     places: dict[PromptStep, int] = {}
-    spread = np.maximum(rows.spread * known, 1.0)
+    spread = np.maximum(rows.spread * share, 1.0)
     for number, (result, against, _) in enumerate(forwards):
-        mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
-        usual, in_place = rows.usual[mine], np.zeros(against.num_rows, np.int64)
+        rows_of_forward = slice(int(rows.start[number]), int(rows.start[number + 1]))
+        usual, in_place = rows.usual[rows_of_forward], np.zeros(against.num_rows, np.int64)
         for sample, members in _prompts(result, against):
             place = sample, result.step
             in_place[slice(None) if members is None else members] = places.setdefault(
@@ -362,9 +362,9 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
             of_prompt = np.ones_like(usual) if members is None else members
             # of a few unlike rows the median is one row: no more certain than that one is
             kept = usual & of_prompt if (usual & of_prompt).any() else of_prompt
-            total = int(kept.sum()) * _median(spread[mine][kept])
+            total = int(kept.sum()) * _median(spread[rows_of_forward][kept])
             among = np.zeros(len(rows.norm), bool)
-            among[mine] = of_prompt
+            among[rows_of_forward] = of_prompt
             stats.forwards[place] = ForwardStats(result, max(1, round(total)), rows.alike(among))
         numbers.append(in_place)
         keys.append(
@@ -510,7 +510,7 @@ def truth_diffs(
     judged: Sequence[AgainstTruth | None], *, estimated: Side | None = None
 ) -> list[TruthDiff | None]:
     """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R).
-    ``estimated``: the side whose error is not measured (comparison.measure.judge)."""
+    ``estimated``: the side whose error is not measured (comparison.measure.rating)."""
     by_number: dict[int, TruthDiff] = {}
     numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
     kinds = grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1]))

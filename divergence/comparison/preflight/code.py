@@ -183,15 +183,15 @@ def code_differences(a: Manifest, b: Manifest) -> list[CodeDifference]:
     differences: list[CodeDifference] = []
     for name in code_a:
         if name in code_b:
-            differences += _of_class(name, code_a[name], code_b[name])
-    for side, mine, others in (("reference", code_a, code_b), ("candidate", code_b, code_a)):
-        for name, note in mine.items():
+            differences += _class_differences(name, code_a[name], code_b[name])
+    for side, digests, others in (("reference", code_a, code_b), ("candidate", code_b, code_a)):
+        for name, note in digests.items():
             if name not in others:
                 differences.append(_alone(name, note, side, others))
     return sorted(differences, key=lambda difference: not difference.deliberate)
 
 
-def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
+def _class_differences(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     places = sorted({*a.places, *b.places})
     differences: list[CodeDifference] = []
 
@@ -205,12 +205,12 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
 
     odd = _differing(a, b)
     only_odd = sorted(odd) if a.digest == b.digest else []
-    for side, mine, other in (("reference", a, b), ("candidate", b, a)):
-        for text in mine.replaced:
+    for side, own, other in (("reference", a, b), ("candidate", b, a)):
+        for text in own.replaced:
             if text not in other.replaced:
                 add("replaced", paths=only_odd, what=text, side=side)
         there = _wrappers(other)
-        for text in _wrappers(mine):
+        for text in _wrappers(own):
             if text not in there:
                 add("wrapped", name=name, what=text, side=side)
     for key, number in a.attributes.items():
@@ -225,13 +225,13 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
                 where=paths[0] if len(paths) == 1 else None,
                 num=len(paths) if len(paths) > 1 else None,
             )
-    ours, theirs = a.changed_after, b.changed_after
-    if ours is not None and theirs is not None:  # what changes on both sides counts something
+    set_a, set_b = a.changed_after, b.changed_after
+    if set_a is not None and set_b is not None:  # what changes on both sides counts something
         for key in sorted(
-            (ours.keys() ^ theirs.keys()) & a.attributes.keys() & b.attributes.keys()
+            (set_a.keys() ^ set_b.keys()) & a.attributes.keys() & b.attributes.keys()
         ):
-            sample = ours.get(key, theirs.get(key))
-            add("attribute_changed", name=name, key=key, side=SIDES[key in theirs], sample=sample)
+            sample = set_a.get(key, set_b.get(key))
+            add("attribute_changed", name=name, key=key, side=SIDES[key in set_b], sample=sample)
     if a.compiled != b.compiled:
         add("compiled", name=name, reference=a.compiled or None, candidate=b.compiled or None)
     if differences:
@@ -345,19 +345,19 @@ def other_code(a: Manifest, b: Manifest, block: str | None = None) -> list[str]:
     Empty where a run does not say. A class that one run alone has counts where something was
     replaced in it.
     """
-    mine, theirs = a.model.code, b.model.code
-    if not mine or not theirs:
+    own, other = a.model.code, b.model.code
+    if not own or not other:
         return []
     texts: list[str] = []
-    for name in sorted({*mine, *theirs}):
-        notes = [(code[name], m) for code, m in ((mine, a), (theirs, b)) if name in code]
+    for name in sorted({*own, *other}):
+        notes = [(code[name], m) for code, m in ((own, a), (other, b)) if name in code]
         here = any(_concerns(note, name, manifest, block) for note, manifest in notes)
         if len(notes) == 1:
             differs = bool(notes[0][0].replaced) and here
-        elif mine[name].digest != theirs[name].digest:
+        elif own[name].digest != other[name].digest:
             differs = here
         else:
-            odd = _differing(mine[name], theirs[name])
+            odd = _differing(own[name], other[name])
             differs = any(_lies_in(path, block) for path in odd)
         if differs:
             texts.append(name)

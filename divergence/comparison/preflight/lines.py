@@ -75,7 +75,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
     for name, other in pairs.items():
         if a.digests[name] == b.digests[other]:
             continue
-        how, same, near = _of_models(name, other, a, b), False, None
+        how, same, near = _model_fact(name, other, a, b), False, None
         if how is None:
             notes = a.parameters.get(name), b.parameters.get(other)
             if notes[0] is None or notes[1] is None:
@@ -94,7 +94,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
     return Relations(only_dtypes, relations)
 
 
-def _of_models(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+def _model_fact(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     """What the model says of one parameter: its checkpoint lacks it, or it is another one too."""
     sides: Sequence[tuple[str, ModelIdentity, str, ModelIdentity]] = (
         ("reference", a, name, b),
@@ -125,13 +125,13 @@ def _relation(
     dtypes = {"reference": a.dtype, "candidate": b.dtype}
     if a.values == b.values:
         return fact("preflight.values_in_dtypes", **dtypes), True, None
-    for side, other, mine, theirs in (
+    for side, other, manifest, other_manifest in (
         ("candidate", "reference", b, a),
         ("reference", "candidate", a, b),
     ):
-        for form, digest in theirs.rounded.items():
-            if digest == mine.values or digest == mine.rounded.get(form) == mine.values:
-                narrower = mine.dtype == form != theirs.dtype
+        for form, digest in other_manifest.rounded.items():
+            if digest == manifest.values or digest == manifest.rounded.get(form) == manifest.values:
+                narrower = manifest.dtype == form != other_manifest.dtype
                 how = fact("preflight.rounded_to", side=side, other=other, form=form)
                 return how, narrower, None
     if not (0 < a.norm < math.inf and 0 < b.norm < math.inf):
@@ -195,8 +195,8 @@ def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
 
 def _with(text: str, more: str) -> str:
     """``W8A8: ... (simulated)`` with one more of its parts, before who made the codes."""
-    told, by, name = text.rpartition(" (")
-    return f"{told}; {more}{by}{name}" if more and told else text
+    sentence_part, by, name = text.rpartition(" (")
+    return f"{sentence_part}; {more}{by}{name}" if more and sentence_part else text
 
 
 def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
@@ -206,8 +206,8 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
     kept = [note.facts.get("kept", "") for note in (a, b)]
     cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")
     if kept[0] != kept[1] or cut:
-        told = [str(note.options.get("keep")) for note in (a, b)] if cut else kept
-        return [f"kept: {names.replace('; ', ' ')}" for names in told]
+        patterns = [str(note.options.get("keep")) for note in (a, b)] if cut else kept
+        return [f"kept: {names.replace('; ', ' ')}" for names in patterns]
     if a.calibration is None or b.calibration is None:
         return "", ""
     for code, here, there in (
@@ -216,8 +216,8 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
     ):
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         texts = []
-        for mine, theirs in ((here, there), (there, here)) if names else ():
-            own, other, what = mine.get(names[0]), theirs.get(names[0]), "none"
+        for kept_here, kept_there in ((here, there), (there, here)) if names else ():
+            own, other, what = kept_here.get(names[0]), kept_there.get(names[0]), "none"
             if own is not None and len(own) == 2:  # a range as it is
                 what = f"{own[0]:g} to {own[1]:g}"
             elif own is not None:  # of more numbers the first that differs
@@ -307,17 +307,17 @@ def match_parameters(
     mapped = bool(pairs)
     for _ in range(_MAX_PREFIXES):
         taken = set(pairs.values())
-        ours = [name for name in a if name not in pairs]
-        theirs = {name for name in b if name not in taken}
-        if not ours or not theirs:
+        names_a = [name for name in a if name not in pairs]
+        names_b = {name for name in b if name not in taken}
+        if not names_a or not names_b:
             break
         prefix_a, prefix_b = "", ""
-        if not (theirs.issuperset(ours) or theirs.issubset(ours)):
-            prefix_a, prefix_b = find_prefix(ours, theirs) or ("", "")
+        if not (names_b.issuperset(names_a) or names_b.issubset(names_a)):
+            prefix_a, prefix_b = find_prefix(names_a, names_b) or ("", "")
         matched = {
             name: prefix_b + name[len(prefix_a) :]
-            for name in ours
-            if name.startswith(prefix_a) and prefix_b + name[len(prefix_a) :] in theirs
+            for name in names_a
+            if name.startswith(prefix_a) and prefix_b + name[len(prefix_a) :] in names_b
         }
         if not matched:
             break
@@ -405,13 +405,13 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
             return []
         notes = side.plan.modules.items()
         blocks.append([unescape_path(path) for path, note in notes if note.role == "block"])
-    ours, theirs = blocks
-    matching = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
+    block_a, block_b = blocks
+    matching = match_parameters(dict.fromkeys(block_a, ""), dict.fromkeys(block_b, ""), names)
     parts = matching.left_over()
     # all under other names: no architecture's difference, and nothing to compare them by
-    of_one = matching.pairs or len(ours) != len(theirs)
+    of_one = matching.pairs or len(block_a) != len(block_b)
     status: PreflightStatus = "blocking" if of_one else "differs"
-    numbers = str(len(ours)), str(len(theirs))
+    numbers = str(len(block_a)), str(len(block_b))
     return [_same("blocks", *numbers, *parts, status=status)] if parts else []
 
 
@@ -425,12 +425,12 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     same = digests[0] == digests[1]
     detail: Fact | None = None
     status: PreflightStatus = "same" if same else "differs"
-    ours, theirs = a.model.config, b.model.config
+    config_a, config_b = a.model.config, b.model.config
     if same:  # beside equal digests stand settings, of which an engine may not tell one
-        ours = {key: value for key, value in ours.items() if key in theirs}
-        theirs = {key: value for key, value in theirs.items() if key in ours}
-    if ours and theirs:
-        differences, moved = config_differences(ours, theirs)
+        config_a = {key: value for key, value in config_a.items() if key in config_b}
+        config_b = {key: value for key, value in config_b.items() if key in config_a}
+    if config_a and config_b:
+        differences, moved = config_differences(config_a, config_b)
         if differences:
             status = "differs"
             detail = fact("preflight.config_differences", differences=differences)
@@ -465,12 +465,12 @@ def config_differences(
             moved += 1
         else:
             differences.append(differ(leaf, ref, cand, place=key, other_place=there[0]))
-    for mine, other, flipped in ((only_b, a, False), (only_a, b, True)):
-        for key in list(mine):
+    for keys, other, flipped in ((only_b, a, False), (only_a, b, True)):
+        for key in list(keys):
             leaf = key.rpartition(".")[2]
-            there = [k for k in other if k.rpartition(".")[2] == leaf and other[k] != mine[key]]
+            there = [k for k in other if k.rpartition(".")[2] == leaf and other[k] != keys[key]]
             if leaf not in _ANYWHERE and len(there) == 1:
-                pair = [(other[there[0]], there[0]), (mine.pop(key), key)]
+                pair = [(other[there[0]], there[0]), (keys.pop(key), key)]
                 (value, place), (other_value, other_place) = pair[::-1] if flipped else pair
                 places = {"reference_place": place, "candidate_place": other_place}
                 differences.append(differ(leaf, value, other_value, **places))
@@ -493,17 +493,18 @@ def _text(value: ConfigValue) -> str:
 def derived_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Tensors that modules made and no checkpoint stores, by name; nothing where a run tells none.
     What changed while a side ran is told even where it began alike."""
-    ours, theirs = a.model.derived, b.model.derived
-    common = [name for name in ours if name in theirs]
+    notes_a, notes_b = a.model.derived, b.model.derived
+    common = [name for name in notes_a if name in notes_b]
     if not common:
         return []
     by_text: dict[Fact, list[str]] = {}
     for name in common:
-        if (text := _derived_difference(ours[name], theirs[name])) is not None:
+        if (text := _derived_difference(notes_a[name], notes_b[name])) is not None:
             by_text.setdefault(text, []).append(name)
     details = [fact("preflight.derived", names=names, how=text) for text, names in by_text.items()]
     shown = [
-        digest_many((name, notes[name].digest) for name in common)[:12] for notes in (ours, theirs)
+        digest_many((name, notes[name].digest) for name in common)[:12]
+        for notes in (notes_a, notes_b)
     ]
     status: PreflightStatus = "differs" if details else "same"
     return [_same("derived tensors", shown[0], shown[1], *details, status=status)]
@@ -556,18 +557,20 @@ def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> 
     values is not known otherwise."""
     causes: list[Fact] = []
     sides = (("reference", "candidate", a, b), ("candidate", "reference", b, a))
-    for side, _, mine, theirs in sides:
-        names = [name for name in mine.digests if ".lora_" in name]
-        if names and not any(".lora_" in name for name in theirs.digests):
-            notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
-            told = notes[0].partition(" (")[0] if notes else "LoRA"
+    for side, _, model, other_model in sides:
+        names = [name for name in model.digests if ".lora_" in name]
+        if names and not any(".lora_" in name for name in other_model.digests):
+            notes = [
+                text for note in model.code.values() for text in note.wrapped if "LoRA" in text
+            ]
+            method = notes[0].partition(" (")[0] if notes else "LoRA"
             causes.append(
                 fact(
                     "preflight.adapters",
                     side=side,
                     num=len(names),
-                    adapter=told,
-                    merged="merged" in told,
+                    adapter=method,
+                    merged="merged" in method,
                 )
             )
     rows = (
@@ -591,11 +594,11 @@ def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> 
             break
     # weights that are one tensor on one side, and two different ones on the other
     tied = (
-        fact("preflight.tied", names=known, side=side, other=other)
-        for side, other, mine, theirs in sides
-        for names in mine.tied
-        if (known := [name for name in names if name in theirs.digests])
-        and len({theirs.digests[name] for name in known}) > 1
+        fact("preflight.tied", names=shared_names, side=side, other=other)
+        for side, other, model, other_model in sides
+        for names in model.tied
+        if (shared_names := [name for name in names if name in other_model.digests])
+        and len({other_model.digests[name] for name in shared_names}) > 1
     )
     causes += [cause for cause in (next(tied, None),) if cause is not None]
     common = [name for name in a.digests if name in b.digests]
@@ -707,8 +710,8 @@ def _weights_differ(
             return say("blocking", "other_after_rounding")
         return say("differs", "digests_of_dtypes")
     unknown = {name for name in a.digests if "offloaded" in (a.digests[name], b.digests.get(name))}
-    known = a.digests.keys() - unknown
-    agree = all(a.digests[name] == b.digests.get(name) for name in known)
+    digested_names = a.digests.keys() - unknown
+    agree = all(a.digests[name] == b.digests.get(name) for name in digested_names)
     if unknown and agree and a.digests.keys() == b.digests.keys():
         return say("differs", "offloaded", num=len(unknown))
     if not digested:
@@ -840,12 +843,12 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
 def _find_parting(
     a: Sequence[SampleTokens], b: Sequence[SampleTokens], *, unseen: bool = False
 ) -> _Parting | None:
-    for number, (mine, other) in enumerate(zip(a, b, strict=True)):
-        ids_a, ids_b = mine.prompt_ids, other.prompt_ids
+    for number, (token, other) in enumerate(zip(a, b, strict=True)):
+        ids_a, ids_b = token.prompt_ids, other.prompt_ids
         if ids_a == ids_b or (unseen and not (ids_a and ids_b)):
             continue
         place = first_apart(ids_a, ids_b)
-        texts = None if mine.text is None or other.text is None else (mine.text, other.text)
+        texts = None if token.text is None or other.text is None else (token.text, other.text)
         ids = ids_a[place : place + _SHOWN], ids_b[place : place + _SHOWN]
         return _Parting(
             sample=number, token=place, ids=ids, texts=texts, edit=_edit(ids_a, ids_b, place)
@@ -1192,11 +1195,11 @@ def _dtype(manifest: Manifest, other: Manifest) -> str:
     if computed is not None:
         computed = computed.removeprefix("torch.")
         return sentence(fact("preflight.computed", dtype=dtype, computed=computed))
-    theirs = other.model.parameters if other.model.dtype == manifest.model.dtype else {}
+    parameters = other.model.parameters if other.model.dtype == manifest.model.dtype else {}
     odd = {
         f"{starred(name)} {note.dtype}": None
         for name, note in manifest.model.parameters.items()
-        if note.dtype != dtype and name in theirs and theirs[name].dtype != note.dtype
+        if note.dtype != dtype and name in parameters and parameters[name].dtype != note.dtype
     }
     return ", ".join([dtype, *list(odd)[:3]])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.domain import Addition, Claim, Domain, Suite
+from divergence.domain import Addition, AnalysisPackage, Claim, Domain, Suite
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
@@ -23,7 +23,7 @@ DOMAIN = Domain(
             answers="does every rank hold what it should?",
         ),
     ),
-    judges={"collectives": _AT},
+    analyses={"collectives": AnalysisPackage(_AT, whole=True)},
     claims={"collectives": Claim(20, measured=False, alone=True)},
     parts={"collectives": f"{_AT}.result:CollectivesResult"},
     sentences={"collectives": f"{_AT}.sentences"},

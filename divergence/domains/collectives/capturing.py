@@ -96,13 +96,13 @@ def start(num_ranks: int, request: CaseRequest) -> Run:
     ends: list[Connection] = []
     processes = []
     for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(rank, num_ranks, port, theirs, sent, like), daemon=True
+            target=_rank, args=(rank, num_ranks, port, sender, sent, like), daemon=True
         )
         process.start()
-        theirs.close()
-        ends.append(ours)
+        sender.close()
+        ends.append(receiver)
         processes.append(process)
     try:
         failed = _listen(ends, request.progress)
@@ -201,11 +201,11 @@ def seconds_of_one(call: Call, x: torch.Tensor, ranks: Ranks) -> list[float]:
     call(x)
     first = max(ranks.gather(_timed(call, x)))
     count = int(min(_MOST_CALLS, max(_LEAST_CALLS, _SECONDS / max(first, 1e-6))))
-    mine = []
+    timings = []
     for _ in range(count):
         ranks.gather(None)  # start together
-        mine.append(_timed(call, x))
-    return [max(times) for times in zip(*ranks.gather(mine), strict=True)]
+        timings.append(_timed(call, x))
+    return [max(times) for times in zip(*ranks.gather(timings), strict=True)]
 
 
 def _timed(call: Call, x: torch.Tensor) -> float:
@@ -440,8 +440,8 @@ def capture(name: str, request: CaseRequest) -> Run:
             manifest, total = cases.manifest, cases.manifest.repeatability
             cases.writer.flush()
             # all ranks' sizes, what they found of their own repeatability, their records' digests
-            mine = (manifest.sizes, total, cases.writer.record_digests)
-            for rank, (sizes, repeated, digests) in enumerate(ranks.gather(mine)):
+            summary = (manifest.sizes, total, cases.writer.record_digests)
+            for rank, (sizes, repeated, digests) in enumerate(ranks.gather(summary)):
                 manifest.record_digests |= digests
                 if rank == ranks.rank:
                     continue

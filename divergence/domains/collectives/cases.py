@@ -78,9 +78,9 @@ def draw(
     else:
         x = _full(name, size)
         if values == "outlier":
-            mine = np.zeros(size, dtype=bool)
-            mine[outlier_channels(size)] = True
-            x[mine & (np.arange(size) % num_ranks == rank)] *= OUTLIER_FACTOR
+            outliers = np.zeros(size, dtype=bool)
+            outliers[outlier_channels(size)] = True
+            x[outliers & (np.arange(size) % num_ranks == rank)] *= OUTLIER_FACTOR
         elif values == "subnormal":
             x = np.ldexp(x, _SUBNORMAL_EXPONENT.get(dtype, -130))
     return to_tensor(x, dtype)
@@ -256,8 +256,8 @@ def order_cases() -> Iterator[CollectiveCase]:
     seen = set()
     for case in all_cases():
         key = (case.collective, case.dtype, case.size)
-        known = case.dtype in _FLOATS and case.collective != "rs_ag" and case.size != "tiny"
-        if case.adds and known and key not in seen:
+        orders = case.dtype in _FLOATS and case.collective != "rs_ag" and case.size != "tiny"
+        if case.adds and orders and key not in seen:
             seen.add(key)
             yield case
     yield CollectiveCase("all_reduce", "float32", "huge", "random")
@@ -268,9 +268,9 @@ def case_of(path: str) -> CollectiveCase:
     there is none."""
     parts = path.split(".")
     if len(parts) == 4 and parts[0] in COLLECTIVES:
-        known = [case for case in all_cases() if case.path == path]
-        if known:
-            return known[0]
+        matching = [case for case in all_cases() if case.path == path]
+        if matching:
+            return matching[0]
     raise UsageError(
         f"no case is called {path!r}", hint="COLLECTIVE.DTYPE.SIZE.VALUES: all_reduce.float32.odd"
     )

@@ -44,8 +44,8 @@ def join(num_ranks: int, device: str, backend: str | None) -> Ranks:
         except ImportError as error:
             raise UsageError(f"--impl {backend} needs {package}, which is not here") from error
     if backend is not None and not dist.is_backend_available(backend):
-        known = ", ".join(name for name in BACKENDS if dist.is_backend_available(name))
-        raise UsageError(f"this torch has no backend {backend}", hint=f"it has {known}")
+        backends = ", ".join(name for name in BACKENDS if dist.is_backend_available(name))
+        raise UsageError(f"this torch has no backend {backend}", hint=f"it has {backends}")
     return Ranks(mesh, device, backend=backend)
 
 
@@ -180,18 +180,18 @@ def _flat(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
 
 def _halving(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
     rank, size = dist.get_rank(), len(chunks)
-    mine, distance = list(range(size)), size // 2
+    piece, distance = list(range(size)), size // 2
     while distance:
         other = rank ^ distance
-        kept = [k for k in mine if (k & distance) == (rank & distance)]
-        gone = [k for k in mine if k not in kept]
+        kept = [k for k in piece if (k & distance) == (rank & distance)]
+        gone = [k for k in piece if k not in kept]
         got = exchange(
             [(torch.cat([chunks[k] for k in gone]), other - rank)],
             [(torch.zeros_like(torch.cat([chunks[k] for k in kept])), other - rank)],
         )[0]
         for k, part in zip(kept, got.chunk(len(kept)), strict=True):
             chunks[k] = add(chunks[k], part)
-        mine, distance = kept, distance // 2
+        piece, distance = kept, distance // 2
     return chunks[rank]
 
 
@@ -316,10 +316,10 @@ def choose(wishes: Wishes, faults: Sequence[PlantedFault] = ()) -> ChosenCollect
             chosen.names[where] = value
             chosen.functions[where] = _checked(value, function_named(value, where))
         else:
-            known = ", ".join((*BACKENDS, *ALGORITHMS))
+            names = ", ".join((*BACKENDS, *ALGORITHMS))
             raise UsageError(
                 f"no implementation is called {value!r}" + (f" of {where}" if where else ""),
-                hint=f"{known} (the last {len(ALGORITHMS)} of all_reduce and reduce_scatter), or "
+                hint=f"{names} (the last {len(ALGORITHMS)} of all_reduce and reduce_scatter), or "
                 "all_reduce=MODULE:FUNCTION",
             )
     return chosen
@@ -389,22 +389,22 @@ def planted(
     since a fault in an addition needs all to run the algorithm it is planted in."""
     for fault in faults:
         if fault.collective == collective:
-            call = _with(fault, call, mine=fault.rank == rank)
+            call = _with(fault, call, own=fault.rank == rank)
     return call
 
 
-def _with(fault: PlantedFault, call: Call, *, mine: bool) -> Call:
+def _with(fault: PlantedFault, call: Call, *, own: bool) -> Call:
     by = all_reduce_by if fault.collective == "all_reduce" else reduce_scatter_by
     if fault.name == "unordered":
-        return by(BY[fault.name], order=_shuffled if mine else range)
+        return by(BY[fault.name], order=_shuffled if own else range)
     if fault.name in BY:
         narrow = getattr(torch, fault.name)
 
         def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return (x.to(narrow) + y.to(narrow)).to(x.dtype)
 
-        return by(BY[fault.name], add=add) if mine else by(BY[fault.name])
-    if not mine:
+        return by(BY[fault.name], add=add) if own else by(BY[fault.name])
+    if not own:
         return call
 
     def changed(x: torch.Tensor) -> torch.Tensor:

@@ -128,14 +128,14 @@ def _expected(
 ) -> float | None:
     """rms error of a sum of n terms of variance 1 (trees: E[error²] = c² u² Σ size(node)); a wider
     accumulator leaves the last rounding, of a sum of variance n."""
-    known = [stretch for stretch in stretches if stretch.tree is not None]
-    if not known or accumulates is None:
+    with_tree = [stretch for stretch in stretches if stretch.tree is not None]
+    if not with_tree or accumulates is None:
         return None
     form, inner = format_named(dtype), format_named(accumulates)
     if inner.unit_roundoff < form.unit_roundoff:
         return _ROUNDING_RMS * form.unit_roundoff * math.sqrt(num_ranks)
-    total = sum((part.stop - part.start) * part.tree.partials for part in known if part.tree)
-    mean = total / sum(part.stop - part.start for part in known)
+    total = sum((part.stop - part.start) * part.tree.partials for part in with_tree if part.tree)
+    mean = total / sum(part.stop - part.start for part in with_tree)
     return float(_ROUNDING_RMS * inner.unit_roundoff * mean**0.5)
 
 
@@ -189,16 +189,16 @@ def _added_alike(
     if not direct or not composed:
         return None
     number: dict[object, int] = {}
-    known = []
+    groups = []
     for stretches in (direct, composed):
         trees = torch.full((size,), -1)
         for part in stretches:
             if part.tree is None:
                 return None
             trees[part.start : part.stop] = number.setdefault(part.tree, len(number))
-        known.append(trees)
-    both = (known[0] >= 0) & (known[1] >= 0)
-    same = known[0] == known[1]
+        groups.append(trees)
+    both = (groups[0] >= 0) & (groups[1] >= 0)
+    same = groups[0] == groups[1]
     return both if bool(same[both].all()) and 2 * int(both.sum()) > size else None
 
 
@@ -269,21 +269,21 @@ def adds_narrow(
     if not stretches or out is None or format_named(case.case.dtype).kind != "float":
         return None
     trials = [(case.inputs, out), *trials_of(recorded, case.case).values()]
-    known: list[tuple[Stretch, list[int]]] = []
+    candidates: list[tuple[Stretch, list[int]]] = []
     for part in divided(stretches, case.num_ranks, len(out)):
         chain = None if part.tree is None else chain_of(part.tree)
         if chain is None:
             return None
-        known.append((part, chain))
+        candidates.append((part, chain))
 
     def fits(part: Stretch, chain: list[int], rank: int, dtype: torch.dtype, trial: Trial) -> bool:
         inputs, whole = trial
         place = chain.index(rank)
         ways = [frozenset({place - 1})] if place > 1 else [frozenset({0}), frozenset[int]()]
         leaves = [x[part.start : part.stop] for x in inputs]
-        held = whole[part.start : part.stop]
+        stretch = whole[part.start : part.stop]
         return any(
-            torch.equal(sum_of(part.tree, leaves, out.dtype, (w, dtype)), held) for w in ways
+            torch.equal(sum_of(part.tree, leaves, out.dtype, (w, dtype)), stretch) for w in ways
         )
 
     narrowed = []
@@ -291,7 +291,7 @@ def adds_narrow(
         dtype = getattr(torch, name)
         narrower = format_of(dtype).unit_roundoff > format_of(out.dtype).unit_roundoff
         if narrower and all(
-            fits(part, chain, rank, dtype, trial) for trial in trials for part, chain in known
+            fits(part, chain, rank, dtype, trial) for trial in trials for part, chain in candidates
         ):
             narrowed.append((rank, name))
     dtypes = {name for _, name in narrowed}
@@ -329,22 +329,22 @@ def odd_ranks(case: RecordedCase, stretches: Sequence[Stretch]) -> Odd | None:
     if len(groups) < 2:
         return None
     # whom others are held against, and whether those are wrong for it
-    believed, told, adds = groups[0], len(groups[1]) < len(groups[0]), case.case.adds
+    believed, explained_ranks, adds = groups[0], len(groups[1]) < len(groups[0]), case.case.adds
     explained = [
         group
         for group in (groups if adds else ())
         if replay(stretches, [(case.inputs, case.results[group[0]])])
     ]
     if len(explained) == 1 and case.num_ranks == 2:
-        believed, told = explained[0], True
+        believed, explained_ranks = explained[0], True
     elif len(explained) == 1:
-        told = told and explained[0] is believed
+        explained_ranks = explained_ranks and explained[0] is believed
     others = sorted(rank for group in groups if group is not believed for rank in group)
     differ = bits_differ(case.results[believed[0]], case.results[others[0]])
     if adds and all(_some_order(case, stretches, group[0]) for group in groups):
         orders = [ranks_named(group) for group in groups[:4]]
         return (), differ, fact("collectives.own_orders", groups=orders)
-    if not told:
+    if not explained_ranks:
         return (), differ, fact("collectives.bits_differ")
     return tuple(others), differ, fact("collectives.other_bits", ranks=ranks_named(believed))
 
@@ -355,10 +355,10 @@ def _some_order(case: RecordedCase, stretches: Sequence[Stretch], rank: int) -> 
     whole = [Stretch(0, len(out), None)]
     for part in divided(stretches or whole, n, len(out)):
         leaves = [x[part.start : part.stop] for x in case.inputs]
-        held = out[part.start : part.stop]
+        stretch = out[part.start : part.stop]
         for order in _chains(n, rank):
             nodes = [(order[0], order[1]), *((n + k, term) for k, term in enumerate(order[2:]))]
-            if torch.equal(sum_of(Tree.of(n, nodes), leaves, out.dtype), held):
+            if torch.equal(sum_of(Tree.of(n, nodes), leaves, out.dtype), stretch):
                 break
         else:
             return False
@@ -392,17 +392,17 @@ _AVERAGES = 1e-3
 
 def instead(
     case: RecordedCase,
-    held: Mapping[int, torch.Tensor],
+    results: Mapping[int, torch.Tensor],
     wrong: Mapping[int, torch.Tensor],
     rights: Mapping[int, Right],
 ) -> Fact:
     """``wrong``: by rank, of each rank that is wrong the elements, results of one size."""
     ranks = list(wrong)
-    swaps = {_swapped(held[rank], rights[rank], case.num_ranks) for rank in ranks}
+    swaps = {_swapped(results[rank], rights[rank], case.num_ranks) for rank in ranks}
     swapped = swaps.pop() if len(swaps) == 1 else None
     if swapped is not None:
         return swapped
-    clauses = [list(_clauses(held[r], wrong[r], case, r, rights[r])) for r in ranks]
+    clauses = [list(_clauses(results[r], wrong[r], case, r, rights[r])) for r in ranks]
     common = [item for item in clauses[0] if all(item in others for others in clauses[1:])]
     union = torch.stack(list(wrong.values())).any(dim=0)
     places, size = union.nonzero().flatten(), len(union)
@@ -414,7 +414,7 @@ def instead(
     else:
         last = int(places[-1])
         where = fact("collectives.some_elements", num=num, size=size, first=first, last=last)
-    what = common[0] if common else _far(held, wrong, rights)
+    what = common[0] if common else _far(results, wrong, rights)
     return fact("collectives.instead", where=where, what=what)
 
 
@@ -422,11 +422,11 @@ def _clauses(
     out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Right
 ) -> Iterator[Fact]:
     """What can be said of one rank, the plainest first."""
-    held = out[wrong]
-    if out.dtype.is_floating_point and not held.double().isfinite().all():
+    values = out[wrong]
+    if out.dtype.is_floating_point and not values.double().isfinite().all():
         yield fact("collectives.are_nonfinite")
         return
-    if bool((held == 0).all()):
+    if bool((values == 0).all()):
         yield fact("collectives.are_zero")
     copied = [
         giver
@@ -439,7 +439,7 @@ def _clauses(
         yield fact("collectives.are_of_rank", rank=giver)
     if isinstance(exact, Sum):
         yield from _terms(out, wrong, case, rank, exact)
-        yield from _factor(held, wrong, exact)
+        yield from _factor(values, wrong, exact)
 
 
 def _terms(
@@ -450,8 +450,8 @@ def _terms(
     error, bound = exact.error(out)[wrong], 4 * exact.bound[wrong]
     fits: list[tuple[Fact, bool]] = []
     for giver, x in enumerate(case.inputs):
-        theirs = x.chunk(case.num_ranks)[rank] if x.shape != out.shape else x
-        term = theirs.double()[wrong]
+        terms = x.chunk(case.num_ranks)[rank] if x.shape != out.shape else x
+        term = terms.double()[wrong]
         if not (term != 0).any():
             continue
         ways = (("collectives.lack", error + term), ("collectives.hold_twice", error - term))
@@ -463,17 +463,17 @@ def _terms(
         yield sure[0]
 
 
-def _factor(held: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[Fact]:
+def _factor(result: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[Fact]:
     """One multiple of the sum, as an average is; of sums that are not all one number."""
     sums, bound = exact.high[wrong], exact.bound[wrong]
     square = float(sums.square().sum())
     if len(sums) < 3 or square == 0.0 or bool((sums == sums[0]).all()):
         return
-    factor = float((held.double() * sums).sum()) / square
-    form = format_of(held.dtype)
+    factor = float((result.double() * sums).sum()) / square
+    form = format_of(result.dtype)
     rounding = 2 * form.unit_roundoff if form.kind == "float" else 0.0
     limit = max(1.0, abs(factor)) * (2 * bound + rounding * sums.abs())
-    if factor == 0.0 or bool(((held.double() - factor * sums).abs() > limit).any()):
+    if factor == 0.0 or bool(((result.double() - factor * sums).abs() > limit).any()):
         return
     parts = 1.0 / factor
     if round(parts) > 1 and abs(parts - round(parts)) < _AVERAGES:
@@ -483,7 +483,9 @@ def _factor(held: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[Fac
 
 
 def _far(
-    held: Mapping[int, torch.Tensor], wrong: Mapping[int, torch.Tensor], rights: Mapping[int, Right]
+    results: Mapping[int, torch.Tensor],
+    wrong: Mapping[int, torch.Tensor],
+    rights: Mapping[int, Right],
 ) -> Fact:
     """How far from the sum, at most."""
     worst = 0.0
@@ -491,7 +493,7 @@ def _far(
         exact = rights[rank]
         if not isinstance(exact, Sum):
             return fact("collectives.are_other")
-        error, bound = exact.error(held[rank])[where].abs(), exact.bound[where]
+        error, bound = exact.error(results[rank])[where].abs(), exact.bound[where]
         if bool((bound == 0).any()):
             return fact("collectives.are_not_exact")
         worst = max(worst, float((error / bound.clamp_min(1e-300)).max()))
@@ -540,10 +542,10 @@ class WrongCall:
         return bool(self.elements or self.misfits)
 
 
-def wrong_of(case: RecordedCase, held: Mapping[int, torch.Tensor]) -> WrongCall:
-    """``held``: the results of one call, by rank."""
+def wrong_of(case: RecordedCase, results: Mapping[int, torch.Tensor]) -> WrongCall:
+    """``results``: the results of one call, by rank."""
     wrong = WrongCall(rights=expected_of(case))
-    for rank, out in held.items():
+    for rank, out in results.items():
         right = wrong.rights[rank]
         if len(out) != len(right):
             wrong.misfits[rank] = len(right)
@@ -686,7 +688,7 @@ _REPLICATED = ("all_reduce", "rs_ag", "all_gather", "broadcast")
 
 
 @dataclass(slots=True)
-class _Judge:
+class _SideCheck:
     recorded: Recorded
     orders: dict[Key, list[Stretch]] = field(default_factory=dict)
     faults: list[CollectiveFault] = field(default_factory=list)
@@ -726,14 +728,14 @@ class _Judge:
         self,
         case: RecordedCase,
         check: CollectiveCheck,
-        held: Mapping[int, torch.Tensor],
+        results: Mapping[int, torch.Tensor],
         wrong: WrongCall,
         *,
         call: int | None = None,
     ) -> None:
         """One fault for each group of ranks that are wrong together. ``call``: of a repetition."""
         for group in groups_of(case, wrong.elements):
-            made, what = made_by(case, group), instead(case, held, group, wrong.rights)
+            made, what = made_by(case, group), instead(case, results, group, wrong.rights)
             if call is not None:
                 what = fact("collectives.in_call", call=call, what=what)
             union = torch.stack(list(group.values())).any(dim=0)
@@ -749,18 +751,18 @@ class _Judge:
             )
 
 
-def judge(run: Run, side: Side, progress: Progress | None = None) -> CollectivesSide:
+def check_side(run: Run, side: Side, progress: Progress | None = None) -> CollectivesSide:
     """Everything that can be said of one run. Raises RunFormatError for a damaged one."""
     recorded = Recorded(run)
     n = recorded.num_ranks
-    all_of = _Judge(recorded)
+    all_of = _SideCheck(recorded)
     measured = list(recorded.orders())
     for order in measured:
         all_of.orders[_key(order.case)] = decode(order.sizes, n)
     cases = list(recorded.cases())
     for number, case in enumerate(cases):
         (progress or silent)("compare", number, len(cases), case.case.path)
-        _judge_case(all_of, case)
+        _check_case(all_of, case)
     order_rows = [
         order_row(recorded, order.case, order.elements, all_of.orders[_key(order.case)])
         for order in measured
@@ -772,12 +774,12 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
     for composed, row, differ in pairs:
         # where the orders promise equal bits, and nothing else is wrong with either collective
         spec = composed.case
-        known = any(
+        has_fault = any(
             fault.collective in ("all_reduce", "reduce_scatter", "rs_ag")
             and (fault.dtype, fault.size) == (spec.dtype, spec.size)
             for fault in all_of.faults
         )
-        if row.promised and row.num_different and not known:
+        if row.promised and row.num_different and not has_fault:
             all_of.add(composed, "identity", differ, (), fact("collectives.promise_broken"))
     # ``float8_e4m3fn in all_reduce, broadcast: Invalid scalar type``; other reasons stay
     collectives: dict[tuple[str, str], list[str]] = {}
@@ -818,14 +820,14 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
     )
 
 
-def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
+def _check_case(all_of: _SideCheck, case: RecordedCase) -> None:
     name = case.case.collective
     if not case.has_inputs:
         all_of.num_missing += 1
         return
     num_faults = len(all_of.faults)
-    held = [rank for rank in case.ranks if rank in case.results]
-    all_of.num_missing += len(case.ranks) - len(held)
+    present = [rank for rank in case.ranks if rank in case.results]
+    all_of.num_missing += len(case.ranks) - len(present)
     wrong = wrong_of(case, case.results)
     check: CollectiveCheck = "sum" if case.case.adds else "definition"
     misfits = grouped(wrong.misfits, lambda rank: (len(case.results[rank]), wrong.misfits[rank]))
@@ -842,7 +844,7 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
         if odd is not None:
             others, differ, what = odd
             all_of.add(case, "same_bits", differ, others, what)
-    repeated = _judge_repeats(all_of, case, wrong)
+    repeated = _check_repeats(all_of, case, wrong)
     row = all_of.rows.get(name) or CollectiveRow(
         collective=name, implementation="-", num_cases=0, num_right=0, num_repeated=0
     )
@@ -858,7 +860,7 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     )
 
 
-def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bool:
+def _named_by_replay(all_of: _SideCheck, case: RecordedCase, wrong: WrongCall) -> bool:
     """Do additions in a narrower dtype, of one rank or of all, explain every bit?"""
     if not case.case.adds or wrong.misfits:
         return False
@@ -868,14 +870,14 @@ def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bo
     if narrow is not None:
         ranks, dtype = narrow
         scattered = case.case.collective == "reduce_scatter"
-        told = ranks
+        named = ranks
         if len(ranks) > 1:  # the one that alone is wrong, or whose part of the buffer is
             part = part_of(beyond, case.num_ranks)
             alone = tuple(elements) if len(elements) == 1 else ()
-            told = alone if scattered else () if part is None else (part,)
-            told = tuple(rank for rank in told if rank in ranks)
+            named = alone if scattered else () if part is None else (part,)
+            named = tuple(rank for rank in named if rank in ranks)
         what = fact("collectives.adds_in", dtype=dtype)
-        all_of.add(case, "sum", beyond, told, what, assumed=len(ranks) > 1 and not scattered)
+        all_of.add(case, "sum", beyond, named, what, assumed=len(ranks) > 1 and not scattered)
         return True
     out = case.whole
     trials = [] if out is None else [(case.inputs, out)]
@@ -889,7 +891,7 @@ def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bo
     return True
 
 
-def _look_below(all_of: _Judge, case: RecordedCase) -> None:
+def _look_below(all_of: _SideCheck, case: RecordedCase) -> None:
     """A rank that adds in another dtype than the others, below what the bound shows."""
     stretches, out = all_of.orders.get(_key(case.case)), case.whole
     if stretches is None or out is None or case.case.values != "random":
@@ -900,11 +902,11 @@ def _look_below(all_of: _Judge, case: RecordedCase) -> None:
     if narrow is not None:
         ranks, dtype = narrow
         what = fact("collectives.adds_unlike_others", dtype=dtype)
-        told = ranks if len(ranks) == 1 else ()
-        all_of.add(case, "sum", torch.ones(len(out), dtype=torch.bool), told, what)
+        named = ranks if len(ranks) == 1 else ()
+        all_of.add(case, "sum", torch.ones(len(out), dtype=torch.bool), named, what)
 
 
-def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool:
+def _check_repeats(all_of: _SideCheck, case: RecordedCase, first: WrongCall) -> bool:
     """Did every repetition give the same bits on every rank?"""
     differing: dict[int, torch.Tensor] = {}
     calls: dict[int, dict[int, torch.Tensor]] = {}
@@ -919,10 +921,10 @@ def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool
     if not differing:
         return True
     if not first.found:  # which is right: what the first wrong call of the others holds
-        for number, held in sorted(calls.items()):
-            wrong = wrong_of(case, held)
+        for number, results in sorted(calls.items()):
+            wrong = wrong_of(case, results)
             if wrong.elements:
-                all_of.add_wrong(case, "repeatable", held, wrong, call=number)
+                all_of.add_wrong(case, "repeatable", results, wrong, call=number)
                 return False
     made = made_by(case, differing)
     what = fact("collectives.other_bits_each_time")
@@ -946,8 +948,8 @@ def _gravity(fault: CollectiveFault) -> tuple[int, ...]:
     """Sort key: the gravest first, of each collective the plainest case; those that name a rank
     before others."""
 
-    def place(value: str, known: Iterable[str]) -> int:
-        return [*known, value].index(value)
+    def place(value: str, order: Iterable[str]) -> int:
+        return [*order, value].index(value)
 
     return (
         place(fault.check, _CHECKS),
@@ -966,7 +968,7 @@ _MOST = 6
 
 def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
     if judged.faults:
-        return _of_faults([judged], [run], "reference")
+        return _fault_finding([judged], [run], "reference")
     num = sum(row.num_cases for row in judged.rows)
     done = run.manifest.complete and not judged.num_missing
     orders = _orders(judged.orders)
@@ -995,7 +997,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
     if faulty:
         side = common_side(judged.side for judged in faulty)
         runs = {"reference": a, "candidate": b}
-        return _of_faults(faulty, [runs[judged.side] for judged in faulty], side, named=True)
+        return _fault_finding(faulty, [runs[judged.side] for judged in faulty], side, named=True)
     done = a.manifest.complete and b.manifest.complete and not coverage.unmatched
     checks = [check("coverage", done, fact("collectives.not_every_case"))]
     checks += [item for judged in sides for item in _checks(judged, True)[1:]]
@@ -1048,7 +1050,7 @@ def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
     ]
 
 
-def _of_faults(
+def _fault_finding(
     sides: Sequence[CollectivesSide],
     runs: Sequence[Run],
     side: SideOrBoth | None,
@@ -1058,8 +1060,8 @@ def _of_faults(
     """``sides``: those with faults. ``named``: there are two, and whose fault it is is told."""
     first = sides[0].faults[0]
     collectives = sorted({fault.collective for judged in sides for fault in judged.faults})
-    known = {row.collective for judged in sides for row in judged.rows}
-    many = len(known) > 3 and 2 * len(collectives) > len(known)
+    collectives_run = {row.collective for judged in sides for row in judged.rows}
+    many = len(collectives_run) > 3 and 2 * len(collectives) > len(collectives_run)
     num_cases = len({fault.site for judged in sides for fault in judged.faults})
     headline = fact(
         "collectives.fault",
@@ -1185,7 +1187,7 @@ def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
 
 def report_alone(run: Run, *, progress: Progress | None = None) -> Report:
     """The report on one run. Raises RunFormatError for a damaged one."""
-    judged = judge(run, "reference", progress)
+    judged = check_side(run, "reference", progress)
     num = sum(row.num_cases for row in judged.rows)
     coverage = Coverage(num_compared=num, num_only_reference=judged.num_missing)
     result = CollectivesResult(sides=[judged])
@@ -1210,17 +1212,17 @@ def report_on(
                 hint=command_line("compare", a.path, b.path),
             )
     sides: list[tuple[Side, Run]] = [("reference", a), ("candidate", b)]
-    judged = [judge(run, side, progress) for side, run in sides]
+    judged = [check_side(run, side, progress) for side, run in sides]
     reference, candidate = Recorded(a), Recorded(b)
     ours = {case.site: case for case in reference.cases()}
-    theirs = {case.site: case for case in candidate.cases()}
+    cases_b = {case.site: case for case in candidate.cases()}
     skipped: list[Skipped] = []
     differing: list[CollectiveDiff] = []
     num_common = 0
     nums = reference.num_ranks, candidate.num_ranks
     other_ranks = fact("collectives.other_num_ranks", reference=nums[0], candidate=nums[1])
-    for site in dict.fromkeys((*ours, *theirs)):
-        case, other = ours.get(site), theirs.get(site)
+    for site in dict.fromkeys((*ours, *cases_b)):
+        case, other = ours.get(site), cases_b.get(site)
         if case is None or other is None:
             side: Side = "candidate" if case is None else "reference"
             skipped.append(_skip(site, fact("collectives.no_partner"), side))

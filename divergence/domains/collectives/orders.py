@@ -195,10 +195,10 @@ def name_order(stretches: list[Stretch], num_ranks: int) -> str:
     trees = [stretch.tree for stretch in stretches]
     if not trees or any(tree is None for tree in trees):
         return "not revealed"
-    known = [tree for tree in trees if tree is not None]
+    determined = [tree for tree in trees if tree is not None]
     if num_ranks == 2:
         return "one addition"
-    distinct = list(dict.fromkeys(known))
+    distinct = list(dict.fromkeys(determined))
     if any(tree.widest > 2 for tree in distinct):
         same = len(distinct) == 1
         return "flat" if same and len(distinct[0].nodes) == 1 else "fused"

@@ -87,14 +87,14 @@ class Recorded:
                 continue
             facts = record.call.arguments
             parts = [self.read(rank, site) for rank in range(self.num_ranks)]
-            held = [part for part in parts if part is not None and part.ndim == 2]
+            rows = [part for part in parts if part is not None and part.ndim == 2]
             elements = facts.get("elements")
             name, dtype, size = (str(facts.get(key)) for key in ("collective", "dtype", "size"))
-            known = name in ADDING and dtype in FLOATS and size in SIZES
-            alike = len({len(part) for part in held}) == 1 and len(held[0]) > 0
-            if not (known and alike and sum(part.shape[1] for part in held) == elements):
+            is_case = name in ADDING and dtype in FLOATS and size in SIZES
+            alike = len({len(part) for part in rows}) == 1 and len(rows[0]) > 0
+            if not (is_case and alike and sum(part.shape[1] for part in rows) == elements):
                 continue
-            sizes = torch.cat(held, dim=1).to(torch.int64).numpy()
+            sizes = torch.cat(rows, dim=1).to(torch.int64).numpy()
             case = CollectiveCase(
                 next(kind for kind in COLLECTIVES if kind == name), dtype, size, "random"
             )
@@ -167,14 +167,14 @@ class RecordedCase:
     def results(self) -> dict[int, torch.Tensor]:
         """By rank, of those that are there."""
         by_rank = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
-        held = {rank: out for rank, out in by_rank.items() if out is not None}
-        for rank, out in held.items():
+        results = {rank: out for rank, out in by_rank.items() if out is not None}
+        for rank, out in results.items():
             if out.ndim != 1 or out.dtype != getattr(torch, self.case.dtype):
                 raise RunFormatError(
                     f"what rank {rank} got is no row of {self.case.dtype}",
                     where=f"{self.recorded.run.path}, {self.site}",
                 )
-        return held
+        return results
 
     @property
     def input_digests(self) -> list[str | None]:

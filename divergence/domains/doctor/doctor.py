@@ -29,7 +29,7 @@ from divergence.comparison.preflight.code import CodeDifference, code_difference
 from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Finding, PreflightLine, SiteResult, Verdict
-from divergence.domain import domains
+from divergence.domain import added
 from divergence.domains.doctor.result import (
     Checkup,
     Point,
@@ -201,7 +201,7 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         return "unknown", pair.why_unjudged, False
     assert verdict is not None
     if pair.diverged:
-        told = _told_by_ranks(pair)
+        facts = _told_by_ranks(pair)
         made = [
             finding
             for finding in pair.convicting
@@ -217,8 +217,8 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
             step = None
         elif verdict.onset is not None:
             step = verdict.onset.step
-        if step is not None and (step > 0) == decode and (made or told is None):
-            return "fail", verdict.headline, told is None
+        if step is not None and (step > 0) == decode and (made or facts is None):
+            return "fail", verdict.headline, facts is None
         # sites that are flagged since ranks disagree there
         shown = {key for claim in pair.claims("replicas_disagree") for key in claim.flags}
         beyond = [site for site in sites if site.flagged and site.key not in shown]
@@ -302,8 +302,8 @@ def ranks(pair: CheckedPair) -> Said:
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
     assert pair.report is not None
-    if (told := _told_by_ranks(pair)) is not None:
-        return "fail", told.evidence[:1], True
+    if (facts := _told_by_ranks(pair)) is not None:
+        return "fail", facts.evidence[:1], True
     if apart := pair.claims("replicas_disagree"):
         return "fail", apart[0].evidence[:1], False
     replicas = pair.report.replicas
@@ -537,23 +537,22 @@ def _engine(pair: CheckedPair) -> Said:
 def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
     """What an engine does besides each forward as it stands."""
     name = "transformers" if manifest.engine is None else manifest.engine.name
-    if name in ("transformers", "compile") or any(
-        name in domain.plain_engines for domain in domains()
-    ):
+    engines = added("engines")
+    if name in ("transformers", "compile") or (name in engines and engines[name].plain):
         return "pass", fact("checklist.plain_engine", name=name)
     assert manifest.engine is not None
     states: list[PointState] = []
-    told: list[Fact] = []
+    parts: list[Fact] = []
     for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
         facts = {key: text for key, text in manifest.engine.facts.items() if word in key.lower()}
         if needed and not facts:
             states.append("unknown")
-            told.append(fact("checklist.engine_silent", what=word))
+            parts.append(fact("checklist.engine_silent", what=word))
         for key, text in facts.items():
             state = text.strip().lower()
             states.append("pass" if state in _OFF else "unknown" if state in _NOT_TOLD else "fail")
-            told.append(fact("checklist.engine_fact", key=key, state=text))
-    return worst(*states), fact("checklist.engine_facts", name=manifest.engine.name, parts=told)
+            parts.append(fact("checklist.engine_fact", key=key, state=text))
+    return worst(*states), fact("checklist.engine_facts", name=manifest.engine.name, parts=parts)
 
 
 _OFF = ("off", "false", "no", "none", "disabled", "0")

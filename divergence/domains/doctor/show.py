@@ -72,8 +72,8 @@ def _summary(checkup: Checkup) -> str:
     side = {"both": "both are wrong", "neither": "" if quiet else "neither is wrong", None: ""}.get(
         checkup.verdict.side, f"{letter(checkup.verdict.side)} is wrong"
     )
-    told = f"{checkup.verdict.confidence} confidence" + (f", {side}" if side else "")
-    return f"{checkup.verdict.summary} ({told})"
+    words = f"{checkup.verdict.confidence} confidence" + (f", {side}" if side else "")
+    return f"{checkup.verdict.summary} ({words})"
 
 
 def _stop(checkup: Checkup) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from divergence.comparison.measure.runs import opened
-from divergence.domains.importing.building import Notes, load_rules, manifest_of, survey, write
+from divergence.domains.importing.building import manifest_of, write
+from divergence.domains.importing.dumped import Notes
 from divergence.domains.importing.formats import FORMATS, layout_of
+from divergence.domains.importing.rules import load_rules
 from divergence.domains.importing.scores import import_scores, load_fields
+from divergence.domains.importing.survey import survey
 from divergence.errors import DumpError, UsageError
 from divergence.outside import read_as
 from divergence.recording.new_run import check_output

@@ -241,12 +241,15 @@ def import_scores(
     for scores, where in prompts:
         scores.tensors(where)
     if like is not None:
-        theirs, alone = like.manifest.tokens.samples, "leave --like out to import the file as it is"
-        if len(theirs) != len(prompts):
+        samples, alone = (
+            like.manifest.tokens.samples,
+            "leave --like out to import the file as it is",
+        )
+        if len(samples) != len(prompts):
             raise DumpError(
-                f"{len(prompts)} prompts, and {like.path} has {len(theirs)}", hint=alone
+                f"{len(prompts)} prompts, and {like.path} has {len(samples)}", hint=alone
             )
-        for number, ((scores, where), other) in enumerate(zip(prompts, theirs, strict=True)):
+        for number, ((scores, where), other) in enumerate(zip(prompts, samples, strict=True)):
             own = list(scores.prompt_ids)
             if own and other.prompt_ids and own != other.prompt_ids:
                 raise DumpError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.domain import Addition, Claim, Domain, Source
+from divergence.domain import Addition, AnalysisPackage, Claim, Domain, Source
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
@@ -13,26 +13,27 @@ _AT = "divergence.domains.logprobs"
 
 DOMAIN = Domain(
     name="logprobs",
-    options={"server": f"{_AT}.options:ServerOptions"},
-    sources=(
-        Source(
-            option="endpoint",
-            function=f"{_AT}.endpoints.capture:capture_endpoint",
-            note="of the other server",
-        ),
-    ),
     public={"ServerOptions": f"{_AT}.options"},
     adds={
         "capture": Addition(
+            groups={"server": f"{_AT}.options:ServerOptions"},
+            source=Source(
+                option="endpoint",
+                function=f"{_AT}.endpoints.capture:capture_endpoint",
+                note="of the other server",
+            ),
             examples=(
                 "divergence capture --endpoint http://localhost:8000 --model NAME -o served "
                 "--prompts p.txt",
-            )
+            ),
         ),
     },
-    judges={"logprobs": _AT},
-    claims={"logprobs": Claim(20, measured=False, alone=True)},
-    basis=("prompts", "scale", "told", "experts"),
+    analyses={"logprobs": AnalysisPackage(_AT, whole=True)},
+    claims={
+        "logprobs": Claim(
+            20, measured=False, alone=True, basis=("prompts", "scale", "told", "experts")
+        )
+    },
     parts={"logprobs": f"{_AT}.result:LogprobsResult"},
     sentences={"endpoints": f"{_AT}.endpoints.sentences", "logprobs": f"{_AT}.sentences"},
 )

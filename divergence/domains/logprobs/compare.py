@@ -128,7 +128,9 @@ def _answer(text: Text) -> list[int]:
     return text.ids[text.num_prompt :]
 
 
-def of_drawn(finding: Finding, texts: TwoSample | None, pairs: Sequence[PromptPair]) -> Finding:
+def drawn_finding(
+    finding: Finding, texts: TwoSample | None, pairs: Sequence[PromptPair]
+) -> Finding:
     """``finding``, of tokens behind equal text, where it raises an alarm; else what texts tell."""
     if finding.kind not in ("identical", "within_floor", "undetermined"):
         return finding
@@ -139,26 +141,28 @@ def of_drawn(finding: Finding, texts: TwoSample | None, pairs: Sequence[PromptPa
     if texts is None or texts.p_value is None:
         few = fact("logprobs.few_drawn", num_answers=0 if texts is None else texts.num_answers)
         more = check("answers", False, fact("logprobs.more_answers"))
-        told = finding_of("undetermined", few, more)
+        undetermined = finding_of("undetermined", few, more)
     else:
         test, share = fact("logprobs.test", **asdict(texts)), texts.smallest_share
         if texts.p_value <= LEVEL:
             other = fact("logprobs.other_distribution", test=test)
             blur = check("scale", False, fact("logprobs.texts_blur_cause"))
-            told = finding_of("systematic", other, blur)
+            undetermined = finding_of("systematic", other, blur)
         else:
             same = fact("logprobs.no_difference", test=test, share=share)
             power = check("scale", False, fact("logprobs.power_of_test"))
-            told = finding_of("undetermined" if share is None else "within_floor", same, power)
+            undetermined = finding_of(
+                "undetermined" if share is None else "within_floor", same, power
+            )
     if texts is not None and sides:
         repeats = fact("logprobs.repeats", side=common_side(sides))
-        if len(sides) == 1 and told.kind == "systematic":
+        if len(sides) == 1 and undetermined.kind == "systematic":
             ignores = fact("logprobs.ignores_temperature", repeats=repeats)
-            told = replace(told, headline=[*told.headline, ignores])
+            undetermined = replace(undetermined, headline=[*undetermined.headline, ignores])
         else:
             not_drawn = fact("logprobs.not_drawn", repeats=repeats)
-            told = finding_of("undetermined", not_drawn, check("told", False, repeats))
-    return replace(told, evidence=[*told.evidence, *finding.evidence])
+            undetermined = finding_of("undetermined", not_drawn, check("told", False, repeats))
+    return replace(undetermined, evidence=[*undetermined.evidence, *finding.evidence])
 
 
 def _repeats(pairs: Sequence[PromptPair], side: Side) -> bool:
@@ -203,19 +207,19 @@ _NUM_EXPERTS = re.compile(r"(^|[._])(num|n)_.*experts$|_num_experts$")
 
 def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert | None:
     """The one whose tokens hold the difference. ``runs``: the first that recorded choices tells."""
-    choices = next((told for run in runs if (told := _choices(run))), None)
+    choices = next((choices_told for run in runs if (choices_told := _choices(run))), None)
     if choices is None:
         return None
-    held = [
+    rows = [
         (choices[key], abs(float(value)), key)
         for pair in pairs
         for place, value in zip(pair.places, pair.delta, strict=True)
         if (key := (pair.sample, int(place) - 1)) in choices
     ]
-    size = np.array([value for _, value, _ in held])
+    size = np.array([value for _, value, _ in rows])
     splits = {
-        (block, expert): np.array([expert in chosen.get(block, ()) for chosen, *_ in held])
-        for block, expert in {(b, e) for chosen, *_ in held for b, of in chosen.items() for e in of}
+        (block, expert): np.array([expert in chosen.get(block, ()) for chosen, *_ in rows])
+        for block, expert in {(b, e) for chosen, *_ in rows for b, of in chosen.items() for e in of}
     }
     scores = [
         (rank_sum(size, there), block, expert, there)
@@ -229,7 +233,7 @@ def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert
     mean, rest = float(size[there].mean()), float(size[~there].mean())
     if p_value > LEVEL or mean <= _TIMES * rest:
         return None
-    worst = held[int(np.where(there, size, -1.0).argmax())][2]
+    worst = rows[int(np.where(there, size, -1.0).argmax())][2]
     return LogprobExpert(
         block=block,
         expert=expert,
@@ -311,7 +315,7 @@ def layers_of(
 ) -> LogprobLayers:
     """What they show, and how much of Δ log p it is. Raises UsageError for other prompts."""
     report = compare(*sides, progress=progress)
-    ours, theirs = (
+    deltas_a, deltas_b = (
         {
             (pair.sample, int(place)): float(value)
             for pair in each
@@ -319,15 +323,15 @@ def layers_of(
         }
         for each in (pairs, pair_runs(*sides))
     )
-    common = sorted(ours.keys() & theirs.keys())
+    common = sorted(deltas_a.keys() & deltas_b.keys())
     if not common:
         raise UsageError(
             "the runs of --layers score none of the compared tokens",
             hint="capture them with --like of the run that holds the log-probabilities",
         )
-    mine, other = (np.array([deltas[key] for key in common]) for deltas in (ours, theirs))
-    whole = float((mine * mine).sum())
-    explained = 1 - float(((mine - other) ** 2).sum()) / whole if whole else None
+    delta_a, other = (np.array([deltas[key] for key in common]) for deltas in (deltas_a, deltas_b))
+    whole = float((delta_a * delta_a).sum())
+    explained = 1 - float(((delta_a - other) ** 2).sum()) / whole if whole else None
     onset = report.verdict.onset
     return LogprobLayers(
         num_tokens=len(common),
@@ -409,7 +413,7 @@ def measure(
         if not len(delta):
             continue
         size = np.abs(delta)
-        rows = {place: (mine, other) for place, mine, other in pair.rows}
+        rows = {place: (row_a, other) for place, row_a, other in pair.rows}
         both = np.array([rows[int(place)] for place in places])
         p = np.exp(pair.reference.logprobs[both[:, 0]])
         q = np.exp(pair.candidate.logprobs[both[:, 1]])
@@ -455,11 +459,11 @@ def measure(
 
 
 def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
-    held = [pair for pair in pairs if len(pair.delta)]
-    if not held:
+    filled = [pair for pair in pairs if len(pair.delta)]
+    if not filled:
         return None
-    delta = np.concatenate([pair.delta for pair in held])
-    at = np.concatenate([pair.places - pair.answer_begins for pair in held])
+    delta = np.concatenate([pair.delta for pair in filled])
+    at = np.concatenate([pair.places - pair.answer_begins for pair in filled])
     size = np.abs(delta)
     # of tenths of the longest answer; the last ones are of long answers alone
     longest, means = int(at.max()) + 1, []
@@ -481,9 +485,9 @@ def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
 
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     rows = [
-        (pair.reference.logprobs[mine], pair.candidate.logprobs[other])
+        (pair.reference.logprobs[row_a], pair.candidate.logprobs[other])
         for pair in pairs
-        for _, mine, other in pair.rows
+        for _, row_a, other in pair.rows
     ]
     following = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
     if following is None or following.num_tokens < 2:
@@ -506,10 +510,10 @@ def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
     all_bounds, same = [], []
     for pair in pairs:
         parting = [] if pair.parting is None else [pair.parting]
-        for _, mine, other in [*pair.rows, *parting]:
-            if mine is None or other is None:
+        for _, row_a, other in [*pair.rows, *parting]:
+            if row_a is None or other is None:
                 continue
-            p, q = pair.reference.distribution(mine), pair.candidate.distribution(other)
+            p, q = pair.reference.distribution(row_a), pair.candidate.distribution(other)
             if min(len(p.ids), len(q.ids)) < 2:
                 continue  # the chosen token alone is no distribution
             bounds = divergence_bounds(p.ids, p.log, q.ids, q.log)
@@ -536,12 +540,12 @@ def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
 
 def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
     assert pair.parting is not None and pair.tokens is not None
-    place, mine, other = pair.parting
+    place, row_a, other = pair.parting
     token_a, token_b = pair.tokens
     gaps = [
         _gap(side, row, first, second)
         for side, row, first, second in (
-            (pair.reference, mine, token_a, token_b),
+            (pair.reference, row_a, token_a, token_b),
             (pair.candidate, other, token_b, token_a),
         )
     ]
@@ -552,7 +556,7 @@ def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
             logprob=math.nan if row is None else float(side.logprobs[row]),
         )
         for run, side, row, token in (
-            (a, pair.reference, mine, token_a),
+            (a, pair.reference, row_a, token_a),
             (b, pair.candidate, other, token_b),
         )
     ]
@@ -573,8 +577,8 @@ def _judgement(
     """A token that is on no list is less likely than every one that is, where ids tell them apart;
     a text that is on no list may be written otherwise there."""
     assert pair.parting is not None
-    known = [gap for gap in gaps if gap is not None]
-    beyond = list(known)
+    measured = [gap for gap in gaps if gap is not None]
+    beyond = list(measured)
     if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
         sides = zip((pair.reference, pair.candidate), pair.parting[1:], gaps, strict=True)
         for side, row, gap in sides:
@@ -582,7 +586,7 @@ def _judgement(
                 beyond.append(float(side.logprobs[row] - listed[-1]))
     if any(gap > FAULT * scale.value for gap in beyond):
         return "fault"
-    return "tie" if known and max(beyond) <= TIE * scale.value else None
+    return "tie" if measured and max(beyond) <= TIE * scale.value else None
 
 
 def _gap(side: Text, row: int | None, first: int, second: int) -> float | None:
@@ -599,8 +603,8 @@ def _rollout(pairs: Sequence[PromptPair], side: Side) -> dict[str, float]:
     sides: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for pair in pairs:
         rows = [row[1:] for row in pair.rows if row[0] >= pair.answer_begins]
-        mine, other = np.array(rows, np.int64).reshape(-1, 2).T
-        both = np.stack([pair.reference.logprobs[mine], pair.candidate.logprobs[other]])
+        numbers, other = np.array(rows, np.int64).reshape(-1, 2).T
+        both = np.stack([pair.reference.logprobs[numbers], pair.candidate.logprobs[other]])
         for values, finite in zip(sides, both[:, np.isfinite(both).all(0)], strict=True):
             values.append(finite)
     return rollout_metrics(*(sides if side == "reference" else sides[::-1]))
@@ -641,11 +645,11 @@ def find(
         nan_side = side_of([num > 0 for num in odd])
         nonfinite = fact("logprobs.nonfinite", num_tokens=sum(odd), side=nan_side)
         finding = Finding(claim="logprobs", kind="nonfinite", side=nan_side, headline=[nonfinite])
-    elif (told := result.hypothesis) is not None and hypothesis is not None:
+    elif (named := result.hypothesis) is not None and hypothesis is not None:
         rest = fact(
             "logprobs.remain",
-            mean=told.rest,
-            within=told.rest <= scale.value,
+            mean=named.rest,
+            within=named.rest <= scale.value,
             explained=scale.value,
             source=scale.source,
         )
@@ -660,7 +664,7 @@ def find(
             headline=[headline, fact("logprobs.choice_moved")],
         )
     else:
-        finding = _of_pattern(result, pairs, pattern, scale, whole=whole, experts=experts)
+        finding = _pattern_finding(result, pairs, pattern, scale, whole=whole, experts=experts)
     facts = list(finding.evidence)
     delta, kl, shift, flip = result.delta, result.divergence, result.shift, result.first_difference
     if delta is not None:
@@ -696,7 +700,7 @@ def find(
     return replace(finding, evidence=facts)
 
 
-def _of_pattern(
+def _pattern_finding(
     result: LogprobsResult,
     pairs: Sequence[PromptPair],
     pattern: Pattern,
@@ -708,7 +712,7 @@ def _of_pattern(
     unknown = fact("logprobs.scale_from", source=scale.source)
     if scale.without_dtype:
         unknown = fact("logprobs.scale_without_dtype")
-    known = check("scale", scale.known, unknown)
+    scale_known = check("scale", scale.known, unknown)
     beyond = _beyond(result, pairs, scale, experts=experts)
     moved = fact("logprobs.experts_move", known=bool(experts))
     dense = check("experts", experts is False, moved, made=bool(experts))
@@ -741,7 +745,7 @@ def _of_pattern(
         return finding_of("localized", guilty, prompts, onset=place)
     match pattern.name:
         case "nothing":
-            if (parted := _of_flips(result, pairs, known, experts=experts)) is not None:
+            if (parted := _flip_finding(result, pairs, scale_known, experts=experts)) is not None:
                 return parted
             # no number of one side can be held against one of the other; of the equal answers,
             # what they say of such prompts; ``--answers`` says more
@@ -794,7 +798,7 @@ def _of_pattern(
         case "everywhere":
             everywhere = fact("logprobs.everywhere", **explained, **causes)
             return finding_of("drift", everywhere, prompts, beyond, dense)
-    if (flipped := _of_flips(result, pairs, known, experts=experts)) is not None:
+    if (flipped := _flip_finding(result, pairs, scale_known, experts=experts)) is not None:
         return flipped
     doubts = [doubt for doubt in doubts_of(result, pairs, pattern, scale) if doubt.state != "met"]
     if pattern.name == "equal" and result.num_flips == result.num_ended == 0:
@@ -846,15 +850,19 @@ def _of_pattern(
     return finding_of(
         "undetermined" if in_size else "within_floor",
         headline,
-        *([] if known.state == "met" and "scale" in {doubt.name for doubt in doubts} else [known]),
+        *(
+            []
+            if scale_known.state == "met" and "scale" in {doubt.name for doubt in doubts}
+            else [scale_known]
+        ),
         *doubts,
         prompts,
         covered,
     )
 
 
-def _of_flips(
-    result: LogprobsResult, pairs: Sequence[PromptPair], known: Check, *, experts: bool | None
+def _flip_finding(
+    result: LogprobsResult, pairs: Sequence[PromptPair], scale_known: Check, *, experts: bool | None
 ) -> Finding | None:
     """Answers that part where rounding does not; with experts no margin tells."""
     flip, num = result.first_difference, len({pair.prompt for pair in pairs})
@@ -863,7 +871,7 @@ def _of_flips(
     parted = fact("logprobs.parted", num_prompts=result.num_faults, experts=bool(experts))
     place = _onset((flip.sample, flip.position))
     kind: VerdictKind = "undetermined" if experts else "drift"
-    return finding_of(kind, parted, known, _enough(num), onset=place)
+    return finding_of(kind, parted, scale_known, _enough(num), onset=place)
 
 
 def _enough(num: int) -> Check:
@@ -948,13 +956,13 @@ def report_on(
     result = measure(pairs, pattern, scale, a, b)
     if (hypothesis := explained(pairs)) is not None:
         before, after = np.abs(hypothesis.before), np.abs(hypothesis.after)
-        told = LogprobHypothesis(
+        fitted = LogprobHypothesis(
             what=hypothesis.what,
             left=hypothesis.left,
             mean_abs=float(before.mean()),
             rest=float(np.nanmean(after)),
         )
-        result = replace(result, hypothesis=told)
+        result = replace(result, hypothesis=fitted)
     if layers:
         shown = layers_of(pairs, with_layers(a, b, layers), progress)
         result = replace(result, layers=shown)
@@ -964,7 +972,7 @@ def report_on(
         result, pairs, pattern, scale, hypothesis=hypothesis, whole=whole, experts=experts
     )
     if are_drawn(a, b):
-        finding = of_drawn(finding, result.texts, pairs)
+        finding = drawn_finding(finding, result.texts, pairs)
     if result.layers is not None:
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)

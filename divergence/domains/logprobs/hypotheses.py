@@ -72,13 +72,13 @@ class Hypothesis:
     def left(self) -> float:
         """The share of squared differences that it leaves; inf where it predicts too few, or few of
         them hold nearly all that differs."""
-        known = np.isfinite(self.after)
-        if known.sum() < max(LEAST_TOKENS, MOST * len(known)) or not self.before[known].any():
+        finite = np.isfinite(self.after)
+        if finite.sum() < max(LEAST_TOKENS, MOST * len(finite)) or not self.before[finite].any():
             return math.inf
-        squares = np.square(self.before[known])
+        squares = np.square(self.before[finite])
         if squares.sum() ** 2 < _LEAST_HOLDING * np.square(squares).sum():
             return math.inf
-        return float(np.square(self.after[known]).sum() / squares.sum()) + _DIGITS
+        return float(np.square(self.after[finite]).sum() / squares.sum()) + _DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
     values = (
         np.array(
             [
-                [pairs[n].reference.logprobs[mine], pairs[n].candidate.logprobs[other]]
-                for n, _, mine, other in rows
+                [pairs[n].reference.logprobs[row_a], pairs[n].candidate.logprobs[other]]
+                for n, _, row_a, other in rows
             ]
         )
         .reshape(-1, 2)
@@ -381,28 +381,28 @@ def is_one_way(delta: np.ndarray) -> bool:
 
 def bounded(pairs: Sequence[PromptPair]) -> Fact | None:
     """The setting that the chosen tokens alone point at, with what bounds it."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    return (_by_size(held) or _renormalised(held)) if held else None
+    filled = [pair for pair in pairs if len(pair.delta)]
+    return (_by_size(filled) or _renormalised(filled)) if filled else None
 
 
 def share_of_size(pairs: Sequence[PromptPair]) -> float:
     """Of the differences, the share (R²) that is a function of log p."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    delta = np.concatenate([np.empty(0), *(pair.delta for pair in held)])
+    filled = [pair for pair in pairs if len(pair.delta)]
+    delta = np.concatenate([np.empty(0), *(pair.delta for pair in filled)])
     if len(delta) < LEAST_TOKENS:
         return 0.0
-    log_p = np.concatenate([values_of(pair)[0] for pair in held])
+    log_p = np.concatenate([values_of(pair)[0] for pair in filled])
     if not (delta.std() > 0 and log_p.std() > 0):
         return 0.0
     return float(np.corrcoef(delta, log_p)[0, 1]) ** 2
 
 
-def _by_size(held: Sequence[PromptPair]) -> Fact | None:
+def _by_size(filled: Sequence[PromptPair]) -> Fact | None:
     """By the chosen tokens alone."""
-    share = share_of_size(held)
+    share = share_of_size(filled)
     if share < MOST:
         return None
-    x, y = np.concatenate([values_of(pair) for pair in held], axis=1)
+    x, y = np.concatenate([values_of(pair) for pair in filled], axis=1)
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
     if slope <= 0 or abs(slope - 1) < _OTHER:
         return None
@@ -410,8 +410,8 @@ def _by_size(held: Sequence[PromptPair]) -> Fact | None:
     return fact("logprobs.goes_with_size", share=share, temperature=1 / slope, bound=bound)
 
 
-def _renormalised(held: Sequence[PromptPair]) -> Fact | None:
-    delta = np.concatenate([pair.delta for pair in held])
+def _renormalised(filled: Sequence[PromptPair]) -> Fact | None:
+    delta = np.concatenate([pair.delta for pair in filled])
     size, mean = np.abs(delta), float(delta.mean())
     against, usual = int((delta * mean < 0).sum()), float(np.median(size))
     if not is_one_way(delta) or against > FEW * len(delta):

@@ -7,7 +7,7 @@ from functools import partial
 
 from divergence.options.option import Options, option
 
-_server = partial(option, panel="A server in place of a model", late=True)
+_server = partial(option, panel="A server in place of a model", late=1)
 
 
 @dataclass(frozen=True, kw_only=True)

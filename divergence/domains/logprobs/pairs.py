@@ -102,7 +102,10 @@ def sequences_of(run: Run) -> list[Sequence]:
             else:
                 at = row + (len(sample.prompt_ids) + step - 1 if step else 0)
             places[number][at + 1] = piece, row
-    return [_of_places(run, reader, number, held) for number, held in enumerate(places)]
+    return [
+        _sequence_at(run, reader, number, places_of_prompt)
+        for number, places_of_prompt in enumerate(places)
+    ]
 
 
 def _recorded(run: Run, number: int) -> Sequence:
@@ -133,10 +136,10 @@ def _recorded(run: Run, number: int) -> Sequence:
     table = run.array(tokens)[0].astype(np.int64)
 
     def distribution(row: int) -> Distribution:
-        told = table[row] >= 0
-        known, first = np.unique(table[row][told], return_index=True)
-        order = np.argsort(-values[row][told][first], kind="stable")
-        return Distribution(known[order], values[row][told][first][order])
+        listed = table[row] >= 0
+        ids, first = np.unique(table[row][listed], return_index=True)
+        order = np.argsort(-values[row][listed][first], kind="stable")
+        return Distribution(ids[order], values[row][listed][first][order])
 
     return Sequence(
         ids=ids,
@@ -147,7 +150,7 @@ def _recorded(run: Run, number: int) -> Sequence:
     )
 
 
-def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) -> Sequence:  # type: ignore[type-arg]  # (Piece, row)
+def _sequence_at(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) -> Sequence:  # type: ignore[type-arg]  # (Piece, row)
     sample = run.manifest.tokens.samples[number]
     num_prompt = len(sample.prompt_ids)
     ids = [*sample.prompt_ids, *sample.answer_ids]
@@ -228,15 +231,15 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
     once = list(pairs)
     order = sorted(range(len(pairs)), key=lambda n: pairs[n].reference.ids)
     for before, number in itertools.pairwise(order):
-        held, pair = pairs[before], pairs[number]
-        common = first_apart(held.reference.ids, pair.reference.ids)
+        earlier, pair = pairs[before], pairs[number]
+        common = first_apart(earlier.reference.ids, pair.reference.ids)
         shared = int(np.searchsorted(pair.places, common))
-        if not (held.reference.num_prompt and pair.reference.num_prompt and shared):
+        if not (earlier.reference.num_prompt and pair.reference.num_prompt and shared):
             continue
         same = np.zeros(len(pair.places), bool)
-        if np.array_equal(held.places[:shared], pair.places[:shared]):
+        if np.array_equal(earlier.places[:shared], pair.places[:shared]):
             same[:shared] = np.all(
-                values_of(held)[:, :shared] == values_of(pair)[:, :shared], axis=0
+                values_of(earlier)[:, :shared] == values_of(pair)[:, :shared], axis=0
             )
         once[number] = replace(pair, delta=pair.delta[~same], places=pair.places[~same])
     engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
@@ -265,9 +268,9 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
 def values_of(pair: PromptPair) -> np.ndarray:
     """(2, T): both sides' log-probabilities at ``places``."""
     places = {int(place) for place in pair.places}
-    rows = [(mine, other) for place, mine, other in pair.rows if place in places]
-    mine, other = np.array(rows, np.int64).reshape(-1, 2).T
-    return np.stack([pair.reference.logprobs[mine], pair.candidate.logprobs[other]])
+    rows = [(numbers, other) for place, numbers, other in pair.rows if place in places]
+    numbers, other = np.array(rows, np.int64).reshape(-1, 2).T
+    return np.stack([pair.reference.logprobs[numbers], pair.candidate.logprobs[other]])
 
 
 def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
@@ -283,16 +286,19 @@ def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
             {number: text for number, text in texts.items() if _PIECE not in text}
             for texts in tables
         ]
-    ours, theirs = sides
-    return (renumbered(ours, tables[0], numbers, -1), renumbered(theirs, tables[1], numbers, -2))
+    table_a, table_b = sides
+    return (
+        renumbered(table_a, tables[0], numbers, -1),
+        renumbered(table_b, tables[1], numbers, -2),
+    )
 
 
 def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair:
     whole = a.num_prompt > 0 and b.num_prompt > 0
     shift = 0 if whole else b.num_prompt - a.num_prompt
     start = 0 if whole else a.num_prompt
-    mine, other = a.ids[start:], b.ids[start + shift :]
-    common = start + first_apart(mine, other)
+    ids_a, other = a.ids[start:], b.ids[start + shift :]
+    common = start + first_apart(ids_a, other)
     begins = min(a.num_prompt, b.num_prompt) if whole else a.num_prompt
     ends = min(len(a.ids), len(b.ids) - shift)
     rows = [
@@ -340,17 +346,17 @@ def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     samples = a.manifest.tokens.samples, b.manifest.tokens.samples
     counts = []
     for run, side in zip((a, b), samples, strict=True):
-        said = facts_of(run).get("prompt tokens", "").split()
-        if len(said) == len(side):
-            counts.append([int(word) if word.isdecimal() else None for word in said])
+        words = facts_of(run).get("prompt tokens", "").split()
+        if len(words) == len(side):
+            counts.append([int(word) if word.isdecimal() else None for word in words])
         else:
             counts.append([len(sample.prompt_ids) or None for sample in side])
-    told = [all(sample.prompt_ids for sample in side) for side in samples]
+    has_ids = [all(sample.prompt_ids for sample in side) for side in samples]
     shown = [
         "ids" if ids else sentence(fact("logprobs.only_number")) if None not in num else UNKNOWN
-        for ids, num in zip(told, counts, strict=True)
+        for ids, num in zip(has_ids, counts, strict=True)
     ]
-    status: PreflightStatus = "same" if all(told) else "unknown"
+    status: PreflightStatus = "same" if all(has_ids) else "unknown"
     details: list[Fact] = []
     if (other := next(_other_prompts(pairs, samples, counts), None)) is not None:
         status, (shown, *details) = "blocking", other
@@ -388,9 +394,9 @@ def _other_prompts(
                     candidate=b.ids[few],
                 ),
             )
-    for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
-        untold = not (ours.prompt_ids and theirs.prompt_ids)
-        if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
+    for number, (sample_a, sample_b) in enumerate(zip(*samples, strict=True)):
+        untold = not (sample_a.prompt_ids and sample_b.prompt_ids)
+        if untold and None not in (sample_a.text, sample_b.text) and sample_a.text != sample_b.text:
             yield ["-", "-"], fact("logprobs.other_text", sample=number)
     for number, lengths in enumerate(zip(*counts, strict=True)):
         if None not in lengths and lengths[0] != lengths[1]:

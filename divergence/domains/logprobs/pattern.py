@@ -152,15 +152,15 @@ class Pattern:
 def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | None) -> Pattern:
     """The first that holds, from the most particular to the most general. ``experts``: has the
     model any? None where that is not told."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    sizes = [np.abs(pair.delta) for pair in held]
+    filled = [pair for pair in pairs if len(pair.delta)]
+    sizes = [np.abs(pair.delta) for pair in filled]
     # one number a prompt: answers to one prompt are not independent
-    by_prompt = grouped(held, lambda pair: pair.prompt)
+    by_prompt = grouped(filled, lambda pair: pair.prompt)
     means = [np.mean([x.delta.mean() for x in answers]) for answers in by_prompt.values()]
     shift = certainty_of(np.array(means, np.float64))
-    if not held:
+    if not filled:
         return Pattern(name="nothing", shift=shift)
-    together, delta = np.concatenate(sizes), np.concatenate([pair.delta for pair in held])
+    together, delta = np.concatenate(sizes), np.concatenate([pair.delta for pair in filled])
     if not together.any():
         return Pattern(name="equal", shift=shift)
     mean = float(together.mean())
@@ -170,9 +170,9 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     one_sided = mean > _LEAST * scale.value and is_one_way(delta)
     # prompts far beyond the others, each with what others have shown too; where more than a third
     # are nearer to these than to the median, the others are no control
-    whole = [np.abs(pair.whole[0]) for pair in held]
+    whole = [np.abs(pair.whole[0]) for pair in filled]
     x, own = _observed(whole, scale=scale.value)
-    limit = limit_of(len(held))
+    limit = limit_of(len(filled))
     judged = outliers(x[:, None], own[:, None], THRESHOLDS.ratio_spread, limit)
     control = judged.control[:, 0]
     out = (x > control + judged.reach[:, 0]) & (x > 0)
@@ -180,13 +180,13 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     if enough and out.any() and 3 * alike.sum() <= len(x):
         odd = [
             (pair.sample, int(pair.whole[1][size.argmax()]))
-            for pair, size, is_out in zip(held, whole, out, strict=True)
+            for pair, size, is_out in zip(filled, whole, out, strict=True)
             if is_out
         ]
         means = [size.mean() for size, is_out in zip(sizes, out, strict=True) if not is_out]
         return Pattern(name="sequences", shift=shift, odd=odd, rest=float(np.mean(means)))
     # answers of which the end is farther off than the beginning
-    ends = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in held]
+    ends = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in filled]
     thirds = [(size[: len(size) // 3], size[-(len(size) // 3) :]) for size in ends if len(size) > 2]
     growth = None
     if thirds:
@@ -203,7 +203,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     out = together > bound
     share, weight = float(out.mean()), float(together[out].sum() / together.sum())
     if enough and share <= FEW and weight >= MOST and share > 2 * scale.usual_share(bound):
-        odd, rest = _tokens_over(held, sizes, bound)
+        odd, rest = _tokens_over(filled, sizes, bound)
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     if mean <= scale.value and not one_sided:
         return Pattern(name="within", shift=shift, growth=growth)
@@ -215,7 +215,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     within = typical_of(together) <= scale.value
     within = within and bool((usual <= scale.value * np.exp(reach(limit, chance))).all())
     if experts is not False and within:
-        odd, rest = _tokens_over(held, sizes, bound)
+        odd, rest = _tokens_over(filled, sizes, bound)
         if odd:
             return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     one_way = abs(shift.mean) >= MOST * mean and (shift.excludes_zero or one_sided)
@@ -247,13 +247,13 @@ def token_bound(size: np.ndarray, explained: float) -> float:
 def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]:
     """Prompts whose own mean |Δ| rounding does not explain, the others, and what sets them apart:
     ``longer`` or ``later``, where each of them is and chance would hardly have it so."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    out = np.array([np.abs(pair.delta).mean() > scale.value for pair in held], bool)
+    filled = [pair for pair in pairs if len(pair.delta)]
+    out = np.array([np.abs(pair.delta).mean() > scale.value for pair in filled], bool)
     beyond, others = int(out.sum()), int((~out).sum())
     if beyond and others and math.comb(beyond + others, beyond) * LEVEL >= 1:
         for word, values in (
-            ("longer", [pair.reference.num_prompt for pair in held]),
-            ("later", [pair.sample for pair in held]),
+            ("longer", [pair.reference.num_prompt for pair in filled]),
+            ("later", [pair.sample for pair in filled]),
         ):
             if min(np.array(values)[out]) > max(np.array(values)[~out]):
                 return beyond, others, word
@@ -266,12 +266,12 @@ def typical_of(size: np.ndarray) -> float:
 
 
 def _tokens_over(
-    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], bound: float
+    filled: Sequence[PromptPair], sizes: Sequence[np.ndarray], bound: float
 ) -> tuple[list[tuple[int, int]], float]:
     """Tokens that differ by more, the largest first; mean |Δ| of the others."""
     tokens = [
         (pair.sample, int(place), float(size))
-        for pair, own in zip(held, sizes, strict=True)
+        for pair, own in zip(filled, sizes, strict=True)
         for place, size in zip(pair.places, own, strict=True)
         if size > bound
     ]
@@ -326,17 +326,17 @@ def doubts_of(
         if num := int((every > token_bound(every, explained)).sum()):
             largest = float(every.max())
             size.append(fact("logprobs.tokens_far_beyond", num_tokens=num, largest=largest))
-    told: list[Fact] = []
+    doubts: list[Fact] = []
     if num := result.num_flips - result.num_ties - result.num_faults:
-        told.append(fact("logprobs.ties_not_known", num_answers=num))
+        doubts.append(fact("logprobs.ties_not_known", num_answers=num))
     if num := result.num_ended:
-        told.append(fact("logprobs.ends_not_known", num_answers=num))
+        doubts.append(fact("logprobs.ends_not_known", num_answers=num))
     if num := sum(pair.num_untold for pair in pairs):
-        told.append(fact("logprobs.scores_not_known", num_tokens=num))
+        doubts.append(fact("logprobs.scores_not_known", num_tokens=num))
     for side, num in result.num_not_likeliest.items():
         most = result.max_below_likeliest.get(side, math.nan)
-        told.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=most))
+        doubts.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=most))
     return [
         check("scale", not size, fact("logprobs.doubts", doubts=size)),
-        check("told", not told, fact("logprobs.doubts", doubts=told)),
+        check("told", not doubts, fact("logprobs.doubts", doubts=doubts)),
     ]

@@ -66,7 +66,9 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
             ("total variation", f"{decimal(kl.tv_lower)} to {decimal(kl.tv_upper)}", ""),
         ]
     if (cost := result.perplexity) is not None:
-        told = "" if cost.ln_correlation is None else f", correlation {cost.ln_correlation:.2%}"
+        correlation = (
+            "" if cost.ln_correlation is None else f", correlation {cost.ln_correlation:.2%}"
+        )
         rows += [
             (
                 "Δp",
@@ -77,7 +79,7 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
             (
                 "perplexity",
                 f"{cost.reference:.5g} -> {cost.candidate:.5g}",
-                f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}",
+                f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{correlation}",
             ),
         ]
     body: list[Block] = [

@@ -1,9 +1,8 @@
 """ONNX Runtime as an engine."""
 
-from divergence.domain import Domain
+from divergence.domain import Domain, EngineClass
 
 DOMAIN = Domain(
     name="onnx",
-    engines={"onnx": "divergence.domains.onnx.engine:OnnxEngine"},
-    plain_engines=("onnx",),
+    engines={"onnx": EngineClass("divergence.domains.onnx.engine:OnnxEngine", plain=True)},
 )

@@ -124,15 +124,17 @@ class Graph:
     def _node(self, proto: Any) -> GraphNode:
         properties = {prop.key: prop.value for prop in proto.metadata_props}
         scopes, classes = (_listed(properties.get(key, "")) for key in (_SCOPES, _CLASSES))
-        told = bool(scopes) and not scopes[0]  # else what torch writes there is no path
-        if told:
+        is_named = bool(scopes) and not scopes[0]  # else what torch writes there is no path
+        if is_named:
             scopes, classes = scopes[:-1], classes[: len(scopes) - 1]  # the last is the operator
             scopes = [_CALL.sub("", scope) for scope in scopes]
         else:
             # what lies deeper is no module
-            told = proto.name.startswith("/")
+            is_named = proto.name.startswith("/")
             parts = proto.name.strip("/").split("/", MAX_DEPTH)[:-1]
-            scopes = [".".join(parts[: count + 1]) for count in range(len(parts))] if told else []
+            scopes = (
+                [".".join(parts[: count + 1]) for count in range(len(parts))] if is_named else []
+            )
         if len(scopes) > MAX_DEPTH or any(path.count(".") > MAX_DEPTH for path in scopes):
             raise ModelError(f"its modules are nested more than {MAX_DEPTH} deep")
         for number, path in enumerate(scopes):
@@ -147,7 +149,7 @@ class Graph:
             tuple(proto.output),
             tuple(dict.fromkeys(scope for scope in scopes if scope)),
             properties,
-            told,
+            is_named,
         )
 
     def _place_untold(self) -> None:
@@ -161,9 +163,11 @@ class Graph:
                 continue
             around = [self.maker[value] for value in node.inputs if value in self.maker]
             around += [n for value in node.outputs for n in users.get(value, ())]
-            known = [self.nodes[n].scopes for n in around if n < number or self.nodes[n].told]
-            shared = known[0] if known else ()
-            for scopes in known[1:]:
+            scopes_before = [
+                self.nodes[n].scopes for n in around if n < number or self.nodes[n].told
+            ]
+            shared = scopes_before[0] if scopes_before else ()
+            for scopes in scopes_before[1:]:
                 shared = tuple(scope for scope in shared if scope in scopes)
             self.nodes[number] = replace(node, scopes=shared)
 
@@ -310,8 +314,8 @@ def read_model(path: Path) -> Any:
     for tensor in graph.initializer:
         lies_here = tensor.data_type in _DTYPES and tensor.data_location != _EXTERNAL
         fields = ("raw_data", *(f"{kind}_data" for kind in _KINDS_OF_DATA))
-        held = any(len(getattr(tensor, field)) for field in fields)
-        if lies_here and _size(tensor) and not held:
+        has_values = any(len(getattr(tensor, field)) for field in fields)
+        if lies_here and _size(tensor) and not has_values:
             raise _broken(path, f"the weight {tensor.name} has no values")
     return model
 
@@ -506,7 +510,7 @@ def _part(
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
     part.opset_import.extend(model.opset_import)
     part.functions.extend(model.functions)
-    known = {
+    specs = {
         spec.name: spec
         for spec in (
             *graph.model.graph.value_info,
@@ -523,11 +527,11 @@ def _part(
     )
     for name in graph.inputs if whole else inputs:
         element = graph.types.get(name, 1)
-        value = known.get(name) or onnx.helper.make_tensor_value_info(name, element, None)
+        value = specs.get(name) or onnx.helper.make_tensor_value_info(name, element, None)
         part.graph.input.append(value)
     outputs = [*graph.outputs, *targets] if whole else targets
     for name in dict.fromkeys(outputs):
-        part.graph.output.append(known.get(name) or onnx.ValueInfoProto(name=name))
+        part.graph.output.append(specs.get(name) or onnx.ValueInfoProto(name=name))
     return part
 
 
@@ -600,10 +604,10 @@ def model_of(
             hint="its halves are two graphs",
         )
     blocks = sum(note.role == "block" for note in describe_modules(module).values())
-    told = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if blocks and told is not None and told != blocks:
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if blocks and num_layers is not None and num_layers != blocks:
         raise ModelError(
-            f"{path} has {blocks} blocks, and the config in {folder} tells of {told}",
+            f"{path} has {blocks} blocks, and the config in {folder} tells of {num_layers}",
             hint="the two belong to different models; name the directory of config and tokenizer: "
             "--engine-option tokenizer=DIR",
         )
@@ -694,16 +698,16 @@ def modules_of(graph: Graph, folder: Path) -> tuple[nn.Module, list[str]]:
 def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
     """Parameter → (constant, is it transposed); and the names of constants that are none."""
     named: dict[str, tuple[str, bool]] = {}
-    known: set[str] = set()
+    names: set[str] = set()
     for node in graph.nodes if graph.has_modules else ():
         for constant in {name for name in node.inputs if _counts(graph, name)}:
             choice = _choice(node, constant)
             if choice is not None:
-                known.add(constant)
+                names.add(constant)
                 kind, name, transposed = choice
                 if kind == "p":
                     named.setdefault(name, (constant, transposed))
-    left = [name for name in graph.constants if _counts(graph, name) and name not in known]
+    left = [name for name in graph.constants if _counts(graph, name) and name not in names]
     return named, left
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.domain import Claim, Domain, SelftestStep, Subcommand
+from divergence.domain import AnalysisPackage, Claim, Domain, SelftestStep, Subcommand
 
 if TYPE_CHECKING:
     from divergence.comparison.analysis import Measured
 
 _AT = "divergence.domains.probe"
 
+STEPS = (SelftestStep("arithmetic", f"{_AT}.quick:tried"),)
 DOMAIN = Domain(
     name="probe",
     commands=(
@@ -23,12 +24,10 @@ DOMAIN = Domain(
         ),
     ),
     public={"probe": f"{_AT}.api"},
-    analyses={"arithmetic": _AT},
-    after={"arithmetic": "tokens"},
+    analyses={"arithmetic": AnalysisPackage(_AT, after="tokens")},
     claims={"arithmetic": Claim(20, measured=False, alone=True)},
-    arithmetic=f"{_AT}.quick:quick_facts",
+    hooks={"arithmetic": f"{_AT}.quick:quick_facts", "selftest": f"{_AT}:STEPS"},
     sentences={"probe": f"{_AT}.sentences"},
-    selftest=(SelftestStep("arithmetic", f"{_AT}.quick:tried"),),
 )
 
 

@@ -533,10 +533,10 @@ def candidates(operator: Summing, tree: Tree, *, row: int = 0) -> list[Arithmeti
         inputs = None if inputs is None or min(inputs.leaves, inputs.partner) >= 23 else inputs
     if tree.widest > 2:
         measured = find_accumulator(operator, tree, row=row).fraction_bits
-        known = [bits for bits in (23, 24, 25) if bits != measured]
+        widths = [bits for bits in (23, 24, 25) if bits != measured]
         return [
             Arithmetic(fraction_bits=bits, cut_fused=cut_fused, cut=cut, inputs=inputs)
-            for bits in ([] if measured is None else [measured]) + known
+            for bits in ([] if measured is None else [measured]) + widths
             for cut_fused in (True, False)
             for cut in (False, True)
         ]
@@ -902,12 +902,12 @@ class _Describer:
         self.tree, self.leaves = tree, tree.num_leaves
         self.first = list(range(self.leaves))
         self.size = tree.sizes()
-        known: dict[tuple[int, ...], int] = {}
+        names: dict[tuple[int, ...], int] = {}
         self.shape = [0] * self.leaves
         for node in tree.nodes:
             self.first.append(min(self.first[child] for child in node))
             key = tuple(sorted(self.shape[child] for child in node))
-            self.shape.append(known.setdefault(key, len(known) + 1))
+            self.shape.append(names.setdefault(key, len(names) + 1))
 
     def kids(self, at: int) -> tuple[int, ...]:
         return self.tree.nodes[at - self.leaves]

@@ -7,7 +7,7 @@ rounding mode or a much coarser function is a difference of precision, which a m
 
 from __future__ import annotations
 
-from divergence.comparison.analysis import AnalysisResult, Measured, of_machine
+from divergence.comparison.analysis import AnalysisResult, Measured, is_of_machine
 from divergence.comparison.arithmetic import Explained, explain_arithmetic
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, VerdictKind
@@ -18,14 +18,14 @@ def find(measured: Measured) -> AnalysisResult:
     """Of two probes, the verdict; of any other runs, what the arithmetic explains."""
     a, b = measured.reference.manifest, measured.candidate.manifest
     arithmetic = explain_arithmetic(a, b)
-    if of_machine(a) and of_machine(b):
-        return AnalysisResult(findings=[_of_probes(measured, arithmetic)])
+    if is_of_machine(a) and is_of_machine(b):
+        return AnalysisResult(findings=[_probe_finding(measured, arithmetic)])
     return AnalysisResult(
         findings=[Finding(claim="context", role="context", evidence=arithmetic.brief())]
     )
 
 
-def _of_probes(measured: Measured, arithmetic: Explained) -> Finding:
+def _probe_finding(measured: Measured, arithmetic: Explained) -> Finding:
     total, missing = len(measured.sites), measured.missing
     num_different = sum(not site.identical for site in measured.sites)
     evidence = [

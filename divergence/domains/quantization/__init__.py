@@ -1,6 +1,6 @@
 """Quantisation: schemes simulated on any device, what they cost, and codes that were recorded."""
 
-from divergence.domain import Claim, Domain, Subcommand
+from divergence.domain import AnalysisPackage, Claim, Domain, EngineClass, Subcommand
 
 DOMAIN = Domain(
     name="quantization",
@@ -16,13 +16,15 @@ DOMAIN = Domain(
         "Quantization": "divergence.domains.quantization.result",
         "quantize": "divergence.domains.quantization.quantize",
     },
-    analyses={"codes": "divergence.domains.quantization.codes"},
-    after={"codes": "blocks"},
+    analyses={"codes": AnalysisPackage("divergence.domains.quantization.codes", after="blocks")},
     claims={"codes_wrong": Claim(40)},  # seen in equal inputs, as an error that is made at a site
-    watches=("divergence.domains.quantization.watching:watched",),
-    identity={"quantization": "divergence.domains.quantization.checkpoint:quantization_of"},
-    engines={"quantize": "divergence.domains.quantization.engine:QuantizeEngine"},
-    plain_engines=("quantize",),
+    hooks={
+        "watch": "divergence.domains.quantization.watching:watched",
+        "identity": "divergence.domains.quantization.checkpoint:identity",
+    },
+    engines={
+        "quantize": EngineClass("divergence.domains.quantization.engine:QuantizeEngine", plain=True)
+    },
     sentences={
         "codes": "divergence.domains.quantization.codes.sentences",
         "quantization": "divergence.domains.quantization.sentences",

@@ -34,6 +34,11 @@ _Numbers = tuple[QuantizedNumbers | None, QuantizedNumbers | None]
 """Of weights and activations; neither where only the configuration may know."""
 
 
+def identity(model: nn.Module, config: Any = None) -> dict[str, QuantizationNote | None]:
+    """Fields of the manifest's model. ``config``: what the checkpoint says of quantisation."""
+    return {"quantization": quantization_of(model, config)}
+
+
 def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | None:
     """None for a model without a quantisation config and without quantised modules. ``config``:
     that of the checkpoint."""
@@ -45,7 +50,7 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
         # of compressed-tensors' attentions what is quantised are keys and values
         if hasattr(module, "kv_cache") or type(module).__name__ == "QuantizedKVCache":
             continue
-        numbers = _of_module(module)
+        numbers = _module_numbers(module)
         if any(numbers) or quantized_by(module):
             schemes.setdefault(numbers, []).append(path)
         elif _has_matrix(module):
@@ -55,7 +60,7 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
     dequantized = not schemes
     config = config or {}
     if not any(any(numbers) for numbers in schemes):
-        schemes = {_of_config(config): [path for paths in schemes.values() for path in paths]}
+        schemes = {_config_numbers(config): [path for paths in schemes.values() for path in paths]}
     return QuantizationNote(
         method=str(config.get("quant_method") or "unknown"),
         format=config.get("format"),
@@ -98,7 +103,7 @@ def _has_matrix(module: nn.Module) -> bool:
     )
 
 
-def _of_module(module: nn.Module) -> _Numbers:
+def _module_numbers(module: nn.Module) -> _Numbers:
     """What compressed-tensors or torchao left on a module."""
     scheme = getattr(module, "quantization_scheme", None)
     if scheme is not None:
@@ -106,7 +111,7 @@ def _of_module(module: nn.Module) -> _Numbers:
         return _numbers(values.get("weights")), _numbers(values.get("input_activations"))
     weight = module._parameters.get("weight")
     codes = None if weight is None else getattr(weight, "qdata", None)
-    return (None, None) if codes is None else _of_torchao(weight, codes)
+    return (None, None) if codes is None else _torchao_numbers(weight, codes)
 
 
 def _numbers(args: Any) -> QuantizedNumbers | None:
@@ -129,7 +134,7 @@ def _word(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def _of_torchao(weight: Any, codes: Any) -> _Numbers:
+def _torchao_numbers(weight: Any, codes: Any) -> _Numbers:
     """``qdata``, ``block_size`` and what is to be done with activations, of its tensor classes."""
     float8 = codes.is_floating_point()
     rows, *_, size = (*weight.block_size, weight.shape[-1])[:2]
@@ -161,7 +166,7 @@ def _of_torchao(weight: Any, codes: Any) -> _Numbers:
     return weights, activations
 
 
-def _of_config(config: Mapping[str, Any]) -> _Numbers:
+def _config_numbers(config: Mapping[str, Any]) -> _Numbers:
     """What a configuration says where no module does; neither where it is not understood."""
     method = config.get("quant_method")
     if method == "compressed-tensors":

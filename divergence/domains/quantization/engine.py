@@ -146,10 +146,10 @@ class QuantizeSession(TorchSession):
         repeated, if it is of the same scheme, else from running on the prompts."""
         if not self.scheme.needs_calibration:
             return
-        known = None if like is None else like.calibration
+        recorded = None if like is None else like.calibration
         own = self.options.items()
-        if like is not None and known and all(like.options.get(key) == v for key, v in own):
-            self.calibration = known
+        if like is not None and recorded and all(like.options.get(key) == v for key, v in own):
+            self.calibration = recorded
             return
         if any(sample.inputs for sample in samples):
             raise UsageError(
@@ -167,11 +167,11 @@ class QuantizeSession(TorchSession):
     def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
         """Its matrices under the scheme. One that is kept has the scales that it would have alone,
         and none migrated."""
-        known = self.calibration
-        if known is not None and target.name not in self.targets:
+        calibration = self.calibration
+        if calibration is not None and target.name not in self.targets:
             alone = msgspec.structs.replace(self.scheme, smooth=None)
-            known = calibration_of(self.watches, {target.name: target}, alone)
-        return quantized_weight(target, self.scheme, known)
+            calibration = calibration_of(self.watches, {target.name: target}, alone)
+        return quantized_weight(target, self.scheme, calibration)
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         identity = super().identity(on_parameter)

@@ -117,15 +117,15 @@ class QuantizedWeight:
         scale, zero = scales_of(wide, scheme.activations, limits=limits)
         codes = _less(codes_of(wide, scheme.activations, scale, zero), zero)
         if self.watch is not None:
-            told = codes
+            rounded = codes
             if wide.dtype == torch.float64:  # before rounding: how near is a tie?
                 steps = torch.where(scale == 0, 1.0, scale)
-                told = grouped(wide, scheme.activations) / steps
+                rounded = grouped(wide, scheme.activations) / steps
                 if zero is not None:  # the range ends where it puts it
                     low, high = scheme.activations.ends
-                    told = told.clamp(low - zero, high - zero)
-                told = told.reshape(wide.shape)
-            given = self.watch(codes, told)
+                    rounded = rounded.clamp(low - zero, high - zero)
+                rounded = rounded.reshape(wide.shape)
+            given = self.watch(codes, rounded)
             codes = codes if given is None else given.to(codes)
         both = scheme.weights, scheme.activations
         # whole numbers on both sides, and one scale a row
@@ -167,9 +167,9 @@ class _InPlace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.linear and len(args) >= 2:
             weight = args[1]
-            known = self._table.get(weight.untyped_storage().data_ptr())
-            if known is not None and weight.shape == known[0].shape[-2:]:
-                parameter, quantized = known
+            codes = self._table.get(weight.untyped_storage().data_ptr())
+            if codes is not None and weight.shape == codes[0].shape[-2:]:
+                parameter, quantized = codes
                 number = (weight.storage_offset() - parameter.storage_offset()) // weight.numel()
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return quantized[number].product(args[0], bias)
@@ -246,10 +246,10 @@ class QuantizedCache:
         scale, zero = scales_of(wide, self.quantizer)
         codes = codes_of(wide, self.quantizer, scale, zero)
         if self.watch is not None:
-            told = codes
+            scaled = codes
             if wide.dtype == torch.float64:  # before rounding: how near is a tie?
-                told = wide / torch.where(scale == 0, 1.0, scale)
-            given = self.watch(layer, what, codes, told)
+                scaled = wide / torch.where(scale == 0, 1.0, scale)
+            given = self.watch(layer, what, codes, scaled)
             codes = codes if given is None else given.to(codes)
         return values_of(codes, self.quantizer, scale, zero).to(x.dtype)
 
@@ -346,18 +346,18 @@ def _fits(pattern: str, name: str, target: QuantizationTarget) -> bool:
 
 
 def quantized_weight(
-    target: QuantizationTarget, scheme: Scheme, known: Calibration | None = None
+    target: QuantizationTarget, scheme: Scheme, calibration: Calibration | None = None
 ) -> list[QuantizedWeight]:
     """A target's matrices under the scheme. Raises UsageError for weights that are not finite, for
     groups that do not divide their rows, and for static scales that no calibration gave."""
-    limits = None if known is None else known.limits.get(target.name)
+    limits = None if calibration is None else calibration.limits.get(target.name)
     if scheme.static and limits is None:
         raise UsageError(
             f"{target.name}: nothing entered it during calibration, so it has no static scale",
             hint=f"more prompts, a dynamic scheme, or --keep {target.name}",
         )
-    norm = None if known is None else known.fed_by.get(target.name)
-    scales = None if known is None or norm is None else known.scales.get(norm)
+    norm = None if calibration is None else calibration.fed_by.get(target.name)
+    scales = None if calibration is None or norm is None else calibration.scales.get(norm)
     made = []
     for number, weight in enumerate(target.matrices):
         if not bool(torch.isfinite(weight).all()):
@@ -379,10 +379,10 @@ def install(weights: Mapping[str, tuple[QuantizationTarget, Sequence[StoredWeigh
     """Put matrices in place of targets' own, by name; of every module all at once."""
     by_module: dict[int, tuple[nn.Module, dict[str, Sequence[StoredWeight]]]] = {}
     for target, matrices in weights.values():
-        module, held = by_module.setdefault(id(target.module), (target.module, {}))
-        held[target.parameter] = matrices
-    for module, held in by_module.values():
-        put_in(module, held)
+        module, own_weights = by_module.setdefault(id(target.module), (target.module, {}))
+        own_weights[target.parameter] = matrices
+    for module, own_weights in by_module.values():
+        put_in(module, own_weights)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -459,14 +459,14 @@ def watching(
 ) -> Iterator[dict[str, CalibrationWatch]]:
     """Watch the targets while the model runs; what was installed is out afterwards."""
     norms: dict[int, str] = {}
-    held: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def seen(path: str) -> Any:
         def hook(_: nn.Module, __: Any, out: Any) -> None:
             if isinstance(out, torch.Tensor):
-                held[path] = out  # so that no other tensor comes to lie there meanwhile
+                outputs[path] = out  # so that no other tensor comes to lie there meanwhile
                 norms.clear()
-                norms.update({t.untyped_storage().data_ptr(): p for p, t in held.items()})
+                norms.update({t.untyped_storage().data_ptr(): p for p, t in outputs.items()})
 
         return hook
 

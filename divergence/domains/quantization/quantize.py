@@ -247,10 +247,10 @@ class QuantizationTrials:
 
     @contextlib.contextmanager
     def _installed(self, targets: Iterable[QuantizationTarget]) -> Iterator[None]:
-        held = {
+        weights = {
             t.name: (t, self.weight(t)) for t in targets if self.session.scheme.weights is not None
         }
-        install(held)
+        install(weights)
         try:
             yield
         finally:
@@ -268,9 +268,9 @@ def cost_of(parts: Sequence[RowCosts]) -> Cost:
     kl = np.concatenate([part.kl for part in parts])
     kl = np.where(np.isnan(kl), math.inf, kl)
     same = np.concatenate([part.same_top for part in parts])
-    mine = np.concatenate([part.logprob_a for part in parts])
+    logprobs_a = np.concatenate([part.logprob_a for part in parts])
     other = np.concatenate([part.logprob_b for part in parts])
-    following = following_of(mine, other)
+    following = following_of(logprobs_a, other)
     num_following, figures = 0, dict[str, float | None]()
     if following is not None:
         figures = msgspec.structs.asdict(following)
@@ -480,17 +480,17 @@ def find_policy(
     """``matrices``: each alone. ``whole``: the cost with nothing kept."""
     tell = progress or silent
     units = _units([matrix for matrix in matrices if matrix.by_default], measure)
-    known: dict[frozenset[str], Cost] = {frozenset(): whole}
+    costs: dict[frozenset[str], Cost] = {frozenset(): whole}
     order = [tuple(matrix.name for matrix in unit) for unit in units]
 
     def cost_without(kept: Sequence[tuple[str, ...]]) -> Cost:
         names = frozenset(name for unit in kept for name in unit)
-        if names not in known:
-            tell("policy", len(known), None, f"{len(names)} kept")
-            known[names] = trials.cost(
+        if names not in costs:
+            tell("policy", len(costs), None, f"{len(names)} kept")
+            costs[names] = trials.cost(
                 [t for name, t in trials.session.targets.items() if name not in names]
             )
-        return known[names]
+        return costs[names]
 
     def holds(kept: Sequence[tuple[str, ...]]) -> bool:
         return value_of(cost_without(kept), measure) <= target
@@ -516,7 +516,7 @@ def find_policy(
         predicted=sum(value_of(matrix.cost, measure) for matrix in rest),
         measured=value_of(cost, measure),
         one_fewer=fewer,
-        num_runs=len(known),
+        num_runs=len(costs),
         cost=cost,
     )
 
@@ -867,10 +867,10 @@ def session_of(
 
 
 def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
-    known = session.calibration
-    if known is None:
+    calibration = session.calibration
+    if calibration is None:
         return
-    tokens = known.num_tokens
+    tokens = calibration.num_tokens
     if scheme.static:
         yield fact(
             "quantization.static_scales",
@@ -881,9 +881,9 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
     if scheme.smooth is not None:
         yield fact(
             "quantization.migrated_in",
-            num=len(known.fed_by),
+            num=len(calibration.fed_by),
             total=len(session.targets),
-            num_norms=len(known.scales),
+            num_norms=len(calibration.scales),
         )
 
 

@@ -38,13 +38,13 @@ def quantization_document(result: Quantization) -> Document:
     )
     if later:
         what += f" ({result.num_quantized:,} with the policy below)"
-    known = [
+    notes = [
         ("scheme", f"{result.scheme}: {result.says}"),
         ("model", f"{result.model}, {result.dtype}"),
         ("quantised", f"{what}{kept}"),
     ]
     if cost is not None:
-        known += _cost(cost)
+        notes += _cost(cost)
     if result.unsmoothed is not None and cost is not None:
         without, alpha = result.unsmoothed, result.scheme_as_run.smooth
         gain = without.kl_mean - cost.kl_mean
@@ -52,13 +52,13 @@ def quantization_document(result: Quantization) -> Document:
         if abs(gain) <= math.hypot(cost.kl_error, without.kl_error):
             word = "no difference beyond what so few tokens tell"
         both = f"KL {_nats(cost.kl_mean)}, without {_nats(without.kl_mean)}"
-        known.append(("migration", f"alpha {alpha:g}: {both}: {word}"))
-    known += [("written", result.out)] if result.out is not None else []
-    known += [("note", note) for note in result.notes]
+        notes.append(("migration", f"alpha {alpha:g}: {both}: {word}"))
+    notes += [("written", result.out)] if result.out is not None else []
+    notes += [("note", note) for note in result.notes]
     sections = _each_alone(result) if result.matrices else []
     return Document(
         headline=Headline("", text, "bold"),
-        known=[named(*fact) for fact in known],
+        known=[named(*fact) for fact in notes],
         sections=[*sections, *([] if policy is None else [_policy(policy)])],
         next=result.next,
     )

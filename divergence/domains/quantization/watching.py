@@ -53,11 +53,9 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
     """``seen`` is asked for each tensor of codes. ``quiet``: a context for operators that are not
     the model's."""
 
-    def quietly(
-        path: str, port: str, codes: torch.Tensor, told: torch.Tensor
-    ) -> torch.Tensor | None:
+    def quietly(path: str, port: str, codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         with quiet():
-            return _asked(seen, path, port, codes, told)
+            return _asked(seen, path, port, codes, x)
 
     with contextlib.ExitStack() as stack:
         for path, module in model.named_modules():
@@ -70,12 +68,12 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
             path_of = stack.enter_context(_running_attention(model))
 
             def watch_layer(
-                layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
+                layer: int, what: str, codes: torch.Tensor, x: torch.Tensor
             ) -> torch.Tensor | None:
                 path = path_of(layer)
                 if path is None:
                     return None
-                return quietly(escape_path(path), HEAD_CODES[what], codes, told)
+                return quietly(escape_path(path), HEAD_CODES[what], codes, x)
 
             stack.enter_context(patched(cache, "watch", watch_layer))
         stack.enter_context(_watched_library(model, seen, quiet))
@@ -153,12 +151,12 @@ def _watched_library(
 
 
 def _asked(
-    seen: Seen, path: str, port: str, codes: torch.Tensor, told: torch.Tensor
+    seen: Seen, path: str, port: str, codes: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor | None:
     """The codes to go on with. Heads are told with all of a token in one row."""
     if port == CODES:
-        return seen(path, port, codes, told)
-    given = seen(path, port, _by_token(codes), _by_token(told))
+        return seen(path, port, codes, x)
+    given = seen(path, port, _by_token(codes), _by_token(x))
     if given is None:
         return None
     heads: torch.Tensor = given.unflatten(2, (codes.shape[1], codes.shape[3]))
@@ -191,20 +189,20 @@ def _codes(
     codes = _nearest(_in_steps(result, scale, args), args)
     if value.dtype != torch.float64:
         return codes, codes
-    told = _by_scale(torch.div, value, scale, args)
+    steps = _by_scale(torch.div, value, scale, args)
     if zero is not None and args.group_size is None:  # the range ends where it puts it
         half = 2 ** (args.num_bits - 1)
-        told = told.clamp(-half - zero.to(told), half - 1 - zero.to(told))
-    return codes, told
+        steps = steps.clamp(-half - zero.to(steps), half - 1 - zero.to(steps))
+    return codes, steps
 
 
 def _are_codes(result: torch.Tensor, scale: torch.Tensor, args: Any) -> bool:
     """Is the result what codes stand for, but for its own rounding? What was not quantised, or by
     another scale, has none: with the other run's codes in its place no one would see it."""
-    told = _in_steps(result, scale, args)
-    codes = _nearest(told, args).to(told.dtype)
+    steps = _in_steps(result, scale, args)
+    codes = _nearest(steps, args).to(steps.dtype)
     room = _ROUNDINGS * torch.finfo(result.dtype).eps * (codes.abs() + 1)
-    return not bool(((told - codes).abs() > room).any())
+    return not bool(((steps - codes).abs() > room).any())
 
 
 _ROUNDINGS = 4
@@ -215,10 +213,10 @@ def _in_steps(result: torch.Tensor, scale: torch.Tensor, args: Any) -> torch.Ten
     return _by_scale(torch.div, result.to(wide), scale, args)
 
 
-def _nearest(told: torch.Tensor, args: Any) -> torch.Tensor:
+def _nearest(steps: torch.Tensor, args: Any) -> torch.Tensor:
     if args.type == "float":
-        return told.to(torch.float8_e4m3fn)
-    return told.round().to(torch.int8 if args.symmetric else torch.int16)
+        return steps.to(torch.float8_e4m3fn)
+    return steps.round().to(torch.int8 if args.symmetric else torch.int16)
 
 
 def _by_scale(

@@ -86,11 +86,11 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     rows: list[tuple[ScoreRow, ScoreRow]] = []
     scores: list[tuple[float, float]] = []
     num_prompt = num_target = num_answers = num_other_answers = 0
-    for document, mine in reference.scored.items():
-        theirs = other.scored.get(document)
-        if theirs is None:
+    for document, row in reference.scored.items():
+        partner = other.scored.get(document)
+        if partner is None:
             continue
-        first, second = mine[0], theirs[0]
+        first, second = row[0], partner[0]
         if _differ(first.target, second.target) and not force:
             num_target += 1
             continue
@@ -98,8 +98,8 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
             num_prompt += 1
             continue
         rows.append((first, second))
-        scores.append((_mean(mine), _mean(theirs)))
-        num_answers, num_other_answers = num_answers + len(mine), num_other_answers + len(theirs)
+        scores.append((_mean(row), _mean(partner)))
+        num_answers, num_other_answers = num_answers + len(row), num_other_answers + len(partner)
     num = len(rows)
     values = np.array(scores, dtype=float).reshape(num, 2)
     # a number for each document; one without a name is a cluster of its own
@@ -144,9 +144,9 @@ def _side(rows: list[ScoreRow]) -> _Side:
     by_answer: dict[tuple[str, int], ScoreRow] = {}
     side = _Side({}, set(), 0, set(), Counter())
     for row in rows:
-        held = by_answer.setdefault((row.document, row.repeat), row)
-        if held is not row:
-            same = held.score == row.score and not _differ(held.prompt, row.prompt)
+        chosen = by_answer.setdefault((row.document, row.repeat), row)
+        if chosen is not row:
+            same = chosen.score == row.score and not _differ(chosen.prompt, row.prompt)
             side.duplicates += same
             if not same:
                 side.conflicting.add(row.document)
@@ -235,14 +235,18 @@ def setting_lines(a: Series, b: Series) -> list[PreflightLine]:
     """What each setting is on both sides; any that differs makes it another question."""
     lines = []
     for name in dict.fromkeys((*a.settings, *b.settings)):
-        mine, theirs = a.settings.get(name), b.settings.get(name)
-        told = mine is not None and theirs is not None
+        value_a, value_b = a.settings.get(name), b.settings.get(name)
+        both_known = value_a is not None and value_b is not None
         lines.append(
             PreflightLine(
                 check=name,
-                status="unknown" if not told else "same" if mine == theirs else "blocking",
-                reference=mine or _said(False),
-                candidate=theirs or _said(False),
+                status="unknown"
+                if not both_known
+                else "same"
+                if value_a == value_b
+                else "blocking",
+                reference=value_a or _said(False),
+                candidate=value_b or _said(False),
             )
         )
     return lines
@@ -279,16 +283,21 @@ def _line(
 
 def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
     field = check.removesuffix("s")
-    told = [any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)]
-    if not all(told):
+    has_hashes = [
+        any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)
+    ]
+    if not all(has_hashes):
         return PreflightLine(
-            check=check, status="unknown", reference=_said(told[0]), candidate=_said(told[1])
+            check=check,
+            status="unknown",
+            reference=_said(has_hashes[0]),
+            candidate=_said(has_hashes[1]),
         )
     return _line(check, ["", ""], differing, same=not differing["num"])
 
 
-def _said(known: bool) -> str:
-    return sentence(fact("evaluations.said", known=known))
+def _said(is_known: bool) -> str:
+    return sentence(fact("evaluations.said", known=is_known))
 
 
 # Why multiple choice flips: at near ties, or since the choices' likelihoods moved.
@@ -317,11 +326,11 @@ def shift_of(a: ScoreRow, b: ScoreRow) -> float | None:
     chose alike. None without the likelihoods of the same choices."""
     if a.choices is None or b.choices is None or len(a.choices) != len(b.choices):
         return None
-    mine, theirs = a.choices, b.choices
-    first, other = mine.index(max(mine)), theirs.index(max(theirs))
+    choices_a, choices_b = a.choices, b.choices
+    first, other = choices_a.index(max(choices_a)), choices_b.index(max(choices_b))
     if other == first:
-        other = max((n for n in range(len(mine)) if n != first), key=mine.__getitem__)
-    return abs((mine[first] - mine[other]) - (theirs[first] - theirs[other]))
+        other = max((n for n in range(len(choices_a)) if n != first), key=choices_a.__getitem__)
+    return abs((choices_a[first] - choices_a[other]) - (choices_b[first] - choices_b[other]))
 
 
 def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
@@ -356,8 +365,10 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
     """How far a margin may move by the rounding of the coarser dtype, in nats, and of which."""
-    known = [dtype for dtype in dtypes if dtype in BY_DTYPE]
-    coarse = max(known, key=lambda dtype: BY_DTYPE[dtype]) if len(known) == len(dtypes) else None
+    limited = [dtype for dtype in dtypes if dtype in BY_DTYPE]
+    coarse = (
+        max(limited, key=lambda dtype: BY_DTYPE[dtype]) if len(limited) == len(dtypes) else None
+    )
     bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
     source = fact("evaluations.rounding", dtype=coarse or "bfloat16", known=coarse is not None)
     return _LIMIT * _MEAN_TO_SIGMA * bound, source
@@ -640,14 +651,14 @@ def _judged(
     samples: tuple[int, int],
     limit: float,
 ) -> RunFlip:
-    told = RunFlip(document=document, sample=samples[0], step=0, judgement="not_told")
+    flip = RunFlip(document=document, sample=samples[0], step=0, judgement="not_told")
     if isinstance(answer, Fact):
-        return replace(told, reason=answer)
+        return replace(flip, reason=answer)
     if answer is None:
         same = fact("evaluations.no_token_differs")
-        return replace(told, judgement="not_reproduced", reason=same)
+        return replace(flip, judgement="not_reproduced", reason=same)
     names = [joint.text(token) for token in answer.tokens]
-    told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
+    flip = replace(flip, step=answer.step, reference=names[0], candidate=names[1])
     margins: list[float | None] = []
     for run, sample in zip(joint.runs, samples, strict=True):
         row = logits_row(run, sample, answer.step)
@@ -658,17 +669,17 @@ def _judged(
         margins.append(float(answer.weights[0] * logprob - answer.weights[1] * other))
     a, b = margins
     if a is None or b is None:
-        return replace(told, reason=fact("evaluations.no_logits"))
+        return replace(flip, reason=fact("evaluations.no_logits"))
     if not math.isfinite(a) or not math.isfinite(b):
-        return replace(told, judgement="shift", reason=fact("evaluations.nonfinite_logits"))
-    told = replace(told, reference_margin=a, candidate_margin=b)
+        return replace(flip, judgement="shift", reason=fact("evaluations.nonfinite_logits"))
+    flip = replace(flip, reference_margin=a, candidate_margin=b)
     if a - b > limit and a >= -limit and b <= limit:
-        return replace(told, judgement="shift")
+        return replace(flip, judgement="shift")
     if max(abs(a), abs(b)) <= limit:
-        return replace(told, judgement="tie")
+        return replace(flip, judgement="tie")
     if not answer.whole:
-        return replace(told, reason=fact("evaluations.several_tokens"))
-    return replace(told, judgement="not_reproduced")
+        return replace(flip, reason=fact("evaluations.several_tokens"))
+    return replace(flip, judgement="not_reproduced")
 
 
 def _chosen(
@@ -680,8 +691,8 @@ def _chosen(
         return fact("evaluations.no_tokenizer")
     before = joint.ids(Prompt(text=context)) or ()
     tails, weights = [], []
-    mine, theirs = (row.choices or () for row in rows)
-    numbers = mine.index(max(mine)), theirs.index(max(theirs))
+    choices_a, choices_b = (row.choices or () for row in rows)
+    numbers = choices_a.index(max(choices_a)), choices_b.index(max(choices_b))
     for text in (texts[number] for number in numbers):
         ids = joint.ids(Prompt(text=context + text)) or ()
         if ids[: len(before)] != before or len(ids) == len(before):
@@ -691,6 +702,8 @@ def _chosen(
     if tails[0][0] == tails[1][0]:
         return fact("evaluations.same_token")
     whole = all(len(tail) == 1 for tail in tails)
-    margin, other = (choices[numbers[0]] - choices[numbers[1]] for choices in (mine, theirs))
+    margin, other = (
+        choices[numbers[0]] - choices[numbers[1]] for choices in (choices_a, choices_b)
+    )
     tokens = tails[0][0], tails[1][0]
     return _Answer(0, tokens, (weights[0], weights[1]), whole, (margin, other))

@@ -60,8 +60,8 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     graded = pairs.clusters is None and not (pairs.binary and pairs.single)
     span = float(np.ptp(np.concatenate([pairs.reference, pairs.candidate]))) or 1.0
     reference, _ = cluster_sums(pairs.reference, pairs.clusters)
-    held = _Sums(sums, reference, sizes, padding(sums, sizes, span, graded=graded))
-    plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=held.pad)
+    sums_of_task = _Sums(sums, reference, sizes, padding(sums, sizes, span, graded=graded))
+    plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=sums_of_task.pad)
     low, high = interval(padded, 1 - LEVEL)
     inner = interval(padded, 1 - 2 * LEVEL)
     lost, gained = int((diff < 0).sum()), int((diff > 0).sum())
@@ -90,7 +90,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
         standard_error=float(plain.error),
         low=float(low),
         high=float(high),
-        bands=[_band(band, held, plain) for band in bands],
+        bands=[_band(band, sums_of_task, plain) for band in bands],
         shown_band=float(max(abs(inner[0]), abs(inner[1]))),
         p_value=p_value,
         test=test,

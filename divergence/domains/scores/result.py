@@ -315,5 +315,5 @@ class ScoresReport(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     @property
     def passed(self) -> bool | None:
         """Whether every candidate meets the policy. None where none was asked."""
-        told = [candidate.passed for candidate in self.candidates]
-        return None if None in told else all(told)
+        outcomes = [candidate.passed for candidate in self.candidates]
+        return None if None in outcomes else all(outcomes)

@@ -137,12 +137,12 @@ def scores(
     first, rest = sides[0], sides[1:]
     paired: list[_Paired] = []
     for side in rest:
-        theirs = side.named()
+        named = side.named()
         paired.append(
             {
-                series.name: (series, pair(series, theirs[series.name], force=force))
+                series.name: (series, pair(series, named[series.name], force=force))
                 for series in first.series
-                if series.name in theirs
+                if series.name in named
             }
         )
     task_groups = [
@@ -183,20 +183,20 @@ def _compared(
     a: Evaluation, b: Evaluation, paired: _Paired, bands: Sequence[Band], *, force: bool
 ) -> list[TaskScores]:
     """Each task of either side, without Holm's p values."""
-    ours, theirs = a.named(), b.named()
+    tasks_a, tasks_b = a.named(), b.named()
     task_scores: list[TaskScores] = []
-    for name in dict.fromkeys((*ours, *theirs)):
+    for name in dict.fromkeys((*tasks_a, *tasks_b)):
         if name not in paired:
-            side = "reference" if name not in ours else "candidate"
+            side = "reference" if name not in tasks_a else "candidate"
             stopped = fact("evaluations.no_task", side=side, task=str(name))
             task_scores.append(_stopped(name, stopped))
             continue
         series, pairs = paired[name]
-        other = theirs[name]
+        other = tasks_b[name]
         if series.total is not None or other.total is not None:
             lines = setting_lines(series, other)
-            held = a if series.total is not None else b
-            task = unpaired(series, other, bands, documents=FORMATS[held.format].documents)
+            scored = a if series.total is not None else b
+            task = unpaired(series, other, bands, documents=FORMATS[scored.format].documents)
             apart = [line for line in lines if line.status == "blocking"]
             if apart and not force:
                 task_scores.append(replace(_stopped(name, _other(apart)), preflight=lines))

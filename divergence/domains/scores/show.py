@@ -49,10 +49,10 @@ def name_of(task: TaskScores) -> str:
 
 def headline(candidate: Candidate) -> Headline:
     task = candidate.tasks[0]
-    told = candidate.summary
+    words = candidate.summary
     if len(candidate.tasks) == 1 and task.difference is not None:
-        told = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {told}"
-    return Headline(_WORDS[candidate.verdict], printable(told), _STYLES[candidate.verdict])
+        words = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {words}"
+    return Headline(_WORDS[candidate.verdict], printable(words), _STYLES[candidate.verdict])
 
 
 def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Document]:
@@ -95,19 +95,19 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
             for place, task in enumerate(tasks)
         ]
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
-        told = [named("note", note) for note in dict.fromkeys(notes)]
+        notes_shown = [named("note", note) for note in dict.fromkeys(notes)]
         if report.captured is not None and candidate is report.candidates[-1]:
             prompts = count(report.captured.num_prompts, "prompt")
-            told.append(named("captured", f"{prompts} recorded in {report.captured.path}"))
+            notes_shown.append(named("captured", f"{prompts} recorded in {report.captured.path}"))
         if not verbose and not several and candidate.tasks[0].test != "unpaired":
             rest = "every band, what such scores can tell: add -v"
-            told.append(named("more", rest, "dim"))
-        last = Section(id=f"notes-{number}", heading="Notes", body=told)
+            notes_shown.append(named("more", rest, "dim"))
+        last = Section(id=f"notes-{number}", heading="Notes", body=notes_shown)
         documents.append(
             Document(
                 headline=top,
                 known=[_side("A", report.reference), _side("B", candidate.side)],
-                sections=[*[table] * (several or verbose), *details, *[last] * bool(told)],
+                sections=[*[table] * (several or verbose), *details, *[last] * bool(notes_shown)],
                 next=report.next if candidate is report.candidates[-1] else (),
             )
         )
@@ -120,8 +120,8 @@ def page_documents(report: ScoresReport) -> list[Document]:
 
 
 def _side(name: str, side: EvaluationSummary) -> Sentence:
-    told = [fact for fact in (side.model, side.dtype, side.tool or side.format) if fact]
-    return named(name, f"{side.path}: {', '.join(told)}")
+    names = [fact for fact in (side.model, side.dtype, side.tool or side.format) if fact]
+    return named(name, f"{side.path}: {', '.join(names)}")
 
 
 def score_table(candidate: Candidate) -> Table:
@@ -165,7 +165,7 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
         if task.pairing is not None:
             yield from _left_out(task)
         return
-    held = task.pairing
+    pairing = task.pairing
     yield "verdict", task.summary
     better = "" if task.higher_is_better else "; lower is better"
     yield (
@@ -178,11 +178,11 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     if task.test == "unpaired":
         yield from _unpaired(task)
         return
-    paired = count(held.num_paired, "paired document")
-    if held.num_clusters != held.num_paired:
-        paired += f" in {held.num_clusters:,} clusters"
-    if max(held.repeats) > 1:
-        paired += f", {held.repeats[0]:g} and {held.repeats[1]:g} answers to each"
+    paired = count(pairing.num_paired, "paired document")
+    if pairing.num_clusters != pairing.num_paired:
+        paired += f" in {pairing.num_clusters:,} clusters"
+    if max(pairing.repeats) > 1:
+        paired += f", {pairing.repeats[0]:g} and {pairing.repeats[1]:g} answers to each"
     yield "95% interval", f"{_signed(task.low)} to {_signed(task.high)}, of {paired}"
     words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
     holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
@@ -198,7 +198,7 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     changed = (
         ""
         if task.num_changed is None
-        else (f"; {task.num_changed:,} of {held.num_paired:,} answers changed")
+        else (f"; {task.num_changed:,} of {pairing.num_paired:,} answers changed")
     )
     if task.graded:
         # of a better score that is lower, num_lost counts those that rose
@@ -215,15 +215,15 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
         yield "note", note
     for check in task.preflight:
         if check.status == "blocking" or (verbose and check.status != "same"):
-            told = check.detail or f"{check.reference} / {check.candidate}"
-            yield "preflight", f"{check.check} {check.status}: {told}"
+            detail = check.detail or f"{check.reference} / {check.candidate}"
+            yield "preflight", f"{check.check} {check.status}: {detail}"
 
 
 def _unpaired(task: TaskScores) -> Iterator[tuple[str, str]]:
-    held = task.pairing
-    assert held is not None
+    pairing = task.pairing
+    assert pairing is not None
     if task.standard_error is not None:
-        counts = f"{held.num_reference:,} and {held.num_candidate:,} documents, no pairs"
+        counts = f"{pairing.num_reference:,} and {pairing.num_candidate:,} documents, no pairs"
         yield "95% interval", f"{_signed(task.low)} to {_signed(task.high)}, of {counts}"
         holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
         yield "chance", f"p = {_p(task.p_value)} (two separate samples{holm})"
@@ -281,32 +281,32 @@ def _flip(flip: RunFlip) -> str:
         "not_reproduced": "not reproduced",
         "not_told": "not told",
     }[flip.judgement]
-    told = f"prompt {flip.sample}, token {flip.step}: {words}"
+    margins = f"prompt {flip.sample}, token {flip.step}: {words}"
     if flip.reference_margin is not None and flip.candidate_margin is not None:
-        told += (
+        margins += (
             f", {flip.reference!r} over {flip.candidate!r} by {flip.reference_margin:.3g} nats in "
             f"A and {flip.candidate_margin:.3g} in B"
         )
-    return f"{told}: {flip.why}" if flip.why else told
+    return f"{margins}: {flip.why}" if flip.why else margins
 
 
 def _left_out(task: TaskScores) -> Iterator[tuple[str, str]]:
-    held = task.pairing
-    assert held is not None
+    pairing = task.pairing
+    assert pairing is not None
     counts = {
-        "only in A": held.num_reference_only,
-        "only in B": held.num_candidate_only,
-        "asked in other words": held.num_other_prompt,
-        "with another right answer": held.num_other_target,
-        "without a usable score": held.num_unscored,
-        "with two scores": held.num_conflicting,
+        "only in A": pairing.num_reference_only,
+        "only in B": pairing.num_candidate_only,
+        "asked in other words": pairing.num_other_prompt,
+        "with another right answer": pairing.num_other_target,
+        "without a usable score": pairing.num_unscored,
+        "with two scores": pairing.num_conflicting,
     }
-    told = [f"{number:,} {words}" for words, number in counts.items() if number]
-    if held.num_duplicates:
-        told.append(f"{held.num_duplicates:,} rows that repeat a document")
-    told += [f"{number:,} answers: {why}" for why, number in held.whys.items()]
-    if told:
-        yield "left out", "; ".join(told)
+    reasons = [f"{number:,} {words}" for words, number in counts.items() if number]
+    if pairing.num_duplicates:
+        reasons.append(f"{pairing.num_duplicates:,} rows that repeat a document")
+    reasons += [f"{number:,} answers: {why}" for why, number in pairing.whys.items()]
+    if reasons:
+        yield "left out", "; ".join(reasons)
 
 
 def _score(value: float | None) -> str:

@@ -240,8 +240,8 @@ def score_interval(
         inside, outside = middle, np.full(middle.shape, sign)
         for _ in range(50):
             half = (inside + outside) / 2
-            held = np.abs(deviations(half)) <= reach
-            inside, outside = np.where(held, half, inside), np.where(held, outside, half)
+            kept = np.abs(deviations(half)) <= reach
+            inside, outside = np.where(kept, half, inside), np.where(kept, outside, half)
         ends.append(inside)
     return ends[0], ends[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.domain import Addition, Claim, Domain, SelftestStep, Suite
+from divergence.domain import Addition, AnalysisPackage, Claim, Domain, SelftestStep, Suite
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
@@ -15,17 +15,17 @@ _SUITES = {
     "quick": "float32 and bfloat16, small shapes",
 }
 
+STEPS = (SelftestStep("a suite of operators", f"{_AT}.trial:tried", slow=True),)
 DOMAIN = Domain(
     name="suite",
     suites=tuple(
         Suite(name, f"{_AT}.capturing", line, takes=("--impl",)) for name, line in _SUITES.items()
     ),
-    judges={"suite": _AT},
+    analyses={"suite": AnalysisPackage(_AT, whole=True)},
     claims={"suite": Claim(20, measured=False, alone=True)},
     parts={"suite": f"{_AT}.result:SuiteResult"},
     sentences={"suite": f"{_AT}.sentences"},
-    operators={"suite": f"{_AT}.operators:OPERATORS"},
-    selftest=(SelftestStep("a suite of operators", f"{_AT}.trial:tried", slow=True),),
+    hooks={"operators": f"{_AT}.operators:OPERATORS", "selftest": f"{_AT}:STEPS"},
     adds={
         "capture": Addition(
             examples=(

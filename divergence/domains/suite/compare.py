@@ -91,10 +91,10 @@ def score_of_side(x: torch.Tensor, truth: Truths, *, subnormal: bool) -> SuiteSi
     if kind == "values":
         form, true = format_of(x.dtype), truth.value
         rounded = true.to(x.dtype)
-        held = rounded.double().isfinite()  # beyond the range both may overflow
+        finite = rounded.double().isfinite()  # beyond the range both may overflow
         computed = x.double()
-        num_nonfinite = int((held & ~computed.isfinite()).sum())
-        kept = held & computed.isfinite()
+        num_nonfinite = int((finite & ~computed.isfinite()).sum())
+        kept = finite & computed.isfinite()
         difference = torch.where(kept, computed - true, 0.0)
         zero = (computed == 0.0) & kept & (rounded.double() != 0.0) & subnormal
         before = torch.zeros_like(true) if truth.floor is None else truth.floor.double()
@@ -168,8 +168,8 @@ def _gain(
     norm2 = value.square().sum(-1)
     difference = torch.where(kept, computed - rounded, 0.0)
     gain = (difference * value).sum(-1) / torch.where(norm2 > 0, norm2, 1.0)
-    known = (deviation > 0) & (norm2 > 0) & ~zero.any(-1)
-    return _rms(gain[known] / deviation.double()[known])
+    usable = (deviation > 0) & (norm2 > 0) & ~zero.any(-1)
+    return _rms(gain[usable] / deviation.double()[usable])
 
 
 def _codes(x: torch.Tensor, truth: Truths) -> SuiteSide:
@@ -390,23 +390,21 @@ def report_on(
                 f"{truth.path} does not hold what a suite is judged by",
                 hint=f"{hint} makes one that does",
             )
-        known = {
-            name for run in (a, b) for name in (run.manifest.id, run.manifest.plan.anchored_to)
-        }
+        ids = {name for run in (a, b) for name in (run.manifest.id, run.manifest.plan.anchored_to)}
         digests = {a.manifest.model.digest, b.manifest.model.digest}
-        if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
+        if manifest.plan.anchored_to not in ids and manifest.model.digest not in digests:
             raise UsageError(f"{truth.path} is the truth of other inputs", hint=hint)
-    ours, theirs = _outputs(a), _outputs(b)
-    a.expect(ours.values())
-    b.expect(theirs.values())
+    outputs_a, outputs_b = _outputs(a), _outputs(b)
+    a.expect(outputs_a.values())
+    b.expect(outputs_b.values())
     if truth is not None:
         truth.expect(truth.records)
     skipped: list[Skipped] = []
     cases: list[SuiteCase] = []
     inputs_a, inputs_b = _inputs(a, b), _inputs(b, a)
-    for number, (site, record) in enumerate(ours.items()):
-        (progress or silent)("compare", number, len(ours), site)
-        other = theirs.get(site)
+    for number, (site, record) in enumerate(outputs_a.items()):
+        (progress or silent)("compare", number, len(outputs_a), site)
+        other = outputs_b.get(site)
         if other is None:
             skipped.append(_skip(record, fact("suite.no_partner"), "reference"))
             continue
@@ -425,9 +423,9 @@ def report_on(
         else:
             cases.append(_case(a, b, truth, record, other))
     skipped += [
-        _skip(theirs[site], fact("suite.no_partner"), "candidate")
-        for site in theirs
-        if site not in ours
+        _skip(outputs_b[site], fact("suite.no_partner"), "candidate")
+        for site in outputs_b
+        if site not in outputs_a
     ]
     if not cases:
         raise IncomparableError(
@@ -436,8 +434,8 @@ def report_on(
             hint=f"the first was left out because: {skipped[0].reason}" if skipped else None,
         )
     operators = []
-    for name, mine in grouped(cases, lambda case: case.operator).items():
-        worst = min(mine, key=_badness)
+    for name, cases_of in grouped(cases, lambda case: case.operator).items():
+        worst = min(cases_of, key=_badness)
         path = module_of(worst.site)
         operators.append(
             SuiteOperator(
@@ -445,10 +443,10 @@ def report_on(
                 reference_implementation=_implementation(a.manifest, path),
                 candidate_implementation=_implementation(b.manifest, path),
                 status=worst.status,
-                side=common_side(case.side for case in mine if case.status == worst.status),
-                num_cases=len(mine),
-                num_same=sum(case.same for case in mine),
-                num_by_status=dict(Counter(case.status for case in mine)),
+                side=common_side(case.side for case in cases_of if case.status == worst.status),
+                num_cases=len(cases_of),
+                num_same=sum(case.same for case in cases_of),
+                num_by_status=dict(Counter(case.status for case in cases_of)),
                 worst=worst,
             )
         )

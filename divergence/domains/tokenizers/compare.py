@@ -171,9 +171,9 @@ def _templates(a: str, b: str) -> Fact:
 
 
 def _start(a: list[str], b: list[str]) -> Fact:
-    for side, mine, other in (("reference", a, b), ("candidate", b, a)):
-        if len(mine) > 1 and mine[0] == mine[1] and other[:1] == mine[:1] and len(other) < 2:
-            return fact("tokenizers.twice", side=side, token=mine[0])
+    for side, own, other in (("reference", a, b), ("candidate", b, a)):
+        if len(own) > 1 and own[0] == own[1] and other[:1] == own[:1] and len(other) < 2:
+            return fact("tokenizers.twice", side=side, token=own[0])
     return fact("tokenizers.start", reference=a or None, candidate=b or None)
 
 
@@ -224,8 +224,8 @@ def _settings(a: Any, b: Any) -> list[Fact]:
         if (x := getattr(a, name, None)) != (y := getattr(b, name, None))
     ]
     vocab_a, vocab_b = a.get_vocab(), b.get_vocab()
-    for side, mine, other in (("reference", vocab_a, vocab_b), ("candidate", vocab_b, vocab_a)):
-        names = sorted(mine.keys() - other.keys(), key=mine.__getitem__)
+    for side, own, other in (("reference", vocab_a, vocab_b), ("candidate", vocab_b, vocab_a)):
+        names = sorted(own.keys() - other.keys(), key=own.__getitem__)
         if names:
             facts.append(fact("tokenizers.only", side=side, num=len(names), names=names[:_NAMED]))
     moved = [name for name, number in vocab_a.items() if vocab_b.get(name, number) != number]

@@ -194,7 +194,7 @@ def compare_losses(
             hint="name the other training's file",
         )
     a, b = (read_losses(path) for path in paths)
-    return judge(a, b, warmup_steps=warmup_steps)
+    return compare_curves(a, b, warmup_steps=warmup_steps)
 
 
 BANDS = (0.01, 0.02)
@@ -202,7 +202,7 @@ WARMUP_SHARE, MOST_WARMUP = 0.1, 100
 _BLOCKS = 16
 
 
-def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossReport:
+def compare_curves(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossReport:
     """``warmup_steps``: leave out steps below this one; None: the first tenth of the common ones,
     at most 100."""
     common = sorted(a.metrics["loss"].keys() & b.metrics["loss"].keys())

@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from divergence.domains.training.options import PlanOptions
+from divergence.domains.training.options import PlanOptions, TrainOptions
 from divergence.domains.training.recording.step import training_mode
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.facts import Fact, Worded, fact, with_sentences
 from divergence.options.commands import link_rate
-from divergence.options.option import given_fields
+from divergence.options.option import given_fields, group_of
 from divergence.recording.engines.load import LoadedModel, tensor_plan
 from divergence.recording.hooks import swapped
 from divergence.recording.processes import parse_mesh
@@ -222,12 +222,12 @@ def whole_parameters_bytes(
 ) -> int:
     """Moments on the fullest rank where each parameter's lie whole on one: greedily, the largest
     first, each to the rank that has least (``torch.distributed.optim.ZeroRedundancyOptimizer``)."""
-    ranks, held = [0] * num_ranks, [0] * num_ranks
+    ranks, by_rank = [0] * num_ranks, [0] * num_ranks
     for piece in sorted((p for p in pieces if p.trained), key=lambda p: p.numel, reverse=True):
         rank = ranks.index(min(ranks))
         ranks[rank] += piece.numel
-        held[rank] += MOMENTS[optimizer] * piece.bytes
-    return max(held)
+        by_rank[rank] += MOMENTS[optimizer] * piece.bytes
+    return max(by_rank)
 
 
 # A rank's part of a model under tensor parallelism, as shapes, without any other rank.
@@ -585,11 +585,11 @@ def run_step(
 def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
     """Of the model where it computes one, else the sum of its first output."""
     module: Any = loaded.module
-    known = inspect.signature(module.forward).parameters
+    parameters = inspect.signature(module.forward).parameters
     inputs: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in known:
+    if "use_cache" in parameters:
         inputs["use_cache"] = False
-    if "labels" in known:
+    if "labels" in parameters:
         inputs["labels"] = ids
     elif loaded.task == "encoder-decoder":
         inputs["decoder_input_ids"] = ids
@@ -734,7 +734,8 @@ def plan(
     forward_bytes: int,
 ) -> TrainingPlan | None:
     """What ``capture --dry-run`` says of a training step; None where none is asked for."""
-    if not request.train:
+    step = group_of(TrainOptions, request)
+    if not step.train:
         for field in given_fields(options):
             raise UsageError(
                 f"{field.option.names[0]} is for the plan of a training step",
@@ -743,15 +744,15 @@ def plan(
         return None
     batch, tokens = max(shapes, key=math.prod)
     weights = sum(parameter.nbytes for parameter in loaded.module.parameters())
-    copies = 1 if request.optimizer is None else 5  # gradient, the optimizer's, update, moments
+    copies = 1 if step.optimizer is None else 5  # gradient, the optimizer's, update, moments
     return plan_training(
         loaded,
         Wanted(
             batch=options.micro_batch_size or batch,
             tokens=options.sequence_length or tokens,
             **{name: getattr(request, name) for name in _AS_ASKED},
-            gradient_checkpointing=bool(request.gradient_checkpointing),
-            dropout=bool(request.dropout),
+            gradient_checkpointing=bool(step.gradient_checkpointing),
+            dropout=bool(step.dropout),
             accumulates=len(shapes) > 1,
             capture_bytes=request.buffer_bytes,
             dump_bytes=2 * forward_bytes + copies * weights,

@@ -90,14 +90,14 @@ SECTIONS = (
 
 def deepspeed_policy(config: Mapping[str, Any]) -> PrecisionPolicy:
     """Raises UsageError for values that leave a dtype open (``auto``) or contradict each other."""
-    said: list[str] = []
+    reasons: list[str] = []
     bf16 = "bf16" if "bf16" in config else "bfloat16"
     switches = {"bf16": bf16, "fp16": "fp16", "torch_autocast": "torch_autocast"}
     on = [name for name, section in switches.items() if _at(config, f"{section}.enabled")]
     if len(on) > 1:
         raise UsageError(f"DeepSpeed's configuration enables {' and '.join(on)}: only one of them")
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(on[0] if on else "", "float32")
-    said += [f"{name}.enabled" for name in on]
+    reasons += [f"{name}.enabled" for name in on]
     options: dict[str, Any] = {"dtype": dtype}
     if on == ["torch_autocast"]:
         place = "torch_autocast.dtype"
@@ -111,33 +111,33 @@ def deepspeed_policy(config: Mapping[str, Any]) -> PrecisionPolicy:
         value = _at(config, place)
         if value is not None:
             options[option] = named_dtype(value, place)
-            said.append(f"{place}={value}")
+            reasons.append(f"{place}={value}")
     if on != ["torch_autocast"]:  # there each parameter's gradient may have its own
         options.setdefault("reduce_dtype", dtype)
     if "accumulate_dtype" not in options:
         wide = dtype == "bfloat16" and stage == 0
         options["accumulate_dtype"] = "float32" if wide else dtype
-        said += [f"zero_optimization.stage={stage}"] if dtype == "bfloat16" else []
+        reasons += [f"zero_optimization.stage={stage}"] if dtype == "bfloat16" else []
     if half(dtype):
         switch = on[0]
         without = f"{switch}_master_weights_and_grads"
         options["main_weights"] = not _at(config, f"{switches[switch]}.{without}")
         if not options["main_weights"]:
-            said.append(f"{switch}.{without}")
+            reasons.append(f"{switch}.{without}")
             narrow = _at(config, f"{switches[switch]}.bf16_optimizer_states")
             options["moments_dtype"] = dtype if narrow else "float32"
-            said += [f"{switch}.bf16_optimizer_states"] if narrow else []
+            reasons += [f"{switch}.bf16_optimizer_states"] if narrow else []
     if dtype == "float16":
         place = "fp16.loss_scale"
         scale = number(_at(config, place, 0), place)
         if scale:
             options["loss_scale"] = scale
-            said.append(f"{place}={scale:g}")
+            reasons.append(f"{place}={scale:g}")
     clip = config.get("gradient_clipping", 0)
     if clip and clip != "auto":  # no dtype is left open by that
         options["clip_grad_norm"] = number(clip, "gradient_clipping")
-        said.append(f"gradient_clipping={clip}")
-    return PrecisionPolicy(framework="DeepSpeed", options=options, switches=tuple(said))
+        reasons.append(f"gradient_clipping={clip}")
+    return PrecisionPolicy(framework="DeepSpeed", options=options, switches=tuple(reasons))
 
 
 def _at(config: Mapping[str, Any], place: str, default: Any = None) -> Any:

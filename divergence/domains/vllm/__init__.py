@@ -1,5 +1,7 @@
 """vLLM as an engine."""
 
-from divergence.domain import Domain
+from divergence.domain import Domain, EngineClass
 
-DOMAIN = Domain(name="vllm", engines={"vllm": "divergence.domains.vllm.engine:VllmEngine"})
+DOMAIN = Domain(
+    name="vllm", engines={"vllm": EngineClass("divergence.domains.vllm.engine:VllmEngine")}
+)

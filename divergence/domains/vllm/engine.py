@@ -113,27 +113,27 @@ def places_of(
     Raises UsageError for a pattern of the map that matches nothing, with near names, and for a
     model of which not even the blocks are found."""
     ours = dict(structure.named_modules(remove_duplicate=False))
-    theirs = dict(module.named_modules(remove_duplicate=False))
+    modules = dict(module.named_modules(remove_duplicate=False))
     places = {ROOT: ModulePlace("")}
     if map_ is None:
         notes = describe_modules(structure)
         blocks = [path for path, note in notes.items() if note.role == "block"]
-        if not blocks or any(path not in theirs for path in blocks):
-            known = sorted({name for each in config_names(_FOLDER) for name in _read(each).models})
+        if not blocks or any(path not in modules for path in blocks):
+            models = sorted({name for each in config_names(_FOLDER) for name in _read(each).models})
             raise UsageError(
                 f"--engine vllm: the modules of a {model_type} model have other names in vLLM, and "
                 "no name map is known",
-                hint=f"known: {', '.join(known)}; or --engine-option name_map=FILE.toml "
+                hint=f"known: {', '.join(models)}; or --engine-option name_map=FILE.toml "
                 "(docs/engines.md)",
             )
         return places | {path: ModulePlace(path) for path in blocks}
     named = {shared: shared for shared in map_.same} | map_.renamed
     for pattern, other in (named | map_.tables).items():
-        for path, (name,) in _pairs(pattern, (other,), theirs, ours):
+        for path, (name,) in _pairs(pattern, (other,), modules, ours):
             places[escape_path(name)] = ModulePlace(path, is_table=pattern in map_.tables)
     for pattern, parts in map_.split.items():
-        for path, names in _pairs(pattern, parts, theirs, ours):
-            first, own = 0, getattr(theirs[path], _OWN_ROWS, None)
+        for path, names in _pairs(pattern, parts, modules, ours):
+            first, own = 0, getattr(modules[path], _OWN_ROWS, None)
             for number, name in enumerate(names):
                 weight = getattr(ours[name], "weight", None)
                 num_rows = 0 if weight is None else int(weight.shape[0])
@@ -149,12 +149,12 @@ def parameters_of(
 ) -> dict[str, str]:
     """transformers' parameter → vLLM's, of those that the map names one by one."""
     ours = dict(structure.named_parameters(remove_duplicate=False))
-    theirs = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     weights = {} if map_ is None else map_.weights
     return {
         name: path
         for pattern, other in weights.items()
-        for path, (name,) in _pairs(pattern, (other,), theirs, ours)
+        for path, (name,) in _pairs(pattern, (other,), parameters, ours)
     }
 
 
@@ -164,13 +164,16 @@ def _read(name: str) -> ModuleMap:
 
 
 def _pairs(
-    pattern: str, others: Iterable[str], theirs: Mapping[str, object], ours: Mapping[str, object]
+    pattern: str,
+    others: Iterable[str],
+    parameters: Mapping[str, object],
+    ours: Mapping[str, object],
 ) -> Iterator[tuple[str, list[str]]]:
     """(path in vLLM, paths in transformers) of each module that the patterns name, at least one."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
-    hits = [(path, match.groups()) for path in theirs if (match := expression.fullmatch(path))]
+    hits = [(path, match.groups()) for path in parameters if (match := expression.fullmatch(path))]
     if not hits:
-        _nothing(pattern, "vLLM", theirs)
+        _nothing(pattern, "vLLM", parameters)
     for path, stars in hits:
         names = [_filled(other, stars) for other in others]
         for name in names:
@@ -212,7 +215,7 @@ def identity_of(
     """
     filled = copy.deepcopy(twin.module)
     names = set(twin.module.state_dict())
-    theirs = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     shared: dict[int, torch.nn.Parameter] = {}
     for path, part in filled.named_modules():
         place = places.get(escape_path(path))
@@ -225,7 +228,9 @@ def identity_of(
                     key = f"{place.theirs}.{name}"
                 rows = None if place is None else place.rows
                 read = (
-                    None if key not in theirs else _weights_read(theirs[key], rows, empty, gather)
+                    None
+                    if key not in parameters
+                    else _weights_read(parameters[key], rows, empty, gather)
                 )
                 if read is None:
                     part._parameters[name] = None
@@ -846,8 +851,8 @@ class VllmSession(TorchSession):
     def notes(self) -> dict[str, ModuleNote]:
         notes = describe_modules(self.loaded.structure)
         # experts are seen nowhere, and tell which module is their router
-        known = self._places.keys() | routing_modules(notes).keys()
-        return {path: note for path, note in notes.items() if path in known}
+        paths = self._places.keys() | routing_modules(notes).keys()
+        return {path: note for path, note in notes.items() if path in paths}
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         return self._identity
@@ -979,8 +984,8 @@ class PromptTokens:
     def done(self) -> bool:
         """Has each prompt ended, and made the steps of those that ended last?"""
         counts = [self._num_steps(place) for place in range(len(self._fed))]
-        known = [num for num in counts if num is not None]
-        return len(known) == len(counts) and min(map(len, self._fed)) >= max(known)
+        lengths = [num for num in counts if num is not None]
+        return len(lengths) == len(counts) and min(map(len, self._fed)) >= max(lengths)
 
     def result(self) -> GroupResult:
         """Raises ModelError where vLLM made fewer forwards than were asked for."""

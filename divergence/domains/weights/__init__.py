@@ -17,6 +17,8 @@ DOMAIN = Domain(
         "compare_weights": "divergence.domains.weights.compare",
     },
     sentences={"weights": "divergence.domains.weights.sentences"},
-    adapter="divergence.domains.weights.adapter:open_adapter",
-    other_weights="divergence.domains.weights.offer:commands_for",
+    hooks={
+        "adapter": "divergence.domains.weights.adapter:open_adapter",
+        "other_weights": "divergence.domains.weights.offer:commands_for",
+    },
 )

@@ -138,8 +138,8 @@ def open_adapter(source: str) -> Adapter | None:
     for module, pair in factors.items():
         if pair.keys() != {"A", "B"}:
             raise UsageError(f"{source} holds one factor of {module}: a file that was cut short?")
-        own_rank = int(_of_module(config.get("rank_pattern"), module, rank))
-        own_alpha = float(_of_module(config.get("alpha_pattern"), module, alpha))
+        own_rank = int(_module_value(config.get("rank_pattern"), module, rank))
+        own_alpha = float(_module_value(config.get("alpha_pattern"), module, alpha))
         scale = own_alpha / (math.sqrt(own_rank) if config.get("use_rslora") else own_rank)
         a, b = pair["A"], pair["B"]
         shape = (b.shape[0], a.shape[-1])
@@ -152,7 +152,7 @@ def open_adapter(source: str) -> Adapter | None:
     return Adapter(source, base, rank, alpha, products, whole)
 
 
-def _of_module(pattern: Mapping[str, Any] | None, module: str, usual: float) -> float:
+def _module_value(pattern: Mapping[str, Any] | None, module: str, usual: float) -> float:
     """The value of a module: PEFT's patterns name it, or the end of its path."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", module):

@@ -16,7 +16,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.outside import Budget
-from divergence.run.foreign import tensors_of
+from divergence.run.tensor_files import tensors_of
 
 _ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -56,7 +56,7 @@ def open_checkpoint(source: str) -> StoredWeights:
     """
     path = Path(source).expanduser()
     if path.is_file():
-        return _of_files(source, [path])
+        return _stored_in(source, [path])
     if not path.is_dir():
         raise UsageError(
             f"{source} is no file and no directory",
@@ -65,10 +65,10 @@ def open_checkpoint(source: str) -> StoredWeights:
         )
     for index in _INDEXES:
         if (path / index).is_file():
-            return _of_files(source, _sharded(path / index))
+            return _stored_in(source, _sharded(path / index))
     for pattern in ("*.safetensors", "*.gguf", "pytorch_model*.bin", "*.pt", "*.pth", "*.bin"):
         if files := sorted(path.glob(pattern)):
-            return _of_files(source, files)
+            return _stored_in(source, files)
     raise UsageError(
         f"{source} holds no weights",
         hint="files of safetensors, GGUF or torch.save: model.safetensors, *.gguf, *.bin, *.pt",
@@ -90,7 +90,7 @@ def _sharded(index: Path) -> list[Path]:
     return files
 
 
-def _of_files(source: str, files: list[Path]) -> StoredWeights:
+def _stored_in(source: str, files: list[Path]) -> StoredWeights:
     kind = files[0].suffix
     if kind not in _ENDINGS:
         raise UsageError(

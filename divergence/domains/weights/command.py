@@ -58,11 +58,11 @@ def weights_document(report: WeightsReport) -> Document:
     else:
         word, style = "PARTS MISSING", "bold red"
         text = _several(others, f"the {total} of both hold the same weights; ")
-    known = [
+    adapters = [
         named(letter, _side(side))
         for letter, side in (("A", report.reference), ("B", report.candidate))
     ]
-    known += [
+    adapters += [
         named("adapter" if what.code == "weights.adapter" else "names", text)
         for what, text in zip(report.facts, report.matching, strict=True)
     ]
@@ -81,7 +81,7 @@ def weights_document(report: WeightsReport) -> Document:
     )
     return Document(
         headline=Headline(word, text, style),
-        known=known,
+        known=adapters,
         sections=[] if report.equal else [Section(title="parameters", body=[table])],
     )
 

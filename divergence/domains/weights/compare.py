@@ -152,9 +152,9 @@ def _left_over(
             )
             relations.append((name, Relation("fused", not mixed, how)))
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
-        mine = sides[side].tensors
+        tensors = sides[side].tensors
         for name in alone[side]:
-            key = None if _BLOCK.match(name) else _copy_of(mine, name)
+            key = None if _BLOCK.match(name) else _copy_of(tensors, name)
             if key is not None:
                 how = fact("weights.tied", side=side, other=other, key=key)
                 relations.append((name, Relation("tied", True, how)))
@@ -171,11 +171,11 @@ def _copy_of(tensors: dict[str, Stored], name: str) -> str | None:
 
 
 def _parts(
-    mine: dict[str, Stored], name: str, theirs: dict[str, Stored], alone: Sequence[str]
+    tensors_a: dict[str, Stored], name: str, tensors_b: dict[str, Stored], alone: Sequence[str]
 ) -> tuple[list[str], bool] | None:
     """Tensors of the other side, of the same block and kind, whose rows (or columns, of a layer
     that stores its matrix transposed) are together those of ``name``; and whether in turn."""
-    shape, block = mine[name].shape, _BLOCK.match(name)
+    shape, block = tensors_a[name].shape, _BLOCK.match(name)
     kind = name.rpartition(".")[2]
     near = [
         other
@@ -184,17 +184,17 @@ def _parts(
         and (there := _BLOCK.match(other)) is not None
         and block is not None
         and re.findall(r"\d+", there[1]) == re.findall(r"\d+", block[1])
-        and len(theirs[other].shape) == len(shape)
+        and len(tensors_b[other].shape) == len(shape)
     ]
     if len(near) < 2 or not shape:
         return None
-    whole = mine[name].read()
+    whole = tensors_a[name].read()
     for flipped in (False, True) if len(shape) == 2 else (False,):
         rows = row_digests(whole.T if flipped else whole)
         have = Counter(rows)
         chosen: dict[str, list[bytes]] = {}
         for other in near:
-            tensor = theirs[other].read()
+            tensor = tensors_b[other].read()
             if tensor.shape[1:] != (whole.T if flipped else whole).shape[1:]:
                 continue
             part = row_digests(tensor.to(whole.dtype) if whole.itemsize < 4 else tensor)

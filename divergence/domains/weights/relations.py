@@ -67,7 +67,7 @@ class Relation:
 def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
     """What relates two tensors of one parameter, any shapes and dtypes."""
     if a.shape != b.shape:
-        return _of_shapes(a, b)
+        return _shape_relation(a, b)
     names = [format_of(tensor.dtype).name for tensor in (a, b)]
     if a.dtype == b.dtype and _bits(a, b):
         return Relation("equal", True, fact("weights.equal"))
@@ -117,7 +117,7 @@ def _bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(part.contiguous().reshape(-1).view(torch.uint8) for part in (a, b)))
 
 
-def _of_shapes(a: torch.Tensor, b: torch.Tensor) -> Relation:
+def _shape_relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
     """Of two shapes: the other way round, flattened, or with more rows."""
     shapes: dict[str, Any] = {"reference": list(a.shape), "candidate": list(b.shape)}
     x, y = _wide(a), _wide(b)

@@ -62,7 +62,7 @@ from divergence.run.location import folder_of
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run, own_truth
 from divergence.run.record import Operand
-from divergence.run.site import BACKWARD, ROOT, is_operator_site, module_of, of_parameter
+from divergence.run.site import BACKWARD, ROOT, is_of_parameter, is_operator_site, module_of
 from divergence.words import Progress, Side, SideBothOrNeither, silent
 
 # The proof of a localization: cause, operator alone, reproducer.
@@ -176,7 +176,7 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
             return []
         report = compare(truth, made[side])
         results = [] if report.operators is None else report.operators.results
-        mine = [
+        own_errors = [
             OwnError(side=side, error=r.candidate_error, ideal=r.floor, times=r.w)
             for r in results
             if r.site == path
@@ -184,8 +184,8 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
             and r.candidate_error is not None
             and r.floor is not None
         ]
-        if mine:
-            errors.append(max(mine, key=lambda own: own.times))
+        if own_errors:
+            errors.append(max(own_errors, key=lambda own: own.times))
     return errors
 
 
@@ -250,10 +250,10 @@ def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tu
         )
         for which in (side, other)
     ]
-    mine, theirs = calls
-    if mine is None or theirs is None:
+    call_a, call_b = calls
+    if call_a is None or call_b is None:
         return own
-    for guilty, healthy in zip(mine.operands, theirs.operands, strict=False):
+    for guilty, healthy in zip(call_a.operands, call_b.operands, strict=False):
         made_by = _result(guilty)
         if made_by is None or made_by.rpartition(":")[0] != first.fed_by[-1]:
             continue
@@ -331,12 +331,12 @@ def blame(
         return BlamedSide(contradiction=fact("experiments.levels_apart", levels=levels))
     if blamed != "reference" and blamed != "candidate":
         return BlamedSide()
-    mine, theirs = made["reference"].manifest, made["candidate"].manifest
-    apart = other_code(mine, theirs, goal.block)
+    manifest_a, manifest_b = made["reference"].manifest, made["candidate"].manifest
+    apart = other_code(manifest_a, manifest_b, goal.block)
     if off == blamed or (maker.one_machine and not apart):
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
-        doubt = doubt_of_code(mine, theirs, goal.block)
+        doubt = doubt_of_code(manifest_a, manifest_b, goal.block)
         return BlamedSide(doubt=doubt) if doubt else BlamedSide(side=blamed)
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
@@ -358,7 +358,7 @@ def decided(
     """The verdict of the descent, which all that is printed of it says: the operator ``first`` of
     the last comparison ``deep``, by the side that ``named`` leaves. Of an operator that is right
     ``alone`` what it is ``given`` is the reason, where nothing else is known."""
-    operators, known = deep.operators, deep.verdict
+    operators, decided_verdict = deep.operators, deep.verdict
     assert operators is not None
     inputs = [item for item in given[:1] if item.difference]
     if is_right_alone(alone) and inputs and not (first.other_inputs or first.region):
@@ -368,14 +368,17 @@ def decided(
     finding = finding_of(replace(operators, side=side, results=results))
     verdict = decide([finding], deep.preflight).verdict
     checks = verdict.checks
-    same_block = known.onset is not None and known.onset.block in (None, first.block)
-    if same_block and RANK[known.confidence] > RANK[verdict.confidence]:
-        checks = known.checks  # that the block is wrong is as sure as it was
+    same_block = decided_verdict.onset is not None and decided_verdict.onset.block in (
+        None,
+        first.block,
+    )
+    if same_block and RANK[decided_verdict.confidence] > RANK[verdict.confidence]:
+        checks = decided_verdict.checks  # that the block is wrong is as sure as it was
     if named.contradiction is not None:
         checks = [*checks, check("agreement", False, fact("experiments.levels_blame"))]
     elif named.doubt is not None:
         checks = [*checks, CODE_NOT_TOLD]
-    others = (item for item in known.evidence if item not in finding.evidence)
+    others = (item for item in decided_verdict.evidence if item not in finding.evidence)
     evidence = [*finding.evidence, *others]
     return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
 
@@ -408,16 +411,16 @@ def _is_small(truth: Run, other: Run, run: Run, output: str) -> bool:
     for record in truth.records:
         if record.pass_ != "anchored" or record.site != output:
             continue
-        theirs, own = other.find(record.coordinates), run.find(record.coordinates)
-        if theirs is None or own is None or {theirs.shape, own.shape} != {record.shape}:
+        partner, own = other.find(record.coordinates), run.find(record.coordinates)
+        if partner is None or own is None or {partner.shape, own.shape} != {record.shape}:
             return False
-        true, mine, its = (
+        true, made, its = (
             without_pads(run.manifest, record, wide(source.array(entry)))
-            for source, entry in ((truth, record), (run, own), (other, theirs))
+            for source, entry in ((truth, record), (run, own), (other, partner))
         )
-        if true is None or mine is None or its is None:
+        if true is None or made is None or its is None:
             return False
-        errors = max(errors, float(np.linalg.norm(mine - true) / np.linalg.norm(true)))
+        errors = max(errors, float(np.linalg.norm(made - true) / np.linalg.norm(true)))
         differ = max(differ, float(np.linalg.norm(its - true) / np.linalg.norm(true)))
     return 0 < differ * _MUCH <= errors
 
@@ -608,7 +611,7 @@ def _descend(
         return replace(done, obstacles=[fact("experiments.other_batches")])
     obstacles = [fact("experiments.none_beyond", module=chosen)]
     obstacles += [] if operators is None else operators.remarks
-    if onset is not None and onset.phase == "backward" and of_parameter(onset.site):
+    if onset is not None and onset.phase == "backward" and is_of_parameter(onset.site):
         obstacles.append(fact("experiments.behind_operators"))
     calls = []  # of one side alone: where none that both call is wrong, they are what is left
     for side in _SIDES:

@@ -169,8 +169,8 @@ class WorkFolder:
 
     def verify(self, run: Run) -> None:
         """Note that the machine which made ``run`` repeats the run of that side."""
-        known = [*self._verified(), run.manifest.id]
-        self._write(_VERIFIED, json.dumps(known[-16:], indent=1) + "\n")
+        verified = [*self._verified(), run.manifest.id]
+        self._write(_VERIFIED, json.dumps(verified[-16:], indent=1) + "\n")
 
     def is_verified(self, run: Run) -> bool:
         """Was it made on a machine that repeats the run of that side?"""
@@ -286,9 +286,9 @@ class Maker:
         """The reference in float64, by the code of ``side``; None where this is not that side's
         machine, with the command for there in ``commands``."""
         out, source, own = self.folder / name, self.runs["reference"], self.runs[side]
-        known = self._known(out, "reference", goal, compute_dtype="float64")
-        if known is not None and (side == "reference" or self.folder.is_verified(known)):
-            return known
+        existing = self._known(out, "reference", goal, compute_dtype="float64")
+        if existing is not None and (side == "reference" or self.folder.is_verified(existing)):
+            return existing
         if not self.repeats(side):
             self.ask(side, fact("experiments.makes", name=name))
             return None
@@ -385,8 +385,8 @@ class Maker:
         name, own = f"{side}-again", self.runs[side]
         notes = own.manifest.plan.modules
         blocks = {path for path, note in notes.items() if note.role == "block"}
-        held = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
-        sites = ["blocks"] if held else recorded_sites(own.manifest)
+        inside = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
+        sites = ["blocks"] if inside else recorded_sites(own.manifest)
         values = self._values(side, Goal(sites=sites))
         values |= {"anchor": False, "store": "hash", "weights": False, "probe": False}
         self.folder.claim()
@@ -460,8 +460,8 @@ class Maker:
     ) -> Run:
         source, model = self.runs["reference"], self._model_of(side)
         variables = variables_to_set(self.runs[side].manifest.environment)
-        theirs = None if model == self._model else model
-        also = also_taken(self.runs[side], theirs, values, variables, with_code=self._trust)
+        other_model = None if model == self._model else model
+        also = also_taken(self.runs[side], other_model, values, variables, with_code=self._trust)
         if also is not None:
             self.tell("taken", 0, None, also)
         if self._prepare.get(side) is not None or not variables:
@@ -532,12 +532,12 @@ class Maker:
             return True
         recorded = self.runs[side].manifest.environment
         try:
-            mine = collect_environment(resolve_device(self._device_of(side)))
+            machine = collect_environment(resolve_device(self._device_of(side)))
         except UsageError:
             return False
         names = ("device_type", "device_name", "cpu", "platform")
-        return all(getattr(recorded, name) == getattr(mine, name) for name in names) and all(
-            recorded.versions.get(package) == mine.versions.get(package) for package in _PACKAGES
+        return all(getattr(recorded, name) == getattr(machine, name) for name in names) and all(
+            recorded.versions.get(package) == machine.versions.get(package) for package in _PACKAGES
         )
 
     def _recorded_device(self, side: str) -> str | None:

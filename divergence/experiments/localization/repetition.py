@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from divergence.comparison.measure.runs import equal_contents
+from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, spread
@@ -160,9 +160,9 @@ def _rel_l2(made: Run, new: Record, own: Run, old: Record) -> float | None:
 
 
 def _result(
-    held: tuple[int, list[tuple[Record, float | None]]], *, name: str, original: Fact
+    part: tuple[int, list[tuple[Record, float | None]]], *, name: str, original: Fact
 ) -> Repetition:
-    count, different = held
+    count, different = part
     if not different:
         return Repetition(
             run=name, original=original, how="bits" if count else "unknown", num_compared=count

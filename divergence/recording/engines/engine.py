@@ -490,7 +490,7 @@ class Engine(Protocol):
 def built_in() -> dict[str, str]:
     """The engines that come with divergence, by name: where the class is."""
     own = [domain.engines for domain in own_domains()]
-    return CORE | {name: place for engines in own for name, place in engines.items()}
+    return CORE | {name: engine.place for engines in own for name, engine in engines.items()}
 
 
 def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 import torch
 
-from divergence.domain import added, placed
+from divergence.domain import hook_places, placed
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.signs import signs
 from divergence.recording.code import code_notes
@@ -212,10 +212,9 @@ def identify(
     # which implementation of experts was chosen is a setting, so no part of the digest
     chosen = getattr(config, "_experts_implementation", None)
     experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
-    described = {
-        name: placed(place)(module, loaded.quantization)
-        for name, place in added("identity").items()
-    }
+    described: dict[str, Any] = {}
+    for place in hook_places("identity").values():
+        described |= placed(place)(module, loaded.quantization)
     return ModelIdentity(
         source=_portable_source(loaded.source),
         revision=loaded.revision,

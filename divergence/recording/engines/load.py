@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from divergence.domain import domains, placed
+from divergence.domain import hook_places, placed
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
@@ -631,7 +631,7 @@ def _adapter_at(source: str) -> Any:
     path = expanded(source)
     if not (path / _ADAPTER).is_file() or (path / "config.json").is_file():
         return None
-    places = [domain.adapter for domain in domains() if domain.adapter is not None]
+    places = hook_places("adapter").values()
     return placed(places[0])(source) if places else None
 
 

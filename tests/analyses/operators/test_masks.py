@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divergence.analyses.operators.find import finding_of
-from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")
@@ -55,7 +55,7 @@ def judged(toy):
         x = X.to(dtype)
         a, b = toy(f, [x], pads=pads), toy(g, [x], pads=pads)
         right = toy(f, [x.double()], compute_dtype="float64", pads=pads) if truth else None
-        return judge_operators(measure_operators(a, b, PASSES, truth=right), notes={})
+        return rate_operators(measure_operators(a, b, PASSES, truth=right), notes={})
 
     return judge
 

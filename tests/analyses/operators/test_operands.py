@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from divergence.analyses.operators import operands
 from divergence.analyses.operators.find import finding_of
-from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.comparison.decide import decide
 from divergence.comparison.results import Finding, OtherOperand
 from divergence.facts import plain, sentence, worded
@@ -42,7 +42,7 @@ def judged(toy):
         values = [t.to(dtype) for t in inputs]
         a, b = toy(f, values), toy(g, values)
         right = toy(f, [t.double() for t in inputs], compute_dtype="float64") if truth else None
-        return worded(judge_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
+        return worded(rate_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
 
     return judge
 
@@ -252,7 +252,7 @@ def test_a_small_buffer_is_a_constant(toy):
     """Of another machine's making, by its digest and its value."""
     buffers = [{"scale": torch.tensor([value])} for value in (0.125, 0.126)]
     runs = [toy(lambda x, scale: x * scale, [X], weights=one) for one in buffers]
-    result = worded(judge_operators(measure_operators(*runs, PASSES), notes={}))
+    result = worded(rate_operators(measure_operators(*runs, PASSES), notes={}))
     (item,) = result.results[0].other_operands
     assert (item.kind, item.reference, item.candidate) == ("constant", "[0.125]", "[0.126000002]")
 
@@ -294,7 +294,7 @@ def test_a_number_in_a_tensors_place_is_compared_with_it(toy, dtype, factor, dif
     scale = {"scale": torch.tensor(math.sqrt(128), dtype=dtype)}
     a = toy(lambda x, scale: (x + 1) * scale, [X.to(dtype)], weights=scale)
     b = toy(lambda x, scale: (x + 1) * factor, [X.to(dtype)], weights=scale)
-    result = judge_operators(measure_operators(a, b, PASSES), notes={})
+    result = rate_operators(measure_operators(a, b, PASSES), notes={})
     items = [item for row in result.results for item in row.other_operands]
     assert [item.argument for item in items] == (["other"] if difference else [])
     if difference:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")
@@ -30,7 +30,7 @@ def judged(toy):
             wide = {name: value.double() for name, value in (weights or {}).items()}
             inputs = [t.double() if t.is_floating_point() else t for t in inputs]
             truth = toy(right, inputs, weights=wide, steps=steps, compute_dtype="float64")
-        return worded(judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={}))
+        return worded(rate_operators(measure_operators(a, b, PASSES, truth=truth), notes={}))
 
     return judge
 
@@ -177,7 +177,7 @@ def test_exact_ties_in_another_order_are_named(toy):
     swapped = b._tensors[site].clone()
     swapped[4] = swapped[4].flip(0)
     replace(b, site, swapped)
-    result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
+    result = rate_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
     found = named(result, "aten.topk")
     assert (result.onset, result.side, found.why) == ("./aten.topk", "candidate", "codes")
     assert found.codes == pytest.approx(2 / 40)
@@ -191,7 +191,7 @@ def test_choices_a_rounding_apart_may_differ(toy):
     other[4, 1] += 12e-8
     a, b = (toy(lambda x: (x * 1).topk(2).indices + 0, [s]) for s in (scores, other))
     truth = toy(lambda x: (x * 1).topk(2).indices + 0, [scores.double()])
-    result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
+    result = rate_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
     assert named(result, "aten.topk").codes > 0
     assert result.onset is None
 
@@ -302,7 +302,7 @@ def test_a_fault_of_decode_steps_is_found_there(toy):
     for step in (1, 2):
         key = (step, "./aten.mul:out")
         replace(b, key, b._tensors[key] * 1.01)
-    result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
+    result = rate_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
     assert (result.onset, result.side) == ("./aten.mul", "candidate")
     assert [r.phase for r in result.results if r.limit_usage > 1] == ["decode"]
 
@@ -340,7 +340,7 @@ def test_few_numbers_may_differ_widely(toy):
     for rows, onset in ((1, None), (40, "./aten.mul")):
         a, b = run(rows, 1e-3), run(rows, 1e-5)
         truth = run(rows, 0.0, torch.float64, compute_dtype="float64")
-        result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
+        result = rate_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
         assert result.onset == onset
 
 

@@ -7,7 +7,7 @@ import torch
 
 from divergence import BatchOptions, capture, compare
 from divergence import truth as make_truth
-from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.analyses.operators.operands import Pads
 from divergence.facts import worded
 
@@ -29,7 +29,7 @@ def judged(toy):
         right = toy(
             lambda x: forward(x, 0.5, 0.0), [X.double()], compute_dtype="float64", pads=pads
         )
-        return worded(judge_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
+        return worded(rate_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
 
     return judge
 

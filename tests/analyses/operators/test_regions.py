@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")
@@ -42,7 +42,7 @@ def judged(toy):
             runs.append(toy(code, values, weights=own, compute_dtype=wide))
         a, b, r = runs
         measured = measure_operators(a, b, PASSES, truth=r if truth else None)
-        return worded(judge_operators(measured, notes={}))
+        return worded(rate_operators(measured, notes={}))
 
     return judge
 

@@ -23,9 +23,9 @@ from divergence import BatchOptions, Run, capture
 from divergence import truth as make_truth
 from divergence.comparison.align.pairs import Pair, Piece, align
 from divergence.comparison.measure import processes as ranks
-from divergence.comparison.measure.judge import ModelFloor
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.pairs import Measurer, Measuring, measure_all
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
-from divergence.comparison.measure.runs import Measurer, measure_all, measured_by
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.run.captured import CapturedTensor
@@ -317,8 +317,8 @@ def test_one_comparison_after_another(three, fleet):
     """In many messages, with the same results, however often ranks are asked."""
     for name in ("faulty", "same", "parts"):
         alone = measure_all(*case(fleet, name))
-        with measured_by(three.measure_pairs):
-            assert plain(measure_all(*case(fleet, name))) == plain(alone)
+        shared = Measuring(measure=three.measure_pairs)
+        assert plain(measure_all(*case(fleet, name), shared)) == plain(alone)
 
 
 def test_a_comparison_that_is_given_up_leaves_ranks_ready(three, fleet):
@@ -329,10 +329,11 @@ def test_a_comparison_that_is_given_up_leaves_ranks_ready(three, fleet):
     for _ in range(5):
         next(found)
     found.close()
-    with measured_by(three.measure_pairs), pytest.raises(RunFormatError, match="wrong checksum"):
-        measure_all(*case(fleet, "damaged"))
-    with measured_by(three.measure_pairs):
-        assert plain(measure_all(*case(fleet, "same"))) == plain(measure_all(*case(fleet, "same")))
+    shared = Measuring(measure=three.measure_pairs)
+    with pytest.raises(RunFormatError, match="wrong checksum"):
+        measure_all(*case(fleet, "damaged"), shared)
+    again = measure_all(*case(fleet, "same"), shared)
+    assert plain(again) == plain(measure_all(*case(fleet, "same"), shared))
 
 
 def test_a_run_that_another_rank_cannot_read(three, fleet, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.analyses.operators.measure import judge_operators, measure_operators
+from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.comparison.calls import Rerouted
 
 T, D, E, CHOSEN = 24, 16, 4, 2
@@ -40,7 +40,7 @@ def judged(toy):
         a, b = toy(experts, [X, scores]), toy(lambda x, s: experts(x, s, wrong), [X, other])
         truth = toy(experts, [X.double(), scores.double()], compute_dtype="float64")
         measured = measure_operators(a, b, ("anchored", "anchored"), truth=truth)
-        return judge_operators(measured, notes={})
+        return rate_operators(measured, notes={})
 
     return judge
 

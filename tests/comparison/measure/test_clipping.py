@@ -9,7 +9,7 @@ import torch
 
 import divergence
 from divergence import TrainOptions
-from divergence.comparison.measure.runs import SharedRounding
+from divergence.comparison.measure.floors import SharedRounding
 from divergence.numerics.floor import norm_floor
 
 
@@ -21,7 +21,7 @@ def run_of(norm):
         ".#optimizer:in.grad_norm": 1,
     }
     summary = SimpleNamespace(rms=norm)
-    training = SimpleNamespace(learning_rate=0.5, clip_grad_norm=0.1)
+    training = SimpleNamespace(optimizer="sgd", learning_rate=0.5, clip_grad_norm=0.1)
     return SimpleNamespace(
         manifest=SimpleNamespace(training=training),
         records=[

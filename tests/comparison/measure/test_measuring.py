@@ -13,9 +13,9 @@ import torch
 
 from divergence import Run, capture, compare, compare_many
 from divergence.comparison.align.pairs import align
-from divergence.comparison.measure import runs as measuring
-from divergence.comparison.measure.judge import ModelFloor
-from divergence.comparison.measure.runs import (
+from divergence.comparison.measure import pairs as measuring
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.pairs import (
     Measurer,
     measure_all,
     measure_pairs,
@@ -186,7 +186,7 @@ def test_large_pairs_are_shared_by_threads(case, monkeypatch):
     measurer, pairs = case()
     whole = measure_all(measurer, pairs)
     for name in ("_AHEAD_BYTES", "_LARGE_BYTES"):
-        monkeypatch.setattr(f"divergence.comparison.measure.runs.{name}", 1)
+        monkeypatch.setattr(f"divergence.comparison.measure.pairs.{name}", 1)
     fresh, pairs = case()
     assert [r.site for r in measure_all(fresh, pairs)] == [r.site for r in whole]
 
@@ -229,9 +229,9 @@ def test_threads_that_measure_set_the_device(dumps, monkeypatch):
 def test_small_pairs_together_give_what_each_gives_alone(case):
     """Laid side by side or one after the other, the results are the same to 1e-12."""
     measurer, pairs = case()
-    together = measurer.judge.results(pairs, measurer.measure_small(pairs))
+    together = measurer.rater.results(pairs, measurer.measure_small(pairs))
     other, pairs = case()
-    alone = other.judge.results(pairs, [other.measure(pair) for pair in pairs])
+    alone = other.rater.results(pairs, [other.measure(pair) for pair in pairs])
     assert any(result.ratio for result in together)
     for one, two in zip(plain(together), plain(alone), strict=True):
         for name, value in one.items():

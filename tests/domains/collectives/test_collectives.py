@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from divergence import LoadOptions, MachineOptions, Run, capture, compare, truth
+from divergence import CaseOptions, Run, capture, compare, truth
 from divergence.domains.collectives.orders import chain_of, decode
 from divergence.domains.collectives.recorded import Recorded
 from divergence.errors import PlantError, RunFormatError, UsageError
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
             runs[key] = capture(
                 "suite:collectives",
                 out=folder / str(len(runs)),
-                machine=MachineOptions(ranks=ranks),
+                cases=CaseOptions(ranks=ranks),
                 sites=list(sites),
                 plants=plants,
                 probe=False,
@@ -87,7 +87,7 @@ def test_every_case_holds_on_gloo(tmp_path, ranks):
     run = capture(
         "suite:collectives",
         out=tmp_path / "r",
-        machine=MachineOptions(ranks=ranks, link_rate="10Gb/s"),
+        cases=CaseOptions(ranks=ranks, link_rate="10Gb/s"),
     )
     report = compare(run)
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "high")
@@ -187,7 +187,7 @@ def test_other_algorithms_are_named_and_differ_within_rounding(made, name, order
 def test_a_repeat_has_the_same_bits(made, tmp_path):
     """--like takes the cases; the two runs are identical."""
     run = made(3)
-    again = capture(like=run, out=tmp_path / "b", machine=MachineOptions(ranks=3), probe=False)
+    again = capture(like=run, out=tmp_path / "b", cases=CaseOptions(ranks=3), probe=False)
     report = compare(run, again)
     assert report.verdict.kind == "identical"
     assert report.collectives.num_same == report.collectives.num_common > 0
@@ -216,39 +216,38 @@ def test_what_cannot_be_is_refused(made, tmp_path, monkeypatch):
         capture("suite:collectives", out=tmp_path / "x")
     assert "torchrun --nproc-per-node N -m divergence capture" in str(told.value)
     with pytest.raises(UsageError, match="made by 3 ranks, and there are 2"):
-        capture(like=made(3), out=tmp_path / "x", machine=MachineOptions(ranks=2))
+        capture(like=made(3), out=tmp_path / "x", cases=CaseOptions(ranks=2))
     with pytest.raises(UsageError, match="needs no truth"):
         truth(made(3), out=tmp_path / "x")
     with pytest.raises(PlantError, match="unknown fault"):
         capture(
             "suite:collectives",
             out=tmp_path / "x",
-            machine=MachineOptions(ranks=2),
+            cases=CaseOptions(ranks=2),
             plants=["all_reduce=odd@1"],
         )
     with pytest.raises(UsageError, match="there is no rank 7"):
         capture(
             "suite:collectives",
             out=tmp_path / "x",
-            machine=MachineOptions(ranks=2),
+            cases=CaseOptions(ranks=2),
             plants=["all_reduce=swap@7"],
         )
     with pytest.raises(UsageError, match="no implementation is called"):
         capture(
             "suite:collectives",
             out=tmp_path / "x",
-            machine=MachineOptions(ranks=2),
-            loading=LoadOptions(impl=["odd"]),
+            cases=CaseOptions(ranks=2, impl=["odd"]),
         )
     with pytest.raises(UsageError, match="matches no case"):
         capture(
             "suite:collectives",
             out=tmp_path / "x",
-            machine=MachineOptions(ranks=2),
+            cases=CaseOptions(ranks=2),
             sites=["nothing"],
         )
     with pytest.raises(UsageError, match="--ranks belongs to suite:collectives"):
-        capture("some/model", out=tmp_path / "x", machine=MachineOptions(ranks=2))
+        capture("some/model", out=tmp_path / "x", cases=CaseOptions(ranks=2))
     with pytest.raises(UsageError, match="--truth"):
         compare(made(2), made(3), truth=made(2))
     assert not (tmp_path / "x").exists()

@@ -7,7 +7,7 @@ import datetime
 import pytest
 import torch.distributed as dist
 
-from divergence import LoadOptions, MachineOptions, Run, capture, compare
+from divergence import CaseOptions, Run, capture, compare
 from divergence.domains.collectives.compare import _who
 from divergence.domains.collectives.result import CollectiveFault
 from divergence.errors import UsageError
@@ -31,9 +31,8 @@ def made(tmp_path_factory):
         return capture(
             "suite:collectives",
             out=folder / str(next(number)),
-            machine=MachineOptions(ranks=ranks),
+            cases=CaseOptions(ranks=ranks, impl=impl),
             sites=list(sites),
-            loading=LoadOptions(impl=impl),
             probe=False,
         )
 
@@ -181,8 +180,7 @@ def test_an_implementation_that_is_none_is_refused(tmp_path, impl, words):
         capture(
             "suite:collectives",
             out=tmp_path / "x",
-            machine=MachineOptions(ranks=2),
-            loading=LoadOptions(impl=[impl]),
+            cases=CaseOptions(ranks=2, impl=[impl]),
             probe=False,
             sites=["all_reduce.float32.odd.random"],
         )
@@ -195,7 +193,7 @@ def test_too_few_ranks_are_refused(tmp_path, ranks):
         capture(
             "suite:collectives",
             out=tmp_path / "x",
-            machine=MachineOptions(ranks=ranks),
+            cases=CaseOptions(ranks=ranks),
             probe=False,
         )
 

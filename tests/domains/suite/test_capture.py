@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import LoadOptions, RecordOptions, Run, capture, compare, replay
+from divergence import CaseOptions, RecordOptions, Run, capture, compare, replay
 from divergence import truth as make_truth
 from divergence.domains.suite.capturing import arguments_of
 from divergence.domains.suite.definition import Unavailable
@@ -146,7 +146,7 @@ def test_repeatability_is_measured(tmp_path):
         out=tmp_path / "b",
         sites=["silu.float32.odd.normal"],
         recording=RecordOptions(repeat=2),
-        loading=LoadOptions(impl={"silu": torch.rand_like}),
+        cases=CaseOptions(impl={"silu": torch.rand_like}),
     )
     assert noisy.manifest.repeatability.num_different == 1
     assert noisy.manifest.repeatability.first_difference == "silu.float32.odd.normal"
@@ -166,7 +166,7 @@ def test_what_cannot_run_is_skipped_and_counted(tmp_path):
         "suite:llm",
         out=tmp_path / "a",
         sites=["silu.*.odd.normal"],
-        loading=LoadOptions(impl={"silu": no_half}),
+        cases=CaseOptions(impl={"silu": no_half}),
         progress=lambda event, done, total, detail: event == "note" and notes.append(detail),
     )
     assert run.manifest.plan.skipped_operators == {"silu: no kernel for Half": 1}
@@ -184,7 +184,7 @@ def test_what_cannot_run_is_skipped_and_counted(tmp_path):
             "suite:llm",
             out=tmp_path / "c",
             sites=["silu.*"],
-            loading=LoadOptions(impl={"silu": never}),
+            cases=CaseOptions(impl={"silu": never}),
         )
 
 
@@ -196,7 +196,7 @@ def test_kernels_that_write_to_their_inputs(tmp_path):
         "suite:llm",
         out=tmp_path / "b",
         sites=sites,
-        loading=LoadOptions(impl={"silu": lambda x: x.zero_()}),
+        cases=CaseOptions(impl={"silu": lambda x: x.zero_()}),
     )
     one, two = (
         {record.site: record.xxh3 for record in run.records if ":in" in record.site}
@@ -221,7 +221,7 @@ def test_an_interrupted_suite_is_readable(tmp_path):
             "suite:llm",
             out=tmp_path / "b",
             sites=["silu.float32*"],
-            loading=LoadOptions(impl={"silu": stop}),
+            cases=CaseOptions(impl={"silu": stop}),
         )
     cut = Run.open(tmp_path / "b")
     assert cut.manifest.stopped_by == "interrupted"
@@ -260,7 +260,7 @@ def test_unknown_suites_and_models(quick, llama, tmp_path):
         capture("suite:vision", out=tmp_path / "a")
     assert "suite:llm" in caught.value.hint
     with pytest.raises(UsageError, match="--impl"):
-        capture(llama, out=tmp_path / "a", loading=LoadOptions(impl=["torch_npu"]))
+        capture(llama, out=tmp_path / "a", cases=CaseOptions(impl=["torch_npu"]))
     with pytest.raises(UsageError, match="needs no model"):
         capture(llama, like=run, out=tmp_path / "a")
     with pytest.raises(UsageError, match="is a truth itself"):
@@ -344,7 +344,7 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
     again = capture(
         like=run,
         out=tmp_path / "b",
-        loading=LoadOptions(impl="llama"),
+        cases=CaseOptions(impl="llama"),
         sites=["rms_norm.*", "silu.*"],
     )
     notes = again.manifest.plan.modules
@@ -357,12 +357,12 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
     (tmp_path / "my_kernels.py").write_text("def silu(x):\n    return x * 0\n")
     monkeypatch.chdir(tmp_path)
     mine = capture(
-        like=run, out="c", loading=LoadOptions(impl=["silu=my_kernels:silu"]), sites=["silu.*"]
+        like=run, out="c", cases=CaseOptions(impl=["silu=my_kernels:silu"]), sites=["silu.*"]
     )
     assert mine.manifest.plan.modules["silu.bfloat16.odd.normal"].kind == "my_kernels:silu"
     assert compare(run, mine, truth=truth).verdict.side == "candidate"
     with pytest.raises(UsageError, match="torch_npu is not here") as caught:
-        capture(like=run, out="d", loading=LoadOptions(impl="torch_npu"))
+        capture(like=run, out="d", cases=CaseOptions(impl="torch_npu"))
     assert "llama (rms_norm)" in caught.value.hint
 
 
@@ -425,7 +425,7 @@ def test_inputs_that_a_run_chose_lead_nowhere(quick, tmp_path, port, value, left
 
     impl = {"embedding": kernel, "paged_attention": kernel}
     with pytest.raises(UsageError, match="nothing was recorded"):
-        capture(like=bad, out=tmp_path / "b", loading=LoadOptions(impl=impl), probe=False)
+        capture(like=bad, out=tmp_path / "b", cases=CaseOptions(impl=impl), probe=False)
     wanted = {"embedding": "ids", "paged_attention": "query"}[left]
     assert seen and all(wanted in arguments for arguments in seen)
     again = capture(like=bad, out=tmp_path / "c", probe=False)

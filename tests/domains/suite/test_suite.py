@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import LoadOptions, Run, capture, compare
+from divergence import CaseOptions, Run, capture, compare
 from divergence import truth as make_truth
 from divergence.domains.suite.compare import Truths, between, excess, score_of_side
 from divergence.errors import IncomparableError, UsageError
@@ -43,7 +43,7 @@ def test_planted_faults_are_named(name, fault, planted_suite, tmp_path):
     and the right side is called right."""
     run, truth = planted_suite
     wrong = capture(
-        like=run, out=tmp_path / "b", loading=LoadOptions(impl={name: fault}), sites=[f"{name}.*"]
+        like=run, out=tmp_path / "b", cases=CaseOptions(impl={name: fault}), sites=[f"{name}.*"]
     )
     report = compare(run, wrong, truth=truth)
     assert report.verdict.kind in ("localized", "nonfinite")
@@ -67,7 +67,7 @@ def test_statistics_in_bfloat16_show_in_bfloat16(planted_suite, tmp_path):
         like=run,
         out=tmp_path / "b",
         sites=["rms_norm.bfloat16.prefill.normal"],
-        loading=LoadOptions(impl={"rms_norm": faulty.rms_norm_statistics_bf16}),
+        cases=CaseOptions(impl={"rms_norm": faulty.rms_norm_statistics_bf16}),
     )
     (case,) = compare(run, wrong, truth=truth).suite.cases
     assert (case.status, case.side) == ("wrong", "candidate")
@@ -81,15 +81,15 @@ def test_both_sides_wrong(planted_suite, tmp_path):
     run, truth = planted_suite
     options = {"like": run, "sites": ["linear.*"]}
     one = capture(
-        **options, out=tmp_path / "b", loading=LoadOptions(impl={"linear": faulty.linear_tf32})
+        **options, out=tmp_path / "b", cases=CaseOptions(impl={"linear": faulty.linear_tf32})
     )
     two = capture(
-        **options, out=tmp_path / "c", loading=LoadOptions(impl={"linear": faulty.linear_tf32})
+        **options, out=tmp_path / "c", cases=CaseOptions(impl={"linear": faulty.linear_tf32})
     )
     three = capture(
         **options,
         out=tmp_path / "d",
-        loading=LoadOptions(impl={"linear": faulty.linear_wrong_tile}),
+        cases=CaseOptions(impl={"linear": faulty.linear_wrong_tile}),
     )
     same = compare(one, two, truth=truth).verdict
     assert same.kind == "identical"
@@ -106,10 +106,10 @@ def test_tie_orders_are_shown_and_no_fault(tmp_path):
         "suite:llm",
         out=tmp_path / "a",
         sites=sites,
-        loading=LoadOptions(impl={"topk": faulty.topk_first}),
+        cases=CaseOptions(impl={"topk": faulty.topk_first}),
     )
     last = capture(
-        like=first, out=tmp_path / "b", loading=LoadOptions(impl={"topk": faulty.topk_last})
+        like=first, out=tmp_path / "b", cases=CaseOptions(impl={"topk": faulty.topk_last})
     )
     truth = make_truth(first, out=tmp_path / "t")
     report = compare(first, last, truth=truth)
@@ -127,7 +127,7 @@ def test_without_a_truth_it_abstains(planted_suite, tmp_path):
         like=run,
         out=tmp_path / "b",
         sites=["linear.*"],
-        loading=LoadOptions(impl={"linear": faulty.linear_tf32}),
+        cases=CaseOptions(impl={"linear": faulty.linear_tf32}),
     )
     report = compare(run, wrong)
     assert (report.verdict.kind, report.verdict.side) == ("undetermined", None)

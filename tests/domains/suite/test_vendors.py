@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence import LoadOptions, capture
+from divergence import CaseOptions, capture
 from divergence.domains.suite.operators import PAGED, QUANTIZATION
 
 (PAGED_ATTENTION,) = PAGED
@@ -145,7 +145,7 @@ def test_what_the_cpu_ran_is_not_judged_as_the_devices(monkeypatch, tmp_path):
         "suite:llm",
         out=tmp_path / "s",
         device="cpu",
-        loading=LoadOptions(impl={"silu": silu}),
+        cases=CaseOptions(impl={"silu": silu}),
         sites=["silu.*", "softmax.*"],
         probe=False,
     )

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from divergence.domains.training.judging import judge
+from divergence.domains.training.judging import compare_curves
 from divergence.domains.training.reading import Curves
 from divergence.facts import worded
 
@@ -27,7 +27,7 @@ def report(a, b, **how):
         )
         for name, one in (("a", a), ("b", b))
     ]
-    return worded(judge(*found, **how))
+    return worded(compare_curves(*found, **how))
 
 
 def pair(diffs, seed=0):
@@ -213,7 +213,7 @@ def test_the_warm_up_is_left_out():
 def test_a_gradient_norm_is_shown_and_not_judged():
     """The rule of thumb is of the loss."""
     a, b = pair(noise())
-    found = judge(
+    found = compare_curves(
         Curves(path="a", metrics={"loss": dict(enumerate(a)), "grad_norm": {1: 1.0}}),
         Curves(path="b", metrics={"loss": dict(enumerate(b)), "grad_norm": {1: 9.0}}),
         warmup_steps=0,

@@ -133,7 +133,7 @@ def test_a_trial_is_what_compare_says_of_a_real_plant(runs, tmp_path, dtype):
     )
     for right in (None, truth):
         trials = SensitivityTrials(measure_runs(a, b, preflight(a, b), truth=right))
-        tried = trials.judge(MIDDLE, FAULTS["noise"], 0.02)
+        tried = trials.verdict_with(MIDDLE, FAULTS["noise"], 0.02)
         real = compare(a, faulty, truth=right).verdict
         assert (tried.kind, tried.summary, tried.onset) == (real.kind, real.summary, real.onset)
         assert tried.evidence[0] == real.evidence[0]

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from divergence.domains.importing.building import DumpedForward, Notes, Rules
+from divergence.domains.importing.dumped import DumpedForward, Notes
+from divergence.domains.importing.rules import Rules
 from divergence.domains.importing.scores import FieldMap, Scored
 from divergence.run.foreign import DumpFolder
 
@@ -15,7 +16,7 @@ from divergence.run.foreign import DumpFolder
 class Layout:
     """A format, which knows where another tool puts its tensors and what it calls them, and gives
     each the site that a capture would. What follows from several of them (ranks, tokens, the run
-    that is repeated) is found by building.py, for all alike. It has ``read`` or ``scores``."""
+    that is repeated) is found by survey.py, for all alike. It has ``read`` or ``scores``."""
 
     words: str
     """What to call it."""

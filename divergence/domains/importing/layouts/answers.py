@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.domains.importing.building import Notes
+from divergence.domains.importing.dumped import Notes
 from divergence.domains.importing.layouts import Layout
 from divergence.domains.importing.scores import FieldMap, Scored
 from divergence.errors import DumpError
@@ -46,8 +46,8 @@ class _Form:
     def holds(self, item: dict[str, Any]) -> bool:
         choices = item.get("choices")
         first = choices[0] if isinstance(choices, list) and choices else None
-        known = self.of_choice is None or (isinstance(first, dict) and self.of_choice in first)
-        return known and self.keys <= item.keys()
+        is_choice = self.of_choice is None or (isinstance(first, dict) and self.of_choice in first)
+        return is_choice and self.keys <= item.keys()
 
 
 _FORMS = (

@@ -1,4 +1,4 @@
-"""A plain folder of .npy, .pt and .safetensors files, by a map (building.Rules)."""
+"""A plain folder of .npy, .pt and .safetensors files, by a map (rules.Rules)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from typing import Any
 
 import torch
 
-from divergence.domains.importing.building import (
-    Dumped,
-    DumpedForward,
-    Notes,
-    Rules,
-    Target,
-    checked_name,
-)
+from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, checked_name
 from divergence.domains.importing.layouts import Layout
+from divergence.domains.importing.rules import Rules, Target
 from divergence.errors import DumpError, UsageError
 from divergence.run.foreign import SUFFIXES, DumpFolder
 from divergence.run.site import natural_key

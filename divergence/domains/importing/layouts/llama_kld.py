@@ -17,7 +17,7 @@ import struct
 
 import numpy as np
 
-from divergence.domains.importing.building import Notes
+from divergence.domains.importing.dumped import Notes
 from divergence.domains.importing.layouts import Layout
 from divergence.domains.importing.scores import FieldMap, Scored
 from divergence.errors import DumpError

@@ -9,11 +9,11 @@ log-likelihood, and is left out and counted.
 
 from __future__ import annotations
 
-from divergence.domains.importing.building import Notes
+from divergence.domains.importing.dumped import Notes
 from divergence.domains.importing.layouts import Layout
 from divergence.domains.importing.scores import FieldMap, Scored
-from divergence.run.foreign import LINES, DumpFolder, lm_eval_requests
-from divergence.run.scores import BY_TEXT, Scores, ScoreSource
+from divergence.run.foreign import LINES, DumpFolder
+from divergence.run.scores import BY_TEXT, Scores, ScoreSource, lm_eval_requests
 
 
 def recognise(folder: DumpFolder) -> bool:

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from divergence.domains.importing.building import Dumped, DumpedForward, Notes, Rules, module_site
+from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, module_site
 from divergence.domains.importing.layouts import Layout, holding
+from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
 
@@ -66,26 +67,26 @@ def _is_edge(folder: DumpFolder) -> bool:
     names = [name for name in folder.names if name.endswith(".safetensors")]
     if len(names) != 1 or len(folder.names) != 1:
         return False
-    held = folder.value(names[0])
-    return isinstance(held, dict) and any(_KEY.fullmatch(str(key)) for key in held)
+    table = folder.value(names[0])
+    return isinstance(table, dict) and any(_KEY.fullmatch(str(key)) for key in table)
 
 
 def _read_edge(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     name = next(name for name in folder.names if name.endswith(".safetensors"))
-    held, where = folder.value(name), folder.where(name)
+    table, where = folder.value(name), folder.where(name)
     rounds: dict[int, list[Dumped]] = {}
-    for key in held:
+    for key in table:
         match = _KEY.fullmatch(key)
         if match is None:
             continue
-        number, tensor = int(match["round"]), held[key]
+        number, tensor = int(match["round"]), table[key]
         tensors_there = rounds.setdefault(number, [])
         if match["layer"] is None:
             tensors_there.append(
                 Dumped(site="lm_head:out", tensor=tensor.reshape(len(tensor), 1, -1))
             )
             continue
-        lengths = held.get(f"round_{number}.context_lengths")
+        lengths = table.get(f"round_{number}.context_lengths")
         if not isinstance(lengths, torch.Tensor) or tensor.ndim != 5 or tensor.shape[1] != 2:
             raise DumpError(f"{key} is no cache with its context_lengths", where=where)
         if len(set(lengths.reshape(-1).tolist())) != 1:

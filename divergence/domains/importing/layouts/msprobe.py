@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from divergence.domains.importing.building import (
+from divergence.domains.importing.dumped import (
     Dumped,
     DumpedForward,
     Notes,
-    Rules,
     check_ranks,
     checked_name,
     leaves,
@@ -33,6 +32,7 @@ from divergence.domains.importing.building import (
 )
 from divergence.domains.importing.layouts import Layout, holding
 from divergence.domains.importing.layouts.statistics import kept_of
+from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
 from divergence.run.site import natural_key
@@ -55,7 +55,7 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
     if not any(name.endswith("dump.json") for name in folder.names):
         graphs = {name: match for name in folder.names if (match := _GRAPH.fullmatch(name))}
         if graphs:
-            yield from _of_graphs(folder, graphs, notes)
+            yield from _read_graphs(folder, graphs, notes)
             return
     for step, ranks in sorted(_steps(folder).items()):
         tensors = [
@@ -66,7 +66,7 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
         yield DumpedForward(where=folder.where(ranks[min(ranks)]), tensors=tensors, number=step)
 
 
-def _of_graphs(
+def _read_graphs(
     folder: DumpFolder, graphs: dict[str, re.Match[str]], notes: Notes
 ) -> Iterator[DumpedForward]:
     """Of captured graphs, whose files alone say what they are."""
@@ -87,8 +87,8 @@ def _of_graphs(
         rank = int(digits) if digits.isdecimal() else 0
         path = "" if match["path"] == "__root__" else match["path"]
         place = path, int(match["call"]) + 1, "out" if match["side"] == "output" else "in"
-        held = steps.setdefault(int(match["step"]), {}).setdefault(rank, {})
-        held.setdefault(place, {})[match["port"] or "0"] = name
+        ports = steps.setdefault(int(match["step"]), {}).setdefault(rank, {})
+        ports.setdefault(place, {})[match["port"] or "0"] = name
     check_ranks(steps, str(folder.path))
     for step, ranks in sorted(steps.items()):
         tensors = []
@@ -179,10 +179,10 @@ def _tensors(folder: DumpFolder, name: str, rank: int, notes: Notes) -> Iterator
         if file in files:  # a small file named often would be a large run
             raise DumpError(f"{file} is named twice", where=where)
         files.add(file)
-        held = f"{name.removesuffix('dump.json')}dump_tensor_data/{file}"
-        tensor = folder.value(held)
+        dumped_file = f"{name.removesuffix('dump.json')}dump_tensor_data/{file}"
+        tensor = folder.value(dumped_file)
         if not isinstance(tensor, torch.Tensor):
-            raise DumpError("the file holds no tensor", where=folder.where(held))
+            raise DumpError("the file holds no tensor", where=folder.where(dumped_file))
         yield Dumped(site=module_site(path, port, call), tensor=tensor, rank=rank)
 
 

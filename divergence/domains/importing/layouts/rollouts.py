@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from divergence.domains.importing.building import Notes
+from divergence.domains.importing.dumped import Notes
 from divergence.domains.importing.layouts import Layout
 from divergence.domains.importing.scores import FieldMap, Scored, scores_of
 from divergence.errors import DumpError

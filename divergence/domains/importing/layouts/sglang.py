@@ -29,16 +29,16 @@ from typing import Any
 
 import torch
 
-from divergence.domains.importing.building import (
+from divergence.domains.importing.dumped import (
     Dumped,
     DumpedForward,
     Notes,
-    Rules,
     check_ranks,
     first_missing,
     module_site,
 )
 from divergence.domains.importing.layouts import Layout, holding
+from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError, UsageError
 from divergence.run.foreign import DumpFolder
 
@@ -78,18 +78,18 @@ def _read_hooks(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterat
         where = folder.where(next(iter(ranks.values())))
         following = passes[number + 1] if shifted and number + 1 < len(passes) else {}
         for rank, name in ranks.items():
-            held = _dict(folder, name)
+            table = _dict(folder, name)
             if shifted:
-                held = {key: held[key] for key in held if key not in _late(held)}
+                table = {key: table[key] for key in table if key not in _late(table)}
             late = _late(_dict(folder, following[rank])) if rank in following else {}
-            tensors += _returned({**held, **late}, rank, where, notes)
+            tensors += _returned({**table, **late}, rank, where, notes)
         yield DumpedForward(where=where, tensors=tensors, number=number)
 
 
-def _late(held: dict[str, Any]) -> dict[str, Any]:
+def _late(table: dict[str, Any]) -> dict[str, Any]:
     """Outputs of the model, and of what follows it."""
-    top = {key.partition(_BATCH)[0] for key in held if _BATCH in key}
-    return {key: held[key] for key in held if key in top or _LAST.fullmatch(key)}
+    top = {key.partition(_BATCH)[0] for key in table if _BATCH in key}
+    return {key: table[key] for key in table if key in top or _LAST.fullmatch(key)}
 
 
 def _passes(folder: DumpFolder) -> list[dict[int, str]]:
@@ -130,24 +130,24 @@ def _passes(folder: DumpFolder) -> list[dict[int, str]]:
 
 
 def _dict(folder: DumpFolder, name: str) -> dict[str, Any]:
-    held = folder.value(name)
-    if not isinstance(held, dict):
+    table = folder.value(name)
+    if not isinstance(table, dict):
         raise DumpError("the file holds no tensors by name", where=folder.where(name))
-    return {str(key): value for key, value in held.items()}
+    return {str(key): value for key, value in table.items()}
 
 
-def _returned(held: dict[str, Any], rank: int, where: str, notes: Notes) -> Iterator[Dumped]:
-    lengths = [v for k, v in held.items() if k.endswith(f"{_BATCH}seq_lens")]
+def _returned(table: dict[str, Any], rank: int, where: str, notes: Notes) -> Iterator[Dumped]:
+    lengths = [v for k, v in table.items() if k.endswith(f"{_BATCH}seq_lens")]
     if any(isinstance(length, torch.Tensor) and length.numel() > 1 for length in lengths):
         raise DumpError(
             f"the pass holds {lengths[0].numel()} sequences at once",
             where=where,
             hint="send one request at a time while dumping",
         )
-    blocks = [match for key in held if (match := BLOCK.match(key))]
+    blocks = [match for key in table if (match := BLOCK.match(key))]
     last = max(blocks, key=lambda match: int(match[1]))[0] if blocks else None
     given: set[str] = set()
-    for key, value in held.items():
+    for key, value in table.items():
         for site, tensor, plus in _sites(key, value, last):
             if site not in given:
                 given.add(site)
@@ -266,10 +266,10 @@ def _read_dumper(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
 
 
 def _value_of(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> torch.Tensor | None:
-    held = folder.value(name)
+    value = folder.value(name)
     meta: Any = {}
-    if isinstance(held, dict) and held.keys() >= {"value", "meta"}:
-        held, meta = held["value"], held["meta"]
+    if isinstance(value, dict) and value.keys() >= {"value", "meta"}:
+        value, meta = value["value"], value["meta"]
     size = meta.get("world_size") if isinstance(meta, dict) else None
     if isinstance(size, int) and (missing := first_missing(ranks)) < size:
         raise DumpError(
@@ -277,8 +277,8 @@ def _value_of(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> t
             where=folder.where(name),
             hint="copy the files of all ranks",
         )
-    if isinstance(held, torch.Tensor):
-        return held
+    if isinstance(value, torch.Tensor):
+        return value
     notes.add("were no tensors, and left out")
     return None
 

@@ -26,15 +26,9 @@ from typing import Any
 
 import torch
 
-from divergence.domains.importing.building import (
-    Dumped,
-    DumpedForward,
-    Notes,
-    Rules,
-    leaves,
-    module_site,
-)
+from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, leaves, module_site
 from divergence.domains.importing.layouts import Layout
+from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.numerics.formats import FORMATS
 from divergence.numerics.summary import Summary
@@ -339,10 +333,10 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
                 if match is None or match["what"] not in _PORTS:
                     notes.add("of gradients and weights were left out", int(match is not None))
                     continue
-                known = _STATISTICS.get(match["statistic"])
-                if known is not None:
+                key = _STATISTICS.get(match["statistic"])
+                if key is not None:
                     place = (int(match["number"]), rank, match["name"], _PORTS[match["what"]])
-                    numbers.setdefault(place, {})[known] = match["value"]
+                    numbers.setdefault(place, {})[key] = match["value"]
         for (iteration, rank, path, port), values in numbers.items():
             site = module_site(path, port)
             yield (
@@ -401,20 +395,20 @@ def _read_compared(
         for item, where in folder.objects(*LINES):
             if not isinstance(item, dict) or item.get("type") not in ("comparison", "skip"):
                 continue
-            told = item.get(_NAMES[side][1])
-            stats = told.get("stats") if isinstance(told, dict) else None
-            if not isinstance(told, dict) or not isinstance(stats, dict):
+            own_name = item.get(_NAMES[side][1])
+            stats = own_name.get("stats") if isinstance(own_name, dict) else None
+            if not isinstance(own_name, dict) or not isinstance(stats, dict):
                 notes.add("that the comparison skipped were left out")
                 continue
             location = item.get("location")
             step = location.get("step") if isinstance(location, dict) else None
             path = str(item.get("name", "")).removeprefix("non_intrusive__")
             path, _, port = path.partition(".output") if ".output" in path else (path, "", "")
-            shape = told.get("shape")
+            shape = own_name.get("shape")
             dumped = kept_of(
                 module_site(path or ".", f"out{port}"),
                 shape if isinstance(shape, list) else None,
-                str(told.get("dtype")),
+                str(own_name.get("dtype")),
                 low=stats.get("min"),
                 high=stats.get("max"),
                 mean=stats.get("mean"),

@@ -19,16 +19,10 @@ from typing import Any
 
 import torch
 
-from divergence.domains.importing.building import (
-    Dumped,
-    DumpedForward,
-    Notes,
-    Rules,
-    leaves,
-    module_site,
-)
+from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, leaves, module_site
 from divergence.domains.importing.layouts import Layout, holding
 from divergence.domains.importing.layouts.statistics import kept_of
+from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
 from divergence.run.site import natural_key
@@ -128,12 +122,12 @@ def _sites(tree: Any, kind: str, where: str) -> tuple[dict[str, str], list[Dumpe
 
 def _pruned(sites: dict[str, str], folder: DumpFolder) -> dict[str, str]:
     """Files of blocks that the tree leaves out, by those of the blocks that it holds."""
-    known: dict[str, tuple[str, str]] = {}
+    shapes: dict[str, tuple[str, str]] = {}
     for name, site in sites.items():
-        known.setdefault(_NUMBER.sub(".*", name), (name, site))
+        shapes.setdefault(_NUMBER.sub(".*", name), (name, site))
     pruned: dict[str, str] = {}
     for name in sorted(folder.names, key=natural_key):
-        like = known.get(_NUMBER.sub(".*", name))
+        like = shapes.get(_NUMBER.sub(".*", name))
         if name in sites or like is None:
             continue
         numbers = iter(_NUMBER.findall(name))

@@ -118,14 +118,14 @@ def find_server(client: Client) -> Server:
     owner = str(models[0].get("owned_by", "")) if models else ""
     kind = _OWNERS.get(owner, UNKNOWN)
     for asked, path, version, dtype in _ROUTES:
-        said = client.get(path) if kind in (asked, UNKNOWN) else None
-        if isinstance(said, dict) and (told := _text(said, version)):
-            form = (_text(said, dtype) or "").removeprefix("torch.")
+        answer = client.get(path) if kind in (asked, UNKNOWN) else None
+        if isinstance(answer, dict) and (number := _text(answer, version)):
+            form = (_text(answer, dtype) or "").removeprefix("torch.")
             return Server(
                 kind=asked,
-                version=told,
+                version=number,
                 dtype=form if form in _DTYPES else None,
-                models=names or tuple(filter(None, [_text(said, "model_id")])),
+                models=names or tuple(filter(None, [_text(answer, "model_id")])),
             )
     return Server(kind=kind, models=names)
 
@@ -164,9 +164,11 @@ def probe(
     else:
         assert refused is not None
         raise refused
-    told = answer.prompt_ids is not None
+    tells_prompt = answer.prompt_ids is not None
     form: Route = "llama.cpp" if server.kind == "llama.cpp" else "prompt"
-    route = form if not (told or question.ids) and tokens_of(client, form, question) else None
+    route = (
+        form if not (tells_prompt or question.ids) and tokens_of(client, form, question) else None
+    )
     forces = STEPS if protocol.takes_ids and answer.has_ids and answer.num_top else None
     if answer.scores_prompt and protocol.takes_ids:
         forces = protocol.forces_by or "always"
@@ -185,7 +187,7 @@ def probe(
         num_top=answer.num_top,
         token_ids=answer.has_ids,
         tokenizes=route,
-        prompt_ids=told or question.ids is not None or route is not None,
+        prompt_ids=tells_prompt or question.ids is not None or route is not None,
         counts=answer.num_prompt is not None,
         answers_as=answer.model,
         forces=forces,
@@ -211,8 +213,8 @@ def _lacks(caps: Capabilities) -> tuple[Fact, ...]:
     return tuple(lacks)
 
 
-def _text(said: dict[str, Any], key: str) -> str | None:
-    text = said.get(key)
+def _text(fields: dict[str, Any], key: str) -> str | None:
+    text = fields.get(key)
     return text[:100] if isinstance(text, str) and text else None
 
 

@@ -67,8 +67,8 @@ def capture_endpoint(
     tell: Progress = progress or silent
     place = location_of(out)
     asked = asked_of(options, like)
-    held = _held(place, asked) if of_server.resume else None
-    if held is None:
+    earlier = _held(place, asked) if of_server.resume else None
+    if earlier is None:
         check_output(place, force=force, like=like)
     client = Client(str(of_server.endpoint))
     server = find_server(client)
@@ -85,36 +85,39 @@ def capture_endpoint(
     manifest = _manifest(caps, asked, options, like, command)
     if like is not None and caps.token_ids:
         manifest.tokens.texts = dict(like.manifest.tokens.texts)
-    if held is not None:
-        _check_same(held.manifest, manifest, place)
-        manifest.id, manifest.created = held.manifest.id, held.manifest.created
+    if earlier is not None:
+        _check_same(earlier.manifest, manifest, place)
+        manifest.id, manifest.created = earlier.manifest.id, earlier.manifest.created
     job = _Job(client, caps, asked, manifest, tell, max(1, of_server.concurrency))
-    if held is None:
+    if earlier is None:
         return job.finished(job.run(place, force=force))
     assert isinstance(place, Path)
     try:
-        job.run(_beside(place), force=True, held=held).close()
+        job.run(_beside(place), force=True, earlier=earlier).close()
     finally:
-        held.close()
+        earlier.close()
         _take_over(place)
     return job.finished(Run.open(place))
 
 
-def _check_same(held: Manifest, manifest: Manifest, place: Location) -> None:
+def _check_same(recorded: Manifest, manifest: Manifest, place: Location) -> None:
     """Raises UsageError where the rest would be asked of another model, or otherwise."""
     for name, before, now in (
-        ("model", held.model.source, manifest.model.source),
-        ("--max-new-tokens", held.settings.max_new_tokens, manifest.settings.max_new_tokens),
-        ("--seed", held.settings.seed, manifest.settings.seed),
-        ("server", *(m.engine and m.engine.version for m in (held, manifest))),
-        ("the server's dtype", held.settings.dtype, manifest.settings.dtype),
-        ("token ids", *(m.engine and m.engine.facts.get("token ids") for m in (held, manifest))),
-        ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (held, manifest))),
+        ("model", recorded.model.source, manifest.model.source),
+        ("--max-new-tokens", recorded.settings.max_new_tokens, manifest.settings.max_new_tokens),
+        ("--seed", recorded.settings.seed, manifest.settings.seed),
+        ("server", *(m.engine and m.engine.version for m in (recorded, manifest))),
+        ("the server's dtype", recorded.settings.dtype, manifest.settings.dtype),
+        (
+            "token ids",
+            *(m.engine and m.engine.facts.get("token ids") for m in (recorded, manifest)),
+        ),
+        ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (recorded, manifest))),
         (
             "answered by",
             *(
                 m.engine and m.engine.facts.get("answers as", "the model asked for")
-                for m in (held, manifest)
+                for m in (recorded, manifest)
             ),
         ),
     ):
@@ -129,9 +132,9 @@ def _take_over(place: Path) -> None:
     """Puts what was gone on with in the place of the run, where it holds at least as much."""
     rest = _beside(place)
     with contextlib.suppress(RunFormatError):
-        held, more = Run.open(place), Run.open(rest)
-        enough = len(more.records) >= len(held.records)
-        held.close()
+        earlier, more = Run.open(place), Run.open(rest)
+        enough = len(more.records) >= len(earlier.records)
+        earlier.close()
         more.close()
         if enough:
             shutil.rmtree(place)
@@ -223,13 +226,13 @@ class _Job:
         self._failed: dict[int, str] = {}
         self._updated = 0.0
 
-    def run(self, place: Location, *, force: bool, held: Run | None = None) -> Run:
-        """Asks for everything that ``held`` lacks. What has no answer is told by ``finished``."""
+    def run(self, place: Location, *, force: bool, earlier: Run | None = None) -> Run:
+        """Asks for all that ``earlier`` lacks. What has no answer is told by ``finished``."""
         with (
             contextlib.suppress(EndpointError),
             RunWriter(place, self._manifest, force=force) as writer,
         ):
-            done = set() if held is None else self._copy(held, writer)
+            done = set() if earlier is None else self._copy(earlier, writer)
             self._ask(writer, [n for n in range(len(self._asked)) if n not in done])
             self._note_counts()
             if self._failed:
@@ -314,18 +317,18 @@ class _Job:
         counts = ("-" if count is None else str(count) for count in self._counts)
         self._manifest.engine.facts["prompt tokens"] = " ".join(counts)
 
-    def _copy(self, held: Run, writer: RunWriter) -> set[int]:
+    def _copy(self, earlier: Run, writer: RunWriter) -> set[int]:
         """What an earlier capture has already, by prompt."""
         done: set[int] = set()
-        tokens, said = held.manifest.tokens, held.manifest.engine
+        tokens, engine = earlier.manifest.tokens, earlier.manifest.engine
         self._vocabulary.take(tokens.texts)
-        counts = ("" if said is None else said.facts.get("prompt tokens", "")).split()
-        for record in held.records:
+        counts = ("" if engine is None else engine.facts.get("prompt tokens", "")).split()
+        for record in earlier.records:
             sample = tokens.samples[record.sample]
             if not sample.generated_ids:
                 continue  # the manifest is older than its records: it is asked again
             writer.put(
-                CapturedTensor(held.read(record).clone()),
+                CapturedTensor(earlier.read(record).clone()),
                 pass_="free",
                 sample=record.sample,
                 step=record.step,

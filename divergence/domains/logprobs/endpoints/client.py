@@ -62,8 +62,8 @@ class _Request(urllib.request.Request):
             yield
         finally:
             self._timer.cancel()
-            for held in self._sockets:
-                held.close()
+            for socket_ in self._sockets:
+                socket_.close()
 
     @property
     def is_late(self) -> bool:
@@ -86,9 +86,9 @@ class _Request(urllib.request.Request):
         return make
 
     def _break(self) -> None:
-        for held in self._sockets:
+        for socket_ in self._sockets:
             with contextlib.suppress(OSError):
-                held.shutdown(socket.SHUT_RDWR)
+                socket_.shutdown(socket.SHUT_RDWR)
 
 
 class _Watched(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
@@ -181,10 +181,10 @@ class Client:
             hint = "redirects are not followed: give the address that it names"
         after = error.headers.get("Retry-After", "")
         # not the server's own words for its code, which may quote the key
-        said = f"{error.code} {http.client.responses.get(error.code, '')}".strip()
+        status = f"{error.code} {http.client.responses.get(error.code, '')}".strip()
         shown = _line(text[:_SHOWN].decode(errors="replace"))
         return _Failed(
-            f"{said}: {shown}" if shown else said,
+            f"{status}: {shown}" if shown else status,
             status=error.code,
             again=error.code in _AGAIN,
             hint=hint,

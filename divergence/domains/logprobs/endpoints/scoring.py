@@ -216,11 +216,11 @@ def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
             )
         # the token as the list at its place has it; one without an answer there was its end
         first = answer.tokens[0] if answer.tokens else Token(None, None, None)
-        known = next((entry for entry in (first, *first.top) if entry.id == token), None)
-        if known is None:
+        entry_of = next((entry for entry in (first, *first.top) if entry.id == token), None)
+        if entry_of is None:
             scored.append(Token(token, None, None))
         else:
-            scored.append(Token(token, known.text, known.logprob, first.top))
+            scored.append(Token(token, entry_of.text, entry_of.logprob, first.top))
     whole = [*prompt, *asked.forced]
     return ServerAnswer(
         prompt=[*(Token(id_, None, None) for id_ in prompt), *scored], prompt_ids=whole
@@ -236,8 +236,10 @@ def scores_of(
         scored = answer.tokens[: len(whole)] if caps.forces == "echo" else answer.prompt
         if len(scored) != len(whole):
             raise EndpointError(f"{len(scored)} tokens were scored, and {len(whole)} were given")
-        told = [token.id for token in scored if token.id is not None]
-        _check_prompt(answer.prompt_ids or (told if len(told) == len(scored) else None), whole)
+        scored_ids = [token.id for token in scored if token.id is not None]
+        _check_prompt(
+            answer.prompt_ids or (scored_ids if len(scored_ids) == len(scored) else None), whole
+        )
         named = [Token(id_, t.text, t.logprob, t.top) for id_, t in zip(whole, scored, strict=True)]
         return scores_from(
             list(asked.ids or ()), list(asked.forced), list(enumerate(named)), vocabulary
@@ -257,10 +259,10 @@ def scores_of(
     return scores_from(prompt, [id_ for id_ in ids if id_ is not None], rows, vocabulary)
 
 
-def _check_prompt(told: Sequence[int] | None, given: Sequence[int] | None) -> None:
-    if told is not None and given is not None and list(told) != list(given):
-        at = first_apart(told, given)
+def _check_prompt(ids: Sequence[int] | None, given: Sequence[int] | None) -> None:
+    if ids is not None and given is not None and list(ids) != list(given):
+        at = first_apart(ids, given)
         raise EndpointError(
             f"the server read other tokens than were given: from token {at} on "
-            f"{list(told[at : at + 4])} instead of {list(given[at : at + 4])}"
+            f"{list(ids[at : at + 4])} instead of {list(given[at : at + 4])}"
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from divergence.comparison.align.pairs import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
-from divergence.comparison.measure.judge import work_format
+from divergence.comparison.measure.floors import work_format
 from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
 from divergence.domains.quantization.coding import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.facts import Fact, fact
@@ -92,7 +92,7 @@ def find(measured: Measured) -> AnalysisResult:
         return AnalysisResult(findings=[context, *uncoded])
     off.sort(key=lambda item: order_of(item[0].results[0]))
     first, faults = off[0]
-    side = common_side(side for _, mine in off for side in mine) if by_truth else None
+    side = common_side(side for _, site_off in off for side in site_off) if by_truth else None
     _, at = next(iter(faults.values()))
     family = in_most(len(off), len(sites))
     headline = fact("codes.wrong_everywhere", module=module_of(at.site))
@@ -100,13 +100,13 @@ def find(measured: Measured) -> AnalysisResult:
         by = side if side in SIDES else None
         headline = fact("codes.wrong_at", place=_place(at.site), by=by)
     evidence = []
-    for _, mine in off[:3]:
-        for who, (looks, where) in mine.items():
+    for _, site_off in off[:3]:
+        for who, (looks, where) in site_off.items():
             # the mean that tells what it is before the count of what it leads to
             looks.sort(key=lambda look: look.what == "outliers")
-            place, told = _place(where.site, entering=False), list(map(_look, looks))
+            place, seen = _place(where.site, entering=False), list(map(_look, looks))
             whose = who if by_truth else None
-            evidence.append(fact("codes.beyond", place=place, side=whose, looks=told))
+            evidence.append(fact("codes.beyond", place=place, side=whose, looks=seen))
     wrong = measured.finding_at(
         at,
         claim="codes_wrong",

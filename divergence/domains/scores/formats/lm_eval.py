@@ -30,7 +30,8 @@ from divergence.domains.scores.rows import Evaluation, ScoreRow, SeriesName
 from divergence.errors import DumpError
 from divergence.facts import fact
 from divergence.recording.prompts import Prompt
-from divergence.run.foreign import DumpFolder, lm_eval_requests
+from divergence.run.foreign import DumpFolder
+from divergence.run.scores import lm_eval_requests
 
 _SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")
@@ -63,11 +64,16 @@ def read(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> No
         report = results.get(date) or (next(iter(results.values())) if len(results) == 1 else {})
         _task(folder, name, task, report, reading)
         series = reading.series_of(folder.where(name))
-        told = table_of(table_of(report.get("n-samples")).get(task)).get("effective")
-        held = max((len({row.document for row in entry.rows}) for entry in series), default=told)
-        if isinstance(told, int) and held != told:
+        effective = table_of(table_of(report.get("n-samples")).get(task)).get("effective")
+        num_documents = max(
+            (len({row.document for row in entry.rows}) for entry in series), default=effective
+        )
+        if isinstance(effective, int) and num_documents != effective:
             evaluation.incomplete = fact(
-                "evaluations.other_number", task=task, num_documents=held, expected=told
+                "evaluations.other_number",
+                task=task,
+                num_documents=num_documents,
+                expected=effective,
             )
         config = table_of(report.get("config"))
         evaluation.model = evaluation.model or config.get("model_source") or config.get("model")

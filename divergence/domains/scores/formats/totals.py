@@ -52,10 +52,12 @@ def _put(
         return
     if reading.rows_in(name, file, settings, higher=higher) is None:
         return
-    known = error if isinstance(error, int | float) and not isinstance(error, bool) else None
+    standard_error = (
+        error if isinstance(error, int | float) and not isinstance(error, bool) else None
+    )
     count = num if type(num) is int and num > 0 else None
     series = next(entry for entry in reading.series_of(file) if entry.name == name)
-    series.total = Total(score, known, count)
+    series.total = Total(score, standard_error, count)
 
 
 def no_prompts(

@@ -27,19 +27,21 @@ from divergence.comparison.limits import EXPLAINS
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
 from divergence.facts import fact
-from divergence.run.site import OPTIMIZER, of_parameter
+from divergence.run.site import OPTIMIZER, is_of_parameter
 
 
 def find(measured: Measured) -> AnalysisResult:
     """The first gradient of a parameter that is off in the free pass alone."""
     free = [site for site in measured.sites if site.pass_ == "free"]
     again = {site.site: site for site in measured.sites if site.pass_ == "anchored"}
-    own = [site for site in free if site.phase == "backward" and of_parameter(site.site)]
+    own = [site for site in free if site.phase == "backward" and is_of_parameter(site.site)]
     if not own or any(
         (again[site.site].limit_usage or 0) > 1 for site in own if site.site in again
     ):
         return AnalysisResult()  # told of the anchored pass
-    spread = max((site.rel_l2 or 0.0 for site in free if not of_parameter(site.site)), default=0.0)
+    spread = max(
+        (site.rel_l2 or 0.0 for site in free if not is_of_parameter(site.site)), default=0.0
+    )
     ample = measured.thresholds.typical * measured.thresholds.free_gain
     beyond = []
     for site in own:
@@ -77,7 +79,7 @@ def find(measured: Measured) -> AnalysisResult:
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """What a verdict about gradients of parameters means."""
     onset = verdict.onset
-    if onset is None or not of_parameter(onset.site):
+    if onset is None or not is_of_parameter(onset.site):
         return []
     if onset.phase == "optimizer" and not measured.anchored:
         return []  # what enters its step is not equal

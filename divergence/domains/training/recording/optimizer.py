@@ -249,7 +249,7 @@ class Stepping:
         """The gradients of all micro-batches of this rank are there: add up those of all ranks, and
         divide the loss's factor out of them. (FSDP has added them up in the backward.) Returns what
         holds them: each its gradient, and the value that is stepped."""
-        ranks, held = self._ranks, []
+        ranks, gathered = self._ranks, []
         check_reduced([parameter for *_, parameter in named], ranks)
         gradients = [self._gradient(parameter) for *_, parameter in named]
         made = [[grad is not None for grad in gradients]]
@@ -261,7 +261,7 @@ class Stepping:
             named, gradients, anywhere, strict=True
         ):
             if between and wanted:
-                gradient = self._of_all_ranks(parameter, gradient)
+                gradient = self._sum_over_ranks(parameter, gradient)
             if gradient is not None and self.training.loss_scale is not None:
                 gradient = gradient / self.loss_scale
             holder = parameter
@@ -269,10 +269,10 @@ class Stepping:
                 holder = torch.nn.Parameter(parameter.detach().to(gradient.dtype))
             parameter.grad = None
             holder.grad = gradient
-            held.append((path, leaf, holder))
-        return held
+            gathered.append((path, leaf, holder))
+        return gathered
 
-    def _of_all_ranks(
+    def _sum_over_ranks(
         self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None
     ) -> torch.Tensor:
         dtype = self._sums_dtype(parameter)
@@ -284,12 +284,12 @@ class Stepping:
         torch.distributed.all_reduce(gradient)
         return gradient.to(dtype)
 
-    def step(self, named: Named, held: Named) -> Update:
-        """Clip and apply. ``held``: of ``reduce``, for the parameters ``named``, which are changed
-        (session.leaves gives their values back)."""
+    def step(self, named: Named, gradients: Named) -> Update:
+        """Clip and apply. ``gradients``: of ``reduce``, for the parameters ``named``, which are
+        changed (session.leaves gives their values back)."""
         # main weights, where they are asked for, else the parameters; each with its gradient
         stepped: list[tuple[str, str, torch.nn.Parameter]] = []
-        for (path, leaf, own), (*_, holder) in zip(named, held, strict=True):
+        for (path, leaf, own), (*_, holder) in zip(named, gradients, strict=True):
             wide = self.training.main_weights and own.dtype.itemsize < 4
             dtype = torch.float32 if wide else own.dtype
             if holder.dtype != dtype:
@@ -353,29 +353,29 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def precision_of(
-    model: torch.nn.Module, training: Training, held: Named, made: Update | None
+    model: torch.nn.Module, training: Training, named: Named, made: Update | None
 ) -> StepPrecision:
-    """``held``: what holds the gradients; ``made``: the optimizer's step, where there was one."""
-    parameters = [parameter for *_, parameter in held]
+    """``named``: what holds the gradients; ``made``: the optimizer's step, where there was one."""
+    parameters = [parameter for *_, parameter in named]
     gradients = [holder.grad for holder in parameters if holder.grad is not None]
-    compute, sent = _of_fsdp(model)
+    compute, sent = _fsdp_dtypes(model)
     own = _usual(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    known = StepPrecision(
+    precision = StepPrecision(
         parameters=compute or own or "none",
         gradients=_usual(gradients),
         reduction=sent,
         buffers=_usual(buffer for buffer in model.buffers() if buffer.is_floating_point()),
     )
     if sent is None:  # and of one process that stands for no ranks
-        known.reduction = training.reduce_dtype
+        precision.reduction = training.reduce_dtype
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if known.reduction is None and joined:
-            known.reduction = _usual(gradients)
+        if precision.reduction is None and joined:
+            precision.reduction = _usual(gradients)
     if made is not None:
-        known.main_weights = _usual(weight for *_, weight in made.named)
-        known.moments = _usual(value for *_, moments in made.updates() for _, value in moments)
-        known.num_stepped, known.num_unmoved = made.num_stepped, made.num_unmoved
-    return known
+        precision.main_weights = _usual(weight for *_, weight in made.named)
+        precision.moments = _usual(value for *_, moments in made.updates() for _, value in moments)
+        precision.num_stepped, precision.num_unmoved = made.num_stepped, made.num_unmoved
+    return precision
 
 
 def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
@@ -384,7 +384,7 @@ def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
     )
 
 
-def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
+def _fsdp_dtypes(model: torch.nn.Module) -> tuple[str | None, str | None]:
     """(compute, reduction) by the MixedPrecisionPolicy of a model that FSDP2 divides."""
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from divergence.domain import added, placed
+from divergence.domains.training.options import TrainOptions
+from divergence.domains.training.policies import read_policy
 from divergence.errors import PromptError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.commands import CaptureOptions
-from divergence.options.option import recorded_in
+from divergence.options.option import given_fields, group_of, recorded_in
 from divergence.recording.processes import Ranks
 from divergence.recording.prompts import Label, Prompt, collect_prompts, decoded, text_lines
 from divergence.run.manifest import NO_LABEL, SampleTokens, Training
@@ -86,28 +87,27 @@ WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
 
 def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training:
     """The step as the manifest has it, on ``ranks``."""
-    given = recorded_in(options, "training", CaptureOptions)
-    if options.train:
+    asked = group_of(TrainOptions, options)
+    given = recorded_in(asked, "training", TrainOptions)
+    if asked.train:
         # the stage; None where each process keeps all
         axes = set() if ranks is None else {"dp", "fsdp"} & ranks.sizes.keys()
         usual = 3 if "fsdp" in axes else 0
-        zero = usual if options.zero is None else options.zero
+        zero = usual if asked.zero is None else asked.zero
         given["zero"] = (zero or None) if axes else None
-    if options.optimizer is not None:
-        decay = WEIGHT_DECAY.get(options.optimizer, 0.0)
+    if asked.optimizer is not None:
+        decay = WEIGHT_DECAY.get(asked.optimizer, 0.0)
         rates = {"learning_rate": LEARNING_RATE, "weight_decay": decay}
-        given |= {name: rate for name, rate in rates.items() if getattr(options, name) is None}
-    if options.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
-        given["reduce_order"] = None if options.mesh else options.reduce_order or "ring"
+        given |= {name: rate for name, rate in rates.items() if getattr(asked, name) is None}
+    if asked.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
+        given["reduce_order"] = None if options.mesh else asked.reduce_order or "ring"
     return Training(**{name: value for name, value in given.items() if value is not None})
 
 
-def prompts_of(options: CaptureOptions) -> list[Prompt]:
+def prompts_of(options: CaptureOptions, labels: str | Path | Sequence[Any]) -> list[Prompt]:
     """The prompts that were asked for, with their labels. Raises PromptError."""
-    prompts = collect_prompts(options.prompts, options.prompts_file, train=True)
-    if options.labels is None:
-        return prompts
-    where, lines = read_labels(options.labels)
+    prompts = collect_prompts(options.prompts, options.prompts_file, labelled=True)
+    where, lines = read_labels(labels)
     if len(lines) != len(prompts):
         raise PromptError(
             f"{where} has labels for {len(lines)} prompts, and there are {len(prompts)}",
@@ -122,9 +122,15 @@ def prompts_of(options: CaptureOptions) -> list[Prompt]:
     ]
 
 
-def settled(options: CaptureOptions, like: Run | None) -> CaptureOptions:
+def settled(options: CaptureOptions, like: Run | None) -> CaptureOptions | None:
     """The options of a capture that makes a training step: nothing is generated, dtypes come from a
-    policy, prompts have their labels. Raises UsageError for what belongs to decoding."""
+    policy, prompts have their labels; None of one that makes none. Raises UsageError for what
+    belongs to decoding, and for options of a step where none is made."""
+    asked = group_of(TrainOptions, options)
+    if not asked.train and (like is None or not like.manifest.training.train):
+        for field in given_fields(asked):
+            raise UsageError(f"{field.option.names[0]} needs --train")
+        return None
     refused = {
         "--max-new-tokens": options.max_new_tokens,
         "--whole": options.whole,
@@ -133,7 +139,7 @@ def settled(options: CaptureOptions, like: Run | None) -> CaptureOptions:
         "--no-hooks": options.hooks is False,
         "--steps": options.steps,
     }
-    if like is not None and options.labels is not None:
+    if like is not None and asked.labels is not None:
         raise UsageError(
             "--like repeats the recorded labels, so --labels cannot be given with it",
             hint="leave out --labels, or capture without --like",
@@ -144,23 +150,25 @@ def settled(options: CaptureOptions, like: Run | None) -> CaptureOptions:
             f"{' and '.join(named)} with --train: a training step is one forward and one backward",
             hint="leave it out, or make two runs",
         )
-    if options.precision_policy is not None:  # its dtypes, where the option itself is not given
-        reader = added("readers").get("precision_policy")
-        if reader is None:
-            raise UsageError("--precision-policy: nothing that is installed reads one")
-        policy = placed(reader)(options.precision_policy)
+    if asked.precision_policy is not None:  # its dtypes, where the option itself is not given
+        policy = read_policy(asked.precision_policy)
         missing = {
             name: value for name, value in policy.options.items() if getattr(options, name) is None
         }
-        options = dataclasses.replace(options, **missing, precision_policy=str(policy))
+        missing["precision_policy"] = str(policy)
+        options = dataclasses.replace(options, **missing)
     # ``bf16`` is ``bfloat16``, as it is of ``--dtype``. (What is no dtype is refused where it is
     # used, by the option's name.)
     names: dict[str, Any] = {}
     for option in _DTYPES:
         with contextlib.suppress(UsageError):
             names[option] = format_named(getattr(options, option) or "").name
-    if options.labels is not None:
-        names |= {"prompts": tuple(prompts_of(options)), "prompts_file": None, "labels": None}
+    if asked.labels is not None:
+        names |= {
+            "prompts": tuple(prompts_of(options, asked.labels)),
+            "prompts_file": None,
+            "labels": None,
+        }
     return dataclasses.replace(options, **names, max_new_tokens=0)
 
 
@@ -174,7 +182,15 @@ _AXES = {0: "dp", 1: "dp", 2: "fsdp", 3: "fsdp"}
 def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
     """Raise UsageError for a stage that these axes of ``--mesh`` do not make. ``axes`` is empty
     in one process."""
-    zero = options.zero
+    asked = group_of(TrainOptions, options)
+    if not {"dp", "fsdp"} >= set(axes):
+        raise UsageError(
+            f"--train with --mesh {','.join(axes)}: a step is recorded among dp or fsdp ranks",
+            hint="--mesh dp, or --mesh fsdp",
+        )
+    if len(axes) > 1:
+        raise UsageError("--train with --mesh of two axes", hint="--mesh dp, or --mesh fsdp")
+    zero = asked.zero
     if zero is None:
         return
     if zero not in _AXES:
@@ -195,7 +211,7 @@ def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
         )
         given = "dp" if axis == "fsdp" else "fsdp"
         raise UsageError(f"--zero {zero} with --mesh {given}: {why}", hint=f"--mesh {axis}")
-    if zero == 1 and options.optimizer is None:
+    if zero == 1 and asked.optimizer is None:
         raise UsageError(
             "--zero 1 divides the optimizer's state, and no step is made",
             hint="--optimizer-step adamw",

@@ -395,11 +395,11 @@ class Gradients(Hook):
                     new = output = map_output(output, _beside)
                 if recorder._anchor is not None:
                     new = map_output(output, partial(recorder._cut, path + call))
-        known = {id(root) for root, _ in recorder._roots}
+        roots = {id(root) for root, _ in recorder._roots}
         for port, tensor in output_leaves(output):
             if tensor.requires_grad:
                 recorder._graded.add(path + call)
-            if tensor.requires_grad and id(tensor) not in known:
+            if tensor.requires_grad and id(tensor) not in roots:
                 tensor.register_hook(partial(recorder._leaves, path, call, f"in{port[3:]}"))
         return new
 
@@ -570,26 +570,26 @@ class TrainRecorder(Recorder):
         self.begin(sample=0, batch=1, num_tokens=0)
         self.lane.order = 1 << 24  # behind all that the first prompt's forward and backward gave
         named = parameters_of(self._model)
-        held = self._stepping.reduce(named)
-        for path, leaf, holder in reversed(held):
+        reduced = self._stepping.reduce(named)
+        for path, leaf, holder in reversed(reduced):
             if holder.grad is not None:
                 where, port = path + BACKWARD, f"out.{leaf}"
                 holder.grad = self._planted(where, port, holder.grad)
                 self._keep_as(join_site(where, port), holder.grad)
         steps = self._stepping.training.optimizer is not None
-        made = self._step_of(named, held) if steps else None
-        self.precision = precision_of(self._model, self._stepping.training, held, made)
+        made = self._step_of(named, reduced) if steps else None
+        self.precision = precision_of(self._model, self._stepping.training, reduced, made)
 
-    def _step_of(self, named: Named, held: Named) -> Update:
+    def _step_of(self, named: Named, reduced: Named) -> Update:
         if self._anchor is not None:
-            for path, leaf, holder in held:
+            for path, leaf, holder in reduced:
                 if holder.grad is not None:
                     site = join_site(path + BACKWARD, f"out.{leaf}")
                     recorded = self._recorded_rows(site, holder.grad)
                     if recorded is not None and recorded.shape == holder.grad.shape:
                         self.anchored += 1
                         holder.grad = _like(holder.grad, recorded)
-        made = self._stepping.step(named, held)
+        made = self._stepping.step(named, reduced)
         self._keep_as(join_site(ROOT + OPTIMIZER, GRAD_NORM), made.norm)
         first = self.lane.order
         for number, (path, leaf, given, value, moments) in enumerate(made.updates()):
@@ -667,15 +667,17 @@ class TrainingStep(GroupStep):
                 return tensor.to(getattr(torch, str(training.buffer_dtype)))
             return tensor
 
-        held = []
+        originals = []
         if training.optimizer is not None:
-            held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+            originals = [
+                (parameter, parameter.detach().clone()) for parameter in model.parameters()
+            ]
         try:
             with swapped(model, leaf):
                 yield
         finally:
             with torch.no_grad():
-                for parameter, value in held:
+                for parameter, value in originals:
                     parameter.copy_(value)
 
 
@@ -782,10 +784,10 @@ class TrainingSession:
             torch.enable_grad(),
             training_mode(model, on=dropout or again, dropout=dropout, checkpointing=again),
         ):
-            known = inspect.signature(model.forward).parameters
+            parameters = inspect.signature(model.forward).parameters
             positions = mask.cumsum(-1).sub(1).clamp(min=0)  # pads in front move no token
             beside = {"use_cache": False, "position_ids": positions}
-            beside = {name: value for name, value in beside.items() if name in known}
+            beside = {name: value for name, value in beside.items() if name in parameters}
             low: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if self._training.autocast is not None:
                 dtype = getattr(torch, self._training.autocast)

@@ -163,7 +163,7 @@ def test_what_is_no_labels(lines, said, tmp_path):
     path.write_text("\n\n".join(map(json.dumps, lines)))
     for given in (lines, path):
         with pytest.raises(PromptError, match=said) as error:
-            prompts_of(CaptureOptions(train=True, prompts=PROMPTS, labels=given))
+            prompts_of(CaptureOptions(train=True, prompts=PROMPTS), given)
         if given is path and "prompts" not in said:
             assert error.value.where == f"{path}, line 5"
 
@@ -171,11 +171,11 @@ def test_what_is_no_labels(lines, said, tmp_path):
 def test_labels_of_a_program():
     """Tensors and arrays are lists; anything else is refused by name."""
     given = [torch.tensor(labels) for labels in LABELS]
-    found = prompts_of(CaptureOptions(train=True, prompts=PROMPTS, labels=given))
+    found = prompts_of(CaptureOptions(train=True, prompts=PROMPTS), given)
     assert [list(prompt.labels) for prompt in found] == LABELS
     for wrong in (7, [object()] * 3):
         with pytest.raises(PromptError, match="not labels"):
-            prompts_of(CaptureOptions(train=True, prompts=PROMPTS, labels=wrong))
+            prompts_of(CaptureOptions(train=True, prompts=PROMPTS), wrong)
 
 
 @pytest.mark.parametrize(

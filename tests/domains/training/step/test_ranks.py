@@ -11,7 +11,7 @@ import pytest
 
 from divergence import Run, TrainOptions, capture, compare
 from divergence.run.ranks import unsharded
-from divergence.run.site import OPTIMIZER, of_parameter
+from divergence.run.site import OPTIMIZER, is_of_parameter
 from tests.domains.training.step.rank_faults import BLOCK
 from tests.recording.test_ranks import make
 
@@ -49,7 +49,7 @@ def healthy(one: Run, several: Run) -> None:
     updated = {site for *_, site in ours if f"{OPTIMIZER}:out." in site} - moments
     assert len(updated) >= 15
     assert len(moments) == (2 * len(updated) if one.manifest.training.optimizer == "adamw" else 0)
-    compared = {site.site for site in report.sites if of_parameter(site.site)}
+    compared = {site.site for site in report.sites if is_of_parameter(site.site)}
     assert moments | updated <= compared
 
 

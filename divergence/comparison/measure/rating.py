@@ -1,4 +1,4 @@
-"""One measured pair as a row: its fields, its floor, and its limits."""
+"""Rating measured pairs: floors and ratios of many at a time, and a SiteResult of each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from divergence.comparison.align.pairs import Pair, Piece, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing
-from divergence.comparison.limits import BY_CHANCE
-from divergence.comparison.measure.truth import SamplesBySite, medians, truth_diffs
+from divergence.comparison.measure.floors import (
+    ModelFloor,
+    Ratios,
+    cancels,
+    gradient_format,
+    made_here,
+    row_floor,
+    small_rows,
+    stacked,
+    usual_norm,
+    work_dtype,
+)
+from divergence.comparison.measure.truth import SamplesBySite, truth_diffs
 from divergence.comparison.results import (
     LogitsDiff,
     NonfiniteCount,
@@ -23,365 +34,20 @@ from divergence.comparison.results import (
     SiteResult,
     TruthDiff,
 )
-from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs import AgainstTruth, measure_pair, with_rounding
 from divergence.numerics.summary import Summary
 from divergence.numerics.sums import SINK_FACTOR, Estimate, PairMetrics, RowMetrics
-from divergence.run.contents import num_labels
-from divergence.run.manifest import Manifest
 from divergence.run.reader import COLUMNS, Run
-from divergence.run.record import Record
-from divergence.run.site import BACKWARD, LOSS, is_gradient, module_of, of_parameter
+from divergence.run.site import is_gradient, is_of_parameter, module_of
 from divergence.words import SIDES, Side, grouped
 
 if TYPE_CHECKING:
     from divergence.run.reader import OwnFloor
 
 
-# Floors for measured pairs: what correct implementations may differ by, row by row.
-#
-# ModelFloor turns the rows of pairs into ratios (error made here over floor), by the rounding model
-# of numerics.floor. With a truth, errors against it are judged as well (blocks.sides), in units of
-# the same model.
-#
-# A row that is zero on the reference's side alone has an infinite relative error, and may still be
-# next to nothing. It is held against the median row of its tensor. What lies below the format's
-# smallest normal number may be flushed to zero, by right.
-#
-# Rows whose terms cancel: their own norm is no measure of their error, which is that of the terms.
-#
-# *A parameter's gradient* is a sum over tokens. Where its terms cancel the row is small and their
-# rounding is not, so such a row is held against the median row. All rows of a bias's gradient may
-# cancel: that of keys without rotary positions is zero, since what adds the same to all scores
-# changes no softmax. The size of its terms is known from the weight's gradient of the same module:
-# with g_t entering the module's backward at token t, and x_t its D inputs of rms 1 (as norms leave
-# them),
-#
-#     ‖db‖ = ‖Σ g_t‖     ‖dW‖ = ‖Σ g_t x_tᵀ‖ ≈ √D √(Σ ‖g_t‖²)
-#
-# so ‖dW‖/√D is what the terms of db come to where they do not cancel. Smaller inputs make that too
-# small, and the limit as narrow as without it; larger ones make the limit as much wider, for a bias
-# whose terms cancel.
-#
-# *The loss*, and what passes the last norm backward, are small where a model predicts well.
-
-
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """One pair's rows over their floors."""
-
-    floor: float
-    """The median row's floor as a rel_l2."""
-    typical: float
-    """The median row's error over its floor."""
-    worst: float
-    """The largest row's, over no less than the median row's floor."""
-    sink: float | None = None
-    """The largest sink row's; sinks are in none of the above. None where there is none."""
-    members: tuple[tuple[int, float, int, float], ...] = ()
-    """Of a batch, each member's number, typical ratio, rows, and largest row's ratio."""
-    row: int | None = None
-    """That of ``worst``, or of ``sink`` where it is the larger."""
-    rows: np.ndarray | None = None
-    """Every row's ratio, of which those are the largest."""
-
-
-class ModelFloor:
-    """The floor from the stated rounding model; no reference run needed."""
-
-    def __init__(self, thresholds: Thresholds = THRESHOLDS) -> None:
-        self.thresholds = thresholds
-
-    def ratios(
-        self,
-        rows: RowMetrics,
-        *,
-        form: Format,
-        work: Format,
-        num_features: int,
-        role: str,
-        inherited: RowMetrics | None,
-        beside: np.ndarray,
-        shared: float = 0.0,
-        num_members: int = 1,
-    ) -> list[Ratios | None]:
-        """Judges the rows of pairs of one kind, (N, T) each. None where there is no row to judge,
-        or nothing rounds (integers).
-
-        ``form``: what the site is stored in; ``work``: what the model computes in, which is
-        narrower where it keeps its stream in float32. In a free pass, ``inherited``: the rows of
-        the same modules' inputs, and ``beside`` (N,): the relative error of what else came in
-        (encoder states, rotary tables, and through attention or a cache the tokens before).
-        ``shared``: the rounding that all rows have in common. ``num_members``: of a batch, whose
-        rows follow each other in equal parts.
-        """
-        with np.errstate(all="ignore"):
-            # are most rows zero in the reference alone, or all that are not zero in both? No
-            # rounding does that
-            alone = np.isinf(rows.rel_l2).sum(axis=1)
-            known = (~np.isnan(rows.rel_l2)).sum(axis=1)
-            some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
-            one_sided = (alone > 0) & ((alone * 2 > known) | ~some)
-            if inherited is None:
-                rows = zero_rows(rows, form, num_features)
-            rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
-            floor = row_floor(
-                norm,
-                update,
-                form=form,
-                work=work,
-                num_features=num_features,
-                role=role,
-                shared=shared,
-            )
-            if floor is None:
-                return [None] * len(rel)
-            real = np.isfinite(rel) & (norm > 0)
-            share = 1.0 if update is None else update / norm
-            made, before = rel, beside[:, None]
-            if inherited is not None:
-                own = np.nan_to_num(inherited.rel_l2)
-                carried = own * inherited.norm / norm
-                made = np.sqrt(np.maximum(rel**2 - carried**2, 0.0))
-                before = np.maximum(before, own)
-            # What a module makes of an error that came in: its update moves along.
-            allowed = np.sqrt(floor**2 + (self.thresholds.free_gain * share * before) ** 2)
-            ratio = made / allowed
-            sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
-            usual = real & ~sinks
-            # a single row may be small by chance, and its error is not: that of what cancelled
-            own = allowed * norm
-            # by how many times: the quantile of the root of χ²_n / n that one row in a million is
-            # below (Wilson and Hilferty 1931), inverted; a few numbers may be as small as any
-            n = max(1, num_features)
-            root = 1 - 2 / (9 * n) - 4.75 * math.sqrt(2 / (9 * n))
-            most = (max(BY_CHANCE, root**-1.5) if root > 0 else math.inf) * own
-            single = made * norm / np.clip(medians(own, usual)[:, None], own, most)
-            rows_usual, rows_sink = (
-                np.where(kept, values, -math.inf)
-                for kept, values in ((usual, single), (sinks, ratio))
-            )
-            columns = (
-                one_sided,
-                real.any(axis=1),
-                medians(floor, usual),
-                medians(ratio, usual),
-                rows_usual.max(axis=1, initial=-math.inf),
-                sinks.any(axis=1),
-                rows_sink.max(axis=1, initial=-math.inf),
-                np.maximum(rows_usual, rows_sink).argmax(axis=1),
-            )
-        rated: list[Ratios | None] = []
-        for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-            lone, some, middle, typical, worst, has_sink, sink, row = values
-            if lone:
-                rated.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
-            elif not some:
-                rated.append(None)
-            else:
-                members: tuple[tuple[int, float, int, float], ...] = ()
-                largest = np.maximum(rows_usual[number], rows_sink[number])
-                if num_members > 1:
-                    members = _members(ratio[number], usual[number], largest, num_members)
-                rated.append(
-                    Ratios(
-                        middle,
-                        typical,
-                        worst,
-                        sink if has_sink else None,
-                        members,
-                        row,
-                        largest[real[number]],
-                    )
-                )
-        return rated
-
-
-def _members(
-    ratio: np.ndarray, usual: np.ndarray, largest: np.ndarray, num_members: int
-) -> tuple[tuple[int, float, int, float], ...]:
-    """(number, median ratio, rows, largest ratio) of each member of a batch."""
-    rows_each = max(1, len(usual) // num_members)
-    member = np.arange(len(usual)) // rows_each
-    by_member = []
-    for number in range(num_members):
-        mine = (member == number) & usual
-        if mine.any():
-            middle = float(medians(ratio[None], mine[None])[0])
-            worst = float(largest[member == number].max())
-            by_member.append((number, middle, int(mine.sum()), worst))
-    return tuple(by_member)
-
-
-def row_floor(
-    norm: np.ndarray,
-    update_norm: np.ndarray | None,
-    *,
-    form: Format,
-    work: Format,
-    num_features: int,
-    role: str,
-    shared: float = 0.0,
-) -> np.ndarray | None:
-    """The rounding model's floor of each row as a rel_l2; None where nothing rounds.
-
-    ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, of any shape; see numerics.floor.
-    ``shared``: what all rows have in common.
-    """
-    part: Literal["block", "inner", "trunk"] = (
-        "block" if role == "block" else "inner" if role == "inner" else "trunk"
-    )
-    store, update = floor_weights(form, num_features=num_features, role=part)
-    if work.unit_roundoff > form.unit_roundoff:
-        update = floor_weights(work, num_features=num_features, role=part)[1]
-    if store == 0:
-        return None
-    share = 1.0 if update_norm is None else update_norm / norm
-    floor: np.ndarray = np.sqrt(store**2 + shared**2 + (update * share) ** 2) + 0.0 * norm
-    return floor
-
-
-def work_dtype(manifest: Manifest) -> str:
-    """What the products are computed in: the weights' dtype, or that of autocast."""
-    return manifest.training.autocast or manifest.model.dtype
-
-
-def work_format(*manifests: Manifest) -> Format:
-    """The coarser of the formats that the models compute in; 8-bit weights are widened first."""
-    forms = [format_named(work_dtype(manifest)) for manifest in manifests]
-    forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
-    return max(forms, key=lambda form: form.unit_roundoff)
-
-
-def gradient_format(work: Format, *manifests: Manifest) -> Format:
-    """In which parameters' gradients are made, where modules compute in ``work``: coarser where
-    both sides add them up, or send them, in fewer bits. Where one does, that is a difference."""
-    sums = []
-    for manifest in manifests:
-        training = manifest.training
-        named = [dtype for dtype in (training.reduce_dtype, training.accumulate_dtype) if dtype]
-        forms = [format_named(dtype) for dtype in named] or [work]
-        sums.append(max(forms, key=lambda form: form.unit_roundoff))
-    finer = min(sums, key=lambda form: form.unit_roundoff)
-    return max((work, finer), key=lambda form: form.unit_roundoff)
-
-
-def zero_rows(rows: RowMetrics, form: Format, num_features: int) -> RowMetrics:
-    """``rows`` (N, T), those that are zero in the reference alone as errors of the median row."""
-    tiny = form.smallest_normal * math.sqrt(max(1, num_features))
-    zero = (rows.norm == 0) & np.isinf(rows.rel_l2) & (rows.diff > tiny)
-    if not zero.any():
-        return rows
-    real = np.isfinite(rows.rel_l2) & (rows.norm > 0)
-    usual = medians(rows.norm, real)[:, None]  # nan where no row is left: then none is judged so
-    zero &= usual > 0
-    update = rows.update_norm
-    return msgspec.structs.replace(
-        rows,
-        rel_l2=np.where(zero, rows.diff / usual, rows.rel_l2),
-        norm=np.where(zero, usual, rows.norm),
-        update_norm=None
-        if update is None
-        else np.where(zero, medians(update, real)[:, None], update),
-    )
-
-
-def cancels(site: str, role: str | None) -> bool:
-    """May its terms cancel, as those of the loss, and of gradients of parameters, inside blocks and
-    behind the last one do? ``role``: of its module; None where it is none of the model's."""
-    if module_of(site) == LOSS:
-        return site.endswith(":out")
-    trunk = role == "trunk" and site.endswith(f"{BACKWARD}:out")
-    return of_parameter(site) or trunk or (role == "inner" and BACKWARD in site)
-
-
-def small_rows(rows: RowMetrics, usual: float) -> RowMetrics:
-    """Of what is made of terms that may cancel: errors are held against ``usual``, where a row is
-    less. Where it is 0, no such measure is known, and they stay as they are."""
-    if not usual:
-        return rows
-    with np.errstate(all="ignore"):
-        held = np.maximum(rows.norm, usual)
-        return msgspec.structs.replace(
-            rows,
-            rel_l2=np.where(np.isnan(rows.rel_l2), math.nan, rows.diff / held),
-            norm=np.where(rows.diff > 0, held, rows.norm),  # a row of zeros on both sides is none
-        )
-
-
-def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: str) -> float:
-    """What errors are held against in rows of ``norm`` (T,) whose terms cancelled. Of a gradient,
-    the median row or the terms of a bias; outside blocks, its terms. Of the loss its terms, which
-    are computed in float32, in roundings of ``form``."""
-
-    def rms_at(site: str, *passes: str) -> float:
-        """0 where it is not known."""
-        for pass_ in passes:
-            beside = run.find((pass_, record.sample, record.step, site))
-            if beside is not None:
-                return 0.0 if beside.summary is None else beside.summary.rms or 0.0
-        return 0.0
-
-    path, _, port = record.site.partition(":")
-    if module_of(record.site) == LOSS:
-        # A token that is predicted well makes a loss of log(1 + ε) over the number of labels, and a
-        # gradient of (p - 1) over that, both from terms of 1: these are what rounds.
-        labels = [num_labels(sample) for sample in run.manifest.tokens.samples]
-        share = 1 if BACKWARD in record.site else max(labels, default=1)
-        return share / max(1, sum(labels)) * min(1.0, ACCUMULATOR_ROUNDOFF / form.unit_roundoff)
-    if role == "trunk" and record.site.endswith(f"{BACKWARD}:out"):
-        # A module that makes its input k times as large makes a gradient that passes it so, too.
-        # Less is left where terms cancel: a norm takes the part along its input away, and where a
-        # prediction is good but not sure that is nearly all.
-        module = module_of(record.site)
-        gradient, made, given = (
-            rms_at(site, record.pass_, "free")
-            for site in (f"{module}{BACKWARD}:in", f"{module}:out", f"{module}:in")
-        )
-        if not (gradient and made and given):
-            return 0.0
-        return gradient * made / given * math.sqrt(record.shape[-1] if record.shape else 1)
-    middle = float(np.median(norm[norm > 0])) if (norm > 0).any() else 0.0
-    if of_parameter(record.site) and path.endswith(BACKWARD) and port.endswith(".bias"):
-        weight = rms_at(f"{path}:{port.removesuffix('bias')}weight", record.pass_)
-        return max(middle, float(weight * math.sqrt(record.numel)))
-    return middle
-
-
-def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
-    """(N, T) of N pairs."""
-    updates = [row.update_norm for row in rows if row.update_norm is not None]
-    return msgspec.structs.replace(
-        rows[0],
-        rel_l2=np.stack([row.rel_l2 for row in rows]),
-        diff=np.stack([row.diff for row in rows]),
-        norm=np.stack([row.norm for row in rows]),
-        update_norm=np.stack(updates) if updates else None,
-    )
-
-
-def made_here(
-    rows: RowMetrics, inherited: RowMetrics | None, beside: float, thresholds: Thresholds
-) -> np.ndarray:
-    """Of a free pass (T,): d without what came in and what may have been made of that. An error
-    that came in moves along, and a module may enlarge it by ``free_gain``."""
-    with np.errstate(all="ignore"):
-        before, carried = np.full(len(rows.norm), beside), np.zeros(len(rows.norm))
-        if inherited is not None:
-            own = np.nan_to_num(inherited.rel_l2)
-            carried, before = own * inherited.norm, np.maximum(before, own)
-        size = rows.norm if rows.update_norm is None else rows.update_norm
-        enlarged = thresholds.free_gain * before * size
-        rest = np.square(rows.diff) - np.square(carried) - np.square(enlarged)
-        made: np.ndarray = np.where(np.isfinite(rows.rel_l2), np.sqrt(np.maximum(rest, 0)), np.nan)
-    return made
-
-
-# Judging measured pairs: floors and ratios of many at a time, and a SiteResult of each.
-#
 # What a module inherits in a free pass was measured before it, so pairs come in the alignment's
-# order. Pairs of one kind (rows, formats, width, role) are then judged together, as arrays.
+# order. Pairs of one kind (rows, formats, width, role) are then rated together, as arrays.
 
 
 _SHARED = [name for name in PairMetrics.__struct_fields__ if name in SiteResult.__struct_fields__]
@@ -450,7 +116,7 @@ class PairNumbers(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 @dataclass(slots=True, eq=False)
-class _Judged:
+class _Rated:
     """A pair on its way to a result."""
 
     pair: Pair
@@ -465,8 +131,8 @@ class _Judged:
     ratios: Ratios | None = None
 
 
-class Judge:
-    """Judges the pairs of two runs; keeps what entered each module."""
+class Rater:
+    """Rates the pairs of two runs; keeps what entered each module."""
 
     def __init__(
         self,
@@ -506,20 +172,20 @@ class Judge:
         self, pairs: Sequence[Pair], measured: Sequence[PairNumbers | None]
     ) -> list[SiteResult]:
         """A result for each pair, from what was measured of it. Call in the alignment's order."""
-        judged = [
+        rated = [
             None
             if numbers is None or numbers.metrics is None
             else self._entered(pair, numbers, numbers.metrics)
             for pair, numbers in zip(pairs, measured, strict=True)
         ]
-        floored = [each for each in judged if each is not None and each.members is not None]
+        floored = [each for each in rated if each is not None and each.members is not None]
         for alike in grouped(floored, self._kind_of).values():
             self._rate(alike)
         against = [None if numbers is None else numbers.against for numbers in measured]
         estimated: Side | None = None
         if self._own_floor is not None:
             estimated = SIDES[self._floor_side == "reference"]
-            against = [self._bounded(pair, each) for pair, each in zip(pairs, judged, strict=True)]
+            against = [self._bounded(pair, each) for pair, each in zip(pairs, rated, strict=True)]
         # of a free pass it is what was made here, and no distance from the truth
         distances = [
             None if estimated and pair.pass_ == "free" else errors
@@ -528,7 +194,7 @@ class Judge:
         results = [
             self._identical(pair, truth) if each is None else self._result(each, truth)
             for pair, each, truth in zip(
-                pairs, judged, truth_diffs(distances, estimated=estimated), strict=True
+                pairs, rated, truth_diffs(distances, estimated=estimated), strict=True
             )
         ]
         self._keep_samples(pairs, results, against)
@@ -536,83 +202,83 @@ class Judge:
 
     # --- floors and ratios ----------------------------------------------------------------------
 
-    def _entered(self, pair: Pair, numbers: PairNumbers, metrics: PairMetrics) -> _Judged:
+    def _entered(self, pair: Pair, numbers: PairNumbers, metrics: PairMetrics) -> _Rated:
         """A pair with what came into its module, in the order of the alignment. In the free pass a
         block answers only for what it adds."""
         rows, site = numbers.rows, pair.reference.record.site
         assert rows is not None
         if cancels(site, self._site_fields(site)["role"]):
             rows = small_rows(rows, self._usual(pair, rows.norm))
-        judged = _Judged(pair, numbers, metrics, rows)
+        rated = _Rated(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
-            return judged
-        judged.routed = self._routing.of(pair, len(rows.rel_l2))
-        if judged.routed is not None and judged.routed.kept is not None:
-            rel_l2 = np.where(judged.routed.kept, rows.rel_l2, math.nan)
-            judged.rows = msgspec.structs.replace(rows, rel_l2=rel_l2)  # the others are masked
+            return rated
+        rated.routed = self._routing.of(pair, len(rows.rel_l2))
+        if rated.routed is not None and rated.routed.kept is not None:
+            rel_l2 = np.where(rated.routed.kept, rows.rel_l2, math.nan)
+            rated.rows = msgspec.structs.replace(rows, rel_l2=rel_l2)  # the others are masked
         form_a, form_b = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
         if form_a.kind != "float" or form_b.kind != "float":
-            return judged
+            return rated
         estimated = numbers.estimate is not None
-        judged.members = [] if estimated else self._pieces.members(pair.reference, numbers.shape)
+        rated.members = [] if estimated else self._pieces.members(pair.reference, numbers.shape)
         if pair.pass_ != "free":
-            return judged
+            return rated
         path, _, port = site.partition(":")
         sample, home = pair.reference.sample, (self._site_fields(site)["block"] or module_of(site))
         forward = sample, pair.candidate.record.step, path
         size = metrics.token_rel_l2_median or 0.0
-        if of_parameter(site):  # made of what entered the block, forward and backward
-            judged.beside = self._entered_block[home]
+        if is_of_parameter(site):  # made of what entered the block, forward and backward
+            rated.beside = self._entered_block[home]
         elif port.startswith("in"):
             if module_of(site) == home:
                 self._entered_block[home] = max(size, self._entered_block[home])
             if port == "in":
-                self._entering[forward] = judged.rows
+                self._entering[forward] = rated.rows
                 self._earlier[sample, path] = max(size, self._earlier[sample, path])
             elif "mask" not in port:
                 self._beside[forward] = max(size, self._beside[forward])
         else:
             inherited = self._entering.get(forward)
-            if inherited is not None and inherited.rel_l2.shape == judged.rows.rel_l2.shape:
-                judged.inherited = inherited
-            judged.beside = max(self._beside[forward], self._earlier[sample, path])
-        return judged
+            if inherited is not None and inherited.rel_l2.shape == rated.rows.rel_l2.shape:
+                rated.inherited = inherited
+            rated.beside = max(self._beside[forward], self._earlier[sample, path])
+        return rated
 
-    def _kind_of(self, judged: _Judged) -> tuple[object, ...]:
-        """What pairs that are judged together have in common."""
-        record, other = judged.pair.reference.record, judged.pair.candidate.record
+    def _kind_of(self, rated: _Rated) -> tuple[object, ...]:
+        """What pairs that are rated together have in common."""
+        record, other = rated.pair.reference.record, rated.pair.candidate.record
         return (
             record.dtype,
             other.dtype,
-            _last(judged.numbers.shape),
-            self._role(judged.pair),
-            len(judged.rows.rel_l2),
-            judged.rows.update_norm is None,
-            judged.inherited is None,
-            len(judged.members or ()),
+            _last(rated.numbers.shape),
+            self._role(rated.pair),
+            len(rated.rows.rel_l2),
+            rated.rows.update_norm is None,
+            rated.inherited is None,
+            len(rated.members or ()),
             is_gradient(record.site),
             self._shared(record.site),
         )
 
-    def _rate(self, alike: list[_Judged]) -> None:
+    def _rate(self, alike: list[_Rated]) -> None:
         """The ratios of pairs of one kind."""
         first = alike[0]
         form, work = self._formats(first.pair)
-        rated = self._floor.ratios(
-            stacked([judged.rows for judged in alike]),
+        all_ratios = self._floor.ratios(
+            stacked([rated.rows for rated in alike]),
             form=form,
             work=work,
             num_features=_last(first.numbers.shape),
             role=self._role(first.pair),
             inherited=None
             if first.inherited is None
-            else stacked([judged.inherited for judged in alike if judged.inherited is not None]),
-            beside=np.array([judged.beside for judged in alike]),
+            else stacked([rated.inherited for rated in alike if rated.inherited is not None]),
+            beside=np.array([rated.beside for rated in alike]),
             shared=self._shared(first.pair.reference.record.site),
             num_members=max(1, len(first.members or ())),
         )
-        for judged, ratios in zip(alike, rated, strict=True):
-            judged.ratios = ratios
+        for rated, ratios in zip(alike, all_ratios, strict=True):
+            rated.ratios = ratios
 
     def _row_floor(
         self, pair: Pair, width: int, norm: np.ndarray, update: np.ndarray | None
@@ -650,17 +316,17 @@ class Judge:
 
     def _site_fields(self, site: str) -> dict[str, str | None]:
         """Block, role and kind of a site's module."""
-        known = self._of_site.get(site)
-        if known is None:
+        fields = self._of_site.get(site)
+        if fields is None:
             path = module_of(site)
             note = self._notes.get(path)
             within = (b for b in self._blocks if path == b or path.startswith(b + "."))
-            known = self._of_site[site] = {
+            fields = self._of_site[site] = {
                 "block": next(within, None),
                 "role": note.role if note else None,
                 "kind": note.kind if note else None,
             }
-        return known
+        return fields
 
     def _place(self, pair: Pair) -> dict[str, Any]:
         reference, candidate = pair.reference.record, pair.candidate.record
@@ -736,14 +402,14 @@ class Judge:
             prompts=prompts,
         )
 
-    def _result(self, judged: _Judged, truth: TruthDiff | None) -> SiteResult:
-        pair, numbers, ratios = judged.pair, judged.numbers, judged.ratios
+    def _result(self, rated: _Rated, truth: TruthDiff | None) -> SiteResult:
+        pair, numbers, ratios = rated.pair, rated.numbers, rated.ratios
         # a sketch's rows are all that lies behind the first two axes
-        shape, routed = numbers.shape, judged.routed
+        shape, routed = numbers.shape, rated.routed
         rows = shape if numbers.estimate is None else (*shape[:2], 1)[: len(shape)]
-        worst, kept = judged.metrics.worst_row, None if routed is None else routed.kept
+        worst, kept = rated.metrics.worst_row, None if routed is None else routed.kept
         if kept is not None and bool(kept.any()):
-            worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
+            worst = int(np.nan_to_num(rated.rows.rel_l2, nan=-1.0).argmax())
         sample, position = self._pieces.locate(pair.reference, rows, worst)
         more: dict[str, Any] = {"truth": truth}
         if ratios is not None:
@@ -755,7 +421,7 @@ class Judge:
                 "ratio_position": self._pieces.locate(pair.reference, rows, ratios.row)[1],
                 "prompts": [
                     PromptRatio(
-                        sample=(judged.members or [])[number],
+                        sample=(rated.members or [])[number],
                         ratio=ratio,
                         num_rows=count,
                         ratio_max=largest,
@@ -772,16 +438,14 @@ class Judge:
             real = self._pieces.row_mask(pair.reference, shape)
             if kept is not None and real is not None and len(real) == len(kept):
                 more["num_rerouted"] = int((~kept & real).sum())  # pads go anywhere
-        fields = dict(zip(_SHARED, _shared_of(judged.metrics), strict=True))
+        fields = dict(zip(_SHARED, _shared_of(rated.metrics), strict=True))
         fields |= self._place(pair)
         fields |= more
         result = SiteResult(
             shape=shape,
             worst_sample=sample,
             worst_position=position,
-            nonfinite=nonfinite_of(
-                judged.metrics, numbers.rows, self._pieces, pair.reference, rows
-            ),
+            nonfinite=nonfinite_of(rated.metrics, numbers.rows, self._pieces, pair.reference, rows),
             logits=numbers.logits,
             estimated=numbers.estimate,
             at_least=numbers.least,
@@ -791,16 +455,16 @@ class Judge:
         if ratios is not None and ratios.rows is not None:
             self.samples.add_ratios(result, ratios.rows)
         if routed is not None and ratios is not None and routed.experts is not None:
-            norms = judged.rows.norm, judged.rows.update_norm
+            norms = rated.rows.norm, rated.rows.update_norm
             floor = self._row_floor(pair, _last(shape), *norms)
-            self.routes.add(result, routed, None if floor is None else judged.rows.rel_l2 / floor)
+            self.routes.add(result, routed, None if floor is None else rated.rows.rel_l2 / floor)
         return result
 
     # --- against the truth ----------------------------------------------------------------------
 
-    def _bounded(self, pair: Pair, judged: _Judged | None) -> AgainstTruth | None:
+    def _bounded(self, pair: Pair, rated: _Rated | None) -> AgainstTruth | None:
         """Both sides against the float64 of one of them, where no more is known than the sums of
-        its error. ``judged``: None where the two are equal.
+        its error. ``rated``: None where the two are equal.
 
         Of the side that carries the floor (``OwnFloor``) the error e is known, and the difference d
         of the two sides. The other side's error f is not. Where one side's error has a part that
@@ -820,14 +484,14 @@ class Judge:
         assert self._own_floor is not None
         thresholds = self._floor.thresholds
         piece = pair.reference if self._floor_side == "reference" else pair.candidate
-        held = self._own_floor.rows(piece.record)
-        if held is None or pair.pass_ not in ("free", "anchored"):
+        rows_of_floor = self._own_floor.rows(piece.record)
+        if rows_of_floor is None or pair.pass_ not in ("free", "anchored"):
             return None
         shape = piece.record.shape
-        whole = held.reshape(*shape[:-1], held.shape[1])
-        floor = self._pieces.rows_of(whole, piece).reshape(-1, held.shape[1])
+        whole = rows_of_floor.reshape(*shape[:-1], rows_of_floor.shape[1])
+        floor = self._pieces.rows_of(whole, piece).reshape(-1, rows_of_floor.shape[1])
         columns = dict(zip(COLUMNS, floor.T, strict=True))
-        if judged is None:
+        if rated is None:
             mask = self._pieces.row_mask(piece, shape)
             real = np.zeros(len(floor))
             if mask is not None and len(mask) == len(floor):
@@ -840,8 +504,8 @@ class Judge:
             )
             width, inherited, beside = shape[-1], None, 0.0
         else:
-            rows, inherited, beside = judged.rows, judged.inherited, judged.beside
-            estimate = judged.numbers.estimate
+            rows, inherited, beside = rated.rows, rated.inherited, rated.beside
+            estimate = rated.numbers.estimate
             width = shape[-1] if estimate is None else estimate.num_projections
         if len(rows.rel_l2) != len(floor):  # or nothing was measured
             return None
@@ -895,7 +559,7 @@ class Judge:
     ) -> None:
         """How far both sides are from the truth, for the statistics over a site. Where blocks did
         not get equal inputs, a truth blames none."""
-        judged = [
+        rated = [
             (number, pair, result, row)
             for number, (pair, result, row) in enumerate(zip(pairs, results, against, strict=True))
             if row is not None and (self._own_floor or pair.pass_ != "free")
@@ -914,7 +578,7 @@ class Judge:
             )
 
         floors: dict[int, np.ndarray] = {}
-        for alike in grouped(judged, kind_of).values():
+        for alike in grouped(rated, kind_of).values():
             _, first, result, _ = alike[0]
             norms = np.stack([row.norm for *_, row in alike])
             updates = [row.update for *_, row in alike if row.update is not None]
@@ -928,7 +592,7 @@ class Judge:
                 small = np.array(usual)[:, None] / np.maximum(norms, 1e-300)
                 row_floors = row_floors * np.maximum(1.0, small)
             floors |= {each[0]: floor for each, floor in zip(alike, row_floors, strict=True)}
-        for number, _, result, row in judged:
+        for number, _, result, row in rated:
             if (floor := floors.get(number)) is not None:
                 if not self._same_dtype or self._shared(result.site):
                     row = with_rounding(row, floor)

@@ -16,7 +16,7 @@ from msgspec.structs import replace as replaced
 from divergence._version import __version__
 from divergence.comparison.advice import advise
 from divergence.comparison.align.coverage import not_exercised
-from divergence.comparison.align.pairs import NameMap
+from divergence.comparison.align.pairs import NameMap, load_name_map
 from divergence.comparison.analysis import (
     AnalysisResult,
     Measured,
@@ -31,7 +31,7 @@ from divergence.comparison.measure.runs import (
     opened,
     opened_truth,
 )
-from divergence.comparison.preflight.lines import MEDIA, preflight
+from divergence.comparison.preflight.lines import MEDIA, preflight, prompt_headline
 from divergence.comparison.result import Report, no_parts, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
 from divergence.domain import hook_places, placed
@@ -62,7 +62,7 @@ def compare(
     """Compare ``candidate`` with ``reference``, as in ``diff old new``.
 
     ``force`` measures although preflight found a blocking difference (other weights,
-    other tokens). ``name_map``: a TOML file of module names, see compare.names. ``truth``: the
+    other tokens). ``name_map``: a TOML file of module names. ``truth``: the
     float64 run that `truth` made of the run that anchored the comparison; it tells which
     side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
     widens the limits. ``layers``: for each side that holds log-probabilities alone, a run of it
@@ -104,11 +104,8 @@ def compare(
         raise UsageError(
             "--layers stands in for log-probabilities alone, and both runs hold layers"
         )
-    names = None
-    if name_map is not None:
-        from divergence.comparison.align.pairs import load_name_map
-
-        names = load_name_map(name_map)
+    names = None if name_map is None else load_name_map(name_map)
+    # preflight: is it worth while, and what differs besides the numbers?
     lines = preflight(a, b, names=names)
     if a.manifest.arithmetic or b.manifest.arithmetic:
         from divergence.comparison.arithmetic import explain_arithmetic
@@ -123,8 +120,10 @@ def compare(
         "floor": floor,
         "thresholds": thresholds,
     }
+    # every pair of tensors, then the questions and the one decision
     measured = measure_runs(a, b, lines, **held_against, measuring=measuring)
     report = report_on(measured)
+    # may the same model be written otherwise? Then what the form explains is taken off first
     if report.verdict.kind in ("localized", "systematic", "drift"):
         from divergence.comparison.invariances import freed
 
@@ -278,8 +277,6 @@ def _incomparable(
     apart += [fact("preflight.other", checks=others)] if others else []
     apart += [item for line in blocking if line.check == MEDIA for item in line.details]
     if any(line.check == "prompt ids" for line in blocking):
-        from divergence.comparison.preflight.lines import prompt_headline
-
         apart.append(prompt_headline(a.manifest, b.manifest))
     suites = [run.manifest.model.task == "operators" for run in (a, b)]
     if suites[0] != suites[1]:  # nothing of one is in the other, and no capture makes it so

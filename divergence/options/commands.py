@@ -17,6 +17,7 @@ from divergence.run.site import did_you_mean
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
 REPEATING, OUTPUT = "Repeating a run", "Output"
+CASES = "A suite in place of a model"
 FORMS = "Other forms of the same forwards"
 """What `selfcheck` compares with each other; hardly anybody sets it by hand."""
 
@@ -478,23 +479,26 @@ class CaseOptions(Options):
     impl: Sequence[str] | Mapping[str, Callable[..., object]] = option(
         "--impl [OP=]NAME",
         "Of a suite: which implementation runs, NAME or OP=MODULE:FUNCTION; repeatable.",
-        MODEL,
+        CASES,
         suite="alone",
+        late=1,
         default=(),
     )
     ranks: int | None = option(
         "--ranks N",
         "Of a suite on ranks: start N processes on this machine, in place of torchrun.",
-        MODEL,
+        CASES,
         minimum=2,
         suite="alone",
+        late=1,
     )
     link_rate: str | None = option(
         "--link-rate RATE",
         "The stated rate of one link, 400Gb/s or 50GB/s. Of a suite on ranks: to hold the "
         "measured bandwidth against; with --dry-run --train: the time of a step's collectives.",
-        MODEL,
+        CASES,
         suite="alone",
+        late=1,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,14 +26,6 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, LOSS, OPTIMIZER, is_norm, is_of_parameter, module_of
-
-if TYPE_CHECKING:
-    pass
-
-
-if TYPE_CHECKING:
-    pass
-
 
 # ModelFloor turns the rows of pairs into ratios (error made here over floor), by the rounding model
 # of numerics.floor. With a truth, errors against it are judged as well (blocks.sides), in units of

@@ -8,7 +8,6 @@ import operator
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -42,10 +41,6 @@ from divergence.run.contents import Digests
 from divergence.run.manifest import digest_array
 from divergence.run.reader import Run
 from divergence.run.record import Record
-
-if TYPE_CHECKING:
-    pass
-
 
 # Equal digests are equal tensors. A digest that only one side has is computed from the other's
 # bytes, where it has them; of a tensor that ranks hold in parts, part by part. Where the digests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,10 +33,6 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run, own_truth
 from divergence.run.site import BACKWARD, is_operator_site
 from divergence.words import Side
-
-if TYPE_CHECKING:
-    pass
-
 
 ESCALATED = "escalated"
 
@@ -75,6 +70,7 @@ def measure(
     the comparison, or else, of free runs, the first that one of the two carries. Raises
     IncomparableError where nothing is, UsageError for a truth of other runs.
     """
+    # what both sides are held against: a truth, or the floor that one of them carries
     inputs, floor = inputs_of(a, b), None
     if truth is None and replayed_from(a.manifest, b.manifest) is None:
         # of whose inputs both sides got, its own truth did too
@@ -86,6 +82,7 @@ def measure(
         side = inputs or (b if a.manifest.like == b.manifest.id else a)
         floor = side if "floor" in side.manifest.plan.passes else None
     against = None if truth is None else Truth(opened_truth(truth), a, b)
+    # which tensor belongs to which, and the numbers of each pair
     alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]
     measured = measure_tensors(
@@ -99,6 +96,7 @@ def measure(
         measured.samples.take(samples)
     sites = [*measured.sites, *escalated]
     measured = replace(measured, sites=sites, preflight=lines, rename=rename)
+    # operators are measured before it is told what was compared, tokens with what is left
     measured = replace(measured, operators=numbers_of("operators", measured))
     if not alignment.pairs and measured.operators is None:
         raise IncomparableError(
@@ -119,6 +117,7 @@ def measure(
         alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
     )
     tokens = numbers_of("tokens", measured)
+    # what to know of it: records that were left over, and what a truth cannot tell
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = run_notes(a, b, alignment)
     if sites and all(site.step > 0 for site in sites):

@@ -197,9 +197,9 @@ class Advice:
         ]
 
     def escalate(self, unseen: Side | None = None) -> list[Command]:
-        """The same inputs in float32: what a 16-bit dtype hides. Nothing for two dtypes, whose
-        weights are not the same to float32's last bit, and for a candidate of several ranks, which
-        make no such pass. ``unseen``: the side that alone made none."""
+        """Commands for the same inputs in float32, which show what a 16-bit dtype hides. Nothing
+        for two dtypes, whose weights are not the same to float32's last bit, and for a candidate of
+        several ranks, which make no such pass. ``unseen``: the side that alone made none."""
         a, b, ranks = self._reference, self._candidate, self._reference.mesh is not None
         if b.model.dtype != a.model.dtype or self.divided or (ranks and unseen == "reference"):
             return []
@@ -262,7 +262,7 @@ class Advice:
         return [command("inspect", path, site=site) for path in (self._a, self._b)]
 
     def made_alike(self, other_model: bool) -> list[Command]:
-        """Of two runs that are not comparable: one that is, or measuring them all the same."""
+        """Commands that make a comparable run of one that is not, or measure it all the same."""
         note = fact("measure_all_the_same")
         force = command("compare", self._a, self._b, force=True, note=note)
         again = self.alike(note=fact("with_references_model")) if other_model else self.alike()
@@ -344,7 +344,7 @@ class WithinAdvice(Advice):
         ]
 
     def escalate(self, unseen: Side | None = None) -> list[Command]:
-        """The same tokens in float32: what a 16-bit dtype hides."""
+        """Commands for the same tokens in float32, which show what a 16-bit dtype hides."""
         return self._whole_again(beside(self._a, "-float32"), dtype="float32")
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[Command]:
@@ -352,7 +352,7 @@ class WithinAdvice(Advice):
         return self._whole_again(beside(self._a, "-deep"), sites=["blocks", block + ".*"])
 
     def _whole_again(self, out: str, **options: Any) -> list[Command]:
-        """The same run with other sites or in another dtype, and its decode steps compared."""
+        """Commands for the run with other sites or in another dtype, and to compare its steps."""
         special = self._special(self._reference, self._reference)
         return [
             _capture(
@@ -406,13 +406,13 @@ def _blocks(manifest: Manifest) -> set[str]:
 
 
 def beside(path: str, ending: str) -> str:
-    """``a`` → ``a-deep``, ``a.zip`` → ``a-deep.zip``."""
+    """Names a run beside another: ``a`` → ``a-deep``, ``a.zip`` → ``a-deep.zip``."""
     stem, kind = _stem(path)
     return stem + ending + kind
 
 
 def _folder(path: str, ending: str) -> str:
-    """The same for what is always a directory of this machine."""
+    """Names a directory of this machine beside a run."""
     stem, _ = _stem(path)
     return (stem.rpartition("/")[2] if "://" in stem else stem) + ending
 

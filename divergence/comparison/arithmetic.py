@@ -56,10 +56,11 @@ FactPair = tuple[ArithmeticFact, ArithmeticFact]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """``lines``: for preflight, none where neither run was probed. ``evidence``: one fact a
-    difference, what explains most first, or one that says there is none. ``precise``: probes of
-    ``_PRECISION`` (and ``ulp``) that differ. ``differing``, ``equal``: verified facts that both
-    sides hold; ``widths``: what both found of partial sums, by name, verified or not."""
+    """What probes tell of two runs. ``lines``: for preflight, none where neither run was probed.
+    ``evidence``: one fact a difference, what explains most first, or one that says there is none.
+    ``precise``: probes of ``_PRECISION`` (and ``ulp``) that differ. ``differing``, ``equal``:
+    verified facts that both sides hold; ``widths``: what both found of partial sums, by name,
+    verified or not."""
 
     lines: Sequence[PreflightLine] = ()
     evidence: Sequence[Fact] = ()
@@ -302,7 +303,7 @@ _SUBJECTS: dict[str, tuple[str, ...]] = {
 
 
 def subjects_of(operator: str) -> tuple[str, ...]:
-    """``aten.addmm`` → (``linear``, ``matmul``)."""
+    """Names what an operator is called in probes: ``aten.addmm`` → (``linear``, ``matmul``)."""
     name = operator.split(".")[1] if operator.count(".") else operator
     if "scaled_dot_product" in name or "flash" in name:
         return ("sdpa", "attention", "exp")

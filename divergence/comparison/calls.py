@@ -270,7 +270,7 @@ class Match:
 def match_paths(
     reference: Sequence[CallNode], candidate: Sequence[CallNode]
 ) -> tuple[list[Match], list[CallNode], list[CallNode]]:
-    """The same for two recordings of the very same calls, as a replay is one: by their names."""
+    """Matches two recordings of the very same calls, as a replay is one, by their names."""
     nodes_b = {node.path: node for node in candidate}
     matches = [
         Match(entry, nodes_b[entry.path], "exact") for entry in reference if entry.path in nodes_b
@@ -290,7 +290,7 @@ def match_calls(
     apart: Apart | None = None,
     rename: Callable[[str], str] = lambda site: site,
 ) -> tuple[list[Match], list[CallNode], list[CallNode]]:
-    """(matches in order, reference's alone, candidate's alone).
+    """Matches calls: (matches in order, the reference's alone, the candidate's alone).
 
     ``rename``: the reference's module names in the candidate's words. ``apart``: the distance of
     two calls' results; without it, stretches stay unmatched.
@@ -430,7 +430,8 @@ class _Matcher:
         return self._known[key]
 
     def _by_value(self) -> bool:
-        """Between two pairs, from the end: where a stretch ends both sides hold the same again."""
+        """Matches by values between two pairs, from the end: where a stretch ends both hold the
+        same."""
         stretches: dict[tuple[int, int], list[CallNode]] = defaultdict(list)
         for a in self.lone[0]:
             stretches[self._bounds(a)].append(a)
@@ -453,7 +454,7 @@ class _Matcher:
         return added
 
     def _bounds(self, node: CallNode) -> tuple[int, int]:
-        """Between which of the candidate's calls its partner stands, if it has one."""
+        """Finds between which of the candidate's calls its partner stands, if it has one."""
         low, high = -1, len(self._index)
         before = [m for m in self.found if m.reference.order < node.order]
         after = [m for m in self.found if m.reference.order > node.order]
@@ -556,7 +557,7 @@ def _makers(operand: Operand, by_path: dict[str, CallNode]) -> list[CallNode]:
 
 
 def _alike(a: CallNode, b: CallNode) -> bool:
-    """The same shape but for axes of length 1: the numbers are in the same order."""
+    """Are the shapes the same but for axes of length 1, so that numbers are in the same order?"""
     shapes = [[size for size in node.results[0].shape if size != 1] for node in (a, b)]
     return shapes[0] == shapes[1]
 
@@ -693,7 +694,7 @@ def _follow(routing: Rerouted, start: str, nodes: dict[str, Match], read: Read) 
 
 
 def _permutation(match: Match, num_rows: int, read: Read) -> tuple[torch.Tensor, ...] | None:
-    """Of a sort: how it ordered the rows, on each side."""
+    """Reads how a sort ordered the rows, on each side."""
     import torch
 
     if match.reference.name.partition(".")[2] not in ("sort", "argsort"):

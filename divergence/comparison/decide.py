@@ -220,7 +220,7 @@ def claim_named(name: str) -> Claim:
 
 
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
-    """Where a finding stands: the rank of its claim, then when it happens. What lies between
+    """Ranks a finding: by the rank of its claim, then when it happens. What lies between
     modules is seen in free runs; beside what was seen in equal inputs it comes later."""
     rank = claim_named(finding.claim).rank
     if finding.claim == "error_between" and not any(
@@ -245,7 +245,7 @@ def _verdict_of(finding: Finding) -> Verdict:
 
 
 def _with(verdict: Verdict, *evidence: Fact) -> Verdict:
-    """With more evidence behind, each sentence once."""
+    """Adds evidence behind a verdict's own, each sentence once."""
     new: list[Fact] = []
     for item in evidence:
         if item not in verdict.evidence and item not in new:
@@ -356,12 +356,12 @@ def tells(verdict: Verdict, finding: Finding) -> bool:
 
 
 def without_side(headline: Sequence[Fact]) -> list[Fact]:
-    """The same without the side that is to blame."""
+    """A headline without the side that is to blame."""
     return [item.with_values(by=None) if item["by"] else item for item in headline]
 
 
 def _unsure(verdict: Verdict, *checks: Check, **changes: Any) -> Verdict:
-    """With more checks that were not met, and what else changes by them."""
+    """Adds checks that were not met to a verdict, and what else changes by them."""
     together = [*verdict.checks, *checks]
     return replace(verdict, checks=together, confidence=confidence_of(together), **changes)
 
@@ -380,7 +380,8 @@ def in_most(num: int, total: int) -> bool:
 
 
 def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool = True) -> Check:
-    """``lacking``: what to say where it is not met. ``made``: could it be made at all?"""
+    """Makes a check. ``lacking``: what to say where it is not met. ``made``: could it be made at
+    all?"""
     if met:
         return Check(name=name, state="met")
     if isinstance(lacking, str):
@@ -389,7 +390,7 @@ def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool
 
 
 def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
-    """``verdict`` with the settings that differ at the head of its summary, and without certainty
+    """Puts the settings that differ at the head of its summary, and without certainty
     where a blocking difference was overridden: that explains whatever is found."""
     checks = _COMPUTED_OTHERWISE if verdict.kind in _QUIET else _PRECISION
     differing = [

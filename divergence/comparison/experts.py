@@ -33,16 +33,16 @@ from divergence.words import Side
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """Of one router: ``places`` tells apart the tokens sent elsewhere that are no tie of their
-    logits (the same token behind the same beginning counts once); ``expected``: how many of all
-    tokens rounding may send elsewhere, at most."""
+    """Choices of one router that flipped. ``places`` tells apart the tokens sent elsewhere that are
+    no tie of their logits (the same token behind the same beginning counts once); ``expected``: how
+    many of all tokens rounding may send elsewhere, at most."""
 
     places: frozenset[tuple[float, ...]]
     expected: float
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray], logits: Sequence[np.ndarray | None]) -> Flips:
-        """Of one forward: both sides' experts (T, k) and logits (T, E)."""
+        """The flips of one forward: both sides' experts (T, k) and logits (T, E)."""
         a, b = logits
         if a is None or b is None or a.shape != b.shape or len(a) != len(rows[0]):
             return cls(frozenset(), math.inf)
@@ -66,7 +66,7 @@ class Flips:
 
     @classmethod
     def together(cls, forwards: Iterable[Flips]) -> Flips:
-        """Of all forwards of a router."""
+        """The flips of all forwards of a router."""
         places = list(forwards)
         return cls(
             frozenset[tuple[float, ...]]().union(*(flips.places for flips in places)),
@@ -103,7 +103,7 @@ def logits_decide(manifest: Manifest, router: str) -> bool:
 
 
 def same_experts(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """(T,): the same experts on all sides, in whatever order."""
+    """Are the experts (T,) the same on all sides, in whatever order?"""
     first = np.sort(rows[0])
     alike = np.ones(len(first), bool)
     for other in rows[1:]:
@@ -118,10 +118,10 @@ def explained_choices(
     usual: Callable[[], Sequence[np.ndarray | None]] = tuple,
     beyond_chance: Callable[[], bool] = bool,
 ) -> tuple[np.ndarray, float | None]:
-    """(T,) whether rounding explains a choice that differs, and the widest gap that it decided.
-    ``usual()``: each side's leads in all forwards, which are read where this one leaves a doubt;
-    ``beyond_chance()``: did this router send more tokens elsewhere than rounding does? Asked where
-    the logits alone do not decide."""
+    """Tells (T,) whether rounding explains a choice that differs, and the widest gap that it
+    decided. ``usual()``: each side's leads in all forwards, which are read where this one leaves a
+    doubt; ``beyond_chance()``: did this router send more tokens elsewhere than rounding does? Asked
+    where the logits alone do not decide."""
     explained = np.ones_like(alike)
     if alike.all():
         return explained, None
@@ -158,8 +158,8 @@ def explained_choices(
 
 
 def lead_of(chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(T,): the least of the chosen experts' values (T, E) less the greatest of the others'; not
-    negative where the chosen (T, k) are the k largest."""
+    """The lead (T,): the least of the chosen experts' values (T, E) less the greatest of the
+    others'; not negative where the chosen (T, k) are the k largest."""
     routed = np.zeros(values.shape, bool)
     np.put_along_axis(routed, chosen.astype(np.int64).clip(0, values.shape[-1] - 1), True, axis=1)
     least = np.where(routed, values, np.inf).min(axis=-1)
@@ -176,21 +176,22 @@ def follows(chosen: np.ndarray, logits: np.ndarray | None) -> bool:
 
 
 def tie(logits: np.ndarray) -> np.ndarray:
-    """(T,): of logits (T, E), how far the chosen may lie behind and still be the largest; < 0."""
+    """The tie (T,) of logits (T, E): how far the chosen may lie behind and still be the largest; <
+    0."""
     unit = max(ROUTER_TIE, 2.0 ** -format_of(logits.dtype).mantissa_bits)
     behind: np.ndarray = -unit * np.abs(wide(logits)).max(axis=-1)
     return behind
 
 
 def _lower_median(values: np.ndarray) -> np.ndarray:
-    """Of each row; nan where it holds one."""
+    """The lower median of each row; nan where it holds one."""
     middle = (values.shape[-1] - 1) // 2
     medians: np.ndarray = np.partition(values, middle, axis=-1)[..., middle]
     return np.where(np.isnan(values).any(axis=-1), np.nan, medians)
 
 
 def _gap(experts_a: np.ndarray, experts_b: np.ndarray, values: np.ndarray) -> float:
-    """Between the experts that one side alone chose, in these values."""
+    """The gap between the experts that one side alone chose, in these values."""
     left, right = set(experts_a.tolist()), set(experts_b.tolist())
     if left <= right or right <= left:
         return 0.0
@@ -482,8 +483,8 @@ def _block_of(path: str, blocks: Sequence[str]) -> str | None:
 
 
 def choices_in(run: Run) -> dict[_Choice, list[Record]]:
-    """By (pass, sample, step, block): which experts, (T, k) integers; with ``logits`` before it,
-    the routers' first results."""
+    """Finds by (pass, sample, step, block) which experts, (T, k) integers; with ``logits`` before
+    it, the routers' first results."""
     blocks, by_choice = routed_blocks(run.manifest), dict[_Choice, list[Record]]()
     notes = run.manifest.plan.modules
     beside = {path.rpartition(".")[0] for path in notes if path.endswith(".experts")}
@@ -525,7 +526,7 @@ def _piece_rows(
 
 
 def _by_token(ids: np.ndarray) -> np.ndarray:
-    """(…, k) as (T, k)."""
+    """Lays (…, k) out as (T, k)."""
     return ids.reshape(-1, ids.shape[-1])
 
 
@@ -535,10 +536,10 @@ RouteKey = tuple[Side | None, str, int, int, str]
 
 @dataclass(slots=True)
 class Routes:
-    """By (whose, pass, sample, step, site), of what lies behind a choice: each token's ratio (T,),
-    nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of logits that
-    rounding decided; ``unexplained``: by the first result behind it, a choice that it did not.
-    Whose: the side of an escalated pass, else None."""
+    """What is known by (whose, pass, sample, step, site) of what lies behind a choice: each token's
+    ratio (T,), nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of
+    logits that rounding decided; ``unexplained``: by the first result behind it, a choice that it
+    did not. Whose: the side of an escalated pass, else None."""
 
     found: dict[RouteKey, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     margin: float | None = None
@@ -610,8 +611,8 @@ def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset
 
 
 def mostly_rerouted(sites: Sequence[SiteResult]) -> Fact | None:
-    """Of a block's tokens, in the prefill or the decode steps, most were not judged since the sides
-    sent them to other experts: the first such block."""
+    """Tells whether of a block's tokens, in the prefill or the decode steps, most were not judged
+    since the sides sent them to other experts: the first such block."""
     counts: dict[tuple[str, str], list[int]] = {}
     for site in _routed_outs(sites):
         count = counts.setdefault((str(site.block), site.phase), [0, 0])

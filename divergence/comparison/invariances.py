@@ -189,8 +189,8 @@ def freed(measured: Measured, report: Report) -> Freed | None:
 
 
 def _constant_of_rows(measured: Measured, sites: set[str]) -> _Form | None:
-    """Where the logits differ by one constant a row. The logits are what the model gives, and
-    what a module outside the blocks gives that is handed on unchanged on both sides: what is
+    """Finds whether the logits differ by one constant a row. The logits are what the model gives,
+    and what a module outside the blocks gives that is handed on unchanged on both sides: what is
     capped or scaled behind it is no softmax's input."""
     own = _logits(measured)
     if not own & sites:
@@ -309,8 +309,8 @@ def _escalated(measured: Measured, sites: set[str]) -> Iterator[tuple[Record, np
 
 
 def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
-    """Where cosine and sine are those of the other side, turned by one angle for all tokens of a
-    prompt, in all its forwards. The candidate gets the reference's then, also where a block is
+    """Finds whether cosine and sine are those of the other side, turned by one angle for all tokens
+    of a prompt, in all its forwards. The candidate gets the reference's then, also where a block is
     given them; so what the blocks do in the free pass is judged as of equal tables."""
     sides = {"reference": measured.reference, "candidate": measured.candidate}
     tokens = measured.reference.manifest.tokens

@@ -71,9 +71,9 @@ class JudgedTable:
     """Is x of the two sides' difference, which has no side?"""
 
     def excess(self, member: int) -> Floats:
-        """(K,): by how much of ``reach`` a member is beside its control by an error of its own: a
-        side is convicted where it is clearly the larger, by half of what an outlier is apart, and
-        for nothing else, however its siblings fare; 0 elsewhere."""
+        """Tells (K,) by how much of ``reach`` a member is beside its control by an error of its
+        own: a side is convicted where it is clearly the larger, by half of what an outlier is
+        apart, and for nothing else, however its siblings fare; 0 elsewhere."""
         x, control, reach = (each[member] for each in (self.x, self.control, self.reach))
         own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
         if self.one_sided:
@@ -84,9 +84,9 @@ class JudgedTable:
     def standing_out(
         self, member: int, energy: Floats, least: float | Floats, widened: float = 1.0
     ) -> tuple[Floats, Floats]:
-        """((K,), (K,)): the candidate's squared error at which a member would stand out, beside
-        ``energy``, the reference's; and what it is where it is as its siblings' are. ``least``: as
-        in ``observed``."""
+        """Finds ((K,), (K,)) the candidate's squared error at which a member would stand out,
+        beside ``energy``, the reference's; and what it is where it is as its siblings' are.
+        ``least``: as in ``observed``."""
         control, reach = self.control[member], self.reach[member] + math.log(widened)
         out = control + reach
         if not self.one_sided:
@@ -107,11 +107,11 @@ def outliers(
     control: Floats | None = None,
     kept: npt.NDArray[np.bool_] | None = None,
 ) -> JudgedTable:
-    """``x``, ``own`` (M, K): log W of each member and column, nan where there is no observation,
-    and the variance that it has of itself. ``limit``: the deviate beyond which one stands out.
-    ``linear``: x is no log W but a normal number. ``control`` (M, K): what each is held against,
-    where there are no others of its kind; it is taken as exact. ``kept`` (M,): members whose own
-    effect excuses their cells, however large it is."""
+    """Judges a table. ``x``, ``own`` (M, K): log W of each member and column, nan where there is no
+    observation, and the variance that it has of itself. ``limit``: the deviate beyond which one
+    stands out. ``linear``: x is no log W but a normal number. ``control`` (M, K): what each is held
+    against, where there are no others of its kind; it is taken as exact. ``kept`` (M,): members
+    whose own effect excuses their cells, however large it is."""
     num_members, num_columns = x.shape
     if control is not None:
         off = np.clip(x - control, -700.0, 700.0)  # of an exact side it is without bound
@@ -162,7 +162,7 @@ def observed(
     *,
     typical: bool = False,
 ) -> tuple[Floats, Floats]:
-    """(x, own variance), (…, K), of rows or of ``groups`` of rows.
+    """Makes observations (x, own variance), (…, K), of rows or of ``groups`` of rows.
 
     ``energy`` (2, …, R): squared error of the reference and the candidate, in floors²; ``numbers``:
     of how many numbers each is made; ``least``: added to both errors, in floors, so that two tiny
@@ -195,7 +195,8 @@ def observed(
 
 
 def reach_of_median(own: Floats) -> float:
-    """By how much chance may move the median of independent observations, of such variance each."""
+    """Tells by how much chance may move the median of independent observations, of such variance
+    each."""
     if not len(own):
         return math.inf
     return float(reach(limit_of(1), _CONTROL * np.median(own, axis=0) / len(own)).item())
@@ -212,7 +213,7 @@ def reach(limit: float, variance: Floats) -> Floats:
 
 
 def in_step(energy: Floats, between: Floats, numbers: Floats) -> Floats:
-    """(2, R): the share of each side's squared error that has the direction of the other side's,
+    """The share (2, R) of each side's squared error that has the direction of the other side's,
     beyond what chance makes of so many numbers. ``energy``: (2, R), ``between``: (R,), of the
     difference of the sides, which tells the cosine: |d|² = |e_A|² + |e_B|² - 2 |e_A| |e_B| cos."""
     with np.errstate(all="ignore"):
@@ -223,15 +224,15 @@ def in_step(energy: Floats, between: Floats, numbers: Floats) -> Floats:
 
 
 def effective_numbers(numbers: Floats, share: Floats) -> Floats:
-    """Of how many numbers an error is made of which ``share`` is one number."""
+    """Counts the numbers that an error is made of, of which ``share`` is one number."""
     return np.asarray(1 / (np.square(1 - share) / numbers + np.square(share)))
 
 
 def made_of(
     energy: Floats, between: Floats, numbers: Floats, usual: npt.NDArray[np.bool_]
 ) -> tuple[Floats, float]:
-    """((2, R): of how many numbers rows' errors are made, no more than ``numbers``, as their
-    columns show; the squared error of the hardest row, 0 where none is hard). ``energy``,
+    """Counts (2, R) of how many numbers rows' errors are made, no more than ``numbers``, as their
+    columns show; and the squared error of the hardest row, 0 where none is hard. ``energy``,
     ``between``: as in ``in_step``; ``usual``: (R,), rows that are no sinks.
 
     What makes a row hard on both sides enlarges the rounding of a few numbers, as sharp attention
@@ -271,7 +272,7 @@ def limit_of(num_observations: int) -> float:
 
 
 def _polished(x: Floats) -> tuple[float, Floats, Floats, Floats]:
-    """(usual, members (M,), columns (K,), rest (M, K)), the effects' medians 0."""
+    """Polishes x into (usual, members (M,), columns (K,), rest (M, K)), the effects' medians 0."""
     usual = float(_medians(x.reshape(1, -1), 1)[0])
     rest, members, columns = x - usual, np.zeros(len(x)), np.zeros(x.shape[1])
     for _ in range(_ROUNDS if x.shape[1] > 1 else 1):
@@ -286,7 +287,7 @@ def _polished(x: Floats) -> tuple[float, Floats, Floats, Floats]:
 
 
 def _medians(values: Floats, axis: int) -> Floats:
-    """0 where there is nothing."""
+    """Medians along an axis, of what is there; 0 where there is nothing."""
     if not np.isnan(values).any():
         return np.asarray(np.median(values, axis=axis))
     nothing = np.isnan(values).all(axis=axis, keepdims=True)

@@ -17,8 +17,8 @@ from divergence.run.site import BACKWARD, is_norm, is_of_parameter
 
 @dataclass(frozen=True, slots=True)
 class ParametersOff:
-    """``beyond``: those of ``total`` rows alike that are beyond their limit. ``kinds``: the classes
-    of their modules."""
+    """Parameters' gradients off together. ``beyond``: those of ``total`` rows alike that are beyond
+    their limit. ``kinds``: the classes of their modules."""
 
     what: str
     beyond: list[SiteResult]
@@ -40,7 +40,7 @@ class ParametersOff:
 
 
 def row_of(site: str) -> str | None:
-    """``gradients``, or what else a parameter's row holds, as a code; None where it is none."""
+    """Codes what a parameter's row holds, ``gradients`` or other; None where it is none."""
     if not is_of_parameter(site) or is_norm(site):
         return None
     path, _, port = site.partition(":")

@@ -183,13 +183,13 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
         return rows
 
     def to_pandas(self) -> pandas.DataFrame:
-        """``to_records`` as a pandas DataFrame; the columns are the fields of SiteResult. Raises
+        """Makes ``to_records`` a pandas DataFrame; the columns are the fields of SiteResult. Raises
         UsageError where pandas is not installed."""
         frame: pandas.DataFrame = _library("pandas").DataFrame(self.to_records())
         return frame
 
     def to_polars(self) -> polars.DataFrame:
-        """The same as a polars DataFrame."""
+        """Makes ``to_records`` a polars DataFrame."""
         frame: polars.DataFrame = _library("polars").DataFrame(
             self.to_records(), infer_schema_length=None, strict=False
         )
@@ -265,7 +265,7 @@ def strict_json(value: Any, *, indent: int | None = 2) -> str:
 
 
 def json_parts(value: Any, *, indent: int | None = 2) -> Iterator[str]:
-    """``strict_json`` in pieces, in order: 26 MB are not held at once."""
+    """Yields ``strict_json`` in pieces, in order: 26 MB are not held at once."""
     waiting = bytearray()
     for part in _written(value, b" " * (indent or 0), b"\n" if indent else b""):
         waiting += part

@@ -477,7 +477,7 @@ class Unexercised(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The fact in words."""
         return sentence(
             fact(
                 f"unexercised_{self.what}",
@@ -1160,7 +1160,7 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.kl_places) or any(d.judgement == "fault" for d in self.differences)
 
     def related_to(self, onset: Onset | None) -> TokensResult:
-        """With a note whether the first flip lies before, at or after the onset's forward."""
+        """Notes whether the first flip lies before, at or after the onset's forward."""
         if self.first_difference is None or onset is None:
             return self
         flip = self.first_difference

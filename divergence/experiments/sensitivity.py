@@ -577,7 +577,6 @@ def sensitivity(
             "truth": truth,
             "floor": floor,
             "thresholds": thresholds,
-            "progress": progress,
         }
         if candidate is None:
             has_truth = truth is not None or own_truth(a) is not None
@@ -586,7 +585,7 @@ def sensitivity(
             notes.append(kernels)
         else:
             b = unsharded(Run.open(candidate))
-        trials, verdict = _healthy(a, b, given)
+        trials, verdict = _healthy(a, b, given, progress)
         measured = trials.measured
         where = _chosen_blocks(trials.blocks, blocks)
         sizes = search_sizes(trials, where, chosen, progress)
@@ -599,7 +598,7 @@ def sensitivity(
                 sizes,
                 block=where[len(where) // 2],
                 capturing=partial(capturing, out=folder / "planted"),
-                comparing=partial(compare, **given),
+                comparing=partial(compare, progress=progress, **given),
             )
             left = {fault.name for fault in chosen} - {
                 confirmation.fault for confirmation in confirmations
@@ -673,7 +672,9 @@ def _made_here(
     return run, fact("experiments.other_kernels", attention=other)
 
 
-def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, Verdict]:
+def _healthy(
+    a: Run, b: Run, given: dict[str, Any], progress: Progress | None
+) -> tuple[SensitivityTrials, Verdict]:
     """The pair measured and judged as it is. ``given``: what ``compare`` is given beside the runs.
     Raises UsageError where it is no pair to plant in."""
     lines = preflight(a, b)
@@ -684,7 +685,7 @@ def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, 
             where=f"{a.path} and {b.path}",
             hint=command_line("capture", like=a.path, o="CANDIDATE"),
         )
-    measured = measure_runs(a, b, lines, **given)
+    measured = measure_runs(a, b, lines, **given, measuring=Measuring(progress=progress))
     trials = SensitivityTrials(measured, thresholds=given["thresholds"])
     if not trials.blocks:
         reason = can_anchor(a, a.manifest.plan.modules)

@@ -42,7 +42,7 @@ class Bound:
 
 
 def bounds(measured: Measured) -> Iterator[Bound]:
-    """In order of execution, of what is judged."""
+    """Yields the bound of each site that is judged, in order of execution."""
     samples = measured.reference.manifest.tokens.samples
     others = measured.candidate.manifest.tokens.samples
     floors: dict[tuple[str, int, int], dict[str, float]] = {}
@@ -68,7 +68,7 @@ def bounds(measured: Measured) -> Iterator[Bound]:
 
 
 def bounded(measured: Measured, escalation: Escalation) -> Finding | None:
-    """None where nothing but statistics is the matter of another question."""
+    """Finds what the statistics alone show; None where that is another question's matter."""
     judged = list(bounds(measured))
     beyond = [] if measured.experts else [bound for bound in judged if bound.least > bound.limit]
     unmeasured = [site for site in measured.sites if site.is_unmeasured]

@@ -322,7 +322,7 @@ def _equal(measured: Measured, shared: Sequence[Unit], num_compared: int) -> Fin
 
 
 def _only_rounds(measured: Measured) -> dict[int, int]:
-    """By sample, of how many first forwards every block, and what stands beside them, was given
+    """Counts, by sample, in how many first forwards every block, and what stands beside, was given
     equal inputs, and makes no error beyond rounding in the free runs, in which it is allowed to
     enlarge what comes in, and that of a single token once more; the anchored pass is known to only
     round."""

@@ -145,8 +145,8 @@ def made_at(
 
 
 def _input_bits(family: Family) -> int | None:
-    """Of blocks in float32 that are all off as products are whose inputs were rounded to a shorter
-    format: its fraction bits."""
+    """Tells the fraction bits of the shorter format to which products' inputs were rounded, where
+    all blocks in float32 are off as such products are."""
     first = family.members[0].first
     float32 = {first.reference_dtype, first.candidate_dtype} == {"float32"}
     if first.role != "block" or not float32 or len(family.members) < family.num_all:
@@ -229,7 +229,7 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
 
 
 def _scope(unit: Unit, structures: Sequence[Fact] = (), *, named: bool) -> list[Fact]:
-    """Where alone the unit is off. ``named``: behind the side that is to blame."""
+    """Tells where alone the unit is off. ``named``: behind the side that is to blame."""
     scope, tokens = only_in(unit), _tokens_of(structures, [unit])
     if scope is None:
         return [_SCOPE.with_values(**tokens)] if tokens else []
@@ -241,7 +241,7 @@ _SCOPE = fact("scope", parts=[], since=None, alone=True, comma=False, token=None
 
 
 def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, int]:
-    """``token``: the one that holds the difference at the onset, and the largest in each of the
+    """Tells the ``token`` that holds the difference at the onset, and the largest in each of the
     units; or ``onward``: the one from which on the difference is."""
     positions = [unit.first.ratio_position for unit in units]
     for item in structures:

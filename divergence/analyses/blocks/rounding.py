@@ -178,7 +178,7 @@ def within_rounding(
     standouts: list[StandOut],
     only_rounds: dict[int, int],
 ) -> Finding:
-    """``only_rounds``: see Finding."""
+    """The finding that only rounding differs. ``only_rounds``: see Finding."""
     units, escalation, advice = judged.units, judged.escalation, measured.advice
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
     # where it is not known that only rounding differs
@@ -339,8 +339,8 @@ def _only_step(measured: Measured) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class StandOut:
-    """``times``: the typical token's error over its siblings'; where all blocks of a kind stand
-    out, ``side``'s error over the other side's. ``unit``: the first of them then."""
+    """A block that stands out. ``times``: the typical token's error over its siblings'; where all
+    of a kind do, ``side``'s error over the other side's. ``unit``: the first of them then."""
 
     unit: Unit
     times: float
@@ -376,8 +376,8 @@ def find_standouts(
     *,
     two_dtypes: bool = False,
 ) -> list[StandOut]:
-    """In execution order, one a block. ``two_dtypes``: one side's arithmetic is coarser by its
-    dtype, and that is no news."""
+    """Finds those that stand out, in execution order, one a block. ``two_dtypes``: one side's
+    arithmetic is coarser by its dtype, and that is no news."""
     standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):

@@ -112,7 +112,7 @@ class Elision(NamedTuple):
 
 
 def phases(report: Report) -> list[str]:
-    """Those of PHASES that were compared, in order of execution."""
+    """Lists the phases that were compared, in order of execution."""
     there = {site.phase for site in report.sites}
     return [name for name in PHASES if name in there]
 
@@ -123,7 +123,7 @@ def main_pass(sites: Iterable[SiteResult]) -> str:
 
 
 def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
-    """By site, the escalated pass's largest ratio over the float32 floor in this phase."""
+    """The escalated pass's largest ratio over the float32 floor in this phase, by site."""
     ratios: dict[str, float] = {}
     for site in report.sites:
         if site.pass_ == "escalated" and site.phase == phase:
@@ -149,7 +149,7 @@ def _rank(value: float | None) -> float:
 
 
 def _share(row: SiteRow) -> tuple[bool, bool, float, float]:
-    """The same of a row: by what all its forwards use together."""
+    """Sort key of a row: as of a site, by what all its forwards use together."""
     site = row.worst
     return num_bad(site) > 0, row.flagged, _rank(row.share), _rank(site.rel_l2)
 
@@ -231,8 +231,8 @@ def worst_rows(report: Report) -> list[SiteRow]:
 
 
 def worst_places(rows: Sequence[SiteRow], *, exact: bool = False) -> list[str]:
-    """Where each is worst, and which were measured in the free pass although others were not.
-    ``exact``: one forward, also where all of them together use most of the limit."""
+    """Tells where each row is worst, and which were measured in the free pass although others were
+    not. ``exact``: one forward, also where all of them together use most of the limit."""
     anchored = any(row.worst.pass_ == "anchored" for row in rows)
     return [
         _at(row, exact=exact)
@@ -242,7 +242,8 @@ def worst_places(rows: Sequence[SiteRow], *, exact: bool = False) -> list[str]:
 
 
 def _at(row: SiteRow, *, exact: bool) -> str:
-    """``prompt 2, token 7``; a share that all forwards together use is of no one forward."""
+    """A place such as ``prompt 2, token 7``; a share that all forwards together use is of no one
+    forward."""
     site = row.worst
     if is_of_parameter(site.site) or (row.together and not exact):
         return "decode, all steps" if site.step else f"all of the {site.phase}"
@@ -298,7 +299,7 @@ def elide(rows: list[SiteRow], *, max_rows: int = MAX_ROWS) -> list[SiteRow | El
 
 
 def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
-    """(usage, prompt, site, its ratio), the largest usage first."""
+    """Lists (usage, prompt, site, its ratio), the largest usage first."""
     wanted = main_pass(report.sites)
     worst: dict[int, tuple[float, int, SiteResult, float]] = {}
     for site in report.sites:
@@ -329,7 +330,7 @@ def _key(site_name: str) -> str:
 
 
 def curves(report: Report) -> list[Plot]:
-    """Of the prefill and of decode; none where no block was measured."""
+    """The curves of the prefill and of decode; none where no block was measured."""
     rows_of = {phase: phase_rows(report, phase) for phase in phases(report)}
     return [plot for phase, rows in rows_of.items() for plot in phase_curves(report, phase, rows)]
 
@@ -507,7 +508,8 @@ def _map(
     cells: Cells,
     scale: HeatScale,
 ) -> HeatMap:
-    """At most so many rows and columns, by the worst of neighbours, and where the largest is."""
+    """A map of at most so many cells, each the worst of neighbours, that says where the largest
+    is."""
     tall, wide = (1 + (len(names) - 1) // _MOST for names in (rows, columns))
     groups: Cells = {}
     for (y, x), values in cells.items():
@@ -638,7 +640,7 @@ def rows_table(
 
 
 def _phase_table(report: Report, phase: str, rows: list[SiteRow], most: int | None) -> Table:
-    """Of at most some ``most`` rows, between which it says what is not there."""
+    """A table of some ``most`` rows at most, between which it says what is not there."""
     below: dict[int, list[Sentence]] = {}
     shown: list[SiteRow] = []
     for item in rows if most is None else elide(rows, max_rows=most):

@@ -94,8 +94,9 @@ def judged_family(
     thresholds: Thresholds,
     beside: BlocksBeside | None = None,
 ) -> JudgedFamily:
-    """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
-    expert by rounding. ``beside``: of one site without siblings."""
+    """Asks the judge all tables of a family. ``limits``: by level, the deviate of an outlier.
+    ``routed``: one token may go to another expert by rounding. ``beside``: of one site without
+    siblings."""
     rows_of = [each.rows for each in stats if each.rows is not None]
     between = stats[0].is_difference
     # added to both errors, in floors, so that two tiny ones make no large ratio
@@ -146,7 +147,8 @@ def judged_family(
     def judged(
         level: Level, x: Floats, own: Floats, usual: Floats, kept: npt.NDArray[np.bool_] | None
     ) -> JudgedTable:
-        """``usual``: of the blocks; it excuses a site without siblings that is off as they are."""
+        """Asks the judge one table. ``usual``: of the blocks; it excuses a site without siblings
+        that is off as they are."""
         control, sigma = None, spreads[level]
         if beside is not None:
             sigma = thresholds.lone_spread
@@ -197,7 +199,7 @@ def judged_family(
 
 
 def _typical_at(rows: RowErrors, least: float) -> dict[PromptStep, float]:
-    """By forward, the median row's log W."""
+    """The median row's log W, by forward."""
     added = least if rows.least is None else rows.least
     x, _ = observed(rows.energy, rows.numbers, added, rows.place, typical=True)
     return dict(zip(rows.places, x.tolist(), strict=True))
@@ -210,8 +212,8 @@ def _odds_of_own(
     routed: bool,
     thresholds: Thresholds,
 ) -> npt.NDArray[np.float64]:
-    """(M,): how much likelier, in log, it is that a member's farther side is farther off than in
-    its siblings, than that the other side is nearer; inf where the sides are not apart.
+    """Tells how much likelier (M,), in log, it is that a member's farther side is farther off than
+    in its siblings, than that the other side is nearer; inf where the sides are not apart.
 
     Errors are in floors, each side's beside the median of its siblings: a and b, in log, apart by
     d. What makes a block hard troubles both alike, with a deviation τ between siblings, which the
@@ -312,7 +314,7 @@ def _blame_of(
     widened: float,
     place: PromptStep | None = None,
 ) -> Blame:
-    """Of nobody, where no side has an error of its own."""
+    """One answer of the judge as a blame; of nobody, where no side has an error of its own."""
     x, control = float(table.x[member, column]), float(table.control[member, column])
     limit = math.exp(min(float(table.reach[member, column]), 700.0)) * widened
     if not table.excess(member)[column]:
@@ -323,7 +325,7 @@ def _blame_of(
 
 
 def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, Blame]:
-    """By forward, what the judge says of it; nothing where there is but one."""
+    """What the judge says of each forward; nothing where there is but one."""
     if judged.forwards is None:
         return {}
     return {
@@ -342,7 +344,7 @@ def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[Promp
 
 
 def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, float]:
-    """By forward, the largest share of a row's limit that a row uses there."""
+    """The largest share of its limit that a row uses, by forward."""
     if judged.rows is None:
         return {}
     reach = judged.rows.reach[member]
@@ -415,8 +417,9 @@ def shared_by_all(
 def _visible_sizes(
     unit: Unit, judged: JudgedFamily, member: int, *, routed: bool
 ) -> dict[Level, float]:
-    """With a truth: how large an error of B, beside the rounding that A has, too, would have to be
-    for W to stand out. A site without siblings, and tables that were not made, say nothing."""
+    """Tells, with a truth, how large an error of B, beside the rounding that A has, too, would have
+    to be for W to stand out. A site without siblings, and tables that were not made, say
+    nothing."""
     stats = judged.stats[member]
     if stats.rows is None:
         return {}
@@ -664,7 +667,7 @@ def _ask_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresh
             ask_together(family)
 
     def usual_of(among: Sequence[Unit]) -> dict[tuple[object, ...], BlocksBeside]:
-        """By pass and phase, the median x, and that of each forward."""
+        """The median x, and that of each forward, by pass and phase."""
         sites = list[tuple[tuple[object, ...], float]]()
         forwards = dict[tuple[object, ...], list[tuple[PromptStep, float]]]()
         for unit in among:
@@ -799,10 +802,10 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
 
 
 def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) -> Why | None:
-    """By which limit a unit is beyond rounding in forwards that excuse nothing: the truth does not
-    hold them, or one side's error is not measured there, and may be far smaller than the other's.
-    Single tokens may be as hard there as those that the truth holds. ``suspected``: the looks that
-    were beyond their limits."""
+    """Tells by which limit a unit is beyond rounding in forwards that excuse nothing: the truth
+    does not hold them, or one side's error is not measured there, and may be far smaller than the
+    other's. Single tokens may be as hard there as those that the truth holds. ``suspected``: the
+    looks that were beyond their limits."""
     assert unit.stats is not None
     forwards, hard = unit.stats.forwards, CLEAR * unit.stats.hardest
     typical, token = (
@@ -833,7 +836,7 @@ def _stats_of(units: Sequence[Unit]) -> list[TruthStats]:
 
 
 def _limits(units: Sequence[Unit]) -> dict[Level, float]:
-    """By level, the deviate of an outlier among all that are looked at in a pass."""
+    """The deviate of an outlier among all that are looked at in a pass, by level."""
     stats = _stats_of(units)
     counts: dict[Level, int] = {
         "site": len(stats),

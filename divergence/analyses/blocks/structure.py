@@ -223,7 +223,8 @@ def _token(x: OnsetRows) -> tuple[float, Fact] | None:
 
 
 def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
-    """In proportion to the distance from a token on: what is multiplied by the position is off."""
+    """Does the error grow with the distance from a token on? what is multiplied by the position is
+    off."""
     sizes = _by_position(x)
     if sizes is None:
         return None
@@ -245,7 +246,7 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
 
 
 def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
-    """From a token on, and before it nothing but rounding."""
+    """Does the error begin at a token, with nothing but rounding before it?"""
     sizes = _by_position(x)
     if sizes is None:
         return None
@@ -264,7 +265,8 @@ PLACES: tuple[Structure, ...] = (_token_id, _token, _growing, _beginning)
 def layer_type_of(
     measured: Measured, units: Sequence[Unit], flagged: Sequence[Unit]
 ) -> Fact | None:
-    """That the blocks beyond their limit are those of one type of layer, or every second one."""
+    """Tells whether the blocks beyond their limit are those of one type of layer, or every second
+    one."""
     blocks = {unit.results[0].block for unit in units} - {None}
     off = {unit.results[0].block for unit in flagged} - {None}
     numbers = {block: block.rpartition(".")[2] for block in blocks if block is not None}
@@ -284,13 +286,13 @@ def _square(values: Floats) -> float:
 
 
 def _multiple_share(d: Floats, a: Floats) -> tuple[float, float]:
-    """(the share that a multiple of ``a`` explains of ``d``, the multiple)."""
+    """Fits a multiple of ``a``: (the share of ``d`` that it explains, the multiple)."""
     along = float((d * a).sum())
     return along**2 / (_square(d) * _square(a)), along / _square(a)
 
 
 def _largest_part(x: OnsetRows, count: int) -> tuple[float, int]:
-    """(the share of the largest of so many equal parts of the channels, its number)."""
+    """Finds the largest of so many equal parts of the channels: (its share, its number)."""
     shares = []
     weighed: Floats = np.square(x.d / np.maximum(*_channel_sizes(x)))
     for energy in (np.square(x.d), weighed):
@@ -301,19 +303,19 @@ def _largest_part(x: OnsetRows, count: int) -> tuple[float, int]:
 
 
 def _channel_sizes(x: OnsetRows) -> tuple[Floats, float]:
-    """(the rms of each channel of A, the median of them)."""
+    """Measures the channels of A: (the rms of each, the median of them)."""
     usual: Floats = np.sqrt(np.square(x.a).mean(0))
     return usual, float(np.median(usual)) or 1.0
 
 
 def _row_energy(x: OnsetRows) -> Floats:
-    """(N,): the squared error of each row, relative to it."""
+    """The squared error of each row (N,), relative to it."""
     energy: Floats = np.square(x.d).sum(1) / np.maximum(np.square(x.a).sum(1), 1e-300)
     return energy
 
 
 def _by_position(x: OnsetRows) -> Floats | None:
-    """(T,): the mean squared relative error of the rows at each position from 0 on, of the prompts
+    """The mean squared relative error (T,) of the rows at each position from 0 on, of the prompts
     that are beyond their limit; None where positions are not known or few."""
     comparable = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
     if comparable.sum() < 2 * FEWEST:

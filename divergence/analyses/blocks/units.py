@@ -53,14 +53,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Escalation:
-    """``judged``: sides whose escalated pass was compared (None: both with each other)."""
+    """What the escalated pass shows. ``judged``: sides whose escalated pass was compared (None:
+    both with each other)."""
 
     units: list[Unit]
     judged: set[Side | None]
 
     @property
     def flagged(self) -> list[Unit]:
-        """Those beyond what float32 explains."""
+        """Lists the units beyond what float32 explains."""
         return [unit for unit in self.units if unit.why is not None]
 
     @property
@@ -110,7 +111,7 @@ class Escalation:
         ]
 
     def healthy(self) -> list[Fact]:
-        """That it found nothing, and how near it came."""
+        """Says that the pass found nothing, and how near it came."""
         if not self.units:
             return []
         worst = max(self.units, key=lambda unit: unit.typical / unit.limit)
@@ -137,7 +138,8 @@ def side_of(unit: Unit) -> SideOrBoth | None:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``name``: a class, or a fact that tells the place where not all of the class are meant."""
+    """All of a kind, off together. ``name``: a class, or a fact that tells which of it are
+    meant."""
 
     name: str | Fact
     members: list[Unit]
@@ -202,8 +204,9 @@ def places_of(unit: Unit) -> set[PromptStep]:
 
 
 def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit]:
-    """Those of a kind that are off as a flagged one of them is, although within their own limits:
-    it is the first to pass, and not what is wrong. None where it stands out from them by itself."""
+    """Lists those of a kind that are off as a flagged one of them is, although within their own
+    limits: it is the first to pass, and not what is wrong. None where it stands out from them by
+    itself."""
     if unit.why not in ("typical", "forward"):
         return []
     thresholds, places = measured.thresholds, places_of(unit)
@@ -250,9 +253,9 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit
 
 
 def farther_side(family: Sequence[Unit], times: float) -> tuple[Side, float] | None:
-    """(side, W): the side that is farther from the truth than the other in all of a kind, by their
-    median, and by more than so many ``times`` and chance; None where there is none, or not all were
-    judged together."""
+    """Finds (side, W), the side that is farther from the truth than the other in all of a kind, by
+    their median, and by more than so many ``times`` and chance; None where there is none, or not
+    all were judged together."""
     judged = [unit.judged[0] for unit in family if unit.judged is not None]
     if len(judged) < max(FEWEST, len(family)):
         return None
@@ -401,7 +404,7 @@ class Look:
 
     @property
     def used(self) -> float:
-        """Of any limit."""
+        """The largest share of any limit."""
         return max(self.usage, self.of_token)
 
 
@@ -460,7 +463,7 @@ class Blame:
 
     @property
     def limit_usage(self) -> float:
-        """0 where the two sides are alike, and 1 at the limit. What both are off by is no
+        """The share of the limit: 0 where both sides are alike, 1 at it. What both are off by is no
         difference of theirs until it is beyond its limit."""
         ratio = self.ratio
         if self.why == "gain" or ratio > self.limit:
@@ -572,7 +575,8 @@ class Unit:
 
     @property
     def margin(self) -> float:
-        """By how much the unit is beyond its limits: of the two that agree, the larger one."""
+        """Tells by how much the unit is beyond its limits: of the two that agree, the larger
+        one."""
         if self.blame is None:
             return self.between
         if self.blame.side == "both":
@@ -601,7 +605,7 @@ class Unit:
 
     @property
     def of(self) -> Side | None:
-        """In the escalated pass: whose pass this is."""
+        """The side whose escalated pass this is."""
         return self.results[0].of
 
     def x_at(self, place: PromptStep | None = None) -> float:
@@ -776,7 +780,7 @@ def is_whole(path: str, stacks: set[str]) -> bool:
 
 
 def visible_of(units: Sequence[Unit]) -> Visible | None:
-    """Of the middle block, the larger one of prefill and decode; None where there is no block."""
+    """The size that is seen in the middle block, the larger one of prefill and decode, if any."""
     blocks = [unit for unit in units if unit.results[0].role == "block"]
     levels: dict[Level, float] = {}
     for group in grouped(blocks, lambda unit: unit.phase).values():

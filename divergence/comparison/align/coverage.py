@@ -254,7 +254,7 @@ class _Ledger:
                 self._lack(row, record.coordinates, reason)
 
     def operators(self) -> None:
-        """Of operators the module and forward count: the calls may differ (calls.match)."""
+        """Counts operators by module and forward: the calls may differ (calls.match)."""
         lone = set()
         if self._operators is not None:
             lone = {call.site for call in self._operators.unmatched if call.side == "reference"}
@@ -342,8 +342,8 @@ _TOWERS = ("vision", "audio")
 
 
 def not_exercised(run: Run) -> list[Unexercised]:
-    """Of one run: modules, the largest share of the parameters first, experts by block, where the
-    choice and the router's logits were recorded, and windows."""
+    """Lists what no forward of a run used: modules, the largest share of the parameters first,
+    experts by block, where the choice and the router's logits were recorded, and windows."""
     plan, config, tokens = run.manifest.plan, run.manifest.model.config, run.manifest.tokens
     total = max(1, run.manifest.model.num_parameters)
     shares: dict[str, int] = {}

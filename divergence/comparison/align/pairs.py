@@ -40,7 +40,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows that it is."""
+        """The shape of the rows that it is."""
         whole = self.record.shape
         if self.row is None:
             return whole
@@ -119,8 +119,8 @@ def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
 
 
 def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | None:
-    """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
-    token positions picked out of one of them, and none held against several."""
+    """Tells why two pieces cannot be compared, element by element, if so; ``exactly``: as they are,
+    with no token positions picked out of one of them, and none held against several."""
     record, other_record = piece.record, other.record
     if piece.shape != other.shape:
         few, many = (record, other_record) if record.positions else (other_record, record)
@@ -248,7 +248,7 @@ class Pieces:
     def locate(
         self, piece: Piece, shape: Sequence[int], row: int | None
     ) -> tuple[int | None, int | None]:
-        """(sample, token index) of a row, where rows are tokens: pads are not counted."""
+        """Finds (sample, token index) of a row, where rows are tokens: pads are not counted."""
         if row is None:
             return None, None
         if len(shape) < 3:
@@ -287,8 +287,8 @@ class Pieces:
 def same_positions(
     a: np.ndarray, record_a: Record, b: np.ndarray, record_b: Record
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where one side holds all tokens and the other some, pick those out; where one holds once
-    what the other repeats, repeat it."""
+    """Picks out the tokens that both sides hold, and repeats what one side holds once and the other
+    several times."""
     if a.shape == b.shape:
         return a, b
     if record_a.positions != record_b.positions:
@@ -430,7 +430,7 @@ def load_name_map(path: str | Path) -> Callable[[str], str]:
 
 
 def find_prefix(reference: Iterable[str], candidate: Iterable[str]) -> tuple[str, str] | None:
-    """(prefix in the reference, prefix in the candidate) under which most sites agree.
+    """Finds the (prefix in the reference, in the candidate) under which most sites agree.
 
     None where no pair of prefixes matches more sites than the names as they stand. Of each run
     the ``_MAX_PREFIXES`` with the most sites are tried, so that time grows with the sites alone.
@@ -640,16 +640,16 @@ def _reasons(run: Run) -> dict[Coordinates, Fact]:
 
 
 def compared_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> list[tuple[str, str, str]]:
-    """(name of the comparison, reference's pass, candidate's pass) of all that are compared tensor
-    by tensor; the escalated pass is measured apart (comparison.measure.runs)."""
+    """Lists (name of the comparison, reference's pass, candidate's pass) of all that are compared
+    tensor by tensor; the escalated pass is measured apart (comparison.measure.runs)."""
     anchored = anchored_passes(a, b, notes)
     passes = [] if anchored is None else [("anchored", *anchored)]
     return [*passes, ("free", "free", "free")]
 
 
 def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
-    """(reference's pass, candidate's pass) in which blocks had equal inputs, or where one side is a
-    replay each operator had; if there is one."""
+    """Finds the (reference's pass, candidate's pass) in which blocks had equal inputs, or where one
+    side is a replay each operator had; if there is one."""
     replayed = replayed_from(a, b)
     if a.plan.replayed_pass is not None or b.plan.replayed_pass is not None:
         if replayed is None:
@@ -669,8 +669,8 @@ def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, s
 
 
 def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
-    """(id of the run, its pass) whose operators both sides ran on the same inputs: one is a replay
-    of the other, or both are replays of one run. None where that is not so."""
+    """Finds the (id of the run, its pass) whose operators both sides ran on the same inputs: one is
+    a replay of the other, or both are replays of one run. None where that is not so."""
     plan_a, plan_b = a.plan, b.plan
     if plan_b.replayed_pass is not None and plan_b.anchored_to == a.id:
         return a.id, plan_b.replayed_pass

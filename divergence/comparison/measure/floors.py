@@ -187,7 +187,7 @@ class ModelFloor:
 def _members(
     ratio: np.ndarray, usual: np.ndarray, largest: np.ndarray, num_members: int
 ) -> tuple[tuple[int, float, int, float], ...]:
-    """(number, median ratio, rows, largest ratio) of each member of a batch."""
+    """Lists (number, median ratio, rows, largest ratio) of each member of a batch."""
     rows_each = max(1, len(usual) // num_members)
     member = np.arange(len(usual)) // rows_each
     by_member = []
@@ -241,8 +241,9 @@ def work_format(*manifests: Manifest) -> Format:
 
 
 def gradient_format(work: Format, *manifests: Manifest) -> Format:
-    """In which parameters' gradients are made, where modules compute in ``work``: coarser where
-    both sides add them up, or send them, in fewer bits. Where one does, that is a difference."""
+    """The format in which parameters' gradients are made, where modules compute in ``work``:
+    coarser where both sides add them up, or send them, in fewer bits. Where one does, that is a
+    difference."""
     sums = []
     for manifest in manifests:
         training = manifest.training
@@ -254,7 +255,7 @@ def gradient_format(work: Format, *manifests: Manifest) -> Format:
 
 
 def zero_rows(rows: RowMetrics, form: Format, num_features: int) -> RowMetrics:
-    """``rows`` (N, T), those that are zero in the reference alone as errors of the median row."""
+    """Holds rows (N, T) that are zero in the reference alone against the median row."""
     tiny = form.smallest_normal * math.sqrt(max(1, num_features))
     zero = (rows.norm == 0) & np.isinf(rows.rel_l2) & (rows.diff > tiny)
     if not zero.any():
@@ -283,7 +284,7 @@ def cancels(site: str, role: str | None) -> bool:
 
 
 def small_rows(rows: RowMetrics, usual: float) -> RowMetrics:
-    """Of what is made of terms that may cancel: errors are held against ``usual``, where a row is
+    """Holds errors of what is made of terms that may cancel against ``usual``, where a row is
     less. Where it is 0, no such measure is known, and they stay as they are."""
     if not usual:
         return rows
@@ -302,7 +303,7 @@ def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: s
     are computed in float32, in roundings of ``form``."""
 
     def rms_at(site: str, *passes: str) -> float:
-        """0 where it is not known."""
+        """The rms of a site in the first of these passes that has it; 0 where none has."""
         for pass_ in passes:
             beside = run.find((pass_, record.sample, record.step, site))
             if beside is not None:
@@ -336,7 +337,7 @@ def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: s
 
 
 def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
-    """(N, T) of N pairs."""
+    """Lays the rows of N pairs out as (N, T)."""
     updates = [row.update_norm for row in rows if row.update_norm is not None]
     return msgspec.structs.replace(
         rows[0],
@@ -350,7 +351,7 @@ def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
 def made_here(
     rows: RowMetrics, inherited: RowMetrics | None, beside: float, thresholds: Thresholds
 ) -> np.ndarray:
-    """Of a free pass (T,): d without what came in and what may have been made of that. An error
+    """Takes from d (T,) of a free pass what came in and what may have been made of that. An error
     that came in moves along, and a module may enlarge it by ``free_gain``."""
     with np.errstate(all="ignore"):
         before, carried = np.full(len(rows.norm), beside), np.zeros(len(rows.norm))
@@ -365,7 +366,7 @@ def made_here(
 
 
 class SharedRounding:
-    """By site, the error that all of an optimizer's input and moments have in common.
+    """The error that all of an optimizer's input and moments have in common, by site.
 
     Each clipped gradient is multiplied by limit / norm, so the rounding of that one number is in
     all that an optimizer gets and in all moments. It is no small one: some kernels add millions of

@@ -198,7 +198,7 @@ class Measurer:
         return msgspec.structs.replace(numbers, against=self._against(pair, true_record, is_block))
 
     def measure_small(self, pairs: Sequence[Pair]) -> list[PairNumbers | None]:
-        """``measure`` of each, many at a time where their tensors are small and alike."""
+        """Measures pairs, many at a time where their tensors are small and alike."""
         measured: list[PairNumbers | None] = [None] * len(pairs)
         alike: dict[_Key, list[tuple[int, _Operands]]] = {}
         for number, pair in enumerate(pairs):
@@ -566,6 +566,6 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
 
 
 def _num_bytes(pair: Pair) -> int:
-    """Of both sides."""
+    """The bytes of both sides."""
     records = pair.reference.record, pair.candidate.record
     return sum(record.numel * format_named(record.dtype).itemsize for record in records)

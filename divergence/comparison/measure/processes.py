@@ -217,7 +217,7 @@ class _Ranks:
 def _batches(
     job: bytes, runs: dict[tuple[object, ...], Run], rank: int
 ) -> Iterator[tuple[list[PairNumbers | None], DivergenceError | None, bool]]:
-    """(found, what went wrong after these, whether more follows), in the pairs' order."""
+    """Yields (numbers, what went wrong after these, whether more follows), in the pairs' order."""
     batch: list[PairNumbers | None] = []
     try:
         try:

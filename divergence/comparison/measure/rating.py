@@ -296,8 +296,8 @@ class Rater:
             )
 
     def _formats(self, pair: Pair) -> tuple[Format, Format]:
-        """(what it is stored in, what it is computed in). Gradients that are added up or sent in
-        fewer bits than they are stored in have been rounded to these."""
+        """The formats of a pair: (what it is stored in, what it is computed in). Gradients that are
+        added up or sent in fewer bits than they are stored in have been rounded to these."""
         forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
         form = max(forms, key=lambda form: form.unit_roundoff)
         if self._sums is self._work or not is_gradient(pair.reference.record.site):

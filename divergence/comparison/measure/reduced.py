@@ -276,7 +276,7 @@ def _estimated(
 
 
 def _with_counts(metrics: PairMetrics, reference: Piece, candidate: Piece) -> PairMetrics:
-    """With the non-finite elements that were counted when the tensors were recorded."""
+    """Adds the non-finite elements that were counted when the tensors were recorded."""
     first, second = reference.record.summary, candidate.record.summary
     if first is None or second is None or reference.row is not None or candidate.row is not None:
         return metrics

@@ -171,7 +171,7 @@ class TruthSamples:
     _gathered: list[Any] = field(default_factory=list)
 
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
-        """``floor`` (T,): of each row."""
+        """Adds one forward. ``floor`` (T,): of each row."""
         self.channels.add(against)
         rows = msgspec.structs.replace(against, channels=_NO_CHANNELS)
         self.forwards.append((result, rows, floor))
@@ -184,8 +184,8 @@ class TruthSamples:
 
 
 class SamplesBySite:
-    """By (pass, site, phase): the samples against a truth, and the ratio of every row of the two
-    sides' difference."""
+    """What was gathered by (pass, site, phase): the samples against a truth, and the ratio of every
+    row of the two sides' difference."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, str, str], TruthSamples] = {}
@@ -198,7 +198,7 @@ class SamplesBySite:
         self._samples[key].add(result, against, floor)
 
     def add_ratios(self, result: SiteResult, ratios: np.ndarray) -> None:
-        """Of all rows of one forward."""
+        """Adds the ratios of all rows of one forward."""
         key = result.pass_, result.site, result.phase
         self._ratios.setdefault(key, []).append(ratios)
 
@@ -209,7 +209,7 @@ class SamplesBySite:
         return np.concatenate(self._ratios.get((pass_, site, phase), [np.zeros(0)]))
 
     def take(self, other: SamplesBySite) -> None:
-        """Those of ``other`` as well, which are of another pass."""
+        """Takes over those of ``other``, which are of another pass."""
         self._samples |= other._samples
         for key, ratios in other._ratios.items():
             self._ratios.setdefault(key, []).extend(ratios)
@@ -430,8 +430,8 @@ def _median(values: np.ndarray) -> float:
 
 
 def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.ndarray | None]]:
-    """(prompt, its rows): all rows, None, are one prompt's unless the forward held several, whose
-    rows then follow each other in equal parts."""
+    """Lists (prompt, its rows): all rows, None, are one prompt's unless the forward held several,
+    whose rows then follow each other in equal parts."""
     if len(result.prompts) < 2:
         return [(result.prompts[0].sample if result.prompts else result.sample, None)]
     rows_each = math.prod(result.shape[1:-1])
@@ -444,7 +444,7 @@ def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.nd
 
 
 def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
-    """None where nothing is to be told of one channel.
+    """The errors of each channel; None where nothing is to be told of one.
 
     Of each forward the channel's largest row is left out, of forwards of one row the largest: one
     bad token is no bad channel, and prompts that begin alike have the same bad token. Two errors

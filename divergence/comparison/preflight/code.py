@@ -393,9 +393,10 @@ def other_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Those of which it is not known whose are meant. Where both have one configuration, B's are
-    not if A's value stands there, or is 1/√ of what does (the scale of attention), and B's does
-    not; nor if B's modules hold A's but for some of them, and A's hold it all."""
+    """Lists the numbers of which it is not known whose are meant. Where both have one
+    configuration, B's are not if A's value stands there, or is 1/√ of what does (the scale of
+    attention), and B's does not; nor if B's modules hold A's but for some of them, and A's hold it
+    all."""
     numbers = other_numbers(a, b, block)
     if not numbers or a.model.config_digest != b.model.config_digest:
         return numbers

@@ -50,8 +50,8 @@ SHORT_FORMATS = {name: format_named(name).unit_roundoff for name in ("bfloat16",
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """Of all parameters that differ: are they the same values but for their dtypes, and what
-    relates them, by class of parameter, where anything does?"""
+    """What relates all parameters that differ: are they the same values but for their dtypes, and
+    what relates them, by class of parameter, where anything does?"""
 
     only_dtypes: bool
     facts: list[Fact]
@@ -118,8 +118,9 @@ def _model_fact(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fa
 def _relation(
     a: ParameterNote, b: ParameterNote, *, has_codes: bool
 ) -> tuple[Fact | None, bool, float | None]:
-    """(what relates them, or nothing that is known; is it the dtype alone?; how far apart, where
-    that is to be said). ``has_codes``: of a quantised model, where training is no cause."""
+    """Relates two parameters: (what relates them, or nothing that is known; is it the dtype alone?;
+    how far apart, where that is to be said). ``has_codes``: of a quantised model, where training is
+    no cause."""
     if a.shape != b.shape:
         return fact("preflight.shapes", reference=a.shape, candidate=b.shape), False, None
     dtypes = {"reference": a.dtype, "candidate": b.dtype}
@@ -194,7 +195,7 @@ def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
 
 
 def _with(text: str, more: str) -> str:
-    """``W8A8: ... (simulated)`` with one more of its parts, before who made the codes."""
+    """Adds a part to ``W8A8: ... (simulated)``, before who made the codes."""
     sentence_part, by, name = text.rpartition(" (")
     return f"{sentence_part}; {more}{by}{name}" if more and sentence_part else text
 
@@ -256,9 +257,9 @@ _MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """``pairs``: reference's name → candidate's; ``prefixes`` that it took, in the order found;
-    ``mapped``: some were matched by a name map; ``alone``: what is left on each side, of which
-    ``beside`` is no part of the body: it may be there or not."""
+    """Parameters by name. ``pairs``: reference's name → candidate's; ``prefixes`` that it took, in
+    the order found; ``mapped``: some were matched by a name map; ``alone``: what is left on each
+    side, of which ``beside`` is no part of the body: it may be there or not."""
 
     pairs: dict[str, str]
     prefixes: list[tuple[str, str]]
@@ -341,7 +342,7 @@ def match_parameters(
 def _beside(
     names: list[str], digests: Mapping[str, str], matched: Collection[str], prefixes: list[str]
 ) -> list[str]:
-    """Those that may be there or not: heads, and copies of what is matched."""
+    """Lists parameters that may be there or not: heads, and copies of what is matched."""
 
     def may_be(name: str) -> bool:
         is_copy = digests[name] in matched
@@ -360,7 +361,7 @@ def tells_in_part(manifest: Manifest) -> bool:
 def as_far_as_told(
     a: ModelIdentity, b: ModelIdentity, matching: Matching
 ) -> tuple[PreflightStatus, list[Fact]]:
-    """(status, details) of two models' weights, where an engine tells some of them, or none."""
+    """Compares weights of which an engine tells some, or none: (status, details)."""
     pairs = [
         (name, digest_a, digest_b)
         for name, other in (matching.pairs if a.dtype == b.dtype else {}).items()
@@ -444,8 +445,8 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
 def config_differences(
     a: dict[str, ConfigValue], b: dict[str, ConfigValue]
 ) -> tuple[list[Fact], int]:
-    """(facts, how many keys only moved). Values that differ come before keys that one side
-    alone has; of those, what is null says nothing."""
+    """Compares configurations: (facts, how many keys only moved). Values that differ come before
+    keys that one side alone has; of those, what is null says nothing."""
 
     def differ(key: str, reference: ConfigValue, candidate: ConfigValue, **places: str) -> Fact:
         values = {"reference": _text(reference), "candidate": _text(candidate)}
@@ -617,7 +618,7 @@ def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> 
 
 
 def template_cause(a: Manifest, b: Manifest) -> Fact | None:
-    """Where two chat templates begin to differ, on a fixed conversation."""
+    """Finds where two chat templates begin to differ, on a fixed conversation."""
     example_a, example_b = a.model.chat_example, b.model.chat_example
     if example_a is None or example_b is None:
         return None
@@ -637,7 +638,7 @@ def tokenizer_cause(a: Manifest, b: Manifest) -> Fact | None:
 
 
 def first_difference(a: str, b: str) -> Fact:
-    """``from character 12 on: '…user' against '…[INST]'``"""
+    """Says where texts part: ``from character 12 on: '…user' against '…[INST]'``."""
     place = first_apart(a, b)
     start = max(place - _CONTEXT // 3, 0)
     parts = []
@@ -652,7 +653,7 @@ def first_difference(a: str, b: str) -> Fact:
 
 
 def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    """``names``: the name map that the comparison uses."""
+    """The line of the weights. ``names``: the name map that the comparison uses."""
     model_a, model_b = a.model, b.model
     shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
     alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
@@ -672,7 +673,7 @@ def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLi
 def _weights_differ(
     a: ModelIdentity, b: ModelIdentity, matching: Matching, relations: Relations | None
 ) -> tuple[PreflightStatus, list[Fact]]:
-    """(status, details) of two models' weights. ``matching``: their parameters by name;
+    """Compares weights: (status, details). ``matching``: their parameters by name;
     ``relations``: of those that differ, where it is known."""
 
     def say(
@@ -775,8 +776,8 @@ class _Parting:
 
 
 def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> Fact | None:
-    """From which token on the first prompt differs; None where all are equal. ``unseen``: a side
-    does not tell the tokens of all prompts; those are left out."""
+    """Tells from which token on the first prompt differs; None where all are equal. ``unseen``: a
+    side does not tell the tokens of all prompts; those are left out."""
     samples = a.tokens.samples, b.tokens.samples
     if len(samples[0]) != len(samples[1]):
         reference, candidate = map(len, samples)
@@ -801,7 +802,7 @@ def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> Fact | None:
 
 
 def prompt_headline(a: Manifest, b: Manifest) -> Fact:
-    """``the chat templates differ; prompt 0 parts at token 7: ' AI assistant' / ' assistant'``."""
+    """The headline, as ``the chat templates differ; prompt 0 parts at token 7: ' AI' / ' as'``."""
     samples = a.tokens.samples, b.tokens.samples
     if len(samples[0]) != len(samples[1]):
         reference, candidate = map(len, samples)
@@ -1106,7 +1107,8 @@ def _same(
     same: bool | None = None,
     status: PreflightStatus | None = None,
 ) -> PreflightLine:
-    """``same``: are they, where the texts do not tell? ``status``: where there is more to it."""
+    """A line of two texts. ``same``: are they, where the texts do not tell? ``status``: where there
+    is more to it."""
     same = a == b if same is None else same
     return PreflightLine(
         check=check,

@@ -100,9 +100,9 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
 def run_facts(report: Report) -> list[Sentence]:
     """The runs, each on a line; of the second only what is not as in the first."""
     a, b = report.reference, report.candidate
-    known = [named("A", run_text(a)), *states(a)]
+    lines = [named("A", run_text(a)), *states(a)]
     if is_alone(report):
-        return known
+        return lines
     other = any(
         line.check in ("weights", "quantization") and line.status in ("differs", "blocking")
         for line in report.preflight
@@ -115,7 +115,7 @@ def run_facts(report: Report) -> list[Sentence]:
         text = f"{b.path}: the same "
         text += " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         text += "" if alike else _label(b)
-    return [*known, named("B", text), *states(b)]
+    return [*lines, named("B", text), *states(b)]
 
 
 def is_alone(report: Report) -> bool:

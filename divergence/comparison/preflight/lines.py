@@ -930,11 +930,15 @@ def media_lines(a: Run, b: Run) -> list[PreflightLine]:
         )
         for run, own in zip((a, b), tensors, strict=True)
     ]
-    ours, theirs = tensors
+    tensors_a, tensors_b = tensors
     differing: dict[int, list[str]] = {}
-    for sample, site in {**ours, **theirs}:
-        mine, other = ours.get((sample, site)), theirs.get((sample, site))
-        if mine is None or other is None or (mine.xxh3, mine.shape) != (other.xxh3, other.shape):
+    for sample, site in {**tensors_a, **tensors_b}:
+        record, other = tensors_a.get((sample, site)), tensors_b.get((sample, site))
+        if (
+            record is None
+            or other is None
+            or (record.xxh3, record.shape) != (other.xxh3, other.shape)
+        ):
             differing.setdefault(sample, []).append(site.partition(":in.")[2])
     if not differing:
         return [_same(MEDIA, shown[0], shown[1])]

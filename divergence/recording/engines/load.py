@@ -631,7 +631,7 @@ def _adapter_at(source: str) -> Any:
     path = expanded(source)
     if not (path / _ADAPTER).is_file() or (path / "config.json").is_file():
         return None
-    places = hook_places("adapter").values()
+    places = list(hook_places("adapter").values())
     return placed(places[0])(source) if places else None
 
 

@@ -66,7 +66,7 @@ class Media:
         if main in _NO_TEXT and text_alone:
             raise _unread(self._loaded, text_alone[0])
         asked = {
-            "--train": request.train,
+            "--train": request.stepping,
             "--mesh": request.mesh,
             "--prefill-chunk": request.prefill_chunk,
             "--pad-left": request.pad_left,

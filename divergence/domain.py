@@ -155,8 +155,8 @@ HOOKS = {
     "step_options": "capture(options, like): the options of a capture that makes more of each "
     "group of prompts than its forwards, checked and completed; None where that was not asked",
     "step": "capture(session, request): the session with a GroupStep, where it was asked",
-    "adapter": "loading(folder): what has ``base_folder()``, ``merge_into(module)`` and ``text``, of "
-    "a directory that holds an adapter and no model; None for what is no such directory",
+    "adapter": "loading(folder): what has ``base_folder()``, ``merge_into(module)`` and ``text``, "
+    "of a directory that holds an adapter and no model; None for what is no such directory",
     "watch": "a pass(model, seen, quiet): a context that sees more of a running model than what "
     "its modules take and give",
     "identity": "a manifest(model, quantization): fields of its ModelIdentity, by name. "

@@ -22,8 +22,8 @@ INSIDE = {
         analyses.code.find analyses.operators.find analyses.operators.measure
         analyses.operators.operands analyses.precision.audit analyses.tokens.measure
         comparison.align.coverage comparison.calls comparison.experts comparison.measure.floors
-        comparison.preflight.code experiments.explain experiments.localization.repetition
-        experiments.sensitivity fleet.many""",
+        comparison.measure.pairs comparison.preflight.code experiments.explain
+        experiments.localization.repetition experiments.sensitivity fleet.many""",
     "what is printed, of answers that no two runs give": """
         analyses.blocks.sections report.bundle""",
     "arithmetic and plans that are held against an oracle, without a run": """

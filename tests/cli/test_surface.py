@@ -70,10 +70,11 @@ def test_capture_shows_first_what_every_capture_needs():
     """What few set stands behind, and a repeated run begins with --like."""
     rows = surface.describe(surface.commands()["capture"])
     panels = list(dict.fromkeys(row["panel"] for row in rows))
-    assert panels[-6:] == [
+    assert panels[-7:] == [
         "Repeating a run",
         "What is recorded",
         "Other forms of the same forwards",
+        "A suite in place of a model",
         "A server in place of a model",
         "Training",
         "Output",

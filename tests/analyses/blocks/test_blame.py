@@ -136,6 +136,13 @@ def test_a_side_that_is_better_in_one_block_accuses_nobody(blamed, swap):
     assert blamed(Block(20, coarse=0.4), healthy(), swap=swap) is None
 
 
+@pytest.mark.parametrize("coarse", [3.3, 20.0])
+@pytest.mark.parametrize("swap", [False, True])
+def test_an_easy_block_excuses_no_error(blamed, coarse, swap):
+    """A's error is smaller than in other blocks, and B's so many times A's: it is B's."""
+    assert blamed(Block(21, hard=0.15, coarse=coarse), healthy(), swap=swap)[0] == SIDES[swap]
+
+
 def scaled(block):
     """Half a floor of scale moves no row's norm, but all rows alike."""
     block.sides[1] = block.sides[1] * (1 + 1.5 * FLOOR)

@@ -43,6 +43,7 @@ SEEN = {
     "llava": "<image>",
     "gemma3": "<start_of_image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen2_audio": "<|AUDIO|>",
 }
 
 
@@ -161,13 +162,31 @@ def build_whisper():
     return hf.WhisperForConditionalGeneration(config), processor
 
 
+def build_qwen2_audio():
+    ids = tokenizer(["<pad>", "<s>", "</s>", SEEN["qwen2_audio"]])
+    processor = hf.Qwen2AudioProcessor(
+        hf.WhisperFeatureExtractor(feature_size=8, chunk_length=2),
+        ids,
+        chat_template=template("qwen2_audio").replace("'image'", "'audio'"),
+    )
+    tower = dict(d_model=32, encoder_layers=3, encoder_attention_heads=2, encoder_ffn_dim=64)
+    config = hf.Qwen2AudioConfig(
+        audio_config=dict(tower, num_mel_bins=8, max_source_positions=100),
+        text_config=dict(TEXT, model_type="qwen2", vocab_size=len(ids)),
+        audio_token_index=ids.convert_tokens_to_ids(SEEN["qwen2_audio"]),
+    )
+    return hf.Qwen2AudioForConditionalGeneration(config), processor
+
+
 BUILT = {
     "llava": build_llava,
     "gemma3": build_gemma3,
     "qwen2_vl": build_qwen,
     "qwen2_5_vl": lambda: build_qwen("2.5"),
+    "qwen2_audio": build_qwen2_audio,
     "whisper": build_whisper,
 }
+HEARD = ("qwen2_audio", "whisper")
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +199,7 @@ def model(folder):
     """Small models with random weights and biases, by name; each beside a processor of its own."""
 
     def build(name: str) -> Path:
-        if name != "whisper":
+        if name not in HEARD:
             pytest.importorskip("PIL")
         if name.startswith("qwen"):
             pytest.importorskip("torchvision")  # its processor of videos
@@ -216,9 +235,10 @@ def play(path: Path, rate: int = 16000) -> None:
 def prompts(folder: Path, name: str, seed: int = 0) -> Path:
     """A file of two prompts, the first of them with a file."""
     file = folder / f"{name}-{seed}.jsonl"
-    if name == "whisper":
+    if name in HEARD:
         play(folder / "a.wav")
-        lines = [{"audio": ["a.wav"], "text": SAID}, {"audio": ["a.wav"]}]
+        second = {"audio": ["a.wav"]} if name == "whisper" else {"text": "what is it"}
+        lines = [{"audio": ["a.wav"], "text": SAID}, second]
     else:
         draw(folder / f"{seed}.png", seed)
         lines = [{"text": "what is it", "images": [f"{seed}.png"]}, {"text": "what is it"}]
@@ -306,6 +326,11 @@ TOWER_PATH = "model.vision_tower.encoder.layers"
         ("qwen2_vl", one_axis, "model.language_model.rotary_emb:out"),
         ("qwen2_vl", scaled("model.visual.merger"), "model.visual.merger:out"),
         ("qwen2_5_vl", scaled("model.visual.blocks.1.mlp"), "model.visual.blocks.1:out"),
+        (
+            "qwen2_audio",
+            scaled("model.audio_tower.layers.1.fc2"),
+            "model.audio_tower.layers.1:out",
+        ),
         ("whisper", scaled("model.encoder.conv1"), "model.encoder.conv1:out"),
         ("whisper", scaled("model.encoder.layers.2.fc1"), "model.encoder.layers.2:out"),
         (

@@ -152,10 +152,14 @@ class Media:
             notes.append(MediaNote(kind=kind, path=without_home(path), digest=digest))
             read = self._picture if kind == "images" else self._sound
             given.setdefault(kind, []).append(read(data, path))
+        text: str | None
         try:
             if speaks:
                 output = dict(processor(**given, **self._rate(given), return_tensors="pt"))
-                text, ids = prompt.text, self._begin(prompt.text)
+                ids = self._begin(prompt.text)
+                text = prompt.text
+                if not text and loaded.tokenizer is not None:
+                    text = str(loaded.tokenizer.decode(ids))
             else:
                 output, text = self._beside_text(prompt, given, number, chat=chat)
                 ids = output.pop("input_ids")[0].tolist()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domains.doctor.result import Checkup, RungState
-from divergence.report.summary import computed, model_name
+from divergence.report.summary import run_text
 from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter, shortened
 
@@ -23,7 +23,7 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     word = "NOT COMPARED" if verdict is None else HEADLINES[verdict.kind]
     failed = [named(f"FAIL  {rung.name}", rung.evidence) for rung in checkup.failed]
     runs = [
-        named(name, f"{run.path}: {model_name(run)}, {computed(run)}")
+        named(name, run_text(run))
         for name, run in (("A", checkup.reference), ("B", checkup.candidate))
     ]
     points = [(item.state, f"{item.number} {item.title}", item.evidence) for item in checkup.points]

@@ -68,7 +68,13 @@ from divergence.recording.engines.load import LoadedModel, check_data_alone, map
 from divergence.recording.engines.media import Media
 from divergence.recording.engines.together import Allowance, Enough, Together
 from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, steps_joined
-from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
+from divergence.recording.keeper import (
+    BufferKeeper,
+    DigestKeeper,
+    Keeper,
+    ReducedKeeper,
+    can_pin,
+)
 from divergence.recording.machine import (
     Determinism,
     cpu_threads,
@@ -965,6 +971,8 @@ class Capture:
         write = functools.partial(RunWriter, out, manifest, force=force, rank=rank, **how)
         with started(ranks, write) as writer:
             keeper: Keeper = BufferKeeper(writer, buffer)
+            if store == "hash" and not wants_fold(like):
+                keeper = DigestKeeper(keeper)
             # Does the run to be repeated hold nothing but hosts' digests of what is not to be kept?
             # A device's own could be held against nothing: its tensors go to the host, and are
             # reduced there. (Hosts that keep sketches note both kinds.)

@@ -24,12 +24,14 @@ or a wait in the hook. The writer's thread fetches them in batches (run.writer.R
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from xxhash import xxh3_128_hexdigest
 
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
@@ -188,6 +190,27 @@ class BufferKeeper:
             self._buffer.trim()
         return slot
 
+
+class DigestKeeper:
+    """Digests of tensors in host memory, made in the hook: where nothing else is kept of them, what
+    reads them once copies nothing. ``inner`` keeps the others."""
+
+    def __init__(self, inner: Keeper) -> None:
+        self.inner = inner
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        if not _plain(tensor) or not tensor.numel():
+            return self.inner.keep(tensor)
+        item = CapturedTensor(tensor)
+        item.digest = xxh3_128_hexdigest(_memory(tensor.data_ptr(), item.num_bytes, _READ))
+        item.tensor = None
+        return item
+
+
+_READ = 0x100  # CPython's PyBUF_READ
+_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 
 _REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
 

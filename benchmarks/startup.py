@@ -3,22 +3,21 @@
     python benchmarks/startup.py [--rounds 7]
 
 Each command is a fresh process, beside `python -c pass` and `python -c "import torch"` in
-the same rounds; medians.
+the same rounds; medians. CPU: seconds of all threads, which say more where others use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.time_to_verdict import Cost, medians, run  # noqa: E402
 
 
 def main() -> None:
@@ -42,21 +41,18 @@ def main() -> None:
             "divergence inspect RUN": [*tool, "inspect", str(a)],
             "divergence compare A B (small)": [*tool, "compare", str(a), str(b)],
         }
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        costs: dict[str, list[Cost]] = {name: [] for name in commands}
         for number in range(args.rounds + 1):
             for name, command in commands.items():
-                start = time.perf_counter()
-                subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-                if number:
-                    times[name].append(time.perf_counter() - start)
-    bare = statistics.median(times["python -c pass"])
-    print("| command | median s | min | max | × bare python |\n|---|---|---|---|---|")
-    for name, found in times.items():
-        median = statistics.median(found)
-        print(
-            f"| {name} | {median:.2f} | {min(found):.2f} | {max(found):.2f} | {median / bare:.0f} |"
-        )
+                cost = run(command)
+                if number:  # the first round reads all files
+                    costs[name].append(cost)
+    torch = medians(costs["python -c 'import torch'"])
+    print(f"{args.rounds} rounds, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+    print("| command | s | CPU s | CPU, × import torch |\n|---|---|---|---|")
+    for name, each in costs.items():
+        cost = medians(each)
+        print(f"| {name} | {cost.wall_s:.2f} | {cost.cpu_s:.2f} | {cost.cpu_s / torch.cpu_s:.2f} |")
 
 
 if __name__ == "__main__":

@@ -13,20 +13,19 @@ from divergence.comparison.decide import check
 from divergence.comparison.preflight.code import (
     code_differences,
     difference_texts,
+    in_configuration,
     numbers_in_doubt,
     other_code,
     replaced_in,
     truth_tells,
 )
-from divergence.comparison.results import Finding, Verdict
+from divergence.comparison.results import Check, Finding, Verdict
 from divergence.facts import Fact, fact
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
 _MOST = 3
-CODE_NOT_TOLD = check("truth_of_reference_code", False, fact("code.truth_of_a"), made=False)
-"""The check that no truth can make."""
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -56,10 +55,19 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if reason is not None:
         findings.append(
             Finding(
-                claim="side_not_told", role="abstains", rests_on=[CODE_NOT_TOLD], evidence=[reason]
+                claim="side_not_told",
+                role="abstains",
+                rests_on=[not_told(reason)],
+                evidence=[reason],
             )
         )
     return findings
+
+
+def not_told(reason: Fact) -> Check:
+    """The check that no truth can make, for this reason."""
+    lacking = fact("code.truth_of_a", because=reason.code.removeprefix("code."))
+    return check("truth_of_reference_code", False, lacking, made=False)
 
 
 def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
@@ -94,6 +102,7 @@ def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> Fact | None:
         return None
     numbers = numbers_in_doubt(a, b, block)
     if numbers:
-        return fact("code.numbers_in_doubt", numbers=numbers)
+        stated = in_configuration(a, b, numbers)
+        return fact("code.numbers_in_doubt", numbers=numbers, stated=stated)
     classes, replaced = other_code(a, b, block)[:4], replaced_in(a, block)[:3]
     return fact("code.side_in_doubt", classes=classes, replaced=replaced)

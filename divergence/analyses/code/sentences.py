@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
-    "truth_of_a": "no side named: the two run different code, the truth A's",
+    "truth_of_a": (
+        "no side named: {because:numbers_in_doubt=the two hold other numbers, the truth A's|"
+        "truth_like_b=the runs do not tell whose code the truth has|"
+        "*=the two run different code, the truth A's}"
+    ),
     "other": "other code: {what}",
     "other_in_block": "the onset's block runs other code: {what}",
     "layout": (
@@ -18,8 +22,9 @@ SENTENCES: Mapping[str, str] = {
         "A's machine"
     ),
     "numbers_in_doubt": (
-        "the models hold other numbers there ({numbers:names 2 ; }), and the truth has A's: by it "
-        "B is off, but which value is meant it cannot tell"
+        "the models hold other numbers there ({numbers:names 2 ; }), and the truth has A's"
+        "[[{stated:yes=, as both configurations have}]]: by it B is off, but which value is meant "
+        "it cannot tell"
     ),
     "side_in_doubt": (
         "the sides run different code ({classes:list}), and the truth has A's: by it B is off, but "

@@ -376,8 +376,7 @@ def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
 
 def truth_tells(a: Manifest, b: Manifest, block: str | None) -> bool:
     """May a truth, which has A's code, tell the side? Not where the code differs, unless some was
-    replaced on B alone; nor where modules hold other numbers, unless B's are not its own
-    configuration's."""
+    replaced on B alone; nor where modules hold other numbers, unless B's other modules hold A's."""
     on_a, on_b = set(replaced_in(a, block)), set(replaced_in(b, block))
     return on_a < on_b or not (other_code(a, b, block) or numbers_in_doubt(a, b, block))
 
@@ -393,24 +392,26 @@ def other_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Lists the numbers of which it is not known whose are meant. Where both have one
-    configuration, B's are not if A's value stands there, or is 1/√ of what does (the scale of
-    attention), and B's does not; nor if B's modules hold A's but for some of them, and A's hold it
-    all."""
+    """Lists the numbers of which it is not known whose are meant. B's are not if its modules hold
+    A's but for some of them, and A's hold it all. A configuration does not tell: it may be wrong
+    on both."""
+
+    def is_odd_on_b(item: Fact) -> bool:
+        own = a.model.code[item["name"]].attributes[item["key"]]
+        return bool(item["where"] or item["num"]) and (isinstance(own, str) or not own.others)
+
     numbers = other_numbers(a, b, block)
     if not numbers or a.model.config_digest != b.model.config_digest:
         return numbers
-    values = a.model.config.values()
-    meant = {str(value) for value in values}
-    meant |= {str(value**-0.5) for value in values if isinstance(value, int) and value > 0}
-
-    def is_odd_on_b(item: Fact) -> bool:
-        if item["reference"] in meant and item["candidate"] not in meant:
-            return True
-        own = a.model.code[item["name"]].attributes[item["key"]]
-        return bool(item["paths"]) and (isinstance(own, str) or not own.others)
-
     return [item for item in numbers if not is_odd_on_b(item)]
+
+
+def in_configuration(a: Manifest, b: Manifest, numbers: Sequence[Fact]) -> bool:
+    """Have both sides one configuration, in which A's value of each number stands, and not B's?"""
+    stated = {str(value) for value in a.model.config.values()}
+    return a.model.config_digest == b.model.config_digest and all(
+        item["reference"] in stated and item["candidate"] not in stated for item in numbers
+    )
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.analyses.code.find import CODE_NOT_TOLD, doubt_of_code
+from divergence.analyses.code.find import doubt_of_code, not_told
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
@@ -36,6 +36,7 @@ from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.code import (
     disagreement,
+    numbers_in_doubt,
     other_code,
     without_pads,
 )
@@ -333,6 +334,7 @@ def blame(
         return BlamedSide()
     manifest_a, manifest_b = made["reference"].manifest, made["candidate"].manifest
     apart = other_code(manifest_a, manifest_b, goal.block)
+    apart = apart or numbers_in_doubt(manifest_a, manifest_b, goal.block)
     if off == blamed or (maker.one_machine and not apart):
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
@@ -377,7 +379,7 @@ def decided(
     if named.contradiction is not None:
         checks = [*checks, check("agreement", False, fact("experiments.levels_blame"))]
     elif named.doubt is not None:
-        checks = [*checks, CODE_NOT_TOLD]
+        checks = [*checks, not_told(named.doubt)]
     others = (item for item in decided_verdict.evidence if item not in finding.evidence)
     evidence = [*finding.evidence, *others]
     return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)

@@ -311,8 +311,8 @@ def test_first_difference_of_two_texts():
 
 
 def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
-    """A's truth has A's numbers. B's configuration tells that its own are not meant, where both
-    have one."""
+    """A's truth has A's numbers, and both configurations may be wrong. A module of B's whose value
+    neither A's nor its kin hold is the odd one."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -335,8 +335,21 @@ def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
             if hasattr(module, "variance_epsilon"):
                 module.variance_epsilon = 1e-2
 
-    sides = {}
-    for name, first, second in (("other config", "wrong", "right"), ("same config", "right", None)):
+    def right_in_process(model):
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1e-5
+
+    def one_changed(model):
+        model.model.layers[2].input_layernorm.variance_epsilon = 1e-2
+
+    sides, stated = {}, {}
+    for name, first, second, prepare in (
+        ("other config", "wrong", "right", None),
+        ("every module", "right", None, changed),
+        ("both configs wrong", "wrong", None, right_in_process),
+        ("one module", "right", None, one_changed),
+    ):
         a = capture(
             str(tmp_path / first), out=tmp_path / f"{name} a", probe=False, truth="full", **how
         )
@@ -345,11 +358,15 @@ def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
             like=a,
             out=tmp_path / f"{name} b",
             probe=False,
-            prepare=None if second else changed,
+            prepare=prepare,
         )
         verdict = compare(a, b).verdict
-        assert verdict.kind == "systematic"
+        assert verdict.kind == ("localized" if name == "one module" else "systematic")
         sides[name] = verdict.side
-        if second:
-            assert any(item.code == "code.numbers_in_doubt" for item in verdict.evidence)
-    assert sides == {"other config": None, "same config": "candidate"}
+        doubts = [item for item in verdict.evidence if item.code == "code.numbers_in_doubt"]
+        assert bool(doubts) == (verdict.side is None)
+        stated[name] = [item["stated"] for item in doubts]
+    assert sides.pop("one module") == "candidate"
+    assert set(sides.values()) == {None}
+    assert stated["other config"] == [False]
+    assert stated["every module"] == stated["both configs wrong"] == [True]

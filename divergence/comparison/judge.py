@@ -88,10 +88,12 @@ class JudgedTable:
         beside ``energy``, the reference's; and what it is where it is as its siblings' are.
         ``least``: as in ``observed``."""
         control, reach = self.control[member], self.reach[member] + math.log(widened)
+        added = energy + np.square(least)
+        if self.one_sided:  # an effect may be less than what no difference at all makes
+            control = np.maximum(control, 0.5 * np.log(np.square(least) / added))
         out = control + reach
         if not self.one_sided:
             out = np.maximum(out, reach / 2)
-        added = energy + np.square(least)
         with np.errstate(over="ignore"):
             far, usual = (np.exp(2 * np.minimum(x, 300.0)) * added for x in (out, control))
         return np.where(out < 300.0, far, math.inf), usual

@@ -75,7 +75,10 @@ SENTENCES: Mapping[str, str] = {
         "{onward:none=|*=, from token {onward} on}"
     ),
     "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
-    "numbers_there": "; the models hold other numbers there ({numbers:names 2 ; })",
+    "numbers_there": (
+        "; the models hold other numbers {alike:yes=in all such blocks|*=there} "
+        "({numbers:names 2 ; })"
+    ),
     "family_off": "[[{num} of {total} {name} differ]]{num:none=every {name} differs|*=}",
     "rows_off": "{num} of {total} {what} differ",
     "rows": (

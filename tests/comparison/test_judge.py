@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +150,13 @@ def test_faults_of_both_sides_do_not_excuse_each_other():
     table = outliers(x, np.where(x == 0, 0.0, 0.001), 0.08, limit_of(12))
     apart = np.abs(table.x - table.control) > table.reach
     assert apart[:, 0].tolist() == [True, True, False, False, False, True]
+
+
+def test_where_nothing_differs_elsewhere_a_difference_has_a_limit():
+    """Without a truth: effects of rows and columns may add up to less than no difference makes."""
+    ratios = np.array([[7.0, 5.9, 0.0, 6.5], [4.4, 0.0, 0.0, 7.4], [0.0, 0.0, 0.0, 0.0]])
+    energy = np.stack([np.ones_like(ratios), np.square(ratios)])
+    numbers = np.full_like(energy, 1e12)
+    table = outliers(*observed(energy, numbers, 0.5), 0.2, limit_of(12))
+    far, _ = replace(table, one_sided=True).standing_out(2, np.ones(4), 0.5)
+    assert (far > 0.5**2).all()

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from divergence.analyses.blocks.rounding import only_step
 from divergence.analyses.blocks.structure import layer_type_of, structures_at
 from divergence.analyses.blocks.units import (
     Blame,
@@ -34,7 +35,7 @@ from divergence.comparison.results import Check, Finding, VerdictKind, onset_at,
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
 from divergence.run.site import module_of
-from divergence.words import SideOrBoth, common_side, grouped, other_side
+from divergence.words import SIDES, SideOrBoth, common_side, grouped, other_side
 
 
 def made_at(
@@ -52,6 +53,7 @@ def made_at(
         first, family = table, None
     structures = structures_at(measured, first)
     evidence = [unit_evidence(first), *structures]
+    evidence += [fact("blocks.too_few", site=first.site)] if first.too_few else []
     layers = layer_type_of(measured, units, flagged)
     named = family is not None and isinstance(family.name, Fact) and family.name["type"]
     evidence += [] if layers is None or named else [layers]
@@ -125,11 +127,18 @@ def made_at(
                 site=first.first.site,
                 scope=scope,
                 cause=cause,
-            )
+            ),
+            *_elsewhere([u for u in flagged if {u.side, first.side} == set(SIDES)], first),
         ]
+        step = only_step(measured) if scope is None else None
+        headline += [] if step is None else [fact("blocks.only_step", step=step)]
     sides = measured.reference.manifest, measured.candidate.manifest
     numbers = other_numbers(*sides, first.results[0].block or module_of(first.site))
-    headline += [fact("numbers_there", numbers=numbers)] if numbers else []
+    if numbers:  # where it is one block that is off, it need not be what is special there
+        in_all = first.results[0].block is not None and not any(
+            n["where"] or n["num"] for n in numbers
+        )
+        headline += [fact("numbers_there", numbers=numbers, alike=in_all and family is None)]
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",
         kind=kind,
@@ -295,8 +304,9 @@ def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
 
 
 def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
-    """The other blocks in which an error is made, where each was given equal inputs, by side."""
-    blocks: dict[SideOrBoth | None, dict[str, None]] = {}
+    """The other blocks in which an error is made, where each was given equal inputs, by side: that
+    of ``first`` comes first."""
+    blocks: dict[SideOrBoth | None, dict[str, None]] = {first.side: {}}
     for unit in flagged:
         block = unit.results[0].block
         if block not in (None, first.results[0].block) and unit.pass_ != "free":
@@ -309,6 +319,7 @@ def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
             by=None if by in (first.side, "both") else by,
         )
         for by, places in blocks.items()
+        if places
     ]
 
 

@@ -236,7 +236,12 @@ def within_rounding(
             )
         )
     evidence += [
-        fact("blocks.equally_near", site=unit.site, phase=unit.phase, ratio=unit.typical)
+        fact(
+            "blocks.equally_near",
+            site=unit.site,
+            phase=unit.phase,
+            ratio=unit.typical if unit.typical > unit.limit else unit.worst,
+        )
         for unit in [unit for unit in units if unit.excused][:3]
     ]
     evidence += escalation.healthy()
@@ -270,7 +275,7 @@ def within_rounding(
         where.append(fact("blocks.only_in", places=list(differing)))
     elif len(differing) == 1 and None not in differing and num_equal > FEWEST:
         alone = [fact("blocks.only_in", places=list(differing))]
-    step = _only_step(measured) if farthest.worst > farthest.worst_limit / CLEAR else None
+    step = only_step(measured) if farthest.worst > measured.thresholds.standout / CLEAR else None
     if step is not None:
         where.append(fact("blocks.only_step", step=step))
     # of what is estimated the truth judges nothing, and so says nothing of either side
@@ -326,7 +331,7 @@ def within_rounding(
     )
 
 
-def _only_step(measured: Measured) -> int | None:
+def only_step(measured: Measured) -> int | None:
     """The decode step that holds all that differs, of several that were given equal inputs."""
     rows = [site for site in measured.sites if site.pass_ == "anchored" and site.step]
     steps = {site.step for site in rows if not site.identical}

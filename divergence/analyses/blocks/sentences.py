@@ -132,6 +132,10 @@ SENTENCES: Mapping[str, str] = {
         "median of the blocks"
     ),
     "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
+    "too_few": (
+        "the truth names no side: too few numbers hold the errors at {site}, as beside a massive "
+        "activation"
+    ),
     "only_step": "; all of it in decode step {step}: the other forwards are equal bit for bit",
     "one_step": "all that differs is in one decode step",
     "only_in": "; all of it in {places:names}: the other blocks are equal bit for bit",

@@ -539,7 +539,10 @@ def flag_units(
     for unit in units:
         unit.stats = _difference_of(unit, thresholds)
         if samples is not None:
-            unit.tail = tail_of(samples.ratios(unit.pass_, unit.site, unit.phase))
+            ratios = samples.ratios(unit.pass_, unit.site, unit.phase)
+            unit.tail = tail_of(ratios)
+            differing = len(ratios) and int(np.count_nonzero(ratios))
+            unit.mostly_equal = 0 < 2 * differing < sum(map(num_rows, unit.results))
     # In a free pass a block is allowed what it may make of an error that came in, the first one
     # nothing: their ratios are no measure for each other.
     _ask_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
@@ -608,7 +611,12 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
     unit.limit = min(thresholds.typical * width, beside) * wider
     columns = min(num_columns(result) for result in unit.results)
     width = spread(columns) * few_numbers(max(unit.results, key=worst_of))
-    unit.worst_limit = max(thresholds.token, 2 * thresholds.typical) * width * wider
+    typical, token = thresholds.typical, max(thresholds.token, 2 * thresholds.typical)
+    alone = token
+    if unit.mostly_equal and unit.pass_ != "free":  # the same kernels ran, which round alike
+        typical = alone = thresholds.standout
+    leads_up = max(unit.tail, *(look.typical for look in unit.looks))
+    unit.worst_limit = (alone if unit.worst > CLEAR * leads_up else token) * width * wider
     # the only look of a unit is judged as the unit is
     for look in unit.looks if len(unit.looks) > 1 else ():
         few_rows = look.num_rows < FEW_ROWS
@@ -616,10 +624,10 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
             continue
         count = round(num_values(look.result) * look.share)
         width = spread(count, num_looks=len(unit.looks))
-        limit = thresholds.typical * width
+        limit = typical * width
         beside = forwards.get(look.place, math.inf)
         if few_rows:  # then the typical row is a single token
-            limit = thresholds.token * width * few_numbers(look.result)
+            limit = min(alone, thresholds.token) * width * few_numbers(look.result)
             if unit.phase == "decode":  # as hard as tokens of the prefill may be there
                 beside = max(beside, CLEAR * hardest)
         look.limit = min(limit, beside) * wider
@@ -631,7 +639,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         if looks := [k.limit * (k.result.floor or floor) for k in unit.looks if k.limit]:
             unit.visible["forward"] = statistics.median(looks)
         if not in_routed:
-            unit.visible["row"] = unit.worst_limit * floor
+            unit.visible["row"] = alone * width * wider * floor
         unit.visible = narrowed(unit.visible)
     used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]
     if not in_routed:
@@ -786,7 +794,9 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
     was_beyond = unit.why is not None
     if unit.blame is None and was_beyond:
         unheld = _beyond_unheld(unit, suspected, routed)
-        if unheld is not None:  # no truth, so no side
+        if unheld is None and _far_apart(unit, routed, thresholds):
+            unheld, unit.too_few = "token", True
+        if unheld is not None:  # no truth, or one that tells too little, so no side
             unit.why, unit.limit_usage = unheld, max(unit.limit_usage, unit.between)
             return False
     unit.why = None if unit.blame is None else unit.blame.why
@@ -831,6 +841,25 @@ def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) ->
     return "token" if far else None
 
 
+def _far_apart(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
+    """Is a token beyond its limit, and one side there farther from the truth than any healthy
+    kernel? Its error is made of too few numbers to convict a side, as beside a massive activation,
+    and yet is no equally good answer."""
+    assert unit.judged is not None and unit.stats is not None and unit.stats.rows is not None
+    judged, member = unit.judged
+    if judged.rows is None or routed:
+        return False
+    # one that no others lead up to, as where attention is sharp
+    limit = max(unit.worst_limit, thresholds.typical, CLEAR * unit.tail)
+    own = np.sqrt(unit.stats.rows.only(judged.errors.key).energy.max(axis=0))
+    far = np.abs(judged.rows.x[member]) > math.log(thresholds.truth_systematic)
+    places = {judged.places[n] for n in judged.errors.place[far & (own > limit / 2)]}
+    tokens = [look for look in unit.looks if look.place in places and look.worst > limit]
+    for look in tokens:
+        look.of_token = look.worst / unit.worst_limit
+    return bool(tokens)
+
+
 def _stats_of(units: Sequence[Unit]) -> list[TruthStats]:
     return [unit.stats for unit in units if unit.stats is not None]
 
@@ -858,7 +887,7 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
             continue  # its kin are off, and not itself
         assert side is not None
         unit.blame = Blame(side, "typical", value, 1.0, limit, unit.results[0], "all")
-        unit.why = "typical"
+        unit.why, unit.too_few = "typical", False
         unit.limit_usage = max(unit.limit_usage, value / limit)
         for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
             x = min(sign * unit.x_at(look.place), 700.0)
@@ -880,6 +909,6 @@ def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
                     look.of_token = max(look.of_token, used)
                 elif look.place == blame.place:
                     look.usage = max(look.usage, used)
-            if unit.why is None:
-                unit.blame, unit.why = blame, blame.why
+            if unit.why is None or unit.too_few:
+                unit.blame, unit.why, unit.too_few = blame, blame.why, False
                 unit.limit_usage = max(unit.limit_usage, used)

@@ -235,7 +235,8 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], measured: Measured) -> list[Unit
         unexplained = False
     limits = {look.place: look.limit for look in unit.beyond}
     level = statistics.median(other.typical for other in others)
-    among_them = unit.why == "typical" and near**2 < level and unit.typical < near**2 * level
+    most = thresholds.truth_systematic * level
+    among_them = unit.why == "typical" and near**2 < level and unit.typical < most
 
     def is_off(other: Unit) -> bool:
         if among_them:  # all are beyond what rounding makes, and it is no farther than others are
@@ -553,12 +554,17 @@ class Unit:
     """Factor on all limits, from what trusted runs have shown."""
     tail: float = 0.0
     """The largest ratio of its rows that no gap parts from the typical one (``tail_of``)."""
+    mostly_equal: bool = False
+    """Are most of its rows equal bit for bit?"""
     stats: TruthStats | None = None
     """The site against the truth, where one was given."""
     judged: tuple[JudgedFamily, int] | None = None
     """All of its kind against the truth, and which of them it is (blocks.sides)."""
     blame: Blame | None = None
     """What the truth blames, if anything."""
+    too_few: bool = False
+    """Is one side farther from the truth than any healthy kernel, by an error of too few numbers to
+    convict it?"""
     excused: bool = False
     """Do the sides differ by more than the rounding model has it, and are equally near the truth?
     """

@@ -334,8 +334,8 @@ def blame(
         return BlamedSide()
     manifest_a, manifest_b = made["reference"].manifest, made["candidate"].manifest
     apart = other_code(manifest_a, manifest_b, goal.block)
-    apart = apart or numbers_in_doubt(manifest_a, manifest_b, goal.block)
-    if off == blamed or (maker.one_machine and not apart):
+    doubted = numbers_in_doubt(manifest_a, manifest_b, goal.block)
+    if off == blamed or (maker.one_machine and not (apart or doubted)):
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
         doubt = doubt_of_code(manifest_a, manifest_b, goal.block)

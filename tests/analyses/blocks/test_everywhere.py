@@ -70,6 +70,10 @@ def at_tokens(tokens, factor):
     return change
 
 
+def in_prompt(length, factor):
+    return lambda output: output * factor if output.shape[1] == length else output
+
+
 def in_channel(factor):
     def change(output):
         output = output.clone()
@@ -131,6 +135,57 @@ def test_the_first_line_names_the_token(truth, reference, tmp_path):
     verdict = answer(a, tmp_path, change).verdict
     assert verdict.kind == "systematic"
     assert verdict.summary.endswith("(of 4), at token 32: what is special there?")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "blocks", "said"),
+    [
+        ("float32", at_tokens([4], 1 + 1e-5), [4], "at model.layers.4:out, at token 4"),
+        ("float16", at_tokens([9], 1 + 1e-2), [2], "at model.layers.2:out, at token 9"),
+        ("bfloat16", in_prompt(33, 1.03), EVERY, "from model.layers.0:out on in prompt 1 alone"),
+    ],
+)
+def test_what_alone_is_not_equal_bit_for_bit_is_no_rounding(
+    dtype, change, blocks, said, reference, tmp_path
+):
+    """The same kernels ran elsewhere: three floors are a fault, and not the twelve, or six, that a
+    single token or a forward of kernels that round otherwise may be off by."""
+    a = reference(dtype, truth="no")
+    report = answer(a, tmp_path, change, blocks)
+    off = [site for site in report.sites if site.pass_ == "anchored" and not site.identical]
+    assert 3 < max(site.ratio_max for site in off) < 12
+    assert max(site.ratio for site in off) < 6
+    assert said in report.verdict.summary
+
+
+def test_a_bad_token_beside_a_massive_activation_is_no_equally_good_answer(model, tmp_path):
+    """Its error hangs on one number, which convicts no side; the sides differ by far more than
+    rounding makes."""
+    massive = transformers.LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for number in (0, 3):
+            massive.model.layers[number].mlp.down_proj.weight[[5, 40]] *= 400
+    massive.save_pretrained(tmp_path / "massive")
+    how = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": "bfloat16", "probe": False}
+    a = capture(str(tmp_path / "massive"), out=tmp_path / "a", truth="full", **how)
+    verdict = answer(a, tmp_path, at_tokens([9], 1.8)).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", None)
+    assert "at token 9" in verdict.summary
+    assert any(item.code == "blocks.too_few" for item in verdict.evidence)
+
+
+def test_the_farthest_of_a_family_that_is_off_is_not_named_alone(reference, tmp_path):
+    """Without a truth: one block beyond its limit, and the others by more than correct kernels
+    are."""
+    a = reference("bfloat16", truth="no")
+
+    def prepare(model):
+        for number, size in enumerate((0.11, 0.07, 0.05, 0.05, 0.06, 0.05)):
+            in_mlp(lambda y, size=size: y * (1 + size * torch.sin(37.0 * y)), [number])(model)
+
+    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False))
+    assert report.verdict.kind == "systematic"
+    assert report.verdict.onset.site == "model.layers.0:out"
 
 
 @pytest.mark.parametrize(("dtype", "roundings"), [("float32", 16), ("bfloat16", 6)])

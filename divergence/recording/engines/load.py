@@ -419,8 +419,8 @@ def load_processor(loaded: LoadedModel) -> Any:
         text = " ".join(str(error).split())
         raise ModelError(
             f"the processor of {loaded.source} cannot be loaded: {text[:300]}",
-            hint="pip install 'divergence-debug[media]' (Pillow, soundfile); some processors take the "
-            "torchvision of your torch as well",
+            hint="pip install 'divergence-debug[media]' (Pillow, soundfile); some processors "
+            "take the torchvision of your torch as well",
         ) from error
     if not isinstance(processor, ProcessorMixin):
         raise ModelError(f"{loaded.source} has a tokenizer, and no processor of pictures or sound")

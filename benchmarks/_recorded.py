@@ -67,9 +67,9 @@ SPREADS = ("spread_reference", "spread_candidate")
 _LATER: dict[type, tuple[str, ...]] = {
     AgainstTruth: SPREADS,
     PairNumbers: ("statistics_agree",),
-    Record: ("checksum",),
+    Record: ("checksum", "apart"),
 }
-"""Fields that older recordings have not."""
+"""Fields that older recordings have not, in the order in which they came."""
 _DIGEST = re.compile("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 _PLACE = Place(shard="tensors/0.safetensors", key="0")
 """Of every record that has bytes: where they lay is no part of a recording."""
@@ -215,8 +215,8 @@ class Objects:
         made = _TYPES[kind]
         names = made.__struct_fields__
         later = _LATER.get(made, ())
-        if len(parts) == len(names) - len(later):  # an older recording
-            names = tuple(name for name in names if name not in later)
+        absent = later[len(later) - (len(names) - len(parts)) :]  # of an older recording
+        names = tuple(name for name in names if name not in absent)
         values = {
             name: self._value(part, f"{path}.{name}")
             for name, part in zip(names, parts, strict=True)

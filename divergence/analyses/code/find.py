@@ -66,7 +66,8 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 
 def not_told(reason: Fact) -> Check:
     """The check that no truth can make, for this reason."""
-    lacking = fact("code.truth_of_a", because=reason.code.removeprefix("code."))
+    because, stated = reason.code.removeprefix("code."), bool(reason.values.get("stated"))
+    lacking = fact("code.truth_of_a", because=because, stated=stated)
     return check("truth_of_reference_code", False, lacking, made=False)
 
 

@@ -9,6 +9,7 @@ SENTENCES: Mapping[str, str] = {
         "no side named: {because:numbers_in_doubt=the two hold other numbers, the truth A's|"
         "truth_like_b=the runs do not tell whose code the truth has|"
         "*=the two run different code, the truth A's}"
+        "{stated:yes=, as both configurations have|no=}"
     ),
     "other": "other code: {what}",
     "other_in_block": "the onset's block runs other code: {what}",

@@ -189,7 +189,10 @@ SENTENCES: Mapping[str, str] = {
         "the difference at {site} grows with the position[[ from token {token} on]], as what is "
         "multiplied by it ({share:share} of it)"
     ),
-    "beginning": "the difference at {site} begins at token {token}: before it only rounding",
+    "beginning": (
+        "the difference at {site} begins at token {token}: before it {times:none=there is none|"
+        "*=it is {times:.3g} times smaller}"
+    ),
     # drift
     "seen_in_free_run": "seen in the free run alone",
     "in_free_pass": "free pass, prompt {sample}, step {step}, {site}",

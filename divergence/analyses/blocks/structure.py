@@ -246,7 +246,7 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
 
 
 def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
-    """Does the error begin at a token, with nothing but rounding before it?"""
+    """Does the error begin at a token, before which it is many times smaller?"""
     sizes = _by_position(x)
     if sizes is None:
         return None
@@ -255,7 +255,10 @@ def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
         clear = behind > BEGINS * before
         if clear[0] and clear.mean() >= EXPLAINS:
             share = float(behind.sum() / sizes.sum())
-            return share, fact("blocks.beginning", share=share, site=x.site, token=begin)
+            times = math.sqrt(float(np.median(behind)) / before) if before else None
+            return share, fact(
+                "blocks.beginning", share=share, site=x.site, token=begin, times=times
+            )
     return None
 
 

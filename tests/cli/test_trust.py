@@ -236,7 +236,7 @@ DEEP = b'{"x": %s%s, "weight_map": {"a": "b.bin"}}' % (b"[" * 150, b"]" * 150)
 def test_weights_on_the_hub(tmp_path, monkeypatch, files, said):
     """The same of what a run calls by a hub id: asked file by file, at the revision."""
 
-    def cached_file(source, name, *, revision):
+    def cached_file(source, name, *, revision, local_files_only):
         assert (source, revision) == ("org/model", "v1")
         if not (tmp_path / name).exists():
             raise OSError("no such file there")

@@ -71,8 +71,7 @@ def test_a_golden_is_blessed_checked_and_chosen(project, pytester, runs):
 def test_a_model_is_captured_and_kept_as_a_sketch(project, pytester, llama):
     """With the options of capture."""
     project(
-        f"divergence_golden('llama', model={str(llama)!r}, prompts='Snow fell', max_new_tokens=1, "
-        "probe=False)"
+        f"divergence_golden('llama', model={str(llama)!r}, prompts='Snow fell', max_new_tokens=1)"
     )
     pytester.runpytest_inprocess("--divergence-bless").assert_outcomes(passed=1)
     (golden,) = (pytester.path / "goldens" / "llama").iterdir()

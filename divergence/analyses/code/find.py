@@ -13,8 +13,8 @@ from divergence.comparison.decide import check
 from divergence.comparison.preflight.code import (
     code_differences,
     difference_texts,
-    in_configuration,
     numbers_in_doubt,
+    numbers_stated,
     other_code,
     replaced_in,
     truth_tells,
@@ -26,6 +26,10 @@ from divergence.run.reader import Run
 from divergence.run.site import module_of
 
 _MOST = 3
+BY_CONFIGURATION = check(
+    "truth_of_reference_code", False, fact("code.by_configuration"), made=False
+)
+"""The check that no truth can make of a number that both configurations tell."""
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -61,13 +65,24 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
                 evidence=[reason],
             )
         )
+    elif told_by is not None and verdict.side == "candidate":
+        block = None if verdict.onset is None else verdict.onset.block
+        if numbers := numbers_stated(a, b, block):
+            evidence = [fact("code.numbers_stated", numbers=numbers)]
+            findings.append(
+                Finding(
+                    claim="explanation",
+                    role="explains",
+                    rests_on=[BY_CONFIGURATION],
+                    evidence=evidence,
+                )
+            )
     return findings
 
 
 def not_told(reason: Fact) -> Check:
     """The check that no truth can make, for this reason."""
-    because, stated = reason.code.removeprefix("code."), bool(reason.values.get("stated"))
-    lacking = fact("code.truth_of_a", because=because, stated=stated)
+    lacking = fact("code.truth_of_a", because=reason.code.removeprefix("code."))
     return check("truth_of_reference_code", False, lacking, made=False)
 
 
@@ -103,7 +118,6 @@ def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> Fact | None:
         return None
     numbers = numbers_in_doubt(a, b, block)
     if numbers:
-        stated = in_configuration(a, b, numbers)
-        return fact("code.numbers_in_doubt", numbers=numbers, stated=stated)
+        return fact("code.numbers_in_doubt", numbers=numbers)
     classes, replaced = other_code(a, b, block)[:4], replaced_in(a, block)[:3]
     return fact("code.side_in_doubt", classes=classes, replaced=replaced)

@@ -9,7 +9,6 @@ SENTENCES: Mapping[str, str] = {
         "no side named: {because:numbers_in_doubt=the two hold other numbers, the truth A's|"
         "truth_like_b=the runs do not tell whose code the truth has|"
         "*=the two run different code, the truth A's}"
-        "{stated:yes=, as both configurations have|no=}"
     ),
     "other": "other code: {what}",
     "other_in_block": "the onset's block runs other code: {what}",
@@ -23,10 +22,13 @@ SENTENCES: Mapping[str, str] = {
         "A's machine"
     ),
     "numbers_in_doubt": (
-        "the models hold other numbers there ({numbers:names 2 ; }), and the truth has A's"
-        "[[{stated:yes=, as both configurations have}]]: by it B is off, but which value is meant "
-        "it cannot tell"
+        "the models hold other numbers there ({numbers:names 2 ; }), and the truth has A's: by it "
+        "B is off, but which value is meant it cannot tell"
     ),
+    "numbers_stated": (
+        "B does not hold what both configurations say ({numbers:names 2 ; }): it is wrong by them"
+    ),
+    "by_configuration": "B's number is wrong if both configurations are right",
     "side_in_doubt": (
         "the sides run different code ({classes:list}), and the truth has A's: by it B is off, but "
         "whose code is right it cannot tell[[. A's was replaced: {replaced:list}]]"

@@ -376,7 +376,8 @@ def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
 
 def truth_tells(a: Manifest, b: Manifest, block: str | None) -> bool:
     """May a truth, which has A's code, tell the side? Not where the code differs, unless some was
-    replaced on B alone; nor where modules hold other numbers, unless B's other modules hold A's."""
+    replaced on B alone; nor where modules hold other numbers, unless B's other modules hold A's, or
+    both configurations do."""
     on_a, on_b = set(replaced_in(a, block)), set(replaced_in(b, block))
     return on_a < on_b or not (other_code(a, b, block) or numbers_in_doubt(a, b, block))
 
@@ -392,9 +393,29 @@ def other_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Lists the numbers of which it is not known whose are meant. B's are not if its modules hold
-    A's but for some of them, and A's hold it all. A configuration does not tell: it may be wrong
-    on both."""
+    """Lists the numbers of which it is not known whose are meant: those that are odd on neither
+    side, and that no configuration tells."""
+    stated = numbers_stated(a, b, block)
+    return [item for item in _even_numbers(a, b, block) if item not in stated]
+
+
+def numbers_stated(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
+    """Lists the numbers that B's modules hold against both configurations, which are one: A's value
+    stands there, or is 1/√ of what does (the scale of attention), and B's does not."""
+    numbers = _even_numbers(a, b, block)
+    if not numbers or a.model.config_digest != b.model.config_digest:
+        return []
+    values = a.model.config.values()
+    stated = {str(value) for value in values}
+    stated |= {str(value**-0.5) for value in values if isinstance(value, int) and value > 0}
+    return [
+        item for item in numbers if item["reference"] in stated and item["candidate"] not in stated
+    ]
+
+
+def _even_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
+    """Lists the numbers that differ, but for B's own where its modules hold A's but for some of
+    them, and A's hold it all: those are odd on B."""
 
     def is_odd_on_b(item: Fact) -> bool:
         own = a.model.code[item["name"]].attributes[item["key"]]
@@ -404,14 +425,6 @@ def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
     if not numbers or a.model.config_digest != b.model.config_digest:
         return numbers
     return [item for item in numbers if not is_odd_on_b(item)]
-
-
-def in_configuration(a: Manifest, b: Manifest, numbers: Sequence[Fact]) -> bool:
-    """Have both sides one configuration, in which A's value of each number stands, and not B's?"""
-    stated = {str(value) for value in a.model.config.values()}
-    return a.model.config_digest == b.model.config_digest and all(
-        item["reference"] in stated and item["candidate"] not in stated for item in numbers
-    )
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.analyses.code.find import doubt_of_code, not_told
+from divergence.analyses.code.find import BY_CONFIGURATION, doubt_of_code, not_told
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
@@ -380,6 +380,9 @@ def decided(
         checks = [*checks, check("agreement", False, fact("experiments.levels_blame"))]
     elif named.doubt is not None:
         checks = [*checks, not_told(named.doubt)]
+    elif any(item.code == "code.numbers_stated" for item in decided_verdict.evidence):
+        checks = [item for item in checks if item.name != BY_CONFIGURATION.name]
+        checks.append(BY_CONFIGURATION)
     others = (item for item in decided_verdict.evidence if item not in finding.evidence)
     evidence = [*finding.evidence, *others]
     return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from divergence import MachineOptions
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from tests.models.tiny import build
@@ -85,14 +86,25 @@ def _reference(model: Path, out: Path, name: str, count: int) -> tuple[Any, str]
         prompts, tokens = [TEXTS[0].format(0)], count + 1
         place = f"step={count // 2 + 1}"
     a = capture(
-        str(model), out=out, prompts=prompts, max_new_tokens=tokens, device="cpu", probe=False
+        str(model),
+        out=out,
+        prompts=prompts,
+        max_new_tokens=tokens,
+        device="cpu",
+        machine=MachineOptions(probe=False),
     )
     return a, place
 
 
 def _other(a: Any, out: Path, **values: Any) -> Any:
     return capture(
-        like=a, out=out, force=True, device="cpu", probe=False, attn_implementation="sdpa", **values
+        like=a,
+        out=out,
+        force=True,
+        device="cpu",
+        machine=MachineOptions(probe=False),
+        attn_implementation="sdpa",
+        **values,
     )
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks._health import PROMPTS
 from benchmarks._hidden import hidden
 from benchmarks._machines import SWITCHES, Machine, planting
+from divergence import MachineOptions
 from divergence.recording.api import capture
 from tests.models.tiny import build
 
@@ -128,7 +129,7 @@ def make(pair: Massive, root: Path, machine: Callable[[str], Machine]) -> tuple[
             out=b,
             device="cpu",
             force=True,
-            probe=False,
+            machine=MachineOptions(probe=False),
             prepare=planting(split, "split", 0, 1.0),
             **values,
         ).close()

@@ -14,7 +14,7 @@ import torch
 import divergence
 from benchmarks._reports import Case, Runs, prompts_of
 from benchmarks._reports_models import make
-from divergence import capture
+from divergence import MachineOptions, capture
 
 __all__ = ["TOKENS"]
 
@@ -117,7 +117,7 @@ def _beginning(*ids: int) -> Callable[..., Runs]:
                 prompts=[[*start, *text] for text in texts],
                 max_new_tokens=case.new_tokens,
                 dtype=case.dtype,
-                probe=False,
+                machine=MachineOptions(probe=False),
             )
         return Runs(folder / "a", folder / "b")
 
@@ -152,7 +152,13 @@ def _other_tokenizer(case: Case, folder: Path) -> Runs:
         )
         wrapped.save_pretrained(folder / name)
     for name, source in (("a", model), ("b", folder / "other")):
-        capture(source, out=folder / name, prompts=list(_TEXTS), max_new_tokens=2, probe=False)
+        capture(
+            source,
+            out=folder / name,
+            prompts=list(_TEXTS),
+            max_new_tokens=2,
+            machine=MachineOptions(probe=False),
+        )
     return Runs(folder / "a", folder / "b")
 
 

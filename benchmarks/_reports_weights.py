@@ -17,7 +17,7 @@ from benchmarks._fault_patches import _replace
 from benchmarks._reports import Case, Runs, prompts_of
 from benchmarks._reports_kernels import _blocks, _window
 from benchmarks._reports_models import make
-from divergence import RecordOptions, capture, truth
+from divergence import MachineOptions, RecordOptions, capture, truth
 
 __all__ = ["WEIGHTS"]
 
@@ -135,9 +135,14 @@ def _without_head(case: Case, folder: Path) -> Runs:
         prompts=prompts_of(case),
         max_new_tokens=case.new_tokens,
         dtype=case.dtype,
-        probe=False,
+        machine=MachineOptions(probe=False),
     )
-    capture(like=folder / "a", out=folder / "b", model=folder / "other", probe=False)
+    capture(
+        like=folder / "a",
+        out=folder / "b",
+        model=folder / "other",
+        machine=MachineOptions(probe=False),
+    )
     return Runs(folder / "a", folder / "b")
 
 
@@ -190,7 +195,7 @@ def _whole(case: Case, folder: Path) -> Runs:
         max_new_tokens=case.new_tokens,
         dtype=case.dtype,
         recording=RecordOptions(whole=True),
-        probe=False,
+        machine=MachineOptions(probe=False),
     )
     return Runs(folder / "a", None, is_localized=False)
 
@@ -209,10 +214,12 @@ def _overflowing(case: Case, folder: Path) -> Runs:
         prompts=prompts_of(case),
         max_new_tokens=case.new_tokens,
         dtype="bfloat16",
-        probe=False,
+        machine=MachineOptions(probe=False),
     )
     truth(folder / "a", out=folder / "truth")
-    capture(like=folder / "a", out=folder / "b", dtype="float16", probe=False)
+    capture(
+        like=folder / "a", out=folder / "b", dtype="float16", machine=MachineOptions(probe=False)
+    )
     return Runs(folder / "a", folder / "b", folder / "truth")
 
 
@@ -230,10 +237,15 @@ def _config_of_an_older_version(case: Case, folder: Path) -> Runs:
         prompts=prompts_of(case),
         max_new_tokens=case.new_tokens,
         dtype=case.dtype,
-        probe=False,
+        machine=MachineOptions(probe=False),
     )
     truth(folder / "a", out=folder / "truth")
-    capture(like=folder / "a", out=folder / "b", model=folder / "other", probe=False)
+    capture(
+        like=folder / "a",
+        out=folder / "b",
+        model=folder / "other",
+        machine=MachineOptions(probe=False),
+    )
     return Runs(folder / "a", folder / "b", folder / "truth")
 
 

@@ -169,7 +169,11 @@ class Bench:
         out = self.folder()
         with machine.patched():
             divergence.capture(
-                *args, out=out, device="cpu", probe=values.pop("probe", False), **values
+                *args,
+                out=out,
+                device="cpu",
+                machine=divergence.MachineOptions(probe=values.pop("probe", False)),
+                **values,
             ).close()
         return out
 

@@ -61,7 +61,7 @@ def health(models: Models, folder: Path) -> None:
             a = divergence.capture(
                 str(model),
                 out=folder / f"h{next(count)}",
-                probe=False,
+                machine=divergence.MachineOptions(probe=False),
                 training=TrainOptions(train=True),
                 prompts=IDS,
                 sites=sites,
@@ -69,7 +69,10 @@ def health(models: Models, folder: Path) -> None:
             truth = divergence.truth(a, out=folder / f"h{next(count)}")
             for name, options in HEALTHY.items():
                 b = divergence.capture(
-                    like=a, out=folder / f"h{next(count)}", probe=False, **options
+                    like=a,
+                    out=folder / f"h{next(count)}",
+                    machine=divergence.MachineOptions(probe=False),
+                    **options,
                 )
                 largest = max(largest, show(name, architecture, dtype, a, b, truth))
             for name, machine in others.items():
@@ -162,12 +165,14 @@ def descend(
     a = divergence.capture(
         str(model),
         out=folder / "a",
-        probe=False,
+        machine=divergence.MachineOptions(probe=False),
         training=TrainOptions(train=True),
         prompts=IDS,
         prepare=healthy,
     )
-    b = divergence.capture(like=a, out=folder / "b", probe=False, prepare=prepare)
+    b = divergence.capture(
+        like=a, out=folder / "b", machine=divergence.MachineOptions(probe=False), prepare=prepare
+    )
     truth = divergence.truth(a, out=folder / "truth")
     return divergence.localize(
         a, b, truth=truth, out=folder / "work", prepare_reference=healthy, prepare_candidate=prepare

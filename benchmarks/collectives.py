@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from divergence import CaseOptions, Run, capture, compare
+from divergence import CaseOptions, MachineOptions, Run, capture, compare
 from divergence.domains.collectives.orders import chain_of, decode
 from divergence.domains.collectives.recorded import Recorded
 from divergence.numerics.formats import format_named
@@ -31,7 +31,11 @@ def made(folder: Path, ranks: int, **options: object) -> Run:
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
     return capture(
-        "suite:collectives", out=out, cases=CaseOptions(ranks=ranks), probe=False, **options
+        "suite:collectives",
+        out=out,
+        cases=CaseOptions(ranks=ranks),
+        machine=MachineOptions(probe=False),
+        **options,
     )
 
 

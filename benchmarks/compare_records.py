@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from divergence import MachineOptions
 from divergence.recording.api import capture
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote, Sizes
@@ -61,7 +62,7 @@ def write_runs(folder: Path, num_records: int, size: int) -> None:
         prompts=["A bridge"],
         max_new_tokens=1,
         device="cpu",
-        probe=False,
+        machine=MachineOptions(probe=False),
     )
     writers = {}
     for name in ("a", "b", "truth"):

@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._axis import axis
+from divergence import RecordOptions
 from divergence.analyses.blocks.units import build_units
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
@@ -104,7 +105,7 @@ def main() -> None:
                             out=root / "b",
                             force=True,
                             device="cpu",
-                            plants=[f"{site}={fault}"],
+                            recording=RecordOptions(plants=[f"{site}={fault}"]),
                             **other,
                         )
                         report = compare(a, b)

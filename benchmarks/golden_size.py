@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from divergence import MachineOptions
 from divergence.experiments.tiny import build
 from divergence.gate.check import check
 from divergence.gate.golden import bless
@@ -43,9 +44,16 @@ def smallest(golden: Path, model: Path, how: dict[str, Any], options: dict[str, 
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "run"
             if given.pop("like", False):
-                run = capture(like=golden, out=out, probe=False, **given)
+                run = capture(like=golden, out=out, machine=MachineOptions(probe=False), **given)
             else:
-                run = capture(model, out=out, probe=False, truth="no", **options, **given)
+                run = capture(
+                    model,
+                    out=out,
+                    machine=MachineOptions(probe=False),
+                    truth="no",
+                    **options,
+                    **given,
+                )
             return not check(golden, run).passed
 
     if fails(1.0):
@@ -73,7 +81,7 @@ def main() -> None:
                         model,
                         out=folder / "run",
                         force=True,
-                        probe=False,
+                        machine=MachineOptions(probe=False),
                         attn_implementation="sdpa",
                         **options,
                         **store,

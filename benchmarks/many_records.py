@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import xxhash
 
+from divergence import MachineOptions
 from divergence.recording.api import capture
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote, Sizes
@@ -77,7 +78,7 @@ def write_runs(folder: Path, num_records: int) -> tuple[Path, Path, Path]:
         prompts=["A bridge"],
         max_new_tokens=1,
         device="cpu",
-        probe=False,
+        machine=MachineOptions(probe=False),
     )
     paths = folder / "a", folder / "b", folder / "c"
     generator = torch.Generator().manual_seed(0)

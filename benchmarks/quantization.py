@@ -19,7 +19,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from divergence import Run, capture, quantize
+from divergence import MachineOptions, Run, capture, quantize
 from divergence.domains.quantization.engine import QuantizeOptions
 from divergence.domains.quantization.quantize import (
     QuantizationTrials,
@@ -71,7 +71,7 @@ def main() -> None:
             prompts=prompts,
             max_new_tokens=1,
             sites=["."],
-            probe=False,
+            machine=MachineOptions(probe=False),
             dtype="float32",
         )
         if not given.matrices:
@@ -83,7 +83,7 @@ def main() -> None:
                 prompts=prompts[:FEW],
                 max_new_tokens=1,
                 sites=["."],
-                probe=False,
+                machine=MachineOptions(probe=False),
                 dtype="float32",
             )
             for scheme, targets in POLICIES:

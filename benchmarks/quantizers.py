@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from divergence import RecordOptions
+from divergence import MachineOptions, RecordOptions
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.recording.api import capture, truth
@@ -161,7 +161,13 @@ def _of_model(work: Path, architecture: str, dtype: str, scheme: str, path: str)
     source = tiny.build(architecture, work / "plain", dtype=dtype)
     model = quantized.build(source, work / "model", scheme)
     tokens = 1 if architecture == "bert" else 4
-    a = capture(model, out=work / "a", prompts=PROMPTS, max_new_tokens=tokens, probe=False)
+    a = capture(
+        model,
+        out=work / "a",
+        prompts=PROMPTS,
+        max_new_tokens=tokens,
+        machine=MachineOptions(probe=False),
+    )
     escalate = dtype == "bfloat16"
     how: dict[str, Any] = {
         "like": a,

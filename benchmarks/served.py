@@ -42,6 +42,7 @@ from transformers import AutoModelForCausalLM
 
 from divergence import (
     BatchOptions,
+    MachineOptions,
     RecordOptions,
     Run,
     ServerOptions,
@@ -254,7 +255,7 @@ def reference(model: Path, folder: Path) -> Run:
         out=folder / "a",
         prompts=PROMPTS,
         device="cpu",
-        probe=False,
+        machine=MachineOptions(probe=False),
         max_new_tokens=NUM_TOKENS,
         recording=RecordOptions(anchor=False),
     )

@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._machines import Machine
+from divergence import MachineOptions, RecordOptions
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.run.reader import Run
@@ -181,7 +182,11 @@ def main() -> None:
 
                 def here(out, like, store, place=place, fault=fault) -> None:
                     capture(
-                        like=like, out=out, store=store, probe=False, plants=[f"{place}={fault}"]
+                        like=like,
+                        out=out,
+                        store=store,
+                        machine=MachineOptions(probe=False),
+                        recording=RecordOptions(plants=[f"{place}={fault}"]),
                     )
 
                 reports = three(f"fault{number}", here)

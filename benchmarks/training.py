@@ -140,7 +140,9 @@ def step(model: Path | None, out: Path, **options: Any) -> Run:
         }
     )
     source = None if model is None else str(model)
-    return divergence.capture(source, out=out, probe=False, **fresh, **options)
+    return divergence.capture(
+        source, out=out, machine=divergence.MachineOptions(probe=False), **fresh, **options
+    )
 
 
 # --- faults of the model's own code ----------------------------------------------------------

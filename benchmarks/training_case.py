@@ -134,9 +134,14 @@ def main() -> None:
             out=work / "a",
             training=TrainOptions(train=True),
             prompts=PROMPTS,
-            probe=False,
+            machine=divergence.MachineOptions(probe=False),
         )
-        divergence.capture(like=a, out=work / "b", prepare=on_vendor, probe=False)
+        divergence.capture(
+            like=a,
+            out=work / "b",
+            prepare=on_vendor,
+            machine=divergence.MachineOptions(probe=False),
+        )
         divergence.truth(a, out=work / "truth")
         show(work, "compare", "a", "b", "--truth", "truth")
         print(">>> divergence.localize(a, b, truth=truth, prepare_candidate=on_vendor)")

@@ -257,8 +257,7 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
         token, places = item["token"], [at for at in positions if at is not None]
         if item.code == "blocks.one_token" and set(positions) == {token}:
             return {"token": token}
-        # whatever attention does wrong spares the first token, which has itself alone
-        begins = item.code == "blocks.beginning" and token > 1
+        begins = item.code == "blocks.beginning"
         if begins and len(places) == len(units) and min(places) >= token:
             return {"onward": token}
     # of several prompts, the token of the same number

@@ -190,8 +190,8 @@ SENTENCES: Mapping[str, str] = {
         "multiplied by it ({share:share} of it)"
     ),
     "beginning": (
-        "the difference at {site} begins at token {token}: before it {times:none=there is none|"
-        "*=it is {times:.3g} times smaller}"
+        "the difference at {site} begins at token {token}: {times:none=there is none before|"
+        "*={times:.3g} × as large as before}"
     ),
     # drift
     "seen_in_free_run": "seen in the free run alone",

@@ -246,11 +246,13 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
 
 
 def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
-    """Does the error begin at a token, before which it is many times smaller?"""
+    """Does the error begin at a token, before which it is many times smaller? The first token alone
+    tells nothing: it is often a sink, beside whose size an error is small, and attention has only
+    itself there."""
     sizes = _by_position(x)
     if sizes is None:
         return None
-    for begin in range(1, len(sizes) - 1):
+    for begin in range(2, len(sizes) - 1):
         before, behind = sizes[:begin].max(), sizes[begin:]
         clear = behind > BEGINS * before
         if clear[0] and clear.mean() >= EXPLAINS:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.measure.pairs import Measuring, measure_pairs
+from divergence.comparison.measure.pairs import Measuring, hangs_on_few, measure_pairs
 from divergence.comparison.measure.rating import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results import LogitsDiff
@@ -65,7 +65,7 @@ _TYPES = {
 SPREADS = ("spread_reference", "spread_candidate")
 """Fields of AgainstTruth that older recordings have not; the columns beside them do."""
 _LATER: dict[type, tuple[str, ...]] = {
-    AgainstTruth: SPREADS,
+    AgainstTruth: (*SPREADS, "in_units"),
     PairNumbers: ("statistics_agree",),
     Record: ("checksum", "apart"),
 }
@@ -366,11 +366,9 @@ class Recording:
     asked: list[Asked] = field(default_factory=list)
     tensors: Tensors = field(default_factory=Tensors)
     bits: int = COARSE
-    spreads: dict[tuple[str, str, int, int], tuple[np.ndarray, np.ndarray]] = field(
-        default_factory=dict
-    )
+    columns: dict[tuple[str, str, int, int], dict[str, np.ndarray]] = field(default_factory=dict)
     """By pass, site, sample and step, what an older recording has not: of how many numbers each
-    row's errors are made."""
+    row's errors are made, and the same in each channel's own unit."""
 
     def replay(self, asked: Asked) -> Answer:
         """The answer to what was asked, from what is recorded."""
@@ -389,7 +387,7 @@ class Recording:
             if len(numbers) != len(pairs):
                 raise LookupError(f"{len(numbers)} pairs were recorded, {len(pairs)} are asked for")
             for pair, measured in zip(pairs, numbers, strict=True):
-                yield self._with_spreads(pair, measured)
+                yield self._with_columns(pair, measured)
 
         with (
             without_truth() if asked.way == "none" else contextlib.nullcontext(),
@@ -406,19 +404,35 @@ class Recording:
             raise LookupError("more was measured when it was recorded")
         return report
 
-    def _with_spreads(self, pair: Any, measured: Any) -> Any:
+    def _with_columns(self, pair: Any, measured: Any) -> Any:
         record, against = pair.reference.record, getattr(measured, "against", None)
-        spreads = self.spreads.get((pair.pass_, record.site, record.sample, record.step))
-        if against is None or spreads is None or not against.num_rows:
+        columns = self.columns.get((pair.pass_, record.site, record.sample, record.step))
+        if against is None or columns is None or not against.num_rows:
             return measured
         rows = against.row_index
-        if rows.max() >= len(spreads[0]):
+        if rows.max() >= len(columns["sn.A"]):
             return measured
-        kept = {
-            name: np.nan_to_num(values[rows], nan=1.0, posinf=1.0)
-            for name, values in zip(SPREADS, spreads, strict=True)
-        }
-        return msgspec.structs.replace(measured, against=msgspec.structs.replace(against, **kept))
+        at = {name: values[rows] for name, values in columns.items()}
+        against = msgspec.structs.replace(against, **_counts(at["sn.A"], at["sn.B"]))
+        if against.update is not None and hangs_on_few(against):
+            sizes = {name: np.sqrt(at[key]) for name, key in _IN_UNITS.items()}
+            counts = _counts(at["cn.A"], at["cn.B"])
+            in_units = msgspec.structs.replace(
+                against, **sizes, **counts, update=None, channels=np.zeros((6, 0))
+            )
+            against = msgspec.structs.replace(against, in_units=in_units)
+        return msgspec.structs.replace(measured, against=against)
+
+
+_IN_UNITS = {"norm": "z2", "reference": "c2.A", "candidate": "c2.B", "between": "c2.D"}
+"""Sizes of AgainstTruth in each channel's own unit, and the columns of their squares."""
+
+
+def _counts(*values: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        name: np.nan_to_num(count, nan=1.0, posinf=1.0)
+        for name, count in zip(SPREADS, values, strict=True)
+    }
 
 
 class Recorder:
@@ -549,10 +563,10 @@ def load(path: Path, columns: dict[str, np.ndarray] | None = None) -> Recording:
                 int(columns["pairs.step"][number]),
             )
             rows = slice(starts[number], starts[number + 1])
-            recording.spreads[place] = (
-                of_logarithm(columns["tokens.sn.A"][rows]),
-                of_logarithm(columns["tokens.sn.B"][rows]),
-            )
+            recording.columns[place] = {
+                key: of_logarithm(columns[f"tokens.{key}"][rows])
+                for key in ("sn.A", "sn.B", "cn.A", "cn.B", *_IN_UNITS.values())
+            }
     return recording
 
 

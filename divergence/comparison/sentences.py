@@ -149,18 +149,21 @@ SENTENCES: Mapping[str, str] = {
     ),
     "typical_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s"
+        "{in_units:yes= (each channel in its own unit)|no=}"
         "[[ ({own:.1e} / {other_error:.1e})]]{like:none=; in the other blocks {control:.2f} ×|"
         "*=, like {like} of its kind} (limit {limit:.1f} ×)"
         "[[, {estimated:letter}'s by their difference, the other's measured]]"
     ),
     "forward_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
+        "{in_units:yes=(each channel in its own unit) |no=}"
         "{step:none=in the {forward}|*=at step {step}}, prompt {sample}{like:none=; in the other "
         "blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×"
         "[[ for the largest of {num_looks} forwards]])"
     ),
     "token_off": (
-        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s at "
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
+        "{in_units:yes=(each channel in its own unit) |no=}at "
         "{sink:yes=a sink token|no=one token} {step:none=in the {forward}|*=at step {step}}"
         "{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit "
         "{limit:.1f} ×)"

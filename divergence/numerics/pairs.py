@@ -744,6 +744,8 @@ class AgainstTruth(msgspec.Struct, frozen=True, eq=False, gc=False):
     alike: np.ndarray
     """bool. Where one side's error follows from the other's and ``between``: are both of a size,
     for certain? True where both are measured."""
+    in_units: AgainstTruth | None = None
+    """The same rows in each channel's own unit (``measure_in_units``), where they were asked."""
 
     @property
     def num_rows(self) -> int:
@@ -764,6 +766,7 @@ def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
         against,
         reference=np.hypot(against.reference, rounding),
         candidate=np.hypot(against.candidate, rounding),
+        in_units=None,
         channels=channels,
         peaks=channels[:3].max(axis=1, initial=0.0),
     )
@@ -811,6 +814,7 @@ def against_many(
         "peaks": channels[:, :3].max(axis=2),
         "row_index": [rows] * count,
         "alike": [np.ones(len(rows), bool)] * count,
+        "in_units": None,
     }
     each = [fields[name] for name in AgainstTruth.__struct_fields__]
     columns_of = [[None] * count if values is None else list(values) for values in each]
@@ -906,6 +910,29 @@ def measure_against(
         row_index=np.flatnonzero(good),
         alike=np.ones(int(good.sum()), bool),
     )
+
+
+def measure_in_units(against: AgainstTruth, a: Tensor, b: Tensor, truth: Tensor) -> AgainstTruth:
+    """The rows of ``against`` again, each column d in its own unit: every number is divided by
+
+        u_d = √max(Σ_t R_td², 2⁻¹⁶ · mean over d of Σ_t R_td²)
+
+    so that a row's error is made of what its channels are off by relative to their own size, and
+    not of the few channels that hold the energy. Columns are not told apart again."""
+    energy = against.channels[3]
+    unit = np.sqrt(np.maximum(energy, 2.0**-16 * energy.mean()))
+    grids = [Grid(as_array(t).reshape(-1, len(unit))) for t in (a, b, truth)]
+    rows = max(1, _CHUNK_NUMEL // len(unit))
+    buffers, sums = np.empty((3, rows * len(unit))), np.zeros((13, against.num_rows))
+    for start in range(0, against.num_rows, rows):
+        numbers = against.row_index[start : start + rows]
+        x, y, r = (
+            grid.load(numbers, slice(0, len(unit)), buffer) / unit
+            for grid, buffer in zip(grids, buffers, strict=True)
+        )
+        add_row_sums(x, y, r, None, sums[:, start : start + rows], row_dots)
+    fields = _derived(sums, with_base=False) | {"channels": np.zeros((6, 0)), "peaks": np.zeros(3)}
+    return msgspec.structs.replace(against, **fields)
 
 
 def _in_chunks(grids: list[Grid], kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

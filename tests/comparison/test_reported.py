@@ -114,6 +114,30 @@ def test_massive_channels_raise_no_alarm(dtype, truth, model, tmp_path):
     assert is_healthy(compare(a, b))
 
 
+def test_a_twentieth_of_a_block_beside_massive_channels_is_found(model, tmp_path):
+    """The massive channels round by as much as the others hold, and are what all is asked of;
+    asked in each channel's own unit the fault is plain, and healthy kernels are as healthy."""
+
+    def massive(made):
+        with torch.no_grad():
+            for number in (1, 2):
+                made.model.layers[number].mlp.down_proj.weight[[5, 40]] *= 400
+
+    def more(made):
+        another_order(made)
+        mlp = made.model.layers[3].mlp
+        mlp.forward = lambda x, own=mlp.forward: 1.05 * own(x)
+
+    how = {"prompts": PROMPTS, "max_new_tokens": 1, "dtype": "bfloat16", "probe": False}
+    a = capture(model(LLAMA, massive), out=tmp_path / "a", truth="full", **how)
+    healthy = capture(like=a, out=tmp_path / "healthy", prepare=another_order, probe=False)
+    assert is_healthy(compare(a, healthy))
+    wrong = capture(like=a, out=tmp_path / "wrong", prepare=more, probe=False)
+    verdict = compare(a, wrong).verdict
+    assert verdict.kind == "localized"
+    assert (verdict.onset.site, verdict.side) == ("model.layers.3:out", "candidate")
+
+
 CPM_ANT = transformers.CpmAntConfig(
     vocab_size=512,
     hidden_size=64,

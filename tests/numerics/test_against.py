@@ -114,7 +114,24 @@ def test_every_kernel_gives_the_same(dtype):
         for options in ({}, CHOSEN)
     )
     assert one.sink.sum() == 1
-    for name in one.__slots__:
+    for name in set(one.__slots__) - {"in_units"}:
         np.testing.assert_allclose(
             getattr(two, name), getattr(one, name), rtol=1e-9, atol=1e-12, err_msg=name
         )
+
+
+def test_rows_in_each_channels_own_unit_are_those_of_divided_columns():
+    """Also of many rows, some of them masked."""
+    make = torch.Generator().manual_seed(6)
+    truth = torch.randn(300, 1200, generator=make, dtype=torch.float64)
+    truth[:, 7] *= 500
+    a, b = (truth * (1 + 4e-3 * torch.randn(truth.shape, generator=make)) for _ in range(2))
+    mask = torch.arange(300) % 9 != 0
+    against = against_module.measure_against(a, b, truth, row_mask=mask)
+    unit = torch.from_numpy(against.channels[3]).sqrt()
+    wanted = against_module.measure_against(a / unit, b / unit, truth / unit, row_mask=mask)
+    in_units = against_module.measure_in_units(against, a, b, truth)
+    for name in ("norm", "reference", "candidate", "between", "spread_reference", "spread"):
+        np.testing.assert_allclose(getattr(in_units, name), getattr(wanted, name), rtol=1e-9)
+    assert in_units.update is None
+    assert (in_units.row_index == against.row_index).all()

@@ -470,7 +470,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     }
     at, truth, estimated = blame.at, unit.first.truth, None
     errors: dict[str, float | None] = {"reference": None, "candidate": None}
-    if truth is not None:
+    if truth is not None and not blame.in_units:
         errors = {"reference": truth.reference_error, "candidate": truth.candidate_error}
         values |= {f"{side}_error": error for side, error in errors.items()}
         estimated = truth.estimated
@@ -479,19 +479,22 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
         values |= {"side": blame.side, "other": other}
     sample, step = (None, None) if blame.place is None else blame.place
     forward = {"step": at.step or None, "forward": at.phase}
+    units = {"in_units": blame.in_units}
     more: dict[Why, dict[str, Any]] = {
         "both": {},
         "typical": {
+            **units,
             "own": errors.get(blame.side),
             "estimated": estimated,
             "other_error": errors.get(str(values.get("other"))),
         },
         "forward": {
             **forward,
+            **units,
             "sample": at.sample if sample is None else sample,
             "num_looks": len(unit.looks) or None,
         },
-        "token": {**forward, "sink": blame.sink},
+        "token": {**forward, **units, "sink": blame.sink},
         "channel": {"channel": blame.channel},
         "gain": {"what": blame.scaled, "factor": blame.factor, "sample": sample, "step": step},
     }
@@ -517,8 +520,8 @@ def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -
         checks.append(check("apart", False, fact("in_tail")))
     alone = unit.blame is not None and unit.blame.side != "both" and unit.blame.like is None
     if alone and unit.judged is not None:
-        family, number = unit.judged
         assert unit.blame is not None
         finer = fact("other_may_be_finer", other=other_side(unit.blame.side))
-        checks.append(check("own", family.odds[number] > SURE, finer))
+        odds = [each.odds[n] for each, n in (unit.judged, unit.in_units or unit.judged)]
+        checks.append(check("own", min(odds) > SURE, finer))
     return checks

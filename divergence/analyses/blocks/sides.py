@@ -716,6 +716,22 @@ def _ask_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresh
         ask_together([unit], beside)
 
 
+def _ask_in_units(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
+    """An observation whose numbers hang on few channels is asked again in each channel's own unit
+    (``measure_in_units``), together with those siblings of which it is so, too."""
+    for alike in grouped(units, lambda unit: unit.pass_).values():
+        limits = _limits(alike)
+        again = [unit for unit in alike if unit.stats is not None and unit.stats.in_units]
+        for family in families_of(again):
+            stats = [unit.stats.in_units for unit in family if unit.stats and unit.stats.in_units]
+            if len(stats) < FEWEST:
+                continue
+            in_routed = any(unit.results[0].block in routed for unit in family)
+            together = judged_family(stats, limits, in_routed, thresholds)
+            for number, unit in enumerate(family):
+                unit.in_units = together, number
+
+
 def _ask_truth(
     units: Sequence[Unit], samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
 ) -> None:
@@ -737,6 +753,7 @@ def _ask_truth(
         unit.stats = None  # what else is asked of them takes equal inputs
     judged = [unit for unit in units if unit.stats is not None]
     _ask_kinds(judged, routed, thresholds)
+    _ask_in_units(judged, routed, thresholds)
     for family in families_of(judged):
         in_routed = any(unit.results[0].block in routed for unit in family)
         for unit in family:
@@ -747,8 +764,12 @@ def _ask_truth(
                 _blame_columns(family, thresholds)
         for unit in family:  # what is asked later needs no table of rows
             assert unit.judged is not None
-            together, number = unit.judged
-            unit.judged = replace(together, rows=None, channels=None, gains=[]), number
+            unit.judged = _without_rows(*unit.judged)
+            unit.in_units = unit.in_units and _without_rows(*unit.in_units)
+
+
+def _without_rows(judged: JudgedFamily, member: int) -> tuple[JudgedFamily, int]:
+    return replace(judged, rows=None, channels=None, gains=[]), member
 
 
 def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
@@ -764,6 +785,16 @@ def _is_excused(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
     shown = forwards_of(judged, member, unit.widened)
     tokens = dict.fromkeys(unit.stats.forwards, 0.0)
     tokens |= _tokens_used(judged, member, unit.widened)
+    if unit.in_units is not None:
+        asked = questions(
+            *unit.in_units, routed=routed, widened=unit.widened, thresholds=thresholds
+        )
+        answers += [replace(answer, in_units=True) for answer in asked if answer.why != "both"]
+        for place, again in forwards_of(*unit.in_units, unit.widened).items():
+            if place not in shown or again.limit_usage > shown[place].limit_usage:
+                shown[place] = again
+        for place, used in _tokens_used(*unit.in_units, unit.widened).items():
+            tokens[place] = max(used, tokens.get(place, 0.0))
     suspected = [look.place for look in unit.beyond]
     for look in unit.looks:
         forward, answer = unit.stats.forwards.get(look.place), shown.get(look.place)
@@ -867,6 +898,7 @@ def _stats_of(units: Sequence[Unit]) -> list[TruthStats]:
 def _limits(units: Sequence[Unit]) -> dict[Level, float]:
     """The deviate of an outlier among all that are looked at in a pass, by level."""
     stats = _stats_of(units)
+    stats += [each.in_units for each in stats if each.in_units]
     counts: dict[Level, int] = {
         "site": len(stats),
         "forward": sum(len(each.forwards) for each in stats),

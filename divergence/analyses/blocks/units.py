@@ -457,6 +457,8 @@ class Blame:
     """Of a channel's error: which."""
     sink: bool = False
     """Of a token's error: is it a sink?"""
+    in_units: bool = False
+    """Was it asked in each channel's own unit?"""
 
     @property
     def ratio(self) -> float:
@@ -560,6 +562,8 @@ class Unit:
     """The site against the truth, where one was given."""
     judged: tuple[JudgedFamily, int] | None = None
     """All of its kind against the truth, and which of them it is (blocks.sides)."""
+    in_units: tuple[JudgedFamily, int] | None = None
+    """The same of those whose rows few channels hold, in each channel's own unit."""
     blame: Blame | None = None
     """What the truth blames, if anything."""
     too_few: bool = False

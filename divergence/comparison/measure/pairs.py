@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from divergence.comparison.align.pairs import (
     Pair,
@@ -22,6 +23,7 @@ from divergence.comparison.align.pairs import (
     same_positions,
 )
 from divergence.comparison.experts import Routing
+from divergence.comparison.limits import FEW_CHANNELS, FEW_ROWS
 from divergence.comparison.measure.floors import ModelFloor, SharedRounding, work_format
 from divergence.comparison.measure.rating import PairNumbers, Rater
 from divergence.comparison.measure.truth import Truth
@@ -35,6 +37,7 @@ from divergence.numerics.pairs import (
     AgainstTruth,
     against_many,
     measure_against,
+    measure_in_units,
     measure_many,
     measure_pair,
 )
@@ -267,6 +270,11 @@ class Measurer:
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
         if truth is not None:
             against = against_many(a, b, truth, base)
+            if base is not None:
+                against = [
+                    None if errors is None else _with_units(errors, a[n], b[n], truth[n])
+                    for n, errors in enumerate(against)
+                ]
         shape = first.reference.shape
         if first.equal:
             return [
@@ -310,9 +318,10 @@ class Measurer:
         routed = self._routing.of(pair, math.prod(a.shape[:-1]), (run, true_record))
         if routed is not None and routed.kept is not None:
             mask = routed.kept if mask is None else mask & routed.kept
-        return measure_against(
+        against = measure_against(
             a, b, truth, row_mask=mask, base=base, kernel=self.kernel, device=self.device
         )
+        return against if base is None else _with_units(against, a, b, truth)
 
     def _numbers(self, pair: Pair, is_block: bool, threads: int) -> PairNumbers:
         ref, cand = pair.reference.record, pair.candidate.record
@@ -367,6 +376,24 @@ class Measurer:
                 if len(self._cache) > _REMEMBERED:
                     self._cache.pop(next(iter(self._cache)))
         return numbers
+
+
+def _with_units(
+    against: AgainstTruth, a: np.ndarray, b: np.ndarray, truth: np.ndarray
+) -> AgainstTruth:
+    """The same, and in each channel's own unit where it hangs on few."""
+    if not hangs_on_few(against):
+        return against
+    in_units = measure_in_units(against, a, b, truth)
+    return msgspec.structs.replace(against, in_units=in_units)
+
+
+def hangs_on_few(against: AgainstTruth) -> bool:
+    """Do few channels hold the energy? Beside massive ones, whose rounding is as large as what the
+    others hold, a row's error says nothing of those. Of few rows a channel's unit is not known."""
+    energy = against.channels[3]
+    few = FEW_CHANNELS * energy.sum() ** 2 < len(energy) * np.square(energy).sum()
+    return against.num_rows >= FEW_ROWS and bool(few)
 
 
 @dataclass(frozen=True, slots=True)

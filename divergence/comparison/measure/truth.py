@@ -313,6 +313,8 @@ class TruthStats:
     first: SiteResult | None = None
     forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
     rows: RowErrors | None = None
+    in_units: TruthStats | None = None
+    """Of the forwards that few channels hold: the rows in each channel's own unit, no scales."""
 
     @property
     def is_difference(self) -> bool:
@@ -380,6 +382,12 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
         of_sides,
         rows.sink,
     )
+    in_units = TruthSamples()
+    for result, against, floor in forwards:
+        if against.in_units is not None:
+            in_units.add(result, against.in_units, floor)
+    if in_units.forwards and (again := stats_of(in_units)) is not None:
+        stats.in_units = replace(again, gains=[])
     _gains(stats, rows)
     return stats
 

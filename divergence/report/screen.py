@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
+from divergence.analyses.blocks.units import worst_of
 from divergence.comparison.result import Report
 from divergence.document import Block, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
@@ -216,7 +217,7 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
     ]
     if row.flagged and len(sizes) == 2 and max(row.errors) < 1.5 * min(row.errors):
         # the typical token's are alike, and another one is off
-        sizes = [f"one token's error {times(row.worst.ratio_max)} what rounding makes"]
+        sizes = [f"one token's error {times(worst_of(row.worst))} what rounding makes"]
     used = limit_share(row.share)
     text = f"{', '.join(sizes)}: {used}{' of' * used.endswith('%')} its limit" * judged
     text = "not finite" if num_bad(row.worst) else text or ", ".join(sizes)

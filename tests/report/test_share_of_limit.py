@@ -26,7 +26,10 @@ SIZES = (1e-8, 1e-7, 3e-7, 1e-6, 1e-5, 1e-3, 0.3)
 MODULES = ("model.layers.0", "model.layers.1", "model.layers.2.mlp", "model.norm", "lm_head")
 _SHARE = r"[\d.e+]+[%x]"
 _ROW = re.compile(rf"^  (?:\S+ +)?(\S+) +({_SHARE}) +([\w.:]+)(  !)?")
-_NEAREST = re.compile(rf"\bworst (?:A's error \S+, B's|error) (\S+): ({_SHARE})(?: of)? its limit")
+_NEAREST = re.compile(
+    r"\bworst (?:A's error \S+, B's|error|one token's error) (\S+?)x?(?: what rounding makes)?: "
+    rf"({_SHARE})(?: of)? its limit"
+)
 _PROMPT = re.compile(rf"^ [ >]([ !]) \d+ +(\S+:\S+) +(?:step \d+|\w+) +\S+x +({_SHARE})$", re.M)
 
 

@@ -77,6 +77,7 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
     assert any("-deep" not in command for command in offered) == (faulty == "candidate")
 
 
+@pytest.mark.whole
 def test_nothing_is_offered_that_cannot_work(tmp_path, llama, invoke):
     """No measuring of runs that have no tensor in common, no repeating of a run that no capture
     makes, nothing of a damaged run."""

@@ -66,6 +66,7 @@ def test_no_help_text_loses_its_brackets(invoke):
         assert not any("[" in (text or "") for text in texts), name
 
 
+@pytest.mark.whole
 def test_capture_shows_first_what_every_capture_needs():
     """What few set stands behind, and a repeated run begins with --like."""
     rows = surface.describe(surface.commands()["capture"])

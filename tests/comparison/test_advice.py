@@ -212,6 +212,7 @@ def test_places_beside_archives_and_urls(llama, tmp_path):
         assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0].text
 
 
+@pytest.mark.whole
 def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys):
     """A's tokens and model again on B's machine; a comparison that means nothing stands last."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)

@@ -422,6 +422,7 @@ def test_a_cache_is_held_against_whole_forwards(model, tmp_path, name):
     assert compare(a, b).verdict.kind in ("identical", "within_floor")
 
 
+@pytest.mark.whole
 def test_what_such_prompts_are_not_run_with_is_refused(model, tmp_path, monkeypatch):
     """Each with a word of its own, and none of them after the model has run."""
     place = model("whisper")

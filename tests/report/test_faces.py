@@ -11,7 +11,8 @@ import re
 import msgspec
 import pytest
 
-from divergence import TrainOptions, capture, check, compare, import_dump
+import divergence
+from divergence import capture, check, compare
 from divergence.comparison.results import Visible
 from divergence.gate.policy import Policy
 from divergence.options.commands import RecordOptions
@@ -21,6 +22,7 @@ from divergence.report.text import document_markdown
 from divergence.run.command import command
 from divergence.words import HEADLINES
 
+pytestmark = pytest.mark.whole
 MLP = "model.layers.1.mlp:out"
 RUNS = {
     "healthy": {"attn_implementation": "sdpa"},
@@ -44,7 +46,7 @@ MADE = {
         "sites": ["blocks", "ops@model.layers.1"],
         "recording": RecordOptions(weights=True),
     },
-    "training": {"training": TrainOptions(train=True), "max_new_tokens": None},
+    "training": {"train": True, "max_new_tokens": None},
     "wrong reference": {"plants": [f"{MLP}=scale:1.2"]},
     **{store: {"store": store} for store in ("sketch", "stats", "hash")},
 }
@@ -98,7 +100,7 @@ def of_log_probabilities(folder, way=0.0):
             }
         )
     (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    make = functools.partial(import_dump, folder / "rollouts.jsonl")
+    make = functools.partial(divergence.import_dump, folder / "rollouts.jsonl")
     return make(out=folder / "a"), make(out=folder / "b", layout="trainer")
 
 

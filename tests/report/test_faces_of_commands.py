@@ -32,6 +32,7 @@ COMMANDS = {
     "weights": "weights MODEL MODEL",
     "golden": "check a b",
 }
+OF_DOMAINS = ("doctor", "scores", "quantize", "probe", "losses", "collectives", "weights")
 PAGES = ("localize", "sensitivity", "selfcheck", "scores", "compare", "check")
 """Commands that write a page."""
 TABLES = ("scores", "doctor")
@@ -75,7 +76,13 @@ def texts(value: object) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.whole if name in OF_DOMAINS else ())
+        for name in COMMANDS
+    ],
+)
 def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch, name):
     """Its first word and sentence, and the facts that stand below it."""
     monkeypatch.chdir(made)

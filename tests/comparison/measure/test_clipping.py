@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import divergence
-from divergence import TrainOptions
 from divergence.comparison.measure.floors import SharedRounding
 from divergence.numerics.floor import norm_floor
 
@@ -54,7 +53,7 @@ def a(tiny_model, tmp_path_factory):
     return divergence.capture(
         model,
         out=tmp_path_factory.mktemp("clip") / "a",
-        training=TrainOptions(train=True, optimizer="adamw", clip_grad_norm=0.1),
+        training=divergence.TrainOptions(train=True, optimizer="adamw", clip_grad_norm=0.1),
         prompts=[[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]],
         probe=False,
     )

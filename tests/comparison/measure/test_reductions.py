@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import divergence
-from divergence import TrainOptions
 from divergence.numerics.floor import norm_floor
 
 IDS = [[5, 9, 31, 7, 12, 40, 77, 99, 100, 3], [8, 3, 22, 9, 13, 45, 60]]
@@ -61,7 +60,7 @@ def test_a_healthy_step_is_not_far_from_the_truth(vocab, steps, scale, options, 
     a = divergence.capture(
         model(vocab, steps, scale),
         out=tmp_path / "a",
-        training=TrainOptions(train=True),
+        training=divergence.TrainOptions(train=True),
         prompts=IDS,
         probe=False,
         dtype="float32",
@@ -107,7 +106,7 @@ def test_a_backward_that_is_wrong_in_b_alone_is_b_s(path, steps, site, model, tm
     a = divergence.capture(
         model(1024, steps),
         out=tmp_path / "a",
-        training=TrainOptions(train=True, optimizer="adamw"),
+        training=divergence.TrainOptions(train=True, optimizer="adamw"),
         prompts=IDS,
         probe=False,
         dtype="float32",

@@ -236,6 +236,7 @@ def test_what_a_checkpoint_lacks_or_has_twice_is_said(edit, relation, checkpoint
     assert relation in line.detail
 
 
+@pytest.mark.whole
 def test_checkpoints_that_are_at_hand_are_offered_to_be_compared(tiny_model, tmp_path):
     """What relates them stands first, and the next command compares the files."""
     model = str(tiny_model("llama"))

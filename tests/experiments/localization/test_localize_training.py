@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import divergence
-from divergence import RecordOptions, TrainOptions
+from divergence import RecordOptions
 from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 
@@ -46,7 +46,7 @@ def pair(wrong, tiny_model, tmp_path_factory):
             a = divergence.capture(
                 str(model),
                 out=folder / "a",
-                training=TrainOptions(train=True),
+                training=divergence.TrainOptions(train=True),
                 prompts=IDS,
                 probe=False,
                 prepare=wrong.into(None),
@@ -220,7 +220,7 @@ def test_the_optimizers_step_is_behind_all_operators(wrong, pair, tmp_path):
             like=a,
             out=tmp_path / name,
             probe=False,
-            training=TrainOptions(optimizer="sgd", learning_rate=rate),
+            training=divergence.TrainOptions(optimizer="sgd", learning_rate=rate),
         )
         for name, rate in (("one", 0.1), ("two", 0.2))
     )

@@ -295,6 +295,7 @@ def _incomparable(
                 candidate=line.candidate,
             )
             for line in blocking
+            if line.check != MEDIA  # the headline holds all of it
         ],
         commands=[]
         if suites[0] != suites[1]

@@ -54,26 +54,23 @@ def test_ranks_that_divide_the_prompts(device_environment, llama, tmp_path):
     }
 
 
-def test_the_selftest(device_environment, tmp_path):
-    """All that it tries works on a device whose work is late."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "divergence",
-            "selftest",
-            "--device",
-            "npu",
-            "--quick",
-            "--exit-code",
-        ],
-        cwd=tmp_path,
-        env=device_environment | {"SIMULATED_NPU": "schedule=both"},
+def tested(environment, folder, behaviour):
+    """`selftest` on a device that behaves so."""
+    return subprocess.run(
+        "python -m divergence selftest --device npu --quick --exit-code".split(),
+        executable=sys.executable,
+        cwd=folder,
+        env=environment | {"SIMULATED_NPU": behaviour},
         timeout=500,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_the_selftest(device_environment, tmp_path):
+    """All that it tries works on a device whose work is late."""
+    done = tested(device_environment, tmp_path, "schedule=both")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "failed" not in done.stdout
     assert (tmp_path / "selftest-npu.json").exists()
@@ -81,23 +78,6 @@ def test_the_selftest(device_environment, tmp_path):
 
 def test_the_selftest_finds_a_wrong_kernel(device_environment, tmp_path):
     """A device with a wrong kernel fails its selftest with exit code 1."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "divergence",
-            "selftest",
-            "--device",
-            "npu",
-            "--quick",
-            "--exit-code",
-        ],
-        cwd=tmp_path,
-        env=device_environment | {"SIMULATED_NPU": "wrong=silu"},
-        timeout=500,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = tested(device_environment, tmp_path, "wrong=silu")
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     assert "failed" in done.stdout

@@ -240,6 +240,8 @@ class Media:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
+        except PIL.UnidentifiedImageError:  # its text names a buffer
+            raise PromptError("no picture in a format that Pillow reads", where=path) from None
         except Exception as error:  # of each format's own reader
             raise PromptError(f"no picture: {first_line(error)}", where=path) from error
 
@@ -251,9 +253,14 @@ class Media:
             with wave.open(io.BytesIO(data)) as file:
                 if file.getframerate() == rate and file.getsampwidth() == 2:
                     samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+                    if len(samples) < file.getnframes() * file.getnchannels():
+                        raise EOFError
                     channels = samples.reshape(-1, file.getnchannels()).astype(np.float32) / 32768
                     return np.asarray(channels.mean(axis=1, dtype=np.float32))
-        except (wave.Error, EOFError):
+        except EOFError:
+            if data[:4] == b"RIFF":
+                raise PromptError("the sound is cut off: copy it again", where=path) from None
+        except wave.Error:
             pass  # another format
         from transformers.audio_utils import load_audio
 

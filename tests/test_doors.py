@@ -21,14 +21,13 @@ INSIDE = {
     "rules on numbers that are made by hand: no model is off by just so much": """
         analyses.code.find analyses.operators.find analyses.operators.measure
         analyses.operators.operands analyses.precision.audit analyses.tokens.measure
-        comparison.align.coverage comparison.calls comparison.experts comparison.measure.floors
-        comparison.measure.pairs comparison.preflight.code experiments.explain
-        experiments.localization.repetition experiments.sensitivity fleet.many""",
+        comparison.align.coverage comparison.calls comparison.experts comparison.measure.pairs
+        experiments.explain experiments.localization.repetition experiments.sensitivity
+        fleet.many""",
     "what is printed, of answers that no two runs give": """
-        analyses.blocks.sections report.bundle""",
+        report.bundle""",
     "arithmetic and plans that are held against an oracle, without a run": """
-        cli.demo ops.reproducer recording.code experiments.tiny
-        recording.plant recording.ranks recording.widening""",
+        cli.demo experiments.tiny ops.reproducer recording.plant recording.ranks""",
     "where a test puts a fault of the machine, or counts what is done": """
         cli.streams comparison.measure.processes experiments.diff experiments.localization.machine
         experiments.selfcheck recording.engines.together recording.passes run.blobs run.remote

@@ -23,6 +23,7 @@ from divergence.document import Plot
 from divergence.errors import UsageError
 from divergence.html.figures import HEIGHT, axis_ticks, drawn
 from divergence.html.parts import Element, Node, el
+from divergence.numerics.trees import Tree
 from divergence.output import write_output
 from divergence.words import both_ends
 
@@ -118,6 +119,45 @@ def compose(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Element:
         font_size=11,
         fill=colour("text"),
         style="max-width:100%;height:auto",
+    )
+
+
+_TREE_WIDTH, _TREE_HEIGHT, _TREE_MARGIN = 1200, 500, 30
+_MOST_DOTS = 128
+"""Leaves of a tree whose nodes are marked: of more the dots would run together."""
+
+
+def compose_tree(tree: Tree, title: str, described: str) -> Element:
+    """An order of additions: its terms in a row below, each sum above what it adds."""
+    leaves, margin = tree.num_leaves, _TREE_MARGIN
+    x = [margin + (_TREE_WIDTH - 2 * margin) * (k + 0.5) / leaves for k in range(leaves)]
+    height = [0] * leaves
+    for node in tree.nodes:
+        x.append(sum(x[child] for child in node) / len(node))
+        height.append(1 + max(height[child] for child in node))
+    step = (_TREE_HEIGHT - 3 * margin) / max(height[-1], 1)
+    y = [_TREE_HEIGHT - margin - step * level for level in height]
+    edges = [
+        f"M{x[kid]:.1f} {y[kid]:.1f}L{x[leaves + k]:.1f} {y[leaves + k]:.1f}"
+        for k, node in enumerate(tree.nodes)
+        for kid in node
+    ]
+    dots = [
+        el("circle", cx=f"{x[k]:.1f}", cy=f"{y[k]:.1f}", r=2 if k < leaves else 3)
+        for k in range(len(x) if leaves <= _MOST_DOTS else 0)
+    ]
+    return el(
+        "svg",
+        el("title", title),
+        el("rect", width=_TREE_WIDTH, height=_TREE_HEIGHT, fill="white"),
+        el("text", title, x=margin, y=20),
+        el("text", described, x=margin, y=40, fill="#555"),
+        el("path", d="".join(edges), fill="none", stroke="#357", stroke_width=0.6),
+        el("g", *dots, fill="#357"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_TREE_WIDTH} {_TREE_HEIGHT}",
+        font_family="sans-serif",
+        font_size=14,
     )
 
 

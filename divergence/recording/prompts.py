@@ -47,7 +47,7 @@ def text_lines(path: Path, hint: str) -> Iterator[tuple[str, str]]:
 
 
 def decoded(line: str | bytes, type_: Any, what: str, where: str, hint: str) -> Any:
-    """One line of such a file, as ``type_``. Raises PromptError."""
+    """A line of a file of prompts or labels, as ``type_``. Raises PromptError."""
     try:
         return msgspec.json.decode(line, type=type_)
     except (ValueError, RecursionError) as error:

@@ -225,8 +225,8 @@ _USUAL_ULP = 1.0
 
 
 def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = False) -> list[Section]:
-    """Nothing where nothing was probed. A line a probe, with the first answer that is unusual;
-    ``verbose``: all of them."""
+    """What a machine's arithmetic answered, a line a probe with the first answer that is unusual;
+    ``verbose``: all of them. Nothing where nothing was probed."""
     if not facts:
         return []
     unverified = sum(not fact.verified for fact in facts)

@@ -27,7 +27,8 @@ from divergence.experiments.result import Localization
 from divergence.fleet.result import Matrix
 from divergence.html.page import frame
 from divergence.html.parts import render, small_table
-from divergence.html.picture import Picture, compose
+from divergence.html.picture import Picture, compose, compose_tree
+from divergence.numerics.trees import Tree
 from divergence.report import localization as localized
 from divergence.report.environment import csv_columns
 from divergence.report.matrix import matrix_document
@@ -179,6 +180,11 @@ def picture_of(report: Report) -> Picture:
         )
     runs = f"A  {run_text(report.reference)}", f"B  {run_text(report.candidate)}"
     return Picture(render(compose(str(verdict_headline(report)), runs, plots)))
+
+
+def picture_of_tree(tree: Tree, title: str, described: str) -> Picture:
+    """The order in which numbers are added, drawn as a tree below its title and a sentence."""
+    return Picture(render(compose_tree(tree, title, described)))
 
 
 def report_html(report: Report) -> str:

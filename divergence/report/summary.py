@@ -561,8 +561,8 @@ _ORDER = ("tokens", "blocks", "operators", "precision", "ends", "ranks")
 def analysis_sections(
     report: Report, *, every: bool = False, background: Background | None = None
 ) -> dict[str, list[Section]]:
-    """What each analysis shows, those behind _ORDER last. ``background``: what the report does not
-    hold, given for a page."""
+    """What each analysis shows, by its name, in the order of a report; those of other packages
+    last. ``background``: what the report does not hold, given for a page."""
     sections = {}
     places = analysis.places() | analysis.whole_places()
     for name in dict.fromkeys((*_ORDER, *places)):

@@ -13,29 +13,6 @@ FOLDER = ROOT / "divergence" / "domains"
 PAGE = ROOT / "docs" / "extending.md"
 HEADING = "### What it may import"
 
-EXCEPTIONS = {
-    # a browser of the report's own rows and tables
-    ("view", "analyses.blocks.sections"),
-    ("view", "report.summary"),
-    # the same checklist as the lines that stop a comparison, and its advice
-    ("doctor", "comparison.advice"),
-    ("doctor", "comparison.preflight.code"),
-    # what a gradient shares with others, as the blocks' analysis asks it
-    ("training", "comparison.parameters"),
-    ("training", "comparison.limits"),
-    # codes are judged in the format they were made in
-    ("quantization", "recording.widening"),
-    ("quantization", "comparison.measure.floors"),
-    ("quantization", "recording.code"),
-    # a training step with a recorder of its own, and labels beside prompts
-    ("training", "recording.dispatch"),
-    ("training", "recording.prompts"),
-    ("training", "recording.structure"),
-    # facts of arithmetic in the rows of a run's environment
-    ("probe", "report.environment"),
-}
-"""(domain, module of the core): beyond the list. They may only get fewer."""
-
 
 def public() -> dict[str, set[str]]:
     """Module of the core → the names of it that the page lists; none: all of it."""
@@ -58,17 +35,13 @@ def taken() -> Iterator[tuple[str, str, str]]:
 
 def test_a_domain_imports_public_names_alone():
     """Those of the page; what is private to a module is nobody else's."""
-    listed, used, wrong = public(), set(), []
+    listed, wrong = public(), []
     for domain, module, name in taken():
         names = listed.get(module)
         if names is not None and (name in names or not (names or name.startswith("_"))):
             continue
-        if (domain, module) in EXCEPTIONS:
-            used.add((domain, module))
-        else:
-            wrong.append(f"{domain} imports {name} of {module}")
+        wrong.append(f"{domain} imports {name} of {module}")
     assert not wrong, "\n".join([*wrong, "see docs/extending.md, What it may import"])
-    assert used == EXCEPTIONS, f"no longer needed: {sorted(EXCEPTIONS - used)}"
 
 
 def test_what_the_page_lists_is_there():

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.advice import Advice
+from divergence.comparison.advice import advise
 from divergence.comparison.align.pairs import load_name_map
 from divergence.comparison.api import compare
 from divergence.comparison.decide import tells
@@ -832,7 +832,7 @@ def _next(name: RungName, pair: CheckedPair) -> str:
         return pair.verdict.commands[0].alone
     # is there a difference that capturing the candidate like the reference takes away?
     if name in ("tokens", "weights") or (name == "code" and any(map(pair.differs, _SETTINGS))):
-        return Advice(pair.a, pair.b).alike().text
+        return advise(pair.a, pair.b).alike().text
     if pair.verdict is not None and pair.verdict.commands:
         return pair.verdict.commands[0].alone
     return command_line("compare", pair.a.path, pair.b.path, verbose=True)

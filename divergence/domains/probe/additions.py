@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -1006,42 +1005,10 @@ class _Describer:
         return text if text == "1" else f"({text})"
 
 
-WIDTH, HEIGHT, MARGIN = 1200, 500, 30
-
-
-def svg(tree: Tree, title: str) -> str:
-    """One tree as an SVG document."""
-    leaves = tree.num_leaves
-    x = [MARGIN + (WIDTH - 2 * MARGIN) * (k + 0.5) / leaves for k in range(leaves)]
-    height = [0] * leaves
-    for node in tree.nodes:
-        x.append(sum(x[child] for child in node) / len(node))
-        height.append(1 + max(height[child] for child in node))
-    top = max(height[-1], 1)
-    y = [HEIGHT - MARGIN - (HEIGHT - 3 * MARGIN) * level / top for level in height]
-    edges = []
-    for k, node in enumerate(tree.nodes):
-        at = leaves + k
-        edges += [f"M{x[kid]:.1f} {y[kid]:.1f}L{x[at]:.1f} {y[at]:.1f}" for kid in node]
-    dots = "".join(
-        f'<circle cx="{x[k]:.1f}" cy="{y[k]:.1f}" r="{2 if k < leaves else 3}"/>'
-        for k in range(len(x))
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="sans-serif" font-size="14">\n'
-        f"<title>{escape(title)}</title>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
-        f'<text x="{MARGIN}" y="20">{escape(title)}</text>\n'
-        f'<text x="{MARGIN}" y="40" fill="#555">{escape(describe(tree))}</text>\n'
-        f'<path d="{"".join(edges)}" fill="none" stroke="#357" stroke-width="0.6"/>\n'
-        + (f'<g fill="#357">{dots}</g>\n' if leaves <= 128 else "")
-        + "</svg>\n"
-    )
-
-
 def write_drawings(folder: Path, findings: list[OperatorOrders]) -> list[Path]:
     """One file a tree, named after its operator; unverified ones say so."""
+    from divergence.report.page import picture_of_tree
+
     written = []
     for finding in findings:
         name = re.sub(r"[^\w.=-]+", "-", finding.operator.title)
@@ -1050,8 +1017,8 @@ def write_drawings(folder: Path, findings: list[OperatorOrders]) -> list[Path]:
             if len(finding.orders) > 1:
                 title += f", {int(order.cells.sum())} outputs"
             path = folder / (f"{name}.svg" if number == 0 else f"{name}-{number}.svg")
-            text = svg(order.tree, title)
-            written.append(write_output(text, path, what="drawing", make_folder=True))
+            drawn = picture_of_tree(order.tree, title, describe(order.tree)).svg + "\n"
+            written.append(write_output(drawn, path, what="drawing", make_folder=True))
     return written
 
 

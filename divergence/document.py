@@ -25,9 +25,9 @@ class Column(NamedTuple):
     absent: str = "-"
     """Stands for None."""
     left: bool = False
-    """It begins at the left in a grid, although it is no word."""
+    """It begins at the left, although it is not among the first words."""
     width: int = 0
-    """At least so many letters of a grid."""
+    """At least so many letters in a terminal."""
     own: bool = False
     """The tool's own words: Markdown may obey them."""
     short: str = ""
@@ -103,13 +103,8 @@ class Table:
     """A terminal shows no titles."""
     listed: bool = False
     """Rows of (name, state, A, B, detail): in a terminal each is a line of prose, or two."""
-    grid: bool = False
-    """A terminal shows the marks in front, and figures end where their column ends."""
-    gives: Sequence[int] = (0,)
-    """Columns of a grid that are cut where it is too wide, one after the other."""
-    widest: int = 60
-    """Letters of a column that is in no grid, but for the last."""
     indent: int = 2
+    """In a terminal, where no mark stands in front."""
     whole: bool = False
     """A terminal does not fold its rows."""
     sparse: bool = False

@@ -75,24 +75,6 @@ def cut(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def columns(rows: Iterable[tuple[str, ...]], *, indent: int = 2, widest: int = 60) -> list[Line]:
-    """Left-aligned columns, each as wide as its widest cell; only the last may be longer."""
-    rows = [tuple(map(printable, row)) for row in rows]
-    if not rows:
-        return []
-    widths = [min(max(len(row[i]) for row in rows), widest) for i in range(len(rows[0]) - 1)]
-    leads = [
-        " " * indent
-        + "".join(
-            cut(cell, size).ljust(size + 2) for cell, size in zip(row[:-1], widths, strict=True)
-        )
-        for row in rows
-    ]
-    return [
-        line(lead, row[-1])._replace(hang=len(lead)) for lead, row in zip(leads, rows, strict=True)
-    ]
-
-
 def fold(item: Line, width: int) -> list[Line]:
     """Prose folded at words into ``width`` columns; anything else as it is."""
     if item.hang is None or len(item.text) <= width or width <= item.hang + 20:

@@ -108,6 +108,10 @@ class Answer(JsonAnswer):
         written: Path = _by_name("output").write_output(self.html(), path, what="page")
         return written
 
+    def _repr_html_(self) -> str:
+        text: str = _by_name("report", "page").notebook_of(self)
+        return text
+
 
 BESIDE = "(parts)"
 """The name of a field whose entries are written as fields of the Struct that has it."""
@@ -238,10 +242,6 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
         UsageError where no block was compared."""
         made: Picture = _by_name("report", "page").picture_of(self)
         return made
-
-    def _repr_html_(self) -> str:
-        text: str = _by_name("report", "page").report_html(self)
-        return text
 
 
 def _by_name(*names: str) -> ModuleType:

@@ -113,11 +113,12 @@ def plan_document(plan: dict[str, Any]) -> Document:
     )
     notes = [named("note", note) for note in plan.get("notes") or []]
     table = Table(
+        num_left=2,
         columns=(
             "site",
-            Column("role", absent="-"),
-            Column("shape", shape_text),
-            "dtype",
+            "role",
+            Column("shape", shape_text, left=True),
+            Column("dtype", left=True),
             "steps",
             Column("size", size),
         ),
@@ -132,7 +133,6 @@ def plan_document(plan: dict[str, Any]) -> Document:
             )
             for row in plan["rows"]
         ],
-        widest=48,
     )
     parts = [
         section

@@ -31,9 +31,11 @@ _MOST_OF_RULE = 3
 
 def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:
     """The answer, then the report that it rests on."""
-    report = result.report
-    whole = report_lines(report, verbose=True) if verbose else screen_lines(report)
-    return [*document_lines(check_document(result, verbose=verbose)), BLANK, *whole]
+    report, lines = result.report, document_lines(check_document(result, verbose=verbose))
+    lines.append(BLANK)
+    if verbose:
+        return [*lines, *report_lines(report, verbose=True)]
+    return [*lines, *screen_lines(report, num_above=len(lines))]
 
 
 def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = False) -> Document:

@@ -245,7 +245,9 @@ def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = Fals
             parts += [": ".join(rows[0]), *[f"{len(rows) - 1} more"] * (len(rows) > 1)]
         text = shortened("; ".join(parts), 60)
         body.append(Sentence(text, f"{TITLES.get(probe, probe)}:", indent=2, hang=38))
-        body += [Table(columns=("", ""), rows=rows, indent=4)] if rows and verbose else []
+        body += (
+            [Table(columns=("", ""), rows=rows, indent=4, num_left=2)] if rows and verbose else []
+        )
     detail = counted + ("" if verbose else "; all of them: inspect -v")
     return [Section(title="arithmetic", detail=detail, body=body)]
 

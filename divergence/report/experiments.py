@@ -64,7 +64,7 @@ def agreement(result: SelfcheckResult) -> tuple[str, str]:
         return f"Nothing was compared{rest}.", "bold yellow"
     same, close = (len(result.with_status(name)) for name in ("identical", "within_floor"))
     text = " and ".join(
-        [f"{same} bit-identical"] * bool(same) + [f"{close} within the floor"] * bool(close)
+        [f"{same} bit-identical"] * bool(same) + [f"{close} to rounding"] * bool(close)
     )
     style = "bold yellow" if untold else "bold green"
     of = count(same + close, "way")
@@ -111,7 +111,6 @@ def _ways(result: SelfcheckResult) -> Table:
         caption="Ways of running",
         num_left=3,
         indent=0,
-        widest=50,
         whole=True,
         columns=("line", "what is changed", "result"),
         rows=[
@@ -148,7 +147,7 @@ def _result(way: SelfcheckLine) -> str:
         surely = "DIVERGED" if sure else f"suspected ({way.confidence} confidence)"
         parts = [f"{surely} {_place(way)}", used, wrong, _tokens(way)]
     else:
-        floor = "NOT bit-identical, within floor" if way.same_bits else "within floor"
+        floor = "NOT bit-identical, only rounding" if way.same_bits else "only rounding"
         parts = [floor, _bits(way), used, _tokens(way)]
     return ", ".join(filter(None, parts))
 
@@ -189,7 +188,7 @@ def sensitivity_document(result: Sensitivity) -> Document:
     seen = f"{tokens}, {len(result.blocks)} of {count(result.num_blocks, 'block')}"
     return Document(
         headline=Headline(
-            "", first, "green", [Sentence(text, indent=0, hang=0) for text in others]
+            "", first, "green", [Sentence(text, indent=0, hang=2) for text in others]
         ),
         known=[named("pair", f"{result.reference.path} / {other}, {seen}")],
         sections=[
@@ -279,7 +278,6 @@ def _sizes(result: Sensitivity) -> list[Table]:
             Table(
                 caption=f"Smallest size seen, {what}",
                 title="smallest size seen",
-                widest=44,
                 detail=f"{deep}: faults of formula or data" if escalated else what,
                 columns=("block", *result.phrases),
                 rows=[

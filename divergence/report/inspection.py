@@ -51,7 +51,8 @@ from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
 from divergence.words import grouped, list_names, shortened
 
-MAX_SITES, MAX_PROMPTS = 8, 4
+_OF_MODEL = ("  class", "  attention")
+"""Facts of a model that -v shows."""
 MAX_CODE = 12
 _NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)
 
@@ -85,11 +86,13 @@ def run_document(
     for item in manifest.overrides:
         top.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
     top += changes(plan.plants, plan.substitutes)
-    sections = [Section(body=[named(*item) for item in model_facts(manifest)])]
+    about = model_facts(manifest)
+    top += [named(*item) for item in about if verbose or item[0] not in _OF_MODEL]
+    sections = []
     if verbose and (config := manifest.model.config):
         config_rows = [(key, str(value)) for key, value in config.items()]
         digest = manifest.model.config_digest[:12]
-        table = Table(columns=("", ""), rows=config_rows)
+        table = Table(columns=("", ""), rows=config_rows, num_left=2)
         sections.append(Section(title="config", detail=digest, body=[table]))
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
     made = (
@@ -103,23 +106,27 @@ def run_document(
     body += repeats(manifest.repeatability)
     if plan.replayed_pass is not None:
         body.append(_setting("replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}"))
-    if plan.truth is not None:
-        body.append(_setting(truth_name(plan.truth), truth_text(plan.truth, manifest)))
     body += skipped(manifest)
     body += [_setting("warned", text) for text in settings.nondeterministic_warnings]
     body += [*fallbacks(settings), *switch_sentences(settings.switches, verbose=verbose)]
     sections.append(Section(title="settings", body=body))
     if manifest.mesh is not None:
         unlike = ", on unlike machines; this is the first's" if manifest.mesh.environments else ""
-        sections.append(Section(body=[named("ranks", f"{manifest.mesh}{unlike}")]))
-    machine = machine_section(manifest.environment)
-    top.append(named("machine", machine.detail))
-    sections.append(dataclasses.replace(machine, verbose=True))
+        top.append(named("ranks", f"{manifest.mesh}{unlike}"))
+    sections.append(machine_section(manifest.environment))
     sections += arithmetic_sections(manifest.arithmetic, verbose=verbose)
     if manifest.model.task != "operators":
         sections.append(_prompts(manifest))
     sections.append(_records(records))
+    # the detail of each stands in a line; what runs otherwise than expected is shown at once
+    top += [named(item.title, item.detail) for item in sections if item.detail]
+    if plan.truth is not None:
+        top.append(named(truth_name(plan.truth), truth_text(plan.truth, manifest)))
+    sections = [dataclasses.replace(item, verbose=True) for item in sections]
     sections += audit_sections(audit, alone=True, every=verbose)
+    if audit is not None and audit.rows and sections[-1].verbose:
+        dtypes = list_names(sorted({name for row in audit.rows for name in row.reference}), 4)
+        top.append(named("precision", f"each part as expected: {dtypes}"))
     looks = [command_line("inspect", path, site=records[0].site)] if records else []
     return Document(
         headline=Headline(
@@ -272,8 +279,9 @@ def _prompts(manifest: Manifest) -> Section:
         lengths = f"{count(len(sample.prompt_ids), 'prompt token')}, {made}"
         files = "".join(f", {note.path}" for note in sample.media)
         rows.append((number, lengths, shortened(text, 60) + files))
-    detail = f"{count(len(tokens.samples), 'sample')}{forced}"
-    table = Table(columns=("", "", ""), rows=rows, most=MAX_PROMPTS, more="-v lists them")
+    num = sum(len(sample.prompt_ids) for sample in tokens.samples)
+    detail = f"{count(len(tokens.samples), 'sample')} of {count(num, 'token')}{forced}"
+    table = Table(columns=("", "", ""), num_left=3, rows=rows)
     return Section(title="prompts", detail=detail, body=[table])
 
 
@@ -286,12 +294,12 @@ def _records(records: Sequence[Record]) -> Section:
         rows.append((count_at.site, count_at.dtype, shape_text(count_at.shape), recorded))
     table = Table(
         columns=("site", "dtype", "first shape", "recorded"),
+        num_left=4,
         rows=rows,
-        widest=44,
-        most=MAX_SITES,
-        more="-v lists them",
     )
-    detail = ", ".join(f"{num:,} {name}" for name, num in count_passes(records).items())
+    passes = ", ".join(f"{num:,} {name}" for name, num in count_passes(records).items())
+    such = f" such as {rows[len(rows) // 2][0]}" if rows else ""
+    detail = f"{passes}, at {count(len(rows), 'site')}{such}"
     return Section(title="records", detail=detail, body=[table])
 
 
@@ -352,7 +360,7 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
             "pass",
             "sample",
             "step",
-            "shape",
+            Column("shape", left=True),
             *numbers,
             "nan/inf/zero",
         ]
@@ -362,7 +370,10 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
                 title=site,
                 detail=f"{group[0].dtype}, {count(len(group), 'record')}",
                 # shapes of a call are the first forward's
-                body=[Table(columns=columns, rows=rows), *(_call(calls[0]) if calls else ())],
+                body=[
+                    Table(columns=columns, rows=rows, num_left=1 + ranks),
+                    *(_call(calls[0]) if calls else ()),
+                ],
             )
         )
     text = f"{path}: {count(len(records), 'record')} of {count(len(by_site), 'site')}"

@@ -124,8 +124,6 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
     table = Table(
         caption="Each run against the first",
         columns=_COLUMNS,
-        grid=True,
-        gives=(1, 3, 0),
         num_left=5,
         names=True,
         rows=[(path.removeprefix(prefix), *values[1:]) for path, _, values in shown],

@@ -20,7 +20,7 @@ from divergence._version import __version__
 from divergence.analyses.blocks.sections import curves
 from divergence.comparison.result import Answer, Report, RunSummary
 from divergence.comparison.results import Background
-from divergence.document import Document, Side
+from divergence.document import Document, Side, named
 from divergence.domain import placed
 from divergence.errors import UsageError
 from divergence.experiments.result import Localization
@@ -64,7 +64,7 @@ def page(
     onset = verdict.onset and (verdict.onset.block or verdict.onset.site)
     # ``DIVERGED: model.layers.6``
     answer = f"{headline(report)}: {(onset or verdict.summary)[:60]}"
-    sides = [_side("A", report.reference), _side("B", report.candidate)]
+    sides = [_side(*run) for run in _runs(report)]
     whole = dataclasses.replace(document(report, background=background), sides=sides)
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(
@@ -132,26 +132,36 @@ def _size(value: float | None) -> float:
 
 def page_of(answer: Answer, background: Background | None = None) -> str:
     """The page, whatever the answer is of. ``background``: of its report, where it has one."""
-    if isinstance(answer, Matrix):
-        small = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
-        lead = "This page holds the answer it was made of, without the report of each pair."
-        whole = matrix_document(answer, page=True)
-        return _framed(small, [whole], noun="Run", data_lead=lead)
-    if answer.DOCUMENTS is not None:
-        documents = placed(answer.DOCUMENTS)(answer)
-        return _framed(answer, [documents] if isinstance(documents, Document) else documents)
     background = background or Background()
     if isinstance(answer, Report):
         return page(answer, background)
-    assert isinstance(answer, Localization)
-    top = Document(
-        headline=localized.headline_of(answer),
-        sections=[localized.descent_section(answer)],
-        next=answer.commands,
-    )
+    documents = _documents_of(answer)
+    if isinstance(answer, Matrix):
+        small = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
+        lead = "This page holds the answer it was made of, without the report of each pair."
+        return _framed(small, documents, noun="Run", data_lead=lead)
+    if not isinstance(answer, Localization):
+        return _framed(answer, documents)
     if answer.report is None:
-        return _framed(answer, [top], made_by=__version__)
-    return page(answer.report, background, above=top, command_name="localize")
+        return _framed(answer, documents, made_by=__version__)
+    return page(answer.report, background, above=documents[0], command_name="localize")
+
+
+def _documents_of(answer: Answer) -> list[Document]:
+    """What stands on its page; of a report the top alone."""
+    if isinstance(answer, Report):
+        runs = [named(name, run_text(run)) for name, run in _runs(answer)]
+        return [dataclasses.replace(opening_of(answer), known=runs)]
+    if isinstance(answer, Matrix):
+        return [matrix_document(answer, page=True)]
+    if answer.DOCUMENTS is not None:
+        documents = placed(answer.DOCUMENTS)(answer)
+        return [documents] if isinstance(documents, Document) else documents
+    assert isinstance(answer, Localization)
+    top = localized.headline_of(answer)
+    return [
+        Document(headline=top, sections=[localized.descent_section(answer)], next=answer.commands)
+    ]
 
 
 def _framed(answer: Any, documents: list[Document], **parts: str) -> str:
@@ -178,7 +188,7 @@ def picture_of(report: Report) -> Picture:
             "no output of a block was compared, so there is no curve to draw",
             hint="print the report, or write it with --html",
         )
-    runs = f"A  {run_text(report.reference)}", f"B  {run_text(report.candidate)}"
+    runs = [f"{name}  {run_text(run)}" for name, run in _runs(report)]
     return Picture(render(compose(str(verdict_headline(report)), runs, plots)))
 
 
@@ -187,13 +197,18 @@ def picture_of_tree(tree: Tree, title: str, described: str) -> Picture:
     return Picture(render(compose_tree(tree, title, described)))
 
 
-def report_html(report: Report) -> str:
-    """The verdict, and the curve of the phase that it is about."""
-    whole = opening_of(report)
-    onset = report.verdict.onset
-    wanted = "error-decode" if onset is not None and onset.step else "error-prefill"
-    plots = [plot for plot in curves(report) if plot.id == wanted]
-    rows = [(fact.label, fact.text) for fact in whole.headline.facts]
-    rows += [("A", run_text(report.reference)), ("B", run_text(report.candidate))]
+def notebook_of(answer: Answer) -> str:
+    """What is known at once; of a report also the curve of the phase that its verdict is about."""
+    whole, *_ = _documents_of(answer)
+    rows = [(fact.label.strip(), fact.text) for fact in (*whole.headline.facts, *whole.known)]
     rows += [("next", command) for command in whole.next[:1]]
+    plots = []
+    if isinstance(answer, Report):
+        onset = answer.verdict.onset
+        wanted = "error-decode" if onset is not None and onset.step else "error-prefill"
+        plots = [plot for plot in curves(answer) if plot.id == wanted]
     return small_table(str(whole.headline), rows, compose("", (), plots) if plots else None)
+
+
+def _runs(report: Report) -> list[tuple[str, RunSummary]]:
+    return [("A", report.reference), ("B", report.candidate)]

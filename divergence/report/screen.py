@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
 from divergence.analyses.blocks.units import worst_of
 from divergence.comparison.result import Report
-from divergence.document import Block, Document, Section, Sentence, Table, named
+from divergence.document import Block, Column, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
 from divergence.layout import MAX_WIDTH, Line, count, cut, decimal, fold, limit_share, times
 from divergence.report.summary import (
@@ -39,9 +39,9 @@ _WRONG = ("onset", "odd", "flagged", "wrong")
 """Marks of the rows that a first screen shows."""
 
 
-def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
+def screen_lines(report: Report, *, more: str = "add -v", num_above: int = 0) -> list[Line]:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
-    then fewer reasons."""
+    ``num_above`` lines before it too, then fewer reasons."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make = _without_blocks if without_blocks else _screen
     width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
@@ -49,7 +49,7 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
         lines = document_lines(make(report, whole, num_rows, more))
         width = width if num_rows > 1 else MAX_WIDTH
-        if sum(len(fold(item, width)) for item in lines) <= HEIGHT:
+        if num_above + sum(len(fold(item, width)) for item in lines) <= HEIGHT:
             break
     return lines
 
@@ -191,18 +191,19 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
                 *(decimal(error) for error in row.errors if not num_bad(row.worst)),
                 *["-"] * (sides - len(row.errors) * (not num_bad(row.worst))),
                 "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else "",
-                cut(row.worst.site, 40) + "  !" * (row.flagged or num_bad(row.worst) > 0),
+                cut(row.worst.site, 40),
                 place,
             )
             for row, place in shown
         ]
         more = ", the others equal bit for bit" * same
+        words = [Column(title, left=True) for title in ("where", "")]
         return Table(
             title=f"worst of {count(len(every), 'place')}{more}",
             rows=rows,
-            num_left=sides + 3,
-            columns=(*titles, "of its limit" if judged else "", "where", ""),
-            widest=44,
+            num_left=0,
+            columns=(*titles, "of its limit" if judged else "", *words),
+            marks=["flagged" * bool(row.flagged or num_bad(row.worst)) for row, _ in shown],
         )
     ((row, place),) = shown
     onset = report.verdict.onset

@@ -443,9 +443,13 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
     if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
     words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
-    unmatched = [
-        (words[i.side], f"{i.site} ({i.pass_}, prompt {i.sample}, step {i.step})", i.reason)
-        for i in coverage.unmatched
+    unmatched = [  # a reason stands at the first of several in a row
+        (
+            words[i.side],
+            f"{i.site} ({i.pass_}, prompt {i.sample}, step {i.step})",
+            i.reason * (before is None or i.reason != before.reason),
+        )
+        for before, i in zip([None, *coverage.unmatched], coverage.unmatched, strict=False)
     ]
     detail = (
         ""
@@ -460,7 +464,6 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
             caption="By pass",
             columns=("pass", "what", "compared"),
             rows=passes,
-            widest=66,
             num_left=3,
             bare=True,
         ),
@@ -468,7 +471,6 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
             caption="Not compared",
             columns=("", "where", "why"),
             rows=unmatched,
-            widest=66,
             num_left=3,
             bare=True,
             most=12,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from divergence.document import Block, Document, Fold, Headline, Section, Sentence, Table, named
 from divergence.layout import (
@@ -10,7 +10,6 @@ from divergence.layout import (
     MAX_WIDTH,
     Line,
     Span,
-    columns,
     cut,
     heading,
     line,
@@ -29,8 +28,10 @@ _STYLES = {
     "good": "green",
     "blocks": "red",
 }
-_MOST_NAMED = 3
+_MOST_NAMED = 5
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
+_LEAST, _LEAST_NAME = 30, 8
+"""Letters of a row's last words before they go on below, and of a name that is cut."""
 
 
 def document_lines(whole: Document, *, verbose: bool = False, every: bool = False) -> list[Line]:
@@ -125,60 +126,53 @@ def _listed_lines(table: Table) -> list[Line]:
     """Both values where they differ, and below them what else is known."""
     lines = []
     for number, (name, state, *both) in enumerate(table.cells()):
-        text, style = " / ".join(dict.fromkeys(both[:2])), _STYLES.get(table.mark(number), "")
+        text, style = " / ".join(dict.fromkeys(both[:2])), _style([table.mark(number)])
         lines.append(prose(f"  {state:<8}{name}:", text, style=style, width=10))
         lines += [prose("", detail, width=10) for detail in both[2:] if detail]
     return lines
 
 
 def table_lines(table: Table) -> list[Line]:
-    """Titles where there are any, rows, what stands below a row, and how many rows are not here."""
-    cells = [tuple(map(printable, row)) for row in table.cells()]
+    """Titles where there are any, rows with their marks in front, what stands below a row, and how
+    many rows are not here. Words begin at the left of their column, figures end at its right."""
     titles = [table.titles] if any(table.titles) and not table.bare else []
-    rows = (
-        _grid(table, [*titles, *cells])
-        if table.grid
-        else columns([*titles, *cells], indent=table.indent, widest=table.widest)
-    )
-    lines = [_styled(row, "dim") for row in rows[: len(titles)]]
-    for number, row in enumerate(rows[len(titles) :]):
-        words = table.marks[number].split() if number < len(table.marks) else ()
-        if table.grid:
-            sign = next((_SIGNS[word] for word in words if word in _SIGNS), " ")
-            arrow = ">" if {"onset", "odd"}.intersection(words) else " "
-            row = Line((Span(f" {arrow}{sign} "), *row.spans[1:]))
-        row = row._replace(hang=None) if table.whole else row
-        lines.append(_styled(row, next((_STYLES[word] for word in words if word in _STYLES), "")))
-        lines += map(sentence_line, table.below.get(number, ()))
+    cells = [*titles, *(tuple(map(printable, row)) for row in table.cells())]
+    words = [mark.split() for mark in table.marks] or [[]] * len(cells)
+    words = [[]] * len(titles) + words
+    signs = list(map(_sign, words))
+    margin = max([table.indent, *map(len, signs)])
+    at_left, columns = table.is_word, [column for _, column in table.shown]
+    *sizes, last = [
+        max([column.width, *map(len, texts)])
+        for column, *texts in zip(columns, *cells, strict=True)
+    ]
+    # where a row is too wide words are cut, from the left on and those of the first column last;
+    # the last ones may go on below, and need no more than some letters
+    room = MAX_WIDTH - margin - 2 * len(sizes) - (min(last, _LEAST) if at_left[-1] else last)
+    names = [number for number in range(len(sizes)) if at_left[number]]
+    for number in (*names[1:], *names[:1]):
+        excess = max(0, sum(sizes) - room)
+        sizes[number] -= min(excess, max(0, sizes[number] - _LEAST_NAME))
+    lines = []
+    for number, (row, marks, sign) in enumerate(zip(cells, words, signs, strict=False)):
+        lead = sign.ljust(margin)
+        for cell, size, left in zip(row, sizes, at_left, strict=False):
+            lead += (cut(cell, size).ljust if left else cut(cell, size).rjust)(size) + "  "
+        style = "dim" if number < len(titles) else _style(marks)
+        spans = Span(lead, style), Span(row[-1] if at_left[-1] else row[-1].rjust(last), style)
+        lines.append(Line(spans, hang=None if table.whole else len(lead)))
+        lines += map(sentence_line, table.below.get(number - len(titles), ()))
     if table.num_more:
         lines.append(line((f"  … {table.num_more:,} more ({table.more})", "dim")))
     return lines
 
 
-def _styled(row: Line, style: str) -> Line:
-    return row._replace(spans=tuple(Span(span.text, style) for span in row.spans))
+def _style(marks: Sequence[str]) -> str:
+    return next((_STYLES[word] for word in marks if word in _STYLES), "")
 
 
-def _grid(table: Table, rows: list[tuple[str, ...]]) -> list[Line]:
-    """Each column as wide as its widest cell; those that give are cut where that is too much, the
-    first of them first."""
-    shown = [column for _, column in table.shown]
-    widths = [
-        max(column.width, *map(len, cells)) for column, *cells in zip(shown, *rows, strict=True)
-    ]
-    room = MAX_WIDTH - 4 - 2 * (len(widths) - 1)
-    while sum(widths) > room:
-        column = next((column for column in table.gives if widths[column] > 8), None)
-        if column is None:
-            break
-        widths[column] -= 1
-    return [
-        line(
-            "    ",
-            "  ".join(
-                (cut(cell, size).ljust if at_left else cut(cell, size).rjust)(size)
-                for cell, size, at_left in zip(row, widths, table.is_word, strict=True)
-            ).rstrip(),
-        )
-        for row in rows
-    ]
+def _sign(marks: Sequence[str]) -> str:
+    """What tells a row's marks without colours."""
+    sign = next((_SIGNS[word] for word in marks if word in _SIGNS), " ")
+    arrow = ">" if {"onset", "odd"}.intersection(marks) else " "
+    return f" {arrow}{sign} " if (arrow + sign).strip() else ""

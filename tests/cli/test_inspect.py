@@ -20,9 +20,10 @@ def test_inspect_says_in_which_dtype_the_parts_ran(invoke, tiny_model, tmp_path)
     )
     code, out, _ = invoke("inspect", path)
     assert code == 0
-    assert "precision  in which dtype each part ran" in out
-    assert "    norm statistics   float32            float32 (common practice)" in out
+    assert "precision   each part as expected: bfloat16, float32\n" in out
     _, out, _ = invoke("inspect", path, "--verbose")
+    assert "precision  in which dtype each part ran" in out
+    assert "  norm statistics   float32            float32 (common practice)" in out
     assert "modeling_llama.py:" in out[out.index("precision  ") :]
     _, out, _ = invoke("inspect", path, "--json")
     rows = {row["part"]: row for row in json.loads(out)["audit"]["rows"]}
@@ -63,5 +64,5 @@ def test_prompts_are_named_by_what_sets_them_apart(invoke, tiny_model, tmp_path)
     path, system = str(tmp_path / "a"), "<|system|> You are a helpful assistant. <|user|> "
     prompts = [f"{system}{text} <|end|><|assistant|>" for text in ("A bridge.", "Snow fell")]
     capture(str(tiny_model("llama")), out=path, prompts=prompts, max_new_tokens=1, probe=False)
-    out = invoke("inspect", path)[1]
+    out = invoke("inspect", path, "-v")[1]
     assert "  …'A bridge.'…\n" in out and "  …'Snow fell'…\n" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 import os
 import re
@@ -122,6 +123,13 @@ def test_quiet_is_who_is_odd(matrix, printed):
     begin, _, problems = quiet.partition("\nnot compared runs/gone: ")
     assert whole.startswith(begin)
     assert problems and all(part in whole for part in problems.strip().split("; "))
+
+
+def test_a_notebook_shows_the_answer(matrix):
+    """Its first line, what is known at once, and what to run next."""
+    text = html.unescape(matrix()._repr_html_())
+    assert "<b>ODD: 3 of 4 runs agree" in text
+    assert "runs/first: tiny/llama" in text and "divergence compare runs/first" in text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from divergence import capture
+from divergence.cli.main import app
+from divergence.experiments import selftest
+from divergence.experiments.diff import _Steps
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MLP = "model.layers.1.mlp:out"
@@ -31,6 +34,8 @@ COMMANDS = {
     "many runs": "compare a again b",
     "weights": "weights MODEL MODEL",
     "golden": "check a b",
+    "diff": "diff MODEL --attn-implementation eager,sdpa --max-new-tokens 2 -o apart",
+    "selftest": "selftest --device cpu --quick --force -o tested.json",
 }
 OF_DOMAINS = ("doctor", "scores", "quantize", "probe", "losses", "collectives", "weights")
 PAGES = ("localize", "sensitivity", "selfcheck", "scores", "compare", "check")
@@ -43,6 +48,10 @@ NUMBERS = ("inspect", "selfcheck", "sensitivity", "quantize", "probe", "replay",
 """Their JSON holds the numbers that the sentence is made of."""
 MADE = ("probed", "replayed")
 """What was made, in the way of the next."""
+
+
+STEPS = ("the CPU", "one prompt", "--device-map")
+"""Of selftest."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,13 @@ def made(tmp_path_factory, llama):
         (folder / f"{name}.csv").write_text("\n".join(["step,loss", *rows]) + "\n")
     shutil.copytree(FIXTURES / "scores" / "lm_eval", folder / "scores")
     return folder
+
+
+def in_this_process(steps, words, side, shown):
+    """A step of diff."""
+    with pytest.raises(SystemExit):
+        app(words[3:], prog_name="divergence")
+    return [__file__]
 
 
 def words(text: str) -> str:
@@ -86,6 +102,12 @@ def texts(value: object) -> list[str]:
 def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch, name):
     """Its first word and sentence, and the facts that stand below it."""
     monkeypatch.chdir(made)
+    monkeypatch.setattr(_Steps, "_process", in_this_process)
+    monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
+    steps = selftest._steps
+    monkeypatch.setattr(
+        selftest, "_steps", lambda *of: (step for step in steps(*of) if step[0].startswith(STEPS))
+    )
     command = COMMANDS[name].replace("MODEL", str(llama)).split()
 
     def ask(*more: str) -> str:
@@ -98,7 +120,7 @@ def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch
     if name == "collectives":
         sites = ["all_reduce.float32.tiny*"]
         capture("suite:collectives", out=made / "sums", sites=sites, ranks=2)
-    page = made / "page.html"
+    page = made / ("apart/report.html" if name == "diff" else "page.html")
     screen = ask(*["--html", str(page)] * (command[0] in PAGES and name != "losses"))
     opening = [line for line in screen.partition("\n\n")[0].splitlines() if line[:1] != " "]
     faces = {"-v": ask("-v")}

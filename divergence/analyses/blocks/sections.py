@@ -633,7 +633,6 @@ def rows_table(
         rows=values,
         names=True,
         sparse=True,
-        grid=True,
         below=below or {},
         marks=["onset " * row.onset + "flagged" * row.flagged for row in rows],
     )
@@ -676,8 +675,6 @@ def _prompts(report: Report) -> Table | None:
     return Table(
         caption="Prompts, the worst first",
         title="prompts",
-        grid=True,
-        gives=(1,),
         num_left=3,
         detail=f"{beyond} of {len(rows)} beyond a limit" if beyond else none,
         columns=(
@@ -709,7 +706,6 @@ def _nonfinite(report: Report) -> Table | None:
         caption="Non-finite values, in order",
         title="non-finite values",
         num_left=2,
-        widest=42,
         detail=f"at {count(len(sites), 'site')}; in order:",
         columns=("site", "pass", "step", "A nan/inf", "B nan/inf"),
         rows=[

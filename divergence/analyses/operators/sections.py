@@ -146,7 +146,6 @@ def _table(
         names=True,
         note=note,
         below=below,
-        grid=True,
         columns=[
             Column("operator", width=34),
             *figures,

@@ -34,8 +34,6 @@ def audit_sections(
             )
     table = Table(
         caption="Parts of the model",
-        grid=True,
-        gives=(len(sides) + 1,),
         num_left=len(sides) + 2,
         columns=(Column("part", width=16), *sides, Column("expected", _expectation)),
         marks=marks,
@@ -57,14 +55,13 @@ def audit_sections(
         sentences.append(Sentence("below what is usual; the model may be meant so", "?:"))
     if alone:
         sentences += [Sentence(item.text, "!:", style="yellow") for item in audit.findings]
-    usual = not alone and not any(marks)
     return [
         Section(
             id="precision",
             title="precision",
             detail=f"in which dtype each part ran{by}",
             body=[table, *sentences, *(Sentence(note, "note:") for note in audit.notes)],
-            verbose=usual,
+            verbose=not any(marks) and not (alone and audit.findings),
         )
     ]
 

@@ -133,7 +133,6 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
                     Column("top of B", _token, "", left=True),
                     Column("logprob", fixed, ""),
                 ),
-                widest=32,
             )
         )
     return body

@@ -38,7 +38,6 @@ def sections(
             caption="Different bits",
             columns=("case", "ranks", Column("rel L2", decimal)),
             num_left=2,
-            widest=66,
             most=_MOST_FAULTS,
             rows=[
                 (diff.site.partition("/")[0], rank_names(diff.ranks), diff.rel_l2)
@@ -95,7 +94,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 caption=f"Faults{whose}",
                 title=f"faults{whose}",
                 num_left=5,
-                widest=66,
                 detail=count(len(side.faults), "finding"),
                 columns=("ranks", "case", "check", "wrong", "what"),
                 rows=_fault_rows(side.faults, apart=whole),
@@ -120,12 +118,12 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
         for group in groups.values():
             order = group[0]
             sums = order.accumulates or ("-" if order.measured is None else "not told")
-            sizes = ", ".join(f"{each.elements:,}" for each in group)
+            sizes = sorted({each.elements for each in group})
             rows.append(
                 (
                     order.collective,
                     order.dtype,
-                    sizes,
+                    " to ".join(f"{number:,}" for number in dict.fromkeys((sizes[0], sizes[-1]))),
                     order.order,
                     order.first,
                     sums,
@@ -151,7 +149,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                     Column("error", decimal),
                 ),
                 rows=rows,
-                widest=66,
             )
         )
     if side.bandwidth:
@@ -164,7 +161,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 caption=f"Bandwidth{whose}",
                 title=f"bandwidth{whose}",
                 folded="Bandwidth",
-                widest=66,
                 detail="median of calls, slowest rank",
                 columns=(
                     "collective",

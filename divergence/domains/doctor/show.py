@@ -11,7 +11,8 @@ from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter, shortened
 
 _WORDS = {"pass": "pass", "fail": "FAIL", "unknown": "?", "not_reached": "-"}
-_MARKS = {"fail": "wrong", "unknown": "below"}
+_MARKS = {"fail": "blocks", "unknown": "differs"}
+"""Their words say it; no sign stands before them."""
 _LONGEST = 70
 """Letters of what a first screen says of a point."""
 
@@ -60,6 +61,7 @@ def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool
     return Table(
         columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), "evidence"),
         rows=shown,
+        num_left=3,
         bare=True,
         marks=[_MARKS.get(state, "") for state, *_ in shown],
     )

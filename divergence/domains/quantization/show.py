@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from divergence.document import Column, Document, Headline, Section, Sentence, Table, named
+from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domains.quantization.result import (
     Cost,
     MatrixCost,
@@ -16,7 +16,8 @@ from divergence.words import list_names
 
 
 def quantization_document(result: Quantization) -> Document:
-    """The cost in one sentence, what was quantised, matrix by matrix."""
+    """The cost in one sentence, what was quantised, matrix by matrix. Where more than the cost was
+    asked for, most figures of it stand behind ``-v``."""
     cost, policy = result.cost, result.policy
     if cost is None:
         text = f"{_matrices(result.num_quantized)} quantised; the model gives no next-token choices"
@@ -38,13 +39,15 @@ def quantization_document(result: Quantization) -> Document:
     )
     if later:
         what += f" ({result.num_quantized:,} with the policy below)"
-    notes = [
-        ("scheme", f"{result.scheme}: {result.says}"),
-        ("model", f"{result.model}, {result.dtype}"),
-        ("quantised", f"{what}{kept}"),
-    ]
-    if cost is not None:
-        notes += _cost(cost)
+    figures = [("model", f"{result.model}, {result.dtype}"), *(_cost(cost) if cost else ())]
+    notes = [("scheme", f"{result.scheme}: {result.says}"), ("quantised", f"{what}{kept}")]
+    more = []
+    if result.matrices:  # what they cost is the answer
+        body = [named(*fact, indent=2) for fact in figures]
+        more = [Section(title="cost", body=body, verbose=True), *_each_alone(result)]
+    notes += figures[1:2] if result.matrices else figures
+    if policy is not None:
+        notes += _policy(policy)
     if result.unsmoothed is not None and cost is not None:
         without, alpha = result.unsmoothed, result.scheme_as_run.smooth
         gain = without.kl_mean - cost.kl_mean
@@ -55,11 +58,13 @@ def quantization_document(result: Quantization) -> Document:
         notes.append(("migration", f"alpha {alpha:g}: {both}: {word}"))
     notes += [("written", result.out)] if result.out is not None else []
     notes += [("note", note) for note in result.notes]
-    sections = _each_alone(result) if result.matrices else []
+    if later:
+        names = Table(columns=("",), rows=[(name,) for name in later])
+        more.append(Section(title="kept in floating point", body=[names], verbose=True))
     return Document(
         headline=Headline("", text, "bold"),
         known=[named(*fact) for fact in notes],
-        sections=[*sections, *([] if policy is None else [_policy(policy)])],
+        sections=more,
         next=result.next,
     )
 
@@ -96,7 +101,8 @@ def _each_alone(result: Quantization) -> list[Section]:
     precise, rough = "{:.3g}".format, "{:.2g}".format
     alone = Table(
         rows=list(map(_row, result.worst())),
-        most=5,
+        num_left=0,
+        most=3,
         more="-v lists them",
         columns=(
             Column("KL alone", _nats),
@@ -105,20 +111,25 @@ def _each_alone(result: Quantization) -> list[Section]:
             Column("max |x|", precise),
             Column("kurtosis", precise),
             Column("quantile", rough),
-            "matrix",
+            Column("matrix", left=True),
         ),
     )
     together = ""
     if result.predicted is not None and result.cost is not None:
-        whole = result.cost.kl_mean
-        part = f" ({result.predicted / whole:.2f} x)" if whole > 0 else ""
         together = (
-            f"the quantised ones add up to KL {_nats(result.predicted)}, together they cost "
-            f"{_nats(whole)}{part}"
+            f"; the quantised ones add up to KL {_nats(result.predicted)}, together they cost "
+            f"{_nats(result.cost.kl_mean)}"
         )
-    kinds = Table(columns=("", "", Column("", _nats), ""), rows=_kinds(result.matrices))
+    kinds = Table(
+        columns=("", "", Column("", _nats), Column("", left=True)), rows=_kinds(result.matrices)
+    )
     return [
-        Section(title="each alone", detail=f"costliest first; {together}", body=[alone]),
+        Section(
+            title="each alone",
+            detail=f"costliest first{together}",
+            body=[alone],
+            verbose=result.policy is not None,
+        ),
         Section(
             title="by kind",
             detail="matrices, sum of KL alone, the costliest of them",
@@ -152,34 +163,23 @@ def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, int, float, str]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-def _policy(policy: QuantizationPolicy) -> Section:
-    what = "KL" if policy.measure == "kl" else "|Δ log p|"
-    text = f"nothing need be kept: {_nats(policy.measured)}"
-    if policy.keep:
-        fewer = ""
-        if policy.one_fewer is not None:
-            group = "of them"
-            if policy.num_groups < len(policy.keep):
-                groups = count(policy.num_groups, "group")
-                group = f"of their {groups} (what engines fuse stays together)"
-            fewer = f"; with any one {group} quantised, {_nats(policy.one_fewer)} or more"
-        text = (
-            f"{_kept(policy)}: measured {_nats(policy.measured)}, predicted "
-            f"{_nats(policy.predicted)}{fewer} ({count(policy.num_runs, 'model')} run)"
-        )
-    return Section(
-        title=f"to hold a mean {what} of {policy.target:g} nats",
-        body=[
-            Sentence(text, indent=2),
-            Table(
-                columns=("kept in floating point",),
-                rows=[(name,) for name in policy.keep],
-                bare=True,
-                most=5,
-                more="-v lists them",
-            ),
-        ],
-    )
+def _policy(policy: QuantizationPolicy) -> list[tuple[str, str]]:
+    """What it keeps, and how near to the target that comes."""
+    measured = f"{_nats(policy.measured)}"
+    if not policy.keep:
+        return [("measured", f"{measured}: nothing need be kept")]
+    fewer = ""
+    if policy.one_fewer is not None:
+        group = "of them"
+        if policy.num_groups < len(policy.keep):
+            groups = count(policy.num_groups, "group")
+            group = f"of their {groups} (what engines fuse stays together)"
+        fewer = f"; with any one {group} quantised, {_nats(policy.one_fewer)} or more"
+    runs = count(policy.num_runs, "model")
+    return [
+        ("to keep", list_names(policy.keep, 4)),
+        ("measured", f"{measured}, predicted {_nats(policy.predicted)}{fewer} ({runs} run)"),
+    ]
 
 
 def _kept(policy: QuantizationPolicy) -> str:

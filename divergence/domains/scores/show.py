@@ -75,38 +75,43 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
                 (task for task in tasks if task.verdict in order),
                 key=lambda task: order.index(task.verdict),
             )[:_DETAILED]
-        several = len(candidate.tasks) > 1
+        several = len(candidate.tasks) > 1 or len(report.candidates) > 1
         table = Section(
             id=f"scores-{number}",
             heading=f"Scores of {candidate.side.path}",
             body=[score_table(candidate)],
         )
+        lines = [_side("A", report.reference), _side("B", candidate.side)]
+        brief = not several and not verbose  # the headline has its name and verdict
+        lines += [named(*fact) for fact in facts_of(tasks[0]) if fact[0] != "verdict"] * brief
         details = [
             Section(
                 id=f"score-{number}-{place}",
                 title=name_of(task),
                 verbose=several,
                 body=[
-                    named(*fact, indent=2, width=16)
+                    named(*fact, indent=2, width=14)
                     for fact in facts_of(task, verbose=verbose)
                     if fact[0] != "verdict" or several
                 ],
             )
-            for place, task in enumerate(tasks)
+            for place, task in enumerate(() if brief else tasks)
         ]
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
         notes_shown = [named("note", note) for note in dict.fromkeys(notes)]
         if report.captured is not None and candidate is report.candidates[-1]:
             prompts = count(report.captured.num_prompts, "prompt")
             notes_shown.append(named("captured", f"{prompts} recorded in {report.captured.path}"))
-        if not verbose and not several and candidate.tasks[0].test != "unpaired":
+        if brief:
+            lines, notes_shown = [*lines, *notes_shown], []
+        if brief and candidate.tasks[0].test != "unpaired":
             rest = "every band, what such scores can tell: add -v"
-            notes_shown.append(named("more", rest, "dim"))
+            lines.append(named("more", rest, "dim"))
         last = Section(id=f"notes-{number}", heading="Notes", body=notes_shown)
         documents.append(
             Document(
                 headline=top,
-                known=[_side("A", report.reference), _side("B", candidate.side)],
+                known=lines,
                 sections=[*[table] * (several or verbose), *details, *[last] * bool(notes_shown)],
                 next=report.next if candidate is report.candidates[-1] else (),
             )
@@ -175,18 +180,25 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
         if task.standard_error is not None
         else f"{_signed(task.difference)}{better}",
     )
+    words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
+    holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
+    chance = f"p = {_p(task.p_value)} ({words.get(task.test or 't', 'two separate samples')}{holm})"
+    interval = f"95%: {_signed(task.low)} to {_signed(task.high)}"
     if task.test == "unpaired":
-        yield from _unpaired(task)
+        if task.standard_error is not None:
+            counts = f"{pairing.num_reference:,} and {pairing.num_candidate:,} documents"
+            yield "interval", f"{interval}, of {counts}, no pairs"
+            yield "chance", chance
+            yield from _bands(task)
+        yield from _notes(task, verbose=False)
         return
     paired = count(pairing.num_paired, "paired document")
     if pairing.num_clusters != pairing.num_paired:
         paired += f" in {pairing.num_clusters:,} clusters"
     if max(pairing.repeats) > 1:
         paired += f", {pairing.repeats[0]:g} and {pairing.repeats[1]:g} answers to each"
-    yield "95% interval", f"{_signed(task.low)} to {_signed(task.high)}, of {paired}"
-    words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
-    holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
-    yield "chance", f"p = {_p(task.p_value)} ({words[task.test or 't']}{holm})"
+    yield "interval", f"{interval}, of {paired}"
+    yield "chance", chance
     if verbose:
         yield from _bands(task)
     least = "only beyond what such scores can have: they are too few"
@@ -211,28 +223,16 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     if task.run_causes is not None:
         yield from _in_runs(task.run_causes, verbose=verbose)
     yield from _left_out(task)
+    yield from _notes(task, verbose=verbose)
+
+
+def _notes(task: TaskScores, *, verbose: bool) -> Iterator[tuple[str, str]]:
     for note in task.notes:
         yield "note", note
     for check in task.preflight:
         if check.status == "blocking" or (verbose and check.status != "same"):
             detail = check.detail or f"{check.reference} / {check.candidate}"
             yield "preflight", f"{check.check} {check.status}: {detail}"
-
-
-def _unpaired(task: TaskScores) -> Iterator[tuple[str, str]]:
-    pairing = task.pairing
-    assert pairing is not None
-    if task.standard_error is not None:
-        counts = f"{pairing.num_reference:,} and {pairing.num_candidate:,} documents, no pairs"
-        yield "95% interval", f"{_signed(task.low)} to {_signed(task.high)}, of {counts}"
-        holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
-        yield "chance", f"p = {_p(task.p_value)} (two separate samples{holm})"
-        yield from _bands(task)
-    for note in task.notes:
-        yield "note", note
-    for check in task.preflight:
-        if check.status == "blocking":
-            yield "preflight", f"{check.check} blocking: {check.reference} / {check.candidate}"
 
 
 def _bands(task: TaskScores) -> Iterator[tuple[str, str]]:

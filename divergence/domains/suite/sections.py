@@ -31,8 +31,8 @@ def sections(
                 caption="Operators",
                 columns=_titles(suite.judged),
                 num_left=2,
-                widest=44,
                 rows=[_operator_row(op, judged=suite.judged) for op in operators],
+                below={n: _ran_by(op) for n, op in enumerate(operators)},
                 marks=[_MARKS.get(op.status, "") for op in operators],
             )
         )
@@ -59,7 +59,6 @@ def sections(
                 rows=[_case_row(case, judged=suite.judged) for case in suite.cases],
                 num_left=2,
                 marks=[_MARKS.get(case.status, "") for case in suite.cases],
-                widest=44,
             )
         )
     against = "against the truth" if suite.judged else "against one another: no truth was given"
@@ -84,16 +83,20 @@ def _case_row(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
 
 
 def _operator_row(op: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
-    """Implementations other than torch's stand behind the name."""
-    name = _short(op.operator)
-    implementations = {op.reference_implementation, op.candidate_implementation}
-    if implementations != {"torch"}:
-        name += f" ({' / '.join(sorted(implementations - {'torch'}))})"
     differ = f"{op.num_cases - op.num_same}/{op.num_cases}"
     worse = {"wrong": letter(op.side or "both")}.get(op.status, "-")
     if op.status in ("flushed", "ties"):
         worse = f"{op.status}: {letter(op.side)}"
-    return (name, *([worse] if judged else []), differ, *_figures(op.worst, judged=judged))
+    figures = _figures(op.worst, judged=judged)
+    return (_short(op.operator), *([worse] if judged else []), differ, *figures)
+
+
+def _ran_by(op: SuiteOperator) -> list[Sentence]:
+    """An implementation other than torch's."""
+    both = (op.reference_implementation, op.candidate_implementation)
+    return (
+        [] if both == ("torch", "torch") else [Sentence(" / ".join(dict.fromkeys(both)), "ran by")]
+    )
 
 
 def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:

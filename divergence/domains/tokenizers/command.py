@@ -73,7 +73,7 @@ def tokens_document(report: TokensReport) -> Document:
     numbers = " / ".join(f"{num:,}" for num in report.num_tokens)
     sides.append(named("texts", f"{report.num_texts:,}, {numbers} tokens"))
     table = Table(
-        columns=("what", "texts", "first", Column("the text there", left=True)),
+        columns=("what", "texts", "first", Column("the text there", repr, left=True)),
         rows=[(cause.name, cause.num_texts, cause.first, cause.shown) for cause in report.causes],
         below={n: [Sentence(cause.text)] for n, cause in enumerate(report.causes)},
     )

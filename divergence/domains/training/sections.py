@@ -35,9 +35,9 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         ("buffer of a capture", "host", size(plan["capture_bytes"])),
         ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}"),
     ]
-    memory = Table(columns=("part", "bytes", "size"), rows=rows)
+    memory = Table(columns=("part", "bytes", "size"), rows=rows, num_left=2)
     titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
-    traffic = Table(columns=titles, rows=list(map(_collective, plan["traffic"])))
+    traffic = Table(columns=titles, rows=list(map(_collective, plan["traffic"])), num_left=3)
     rate = "for times: --link-rate 50GB/s"
     if plan["link_rate"] is not None:
         rate = f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"

@@ -29,7 +29,10 @@ from same_answers import ROOT, Side, needs, order, stubs
 PLACES = {"FILE": "texts.txt", "URL": "PLAIN", "MODEL": "model-llama-float32"}
 """What words in capitals stand for that are no run."""
 DEPTH = 2
-ELSEWHERE = re.compile(r"cannot load '|device cuda is not there|this is not [AB]'s machine")
+ELSEWHERE = re.compile(
+    r"cannot load '|no such model|device cuda is not there|(?:this is|was) not (?:made on )?[AB]'s"
+    r" machine"
+)
 """What says that a command wants another machine."""
 EXAMPLES = ("--help", "compare --help", "demo ")
 """Questions whose answers show commands that nobody offers."""

@@ -125,7 +125,7 @@ def run_document(
     sections = [dataclasses.replace(item, verbose=True) for item in sections]
     sections += audit_sections(audit, alone=True, every=verbose)
     if audit is not None and audit.rows and sections[-1].verbose:
-        dtypes = list_names(sorted({name for row in audit.rows for name in row.reference}), 4)
+        dtypes = list_names(sorted({name for row in audit.rows for name in row.reference or ()}), 4)
         top.append(named("precision", f"each part as expected: {dtypes}"))
     looks = [command_line("inspect", path, site=records[0].site)] if records else []
     return Document(

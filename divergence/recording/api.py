@@ -627,7 +627,9 @@ class Capture:
                     manifest.plan.passes.remove(planned.name)
                     self._note(f"no escalated pass: {reason}")
                     return
-            recorded = RecordedInputs(inputs, self.samples, self.groups)
+            recorded = RecordedInputs(
+                inputs, self.samples, self.groups, manifest.training.loss_scale
+            )
             anchor = self._in_one_forward(recorded) if planned.whole else recorded
         # The forwards.
         recorder = self._recorder(sink or writer, planned, anchor, allowance)

@@ -58,7 +58,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
-from divergence.run.site import is_of_parameter, module_of
+from divergence.run.site import is_of_parameter, is_scaled_with_loss, module_of
 from divergence.run.writer import RunWriter
 
 OWN_KEPT_BYTES = 256 << 20
@@ -292,9 +292,15 @@ class RecordedInputs:
     """An Anchor over ``run``'s free pass, for ``samples`` that run in ``groups``."""
 
     def __init__(
-        self, run: Run, samples: Sequence[SampleTokens], groups: Sequence[list[int]]
+        self,
+        run: Run,
+        samples: Sequence[SampleTokens],
+        groups: Sequence[list[int]],
+        loss_scale: float | None = None,
     ) -> None:
+        """``loss_scale``: what the loss is multiplied by here; gradients are given so, too."""
         self._run, self._samples = run, samples
+        self._scale = (loss_scale or 1.0) / (run.manifest.training.loss_scale or 1.0)
         recorded = run.manifest.tokens
         self._alike = Tokens(samples=list(samples), groups=list(groups)).layout == recorded.layout
         self._groups = {group[0]: group for group in groups}
@@ -341,7 +347,11 @@ class RecordedInputs:
 
     def _read(self, sample: int, step: int, site: str) -> torch.Tensor | None:
         record = self._run.find(("free", sample, step, site))
-        return None if record is None or not self._run.has_bytes(record) else self._run.read(record)
+        if record is None or not self._run.has_bytes(record):
+            return None
+        tensor = self._run.read(record)
+        scaled = self._scale != 1.0 and is_scaled_with_loss(site)
+        return tensor * self._scale if scaled else tensor
 
     def _rows(self, number: int, step: int, site: str) -> torch.Tensor | None:
         """A prompt's own rows (1, T, ...) in the recorded run, without the pads it had there."""

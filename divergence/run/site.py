@@ -156,6 +156,13 @@ def is_of_parameter(site: str) -> bool:
 
 
 @_remembered
+def is_scaled_with_loss(site: str) -> bool:
+    """Is it a gradient on its way through the model? A factor of the loss is divided out of what
+    parameters get alone."""
+    return BACKWARD in site and not is_of_parameter(site)
+
+
+@_remembered
 def is_norm(site: str) -> bool:
     """Is it the norm of all gradients? That is one number made of many, which cannot cancel."""
     return site.endswith(f"{OPTIMIZER}:{GRAD_NORM}")

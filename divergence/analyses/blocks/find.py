@@ -268,7 +268,7 @@ def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
         measured.sites,
         measured.thresholds,
         two_dtypes=two_dtypes,
-        routed=measured.experts or bool(measured.routed),
+        routed=measured.experts,
         coded=measured.reference.manifest.quantizes_activations,
         rerouted=lambda *place: measured.experts and free_routes_differ(runs, *place),
     )

@@ -551,7 +551,7 @@ def flag_units(
     }
     for unit in units:
         hardest = in_prefill.get((unit.pass_, unit.of, unit.site), 0.0)
-        _hold(unit, hardest, unit.results[0].block in routed, thresholds)
+        _hold(unit, hardest, unit.chooses(routed), thresholds)
         unit.stats = unit.judged = None
     if samples is not None:
         _ask_truth(units, samples, routed, thresholds)
@@ -664,7 +664,7 @@ def _ask_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresh
     }
 
     def ask_together(members: Sequence[Unit], beside: BlocksBeside | None = None) -> None:
-        in_routed = any(unit.results[0].block in routed for unit in members)
+        in_routed = any(unit.chooses(routed) for unit in members)
         stats, of_pass = _stats_of(members), limits[members[0].pass_]
         together = judged_family(stats, of_pass, in_routed, thresholds, beside)
         for number, unit in enumerate(members):
@@ -726,7 +726,7 @@ def _ask_in_units(units: Sequence[Unit], routed: frozenset[str], thresholds: Thr
             stats = [unit.stats.in_units for unit in family if unit.stats and unit.stats.in_units]
             if len(stats) < FEWEST:
                 continue
-            in_routed = any(unit.results[0].block in routed for unit in family)
+            in_routed = any(unit.chooses(routed) for unit in family)
             together = judged_family(stats, limits, in_routed, thresholds)
             for number, unit in enumerate(family):
                 unit.in_units = together, number
@@ -746,7 +746,7 @@ def _ask_truth(
     free = [unit for unit in units if unit.stats is not None and unit.pass_ == "free"]
     limits = _limits(free)
     for unit in free:
-        if unit.why is not None and unit.results[0].block not in routed:
+        if unit.why is not None and not unit.chooses(routed):
             alone = judged_family(_stats_of([unit]), limits, False, thresholds, BlocksBeside())
             answers = questions(alone, 0, routed=False, widened=unit.widened, thresholds=thresholds)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
@@ -755,7 +755,7 @@ def _ask_truth(
     _ask_kinds(judged, routed, thresholds)
     _ask_in_units(judged, routed, thresholds)
     for family in families_of(judged):
-        in_routed = any(unit.results[0].block in routed for unit in family)
+        in_routed = any(unit.chooses(routed) for unit in family)
         for unit in family:
             unit.excused = _is_excused(unit, in_routed, thresholds)
         if len(family) >= FEWEST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -593,6 +593,11 @@ class Unit:
             return self.blame.limit_usage
         return max(self.blame.limit_usage, self.between)
 
+    def chooses(self, routed: Collection[str]) -> bool:
+        """May one token rightly take another way? ``routed``: blocks in which it may, and what is
+        so of all gradients."""
+        return self.results[0].block in routed or (BACKWARD in routed and BACKWARD in self.site)
+
     @property
     def beyond(self) -> list[Look]:
         """The looks that are beyond a limit, in execution order."""
@@ -789,6 +794,10 @@ def is_whole(path: str, stacks: set[str]) -> bool:
     return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
 
 
+_NARROWER: tuple[Level, ...] = ("site", "forward", "row")
+"""Each holds the next one."""
+
+
 def visible_of(units: Sequence[Unit]) -> Visible | None:
     """The size that is seen in the middle block, the larger one of prefill and decode, if any."""
     blocks = [unit for unit in units if unit.results[0].role == "block"]
@@ -798,6 +807,9 @@ def visible_of(units: Sequence[Unit]) -> Visible | None:
         for level in dict.fromkeys(level for sizes in members for level in sizes):
             at_level = [sizes[level] for sizes in members if level in sizes]
             levels[level] = max(levels.get(level, 0.0), statistics.median(at_level))
+    least = 0.0
+    for level in (each for each in _NARROWER if each in levels):  # a phase may not tell all
+        levels[level] = least = max(least, levels[level])
     finite = {level: size for level, size in levels.items() if size < 1}
     if "site" not in finite:
         return None
@@ -811,9 +823,8 @@ def visible_of(units: Sequence[Unit]) -> Visible | None:
 
 def narrowed(sizes: dict[Level, float]) -> dict[Level, float]:
     """What is seen in one row is so where it is in all of a forward, or of a block."""
-    order: list[Level] = ["row", "forward", "site"]
     least, made = math.inf, dict(sizes)
-    for level in order:
+    for level in reversed(_NARROWER):
         if level in sizes:
             made[level] = least = min(least, sizes[level])
     return made

@@ -21,7 +21,13 @@ from divergence.run.contents import call_passes, records_at, site_names
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import INPUTS, OWN_TRUTH, Coordinates, Record
-from divergence.run.site import ROOT, is_operator_site, module_of, unescape_path
+from divergence.run.site import (
+    ROOT,
+    is_operator_site,
+    is_scaled_with_loss,
+    module_of,
+    unescape_path,
+)
 
 # Pieces of records: what is paired and read, a whole record or the rows of one sample.
 
@@ -548,6 +554,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     ]
     parts_a = {key: unmade[coordinates] for coordinates, key in named}
     last_step = last_comparable_steps(a, b)
+    scales = [manifest.training.loss_scale or 1.0 for manifest in (a, b)]
     for pass_, ours_in, theirs_in in passes:
         for (found_in, sample, step, site), piece in pieces_a.items():
             if found_in != ours_in:
@@ -566,6 +573,8 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             apart = why_no_pair(piece, partner)
             if step > last_step.get(sample, step):
                 apart = fact("align.other_tokens_before")
+            elif scales[0] != scales[1] and is_scaled_with_loss(site):
+                apart = fact("align.loss_scales", reference=scales[0], candidate=scales[1])
             if apart is not None:
                 skipped.append(Skipped(pass_, sample, step, site, "both", apart))
                 continue

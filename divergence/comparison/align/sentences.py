@@ -35,6 +35,10 @@ SENTENCES: Mapping[str, str] = {
     "other_tokens_before": (
         "after the first different token the two sides were fed different tokens"
     ),
+    "loss_scales": (
+        "gradients of a loss times {reference:g} and times {candidate:g}; those that "
+        "parameters get are compared"
+    ),
     "shapes": "{reference:shape} against {candidate:shape}",
     "positions": "token positions differ: {reference:squared} and {candidate:squared}",
     "rows_are_no_tokens": (

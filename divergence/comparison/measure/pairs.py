@@ -162,14 +162,15 @@ class Measurer:
         self.device: torch.device | None = None  # measure there, not by the kernel
         self._routing = Routing(reference, candidate)
         runs = [reference, candidate, *([] if truth is None else [truth.run])]
+        work = work or work_format(reference.manifest, candidate.manifest)
         self.rater = Rater(
             reference,
             candidate,
             self._pieces,
             self._routing,
             floor,
-            work or work_format(reference.manifest, candidate.manifest),
-            SharedRounding(runs),
+            work,
+            SharedRounding(runs, work),
             None if own_floor is None else floor_of(own_floor),
         )
         self._notes = reference.manifest.plan.modules

@@ -22,7 +22,7 @@ from divergence.comparison.align.pairs import (
 )
 from divergence.comparison.analysis import Measured, is_of_machine, numbers_of
 from divergence.comparison.experts import Routes, routing_notes, unknown_blocks
-from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.floors import ModelFloor, has_gates
 from divergence.comparison.measure.pairs import HERE, Measurer, Measuring, measure_all
 from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
 from divergence.comparison.results import PreflightLine, SiteResult
@@ -182,6 +182,8 @@ def measure_tensors(
     experts = any(note.routed for note in a.manifest.plan.modules.values())
     if experts:
         routed = unknown_blocks(a.manifest, sites)
+    if has_gates(a.manifest):
+        routed |= {BACKWARD}
     return Measured(
         reference=a,
         candidate=b,

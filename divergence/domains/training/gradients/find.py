@@ -104,7 +104,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:
     """B over A, where one factor explains the difference of all of them."""
-    if any(None in (site.gain, site.one_minus_cosine, site.rel_l2) for site in sites):
+    if any(None in (site.gain, site.one_minus_cosine) or not site.rel_l2 for site in sites):
         return None
     factor = statistics.median(1 + (site.gain or 0.0) for site in sites)
     for site in sites:  # ‖b - factor · a‖² / ‖a‖², from ‖b‖ / ‖a‖ and the cosine of both

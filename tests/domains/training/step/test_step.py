@@ -5,7 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import divergence
 from divergence import TrainOptions
@@ -225,6 +231,31 @@ def test_an_optimizers_step(step, truth, tiny_model):
         torch.testing.assert_close(a.read(record), parameter.detach(), atol=2e-5, rtol=0)
     again = step("llama", like=a, attn_implementation="sdpa")
     verdict = divergence.compare(a, again, truth=truth(a)).verdict
+    assert verdict.kind == "within_floor", verdict.summary
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_another_loss_scale_is_no_fault(side, step):
+    """Gradients on their way are of another loss and left out; what parameters get is compared."""
+    a = step("llama", optimizer="adamw", **({"loss_scale": 512.0} if side == "a" else {}))
+    b = step("llama", like=a, attn_implementation="sdpa", loss_scale=64.0)
+    report = divergence.compare(a, b)
+    assert report.verdict.kind == "within_floor", report.verdict.summary
+    assert [line.status for line in report.preflight if line.check == "loss scale"] == ["differs"]
+    compared = {site.site for site in report.sites if "#backward" in site.site}
+    assert all("#backward:out." in site for site in compared) and len(compared) > 10
+
+
+def test_gates_that_rounding_opens_are_no_fault(step, tmp_path):
+    """In bfloat16 the derivative of ReLU is another one for three gates in a thousand."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6, "ffn_dim": 192}
+    config = OPTConfig(vocab_size=128, word_embed_proj_dim=96, max_position_embeddings=64, **sizes)
+    OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    options = {"prompts": IDS, "train": True, "probe": False, "truth": "full"}
+    a = divergence.capture(str(tmp_path / "model"), out=tmp_path / "a", **options)
+    b = divergence.capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
+    verdict = divergence.compare(a, b).verdict
     assert verdict.kind == "within_floor", verdict.summary
 
 

@@ -9,6 +9,8 @@ does in other processes). The second draws mutations of the core (``divergence/`
 is not returned, a bound that is off by one. A process of its own gets each as the source of its
 module, and is asked the tests that run its branch, the quickest first, as many as take
 ``--seconds``: the first that fails kills it. ``--without FILE`` leaves out the tests it names.
+Several maps of parts of the suite are one; ``--part 1/3`` asks every third of the mutations, from
+the second on.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ import ast
 import base64
 import builtins
 import importlib.machinery as machinery
+import itertools
 import json
 import os
 import random
 import signal
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,16 +102,17 @@ def draw(number: int, seed: int) -> Iterator[tuple[Path, str, int, str]]:
         yield file, kind, node.lineno, ast.unparse(ast.fix_missing_locations(tree))
 
 
-def read_map(path: Path, without: set[str]) -> dict[str, list[tuple[float, str]]]:
+def read_map(paths: list[Path], without: set[str]) -> dict[str, list[tuple[float, str]]]:
     """By branch: processor seconds and name of each test that runs it."""
     tests: dict[str, list[tuple[float, str]]] = {}
-    *lines, names = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    for test, seconds, packed in lines:
-        if test in without:
-            continue
-        for number, ran in enumerate(zlib.decompress(base64.b64decode(packed))):
-            if ran:
-                tests.setdefault(names[number], []).append((seconds, test))
+    for path in paths:
+        *lines, names = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for test, seconds, packed in lines:
+            if test in without:
+                continue
+            for number, ran in enumerate(zlib.decompress(base64.b64decode(packed))):
+                if ran:
+                    tests.setdefault(names[number], []).append((seconds, test))
     return tests
 
 
@@ -127,24 +131,31 @@ def tests_of(file: Path, line: int, tests: dict, seconds: float) -> list[str]:
     return chosen
 
 
-def serve(change: Callable[[Path, bytes], bytes | ast.AST]) -> None:
-    """Compiles the modules of the package from what ``change(file, source)`` makes of them."""
+def serve(change: Callable[[Path, bytes], bytes | ast.AST | None]) -> None:
+    """Modules of the package are compiled of what ``change(file, source)`` makes of them; of those
+    of which it makes nothing Python's own cache is taken."""
     from _pytest.assertion.rewrite import AssertionRewritingHook
 
-    sys.pycache_prefix = os.devnull  # neither read nor kept
-    find = AssertionRewritingHook.find_spec
+    find, load = AssertionRewritingHook.find_spec, machinery.SourceFileLoader.get_code
     AssertionRewritingHook.find_spec = lambda self, name, path=None, target=None: (
         None if name.partition(".")[0] == "divergence" else find(self, name, path, target)
     )
-    compiled = machinery.SourceFileLoader.source_to_code
 
-    def source_to_code(self, data, path, **options):
-        inside = Path(path).is_relative_to(PACKAGE)
-        return compiled(self, change(Path(path), data) if inside else data, path, **options)
+    def get_code(self, name):
+        path = Path(self.path)
+        inside = path.is_relative_to(PACKAGE)
+        changed = change(path, path.read_bytes()) if inside else None
+        return (
+            load(self, name)
+            if changed is None
+            else compile(changed, self.path, "exec", dont_inherit=True)
+        )
 
-    machinery.SourceFileLoader.source_to_code = source_to_code
+    machinery.SourceFileLoader.get_code = get_code
 
 
+PATIENT = [*hypothesis.HealthCheck]
+ENDED = "the process ended"
 _names: list[str] = []
 """What the numbers of the map stand for; from here on the plugin of pytest."""
 
@@ -161,7 +172,7 @@ def _probed(file: Path, source: bytes) -> ast.AST:
     return tree
 
 
-def pytest_configure() -> None:
+if "MUTATIONS_MAP" in os.environ:  # before pytest loads the package's own plugin
     builtins.__ran__ = bytearray(50_000)
     serve(_probed)
 
@@ -169,8 +180,10 @@ def pytest_configure() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     builtins.__ran__[:] = bytes(50_000)
-    before = sum(os.times()[:4])
+    before, failed = sum(os.times()[:4]), item.session.testsfailed
     result = yield
+    if item.session.testsfailed > failed:
+        return result  # it would kill everything
     packed = base64.b64encode(zlib.compress(bytes(builtins.__ran__))).decode()
     with open(os.environ["MUTATIONS_MAP"], "a", encoding="utf-8") as file:
         file.write(json.dumps([item.nodeid, sum(os.times()[:4]) - before, packed]) + "\n")
@@ -190,8 +203,9 @@ def kills(file: Path, source: str, tests: list[str]) -> str | None:
         os.close(reader)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
-        signal.alarm(600)  # of a loop without an end
-        serve(lambda path, data: source if path == file else data)
+        signal.setitimer(signal.ITIMER_PROF, 300)  # of a loop without an end: processor seconds,
+        signal.alarm(3600)  # or of one that waits
+        serve(lambda path, data: source if path == file else None)
 
         class Watch:
             def pytest_runtest_logreport(self, report):
@@ -209,28 +223,43 @@ def kills(file: Path, source: str, tests: list[str]) -> str | None:
     with os.fdopen(reader) as file_of_child:
         failed = file_of_child.readline().strip()
     _, status = os.waitpid(child, 0)
-    return failed or (None if status == 0 else "the process ended")
+    return failed or (None if status == 0 else ENDED)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("map", type=Path)
+    parser.add_argument("map", type=Path, nargs="+")
+    parser.add_argument("--part", default="0/1")
     parser.add_argument("--without", type=Path, default=os.devnull)
     for name, value in (("--number", 300), ("--seed", 0), ("--seconds", 40)):
         parser.add_argument(name, type=int, default=value)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    import transformers.generation.utils  # noqa: F401 - once, for all that are forked
+    import transformers  # once, for all that are forked
 
+    _ = (
+        transformers.AutoModelForCausalLM,
+        transformers.LlamaForCausalLM,
+        transformers.GenerationMixin,
+    )
+
+    # a busy machine is no fault
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=PATIENT)
+    hypothesis.settings.load_profile("patient")
     known, killed = read_map(options.map, {*Path(options.without).read_text().splitlines()}), 0
-    for file, kind, line, source in draw(options.number, options.seed):
+    first, step = map(int, options.part.split("/"))
+    drawn = list(itertools.islice(draw(options.number, options.seed), first, None, step))
+    for file, kind, line, source in drawn:
         tests = tests_of(file, line, known, options.seconds)
         test = kills(file, source, tests) if tests else None
+        original = file.read_text(encoding="utf-8")
+        if test == ENDED and kills(file, original, tests) == ENDED:
+            test = None  # it does so without the mutation, too
         killed += test is not None
-        text = file.read_text(encoding="utf-8").splitlines()[line - 1].strip()
+        text = original.splitlines()[line - 1].strip()
         place = f"{file.relative_to(PACKAGE)}:{line}  {kind}  {text[:60]}"
         print(f"{place}\n    {test or f'SURVIVES {len(tests)} tests'}", flush=True)
-    print(f"{killed} of {options.number} killed")
+    print(f"{killed} of {len(drawn)} killed")
 
 
 if __name__ == "__main__":

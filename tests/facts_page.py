@@ -1,4 +1,4 @@
-"""The page of all facts: every code with its template, printed from the tables.
+"""The page of all facts: every code with its values, printed from the tables.
 
 python tests/facts_page.py       rewrites docs/facts.md
 """
@@ -18,9 +18,9 @@ HEAD = """\
 
 <!-- printed by `python tests/facts_page.py` from the tables themselves; do not edit -->
 
-An answer holds facts: a code, and values by name. One template a code makes the sentence, and it
-is the same on the screen, on a page, in Markdown, JUnit and JSON. A program reads the code and
-the values, which stand beside each sentence in the JSON:
+An answer holds facts: a code, and values by name. The sentence is made of them at the very end,
+and is the same on the screen, on a page, in Markdown, JUnit and JSON. A program reads the code
+and the values, which stand beside each sentence in the JSON:
 
     {"code": "blocks.token_ratio", "values": {"site": "...", "ratio": 28.8, "limit": 12.0,
      "token": 3}, "text": "..."}
@@ -40,35 +40,35 @@ Values have one meaning wherever they stand:
 | `site`, `module`, `operator`, `parameter` | names as in the run |
 | `p_value`, `z` | a probability; standard deviations |
 
-In a template `{x:figure}` is the value `x` in one of the ways to write it, `{x:yes=...|no=...}`
-one text for each value, `[[...]]` a part that is left out where a value in it is missing. A value
-may be a fact, or a list of facts, itself.
+A value may be a fact, or a list of facts, itself. Below stands each code with its values; the
+templates of the sentences stand in the table that a section's title names.
 """
 
 
-def tables() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """(prefix, table) of each package that makes facts; the comparison's own has no prefix."""
+def tables() -> Iterator[tuple[str, Path, Mapping[str, str]]]:
+    """(prefix, file, table) of each package that makes facts; the core has no prefix."""
     from divergence.domain import own_domains
 
     prefixes = {at: name for domain in own_domains() for name, at in domain.sentences.items()}
     for path in sorted((ROOT / "divergence").rglob("sentences.py")):
-        place = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        file = path.relative_to(ROOT)
+        place = ".".join(file.with_suffix("").parts)
         name = prefixes.get(place, path.parent.name)
-        yield "" if name == "comparison" else f"{name}.", importlib.import_module(place).SENTENCES
-
-
-def cell(text: str) -> str:
-    """Text in a cell of a table, as code."""
-    return "`" + text.replace("|", "\\|") + "`"
+        prefix = "" if name == "comparison" else f"{name}."
+        yield prefix, file, importlib.import_module(place).SENTENCES
 
 
 def page() -> str:
+    from divergence.facts import names_in
+
     parts = [HEAD]
-    for prefix, table in sorted(tables()):
-        parts.append(f"\n## {prefix.removesuffix('.') or 'comparison'}\n")
-        parts.append("| code | template |\n|---|---|")
-        for code, template in table.items():
-            parts.append(f"| `{prefix}{code}` | {cell(template)} |")
+    for prefix, file, table in sorted(tables(), key=lambda row: row[0]):
+        title = prefix.removesuffix(".") or "comparison"
+        parts.append(f"\n## {title}\n\n[{file}](../{file})\n\n```text")
+        parts += [
+            f"{prefix}{code}({', '.join(sorted(names_in(text)))})" for code, text in table.items()
+        ]
+        parts.append("```")
     return "\n".join(parts) + "\n"
 
 

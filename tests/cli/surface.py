@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def docs_text() -> str:
         "# Commands\n",
         "This page is made from `--help` by `python tests/cli/surface.py`; a test keeps it true.\n",
     ]
+    uses = Counter(_option(row) for command in commands().values() for row in describe(command))
+    shared = {row for row, number in uses.items() if number >= 4 and row.startswith("| `-")}
     for name, command in commands().items():
         parts.append(f"## divergence {name}\n" if name else "## divergence\n")
         arguments = [row for row in describe(command) if not row["names"][0].startswith("-")]
@@ -109,12 +112,19 @@ def docs_text() -> str:
                 if key
             ]
             parts.append("\n".join(["| command | |", "|---|---|", *rows]) + "\n")
-        for panel in dict.fromkeys(row["panel"] for row in [*arguments, *options]):
-            rows = [row for row in [*arguments, *options] if row["panel"] == panel]
+        own = [row for row in [*arguments, *options] if _option(row) not in shared]
+        for panel in dict.fromkeys(row["panel"] for row in own):
+            rows = [_option(row) for row in own if row["panel"] == panel]
             if panel:
                 parts.append(f"**{panel}**\n")
-            parts.append("\n".join(["| | |", "|---|---|", *map(_option, rows)]) + "\n")
+            parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+        if others := [f"`{row['names'][0]}`" for row in options if row not in own]:
+            link = "[options of several commands](#options-of-several-commands)"
+            parts.append(f"And {', '.join(others)}: see the {link}.\n")
         parts.append(_examples(command.epilog or ""))
+    parts.append("## Options of several commands\n")
+    rows = [row for row in uses if row in shared]
+    parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
     parts.append(_settings())
     return "\n".join(parts).rstrip() + "\n"
 

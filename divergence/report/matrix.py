@@ -84,10 +84,10 @@ def headline_of(matrix: Matrix) -> Headline:
     word, style = "NO ANSWER", "bold yellow"
     if matrix.odd:
         word, style = "ODD", "bold red"
-    elif matrix.groups and len(matrix.groups) == 1 and len(matrix.groups[0].runs) > 1:
-        word, style = "AGREE", "bold green"
     elif any(_state(row) == "diverged" for row in matrix.rows):
         word, style = "SPLIT", "bold red"
+    elif len(matrix.groups) == 1 and len(matrix.groups[0].runs) > 1:
+        word, style = "AGREE", "bold green"
     tally = Counter(_called(row.verdict, "not compared") for row in matrix.rows)
     facts = [
         named("first", run_text(matrix.reference)),

@@ -138,6 +138,7 @@ def test_a_notebook_shows_the_answer(matrix):
         (["abc"], ["identical", "within_floor"], "AGREE"),
         (["ab"], ["within_floor", None], "AGREE"),
         (["a", "b"], ["localized", "drift"], "SPLIT"),
+        (["ab"], ["within_floor", "localized"], "SPLIT"),
         (["a"], ["undetermined", None], "NO ANSWER"),
     ],
 )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import json
 import re
 import shutil
@@ -50,7 +52,7 @@ MADE = ("probed", "replayed")
 """What was made, in the way of the next."""
 
 
-STEPS = ("the CPU", "one prompt", "--device-map")
+STEPS = ("the CPU", "--device-map")
 """Of selftest."""
 
 
@@ -74,7 +76,7 @@ def made(tmp_path_factory, llama):
 
 def in_this_process(steps, words, side, shown):
     """A step of diff."""
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         app(words[3:], prog_name="divergence")
     return [__file__]
 

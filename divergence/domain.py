@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from divergence.errors import UsageError, first_line
+
 FOLDER = "divergence.domains"
 """The folder, and the group of entry points."""
 
@@ -264,6 +266,15 @@ def suites() -> dict[str, Suite]:
 
 
 def placed(place: str) -> Any:
-    """What stands at ``package.module:attribute``."""
+    """What stands at ``package.module:attribute``. Raises UsageError where another package's is
+    broken."""
     module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        if module.partition(".")[0] == "divergence":
+            raise
+        raise UsageError(
+            f"{place}, which a domain names, cannot be imported: {first_line(error)}",
+            hint="it is not of divergence: mend that package, or uninstall it",
+        ) from error

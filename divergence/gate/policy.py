@@ -338,8 +338,10 @@ def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy
             "one question judges it with all others (docs/verdicts.md); take it out",
             stacklevel=2,
         )
-    places = added("policies").items()
-    kind = _with_tables(tuple((name, place) for name, place in places if name in table))
+    places = added("policies")
+    if table.keys() <= {*Policy.__struct_fields__, *places}:  # else an error lists them all
+        places = {name: place for name, place in places.items() if name in table}
+    kind = _with_tables(tuple(places.items()))
     if path.parent in config_folders():  # whose domains may not be installed
         table = {name: value for name, value in table.items() if name in kind.__struct_fields__}
     loaded = decode(table | ({"parts": parts} if parts else {}), kind, where=str(path))

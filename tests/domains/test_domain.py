@@ -129,6 +129,18 @@ def test_a_broken_package_takes_nothing_away(announced):
     assert "compare" in names
 
 
+def test_a_package_whose_module_is_broken_is_named(announced):
+    """Not divergence: and with what is wrong with it."""
+    from typer.testing import CliRunner
+
+    from divergence.cli.main import app
+
+    announced("half_a_package", MINE.format(module="no_such_module"))
+    shown = CliRunner().invoke(app, ["norms"])
+    assert shown.exit_code == 2
+    assert "no_such_module:norms, which a domain names, cannot be imported" in shown.output
+
+
 def test_what_type_checkers_know_is_what_is_there():
     """divergence/domains/public.py has the public names of every domain."""
     added = {name: at for each in domain.own_domains() for name, at in each.public.items()}

@@ -150,40 +150,33 @@ _WHOLE = ("all_reduce", "reduce", "broadcast")
 """Their buffers need not divide by the number of ranks."""
 
 Plan = tuple[tuple[str, tuple[str, ...], tuple[Values, ...]], ...]
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
-_SUMS: tuple[Values, ...] = (
-    "random",
-    "cancelling",
-    "outlier",
-    "subnormal",
-    "integers",
-    "rank_coded",
-)
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+_SUMS: tuple[Values, ...] = get_args(Values)
 _FEW: Plan = (
     ("tiny", ("float32", "bfloat16"), ("random", "rank_coded")),
     ("large", ("float32", "bfloat16"), ("random",)),
     ("large", ("float32",), ("rank_coded",)),
 )
 _MOVED: Plan = (
-    ("odd", _FLOATS, ("random", "subnormal", "rank_coded")),
+    ("odd", FLOATS, ("random", "subnormal", "rank_coded")),
     ("odd", ("int64", "uint8", "float8_e4m3fn"), ("random",)),
     ("tiny", ("float32",), ("random",)),
     ("large", ("float32", "bfloat16"), ("random",)),
 )
 _PLANS: dict[Collective, Plan] = {
     "all_reduce": (
-        ("odd", _FLOATS, _SUMS),
+        ("odd", FLOATS, _SUMS),
         ("odd", ("int32",), ("integers",)),
         ("odd", ("float8_e4m3fn",), ("random",)),
         ("even", ("float32", "bfloat16", "float16"), ("random", "cancelling")),
         *_FEW,
     ),
     "reduce": (
-        ("odd", _FLOATS, ("random", "integers", "rank_coded")),
+        ("odd", FLOATS, ("random", "integers", "rank_coded")),
         ("large", ("float32",), ("random",)),
     ),
     "reduce_scatter": (
-        ("even", _FLOATS, _SUMS),
+        ("even", FLOATS, _SUMS),
         ("even", ("int32",), ("integers",)),
         ("even", ("float8_e4m3fn",), ("random",)),
         *_FEW,
@@ -256,7 +249,7 @@ def order_cases() -> Iterator[CollectiveCase]:
     seen = set()
     for case in all_cases():
         key = (case.collective, case.dtype, case.size)
-        orders = case.dtype in _FLOATS and case.collective != "rs_ag" and case.size != "tiny"
+        orders = case.dtype in FLOATS and case.collective != "rs_ag" and case.size != "tiny"
         if case.adds and orders and key not in seen:
             seen.add(key)
             yield case

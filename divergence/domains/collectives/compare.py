@@ -26,6 +26,7 @@ from divergence.comparison.results import (
 from divergence.domains.collectives.cases import (
     ADDING,
     COLLECTIVES,
+    FLOATS,
     NOT_SUPPORTED,
     ROOT_RANK,
     CollectiveCase,
@@ -38,7 +39,6 @@ from divergence.domains.collectives.orders import (
     stretches_text,
 )
 from divergence.domains.collectives.recorded import (
-    FLOATS,
     Bits,
     Recorded,
     RecordedCase,

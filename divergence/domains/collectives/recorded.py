@@ -14,6 +14,7 @@ from divergence.domains.collectives.capturing import ORDER, SECONDS, bus_factor
 from divergence.domains.collectives.cases import (
     ADDING,
     COLLECTIVES,
+    FLOATS,
     PREFIX,
     ROOT_RANK,
     SIZES,
@@ -38,9 +39,6 @@ class MaskedSizes:
     case: CollectiveCase
     elements: int
     sizes: np.ndarray
-
-
-FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 class Recorded:

@@ -492,18 +492,9 @@ def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     following = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
     if following is None or following.num_tokens < 2:
         return None
-    return LogprobPerplexity(
-        num_tokens=following.num_tokens,
-        delta_p_mean=following.delta_p_mean,
-        delta_p_rms=following.delta_p_rms,
-        delta_p_p1=following.delta_p_p1,
-        delta_p_p99=following.delta_p_p99,
-        reference=following.base,
-        candidate=following.other,
-        ln_ratio=following.ln_ratio,
-        ln_ratio_error=following.ln_ratio_error,
-        ln_correlation=following.ln_correlation,
-    )
+    figures = {**asdict(following), "reference": following.base, "candidate": following.other}
+    told = LogprobPerplexity.__struct_fields__
+    return LogprobPerplexity(**{name: figures[name] for name in told})
 
 
 def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:

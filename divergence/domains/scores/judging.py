@@ -22,6 +22,7 @@ from divergence.domains.scores.result import BandResult, Candidate, Pairing, Tas
 from divergence.domains.scores.rows import Band, ScoresPolicy, Series, SeriesName, Total
 from divergence.domains.scores.statistics import (
     LEVEL,
+    POWER,
     Mean,
     Padding,
     cluster_sums,
@@ -198,7 +199,7 @@ def _above(z: float) -> float:
 
 
 _DEVIATIONS, _ONE_SIDED = (NormalDist().inv_cdf(1 - share) for share in (LEVEL / 2, LEVEL))
-_POWER = NormalDist().inv_cdf(0.8)
+_POWER = NormalDist().inv_cdf(POWER)
 
 
 def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:

@@ -406,11 +406,11 @@ def report_on(
         (progress or silent)("compare", number, len(outputs_a), site)
         other = outputs_b.get(site)
         if other is None:
-            skipped.append(_skip(record, fact("suite.no_partner"), "reference"))
+            skipped.append(Skipped(*record.coordinates, "reference", fact("suite.no_partner")))
             continue
         path = module_of(site)
         if inputs_a.get(path) != inputs_b.get(path):
-            skipped.append(_skip(record, fact("suite.other_inputs"), "both"))
+            skipped.append(Skipped(*record.coordinates, "both", fact("suite.other_inputs")))
         elif (record.shape, record.dtype) != (other.shape, other.dtype):
             reason = fact(
                 "suite.other_results",
@@ -419,12 +419,12 @@ def report_on(
                 candidate_dtype=other.dtype,
                 candidate_shape=other.shape,
             )
-            skipped.append(_skip(record, reason, "both"))
+            skipped.append(Skipped(*record.coordinates, "both", reason))
         else:
             cases.append(_case(a, b, truth, record, other))
     skipped += [
-        _skip(outputs_b[site], fact("suite.no_partner"), "candidate")
-        for site in outputs_b
+        Skipped(*record.coordinates, "candidate", fact("suite.no_partner"))
+        for site, record in outputs_b.items()
         if site not in outputs_a
     ]
     if not cases:
@@ -592,14 +592,3 @@ def _badness(case: SuiteCase) -> tuple[int, float]:
 def _implementation(manifest: Manifest, path: str) -> str:
     note = manifest.plan.modules.get(path)
     return "-" if note is None else note.kind
-
-
-def _skip(record: Record, reason: Fact, side: SideOrBoth) -> Skipped:
-    return Skipped(
-        pass_=record.pass_,
-        sample=record.sample,
-        step=record.step,
-        site=record.site,
-        why=reason,
-        side=side,
-    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,6 @@ from divergence.numerics.ulp import ROUNDING_RMS, spacing
 # that sums lose their leading digits; ``equal``: one value everywhere; ``ties``: small multiples of
 # 1/4, equal in many places and half-way between integers in many.
 
-Values = Literal["normal", "outliers", "subnormals", "cancelling", "equal", "ties"]
-
 FLOATS = ("float32", "bfloat16", "float16")
 
 _SUBNORMAL_EXPONENT = {"float32": -130, "bfloat16": -130, "float16": -18}
@@ -50,7 +49,7 @@ def cancel(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def draw(
-    name: str, shape: tuple[int, ...], *, values: Values, dtype: str, axis: int = -1
+    name: str, shape: tuple[int, ...], *, values: str, dtype: str, axis: int = -1
 ) -> np.ndarray:
     """Values of one distribution, float64, not yet rounded to ``dtype``. ``axis``: the one that
     the operator sums over, along which ``cancelling`` values cancel."""
@@ -108,7 +107,7 @@ class OperatorCase:
     quick: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operator:
     """One operator. ``name``: without the prefix. ``implementations``: by name, beside ``run``,
     which is ``torch``; each imports what it needs (``catalog.PACKAGES``) when it is called.
@@ -148,21 +147,15 @@ def output_port(number: int) -> str:
 
 ROWS: dict[str, tuple[int, ...]] = {"decode": (1, 1024), "odd": (7, 129), "prefill": (64, 512)}
 
-Plan = Sequence[tuple[str, Values]]
-"""(shape, distribution) of each case; a shape may end in ``.strided``."""
+Plan = Mapping[str, str]
+"""By shape, the distributions of its cases; a shape may end in ``.strided``."""
 
-PLAN: Plan = (
-    ("decode", "normal"),
-    ("decode", "outliers"),
-    ("odd", "normal"),
-    ("odd", "outliers"),
-    ("odd", "subnormals"),
-    ("odd", "cancelling"),
-    ("odd", "equal"),
-    ("odd.strided", "normal"),
-    ("prefill", "normal"),
-    ("prefill", "outliers"),
-)
+PLAN = {
+    "decode": "normal outliers",
+    "odd": "normal outliers subnormals cancelling equal",
+    "odd.strided": "normal",
+    "prefill": "normal outliers",
+}
 
 _QUICK_DTYPES = ("float32", "bfloat16")
 _SLOW_SHAPES = ("prefill", "long", "large_k")
@@ -174,7 +167,7 @@ class TensorSource:
     distribution alone, so operators share them (and a run stores them once)."""
 
     dtype: str
-    values: Values
+    values: str
     strided: bool = False
 
     def main(
@@ -217,7 +210,6 @@ class TensorSource:
 
 def cases_of(
     build: Callable[[TensorSource, tuple[int, ...]], Arguments],
-    *,
     shapes: Mapping[str, tuple[int, ...]] = ROWS,
     plan: Plan = PLAN,
     suffix: str = "",
@@ -226,9 +218,9 @@ def cases_of(
     ``build(source, shape)`` makes the arguments."""
 
     def cases() -> Iterator[OperatorCase]:
-        for dtype in FLOATS:
-            for place, values in plan:
-                shape, _, strided = place.partition(".")
+        for dtype, (place, kinds) in product(FLOATS, plan.items()):
+            shape, _, strided = place.partition(".")
+            for values in kinds.split():
                 source = TensorSource(dtype, values, bool(strided))
                 yield OperatorCase(
                     name=f"{dtype}.{place}.{values}" + (f".{suffix}" if suffix else ""),

@@ -19,7 +19,6 @@ from divergence.domains.suite.definition import (
     Arguments,
     Operator,
     OperatorCase,
-    Plan,
     TensorSource,
     Unavailable,
     cases_of,
@@ -39,11 +38,15 @@ _PRODUCT_SHAPES = {
     "prefill": (64, 512, 256),
     "large_k": (3, 16384, 32),
 }
-_PRODUCT_PLAN: Plan = (*PLAN, ("large_k", "normal"), ("large_k", "cancelling"))
+_PRODUCT_PLAN = {**PLAN, "large_k": "normal cancelling"}
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    return torch.matmul(x, y)
 
 
 def _truth_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -97,41 +100,34 @@ def _truth_gemv(matrix: Tensor, vector: Tensor) -> Tensor:
 
 PRODUCTS = (
     Operator(
-        name="linear",
-        run=_run_linear,
-        truth=_truth_linear,
-        cases=cases_of(_linear, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
+        "linear", _run_linear, _truth_linear, cases_of(_linear, _PRODUCT_SHAPES, _PRODUCT_PLAN)
     ),
     Operator(
-        name="linear_bias",
-        run=_run_linear,
-        truth=_truth_linear_bias,
-        cases=cases_of(_linear_bias, shapes=_PRODUCT_SHAPES),
+        "linear_bias", _run_linear, _truth_linear_bias, cases_of(_linear_bias, _PRODUCT_SHAPES)
     ),
     Operator(
-        name="matmul",
-        run=lambda x, y: torch.matmul(x, y),
-        truth=_truth_matmul,
-        cases=cases_of(_transposed, shapes=_PRODUCT_SHAPES, plan=_PRODUCT_PLAN),
+        "matmul", _product, _truth_matmul, cases_of(_transposed, _PRODUCT_SHAPES, _PRODUCT_PLAN)
     ),
     Operator(
-        name="batched_matmul",
-        run=lambda x, y: torch.matmul(x, y),
-        truth=_truth_matmul,
-        cases=cases_of(
+        "batched_matmul",
+        _product,
+        _truth_matmul,
+        cases_of(
             _batched,
-            shapes={"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
+            {"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
         ),
     ),
     Operator(
-        name="gemv",
-        run=lambda matrix, vector: torch.mv(matrix, vector),
-        truth=_truth_gemv,
-        cases=cases_of(
+        "gemv",
+        lambda matrix, vector: torch.mv(matrix, vector),
+        _truth_gemv,
+        cases_of(
             _vector,
-            shapes={"odd": (65, 129), "large_k": (32, 16384)},
-            plan=[("odd", v) for v in ("normal", "outliers", "subnormals", "cancelling", "equal")]
-            + [("large_k", "normal"), ("large_k", "cancelling")],
+            {"odd": (65, 129), "large_k": (32, 16384)},
+            {
+                "odd": "normal outliers subnormals cancelling equal",
+                "large_k": "normal cancelling",
+            },
         ),
     ),
 )
@@ -209,16 +205,15 @@ def _layer(source: TensorSource, shape: Shape) -> Arguments:
     }
 
 
-def _npu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
+def _npu(name: str) -> Any:
+    """A function of Ascend's package for torch."""
     import torch_npu
 
-    return torch_npu.npu_rms_norm(x, weight, eps)[0]
+    return getattr(torch_npu, f"npu_{name}")
 
 
 def _npu_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-    import torch_npu
-
-    normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+    normed, _, total = _npu("add_rms_norm")(x, residual, weight, eps)
     return normed, total
 
 
@@ -246,30 +241,25 @@ def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
 
 NORMS = (
     Operator(
-        name="rms_norm",
-        run=rms_norm,
-        truth=_truth_rms_norm,
-        cases=cases_of(_norm),
+        "rms_norm",
+        rms_norm,
+        _truth_rms_norm,
+        cases_of(_norm),
         implementations={
             "llama": rms_norm_llama,
-            "torch_npu": _npu_rms_norm,
+            "torch_npu": lambda x, weight, eps: _npu("rms_norm")(x, weight, eps)[0],
             "vllm": _vllm_rms_norm,
             "triton": _liger_rms_norm,
         },
     ),
     Operator(
-        name="add_rms_norm",
-        run=_add_rms_norm,
-        truth=_truth_add_rms_norm,
-        cases=cases_of(_add_norm),
+        "add_rms_norm",
+        _add_rms_norm,
+        _truth_add_rms_norm,
+        cases_of(_add_norm),
         implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
     ),
-    Operator(
-        name="layer_norm",
-        run=_layer_norm,
-        truth=_truth_layer_norm,
-        cases=cases_of(_layer),
-    ),
+    Operator("layer_norm", _layer_norm, _truth_layer_norm, cases_of(_layer)),
 )
 
 # Rotary position embedding, in the two layouts that checkpoints come in.
@@ -346,33 +336,32 @@ def _rotary_inputs(source: TensorSource, shape: Shape) -> Arguments:
 
 def _npu_rotary(mode: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """``mode``: ``half`` or ``interleave``."""
-    import torch_npu
-
     tables = []
     for table in (cos, sin):
         wide = table.repeat_interleave(2, -1) if mode == "interleave" else table.repeat(1, 2)
         tables.append(wide[None, None].contiguous())
     return tuple(
-        torch_npu.npu_rotary_mul(x.contiguous(), *tables, rotary_mode=mode) for x in (query, key)
+        _npu("rotary_mul")(x.contiguous(), *tables, rotary_mode=mode) for x in (query, key)
     )
 
 
 _ROTARY_SHAPES = {"decode": (1, 8, 2, 1, 64), "odd": (1, 3, 1, 7, 38), "prefill": (1, 4, 2, 48, 64)}
-_ROTARY_PLAN = [entry for entry in PLAN if entry != ("odd", "equal")]  # adds nothing here
+_ROTARY_PLAN = {**PLAN, "odd": "normal outliers subnormals cancelling"}  # equal adds nothing
+_rotary_cases = cases_of(_rotary_inputs, _ROTARY_SHAPES, _ROTARY_PLAN)
 
 ROTARY = (
     Operator(
-        name="rope",
-        run=_rope,
-        truth=_truth_rope,
-        cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
+        "rope",
+        _rope,
+        _truth_rope,
+        _rotary_cases,
         implementations={"torch_npu": partial(_npu_rotary, "half")},
     ),
     Operator(
-        name="rope_interleaved",
-        run=_rope_interleaved,
-        truth=_truth_rope_interleaved,
-        cases=cases_of(_rotary_inputs, shapes=_ROTARY_SHAPES, plan=_ROTARY_PLAN),
+        "rope_interleaved",
+        _rope_interleaved,
+        _truth_rope_interleaved,
+        _rotary_cases,
         implementations={"torch_npu": partial(_npu_rotary, "interleave")},
     ),
 )
@@ -546,28 +535,21 @@ _ATTENTION_SHAPES = {
     "square": (1, 3, 3, 33, 33, 40),
     "prefill": (1, 4, 2, 48, 48, 64),
 }
-_ATTENTION_PLAN: Plan = (
-    ("decode", "normal"),
-    ("decode", "outliers"),
-    ("odd", "normal"),
-    ("odd", "outliers"),
-    ("odd", "subnormals"),
-    ("odd", "cancelling"),
-    ("odd", "equal"),
-    ("odd.strided", "normal"),
-    ("grouped", "normal"),
-    ("prefill", "normal"),
-    ("prefill", "outliers"),
-)
+_ATTENTION_PLAN = {
+    **{shape: PLAN[shape] for shape in ("decode", "odd", "odd.strided")},
+    "grouped": "normal",
+    "prefill": PLAN["prefill"],
+}
 
 
 def _attention_cases() -> Iterator[OperatorCase]:
-    yield from cases_of(_attention_inputs, shapes=_ATTENTION_SHAPES, plan=_ATTENTION_PLAN)()
-    square: Plan = (("square", "normal"), ("prefill", "normal"))
-    yield from cases_of(_causal, shapes=_ATTENTION_SHAPES, plan=square, suffix="causal")()
-    odd: Plan = (("odd", "normal"), ("grouped", "normal"))
+    shapes = _ATTENTION_SHAPES
+    yield from cases_of(_attention_inputs, shapes, _ATTENTION_PLAN)()
+    square = {"square": "normal", "prefill": "normal"}
+    yield from cases_of(_causal, shapes, square, suffix="causal")()
+    odd = {"odd": "normal", "grouped": "normal"}
     for kind in ("padding", "all_masked", "window"):
-        yield from cases_of(_masked(kind), shapes=_ATTENTION_SHAPES, plan=odd, suffix=kind)()
+        yield from cases_of(_masked(kind), shapes, odd, suffix=kind)()
 
 
 def _run_backend(name: str, **operands: Any) -> Tensor:
@@ -589,23 +571,15 @@ def _flash_attn(
 
 
 ATTENTION = (
+    Operator("softmax", lambda x: torch.softmax(x, -1), _truth_softmax, cases_of(_logits)),
     Operator(
-        name="softmax",
-        run=lambda x: torch.softmax(x, -1),
-        truth=_truth_softmax,
-        cases=cases_of(_logits),
+        "log_softmax", lambda x: torch.log_softmax(x, -1), _truth_log_softmax, cases_of(_logits)
     ),
     Operator(
-        name="log_softmax",
-        run=lambda x: torch.log_softmax(x, -1),
-        truth=_truth_log_softmax,
-        cases=cases_of(_logits),
-    ),
-    Operator(
-        name="attention",
-        run=_run_sdpa,
-        truth=_truth_attention,
-        cases=_attention_cases,
+        "attention",
+        _run_sdpa,
+        _truth_attention,
+        _attention_cases,
         implementations={
             "sdpa_flash": partial(_run_backend, "FLASH_ATTENTION"),
             "sdpa_math": partial(_run_backend, "MATH"),
@@ -614,18 +588,8 @@ ATTENTION = (
             "flash_attn": _flash_attn,
         },
     ),
-    Operator(
-        name="attention_math",
-        run=_run_math,
-        truth=_truth_eager,
-        cases=_attention_cases,
-    ),
-    Operator(
-        name="attention_eager",
-        run=_run_eager,
-        truth=_truth_eager,
-        cases=_attention_cases,
-    ),
+    Operator("attention_math", _run_math, _truth_eager, _attention_cases),
+    Operator("attention_eager", _run_eager, _truth_eager, _attention_cases),
 )
 
 # Incremental attention over a paged cache of keys and values: one new token per sequence.
@@ -794,23 +758,16 @@ def _npu_paged(
     return attended.reshape(batch, heads, width)
 
 
-_PAGED_PLAN: Plan = (
-    ("decode", "normal"),
-    ("decode", "outliers"),
-    ("odd", "normal"),
-    ("odd", "outliers"),
-    ("odd", "equal"),
-    ("batch", "normal"),
-)
+_PAGED_PLAN = {"decode": "normal outliers", "odd": "normal outliers equal", "batch": "normal"}
 _PAGED_SHAPES = {"decode": (1, 8, 2, 9, 64), "odd": (3, 6, 3, 13, 40), "batch": (8, 8, 8, 64, 64)}
 
 
 PAGED = (
     Operator(
-        name="paged_attention",
-        run=_run_paged,
-        truth=_truth_paged,
-        cases=cases_of(_paged_inputs, shapes=_PAGED_SHAPES, plan=_PAGED_PLAN),
+        "paged_attention",
+        _run_paged,
+        _truth_paged,
+        cases_of(_paged_inputs, _PAGED_SHAPES, _PAGED_PLAN),
         implementations={"flash_attn": _flash_attn_paged, "torch_npu": _npu_paged},
     ),
 )
@@ -848,12 +805,6 @@ def _gate_and_up(source: TensorSource, shape: Shape) -> Arguments:
     return {"gate": source.main("x", shape), "up": source.plain("up", shape)}
 
 
-def _npu_swiglu(gate: Tensor, up: Tensor) -> Any:
-    import torch_npu
-
-    return torch_npu.npu_swiglu(torch.cat([gate, up], -1), dim=-1)
-
-
 def _vllm_swiglu(gate: Tensor, up: Tensor) -> Any:
     import vllm._custom_ops  # noqa: F401 - registers torch.ops._C
 
@@ -869,31 +820,21 @@ def _liger_swiglu(gate: Tensor, up: Tensor) -> Any:
 
 
 ACTIVATIONS = (
+    Operator("gelu", lambda x: functional.gelu(x), _truth_gelu, cases_of(_one)),
     Operator(
-        name="gelu",
-        run=lambda x: functional.gelu(x),
-        truth=_truth_gelu,
-        cases=cases_of(_one),
+        "gelu_tanh",
+        lambda x: functional.gelu(x, approximate="tanh"),
+        _truth_gelu_tanh,
+        cases_of(_one),
     ),
+    Operator("silu", lambda x: functional.silu(x), _truth_silu, cases_of(_one)),
     Operator(
-        name="gelu_tanh",
-        run=lambda x: functional.gelu(x, approximate="tanh"),
-        truth=_truth_gelu_tanh,
-        cases=cases_of(_one),
-    ),
-    Operator(
-        name="silu",
-        run=lambda x: functional.silu(x),
-        truth=_truth_silu,
-        cases=cases_of(_one),
-    ),
-    Operator(
-        name="swiglu",
-        run=lambda gate, up: functional.silu(gate) * up,
-        truth=_truth_swiglu,
-        cases=cases_of(_gate_and_up),
+        "swiglu",
+        lambda gate, up: functional.silu(gate) * up,
+        _truth_swiglu,
+        cases_of(_gate_and_up),
         implementations={
-            "torch_npu": _npu_swiglu,
+            "torch_npu": lambda gate, up: _npu("swiglu")(torch.cat([gate, up], -1), dim=-1),
             "vllm": _vllm_swiglu,
             "triton": _liger_swiglu,
         },
@@ -947,22 +888,16 @@ def _route(source: TensorSource, shape: Shape) -> Arguments:
 
 
 def _npu_moe_gating(logits: Tensor, k: int) -> Any:
-    import torch_npu
-
-    weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
+    weights, experts, _ = _npu("moe_gating_top_k_softmax")(logits, None, k)
     return weights / weights.sum(-1, keepdim=True), experts.long()
 
 
-_CHOICE_PLAN: Plan = (
-    ("decode", "normal"),
-    ("odd", "normal"),
-    ("odd", "outliers"),
-    ("odd", "ties"),
-    ("odd", "equal"),
-    ("odd.strided", "normal"),
-    ("prefill", "normal"),
-    ("prefill", "ties"),
-)
+_CHOICE_PLAN = {
+    "decode": "normal",
+    "odd": "normal outliers ties equal",
+    "odd.strided": "normal",
+    "prefill": "normal ties",
+}
 _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
@@ -996,70 +931,54 @@ def _truth_cumsum(x: Tensor) -> Tensor:
 
 
 _SUM_SHAPES = {"odd": (7, 129), "prefill": (64, 512), "long": (4, 32768)}
-_SUM_PLAN: Plan = (
-    ("odd", "normal"),
-    ("odd", "outliers"),
-    ("odd", "subnormals"),
-    ("odd", "cancelling"),
-    ("odd", "equal"),
-    ("odd.strided", "normal"),
-    ("prefill", "normal"),
-    ("long", "normal"),
-    ("long", "cancelling"),
-    ("long", "equal"),
-)
+_SUM_PLAN = {
+    "odd": "normal outliers subnormals cancelling equal",
+    "odd.strided": "normal",
+    "prefill": "normal",
+    "long": "normal cancelling equal",
+}
+_sum_cases = cases_of(_one, _SUM_SHAPES, _SUM_PLAN)
 
 REDUCTIONS = (
     Operator(
-        name="topk",
-        run=lambda x, k: torch.topk(x, k, dim=-1),
-        truth=_truth_topk,
-        cases=cases_of(_choose, shapes=_VOCABULARY, plan=_CHOICE_PLAN),
+        "topk",
+        lambda x, k: torch.topk(x, k, dim=-1),
+        _truth_topk,
+        cases_of(_choose, _VOCABULARY, _CHOICE_PLAN),
         scores=lambda x, k: x,
     ),
     Operator(
-        name="moe_gating",
-        run=_run_moe_gating,
-        truth=_truth_moe_gating,
-        cases=cases_of(_route, shapes=_EXPERTS, plan=_CHOICE_PLAN),
+        "moe_gating",
+        _run_moe_gating,
+        _truth_moe_gating,
+        cases_of(_route, _EXPERTS, _CHOICE_PLAN),
         scores=lambda logits, k: _truth_softmax(logits),
         implementations={"torch_npu": _npu_moe_gating},
     ),
     Operator(
-        name="argmax",
-        run=lambda x: torch.argmax(x, -1),
-        truth=_truth_argmax,
-        cases=cases_of(_one, shapes=_VOCABULARY, plan=_CHOICE_PLAN),
+        "argmax",
+        lambda x: torch.argmax(x, -1),
+        _truth_argmax,
+        cases_of(_one, _VOCABULARY, _CHOICE_PLAN),
     ),
     Operator(
-        name="embedding",
-        run=lambda ids, weight: functional.embedding(ids, weight),
-        truth=_truth_embedding,
-        cases=cases_of(
+        "embedding",
+        lambda ids, weight: functional.embedding(ids, weight),
+        _truth_embedding,
+        cases_of(
             _rows,
-            shapes={"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
-            plan=[
-                ("decode", "normal"),
-                ("odd", "normal"),
-                ("odd", "subnormals"),
-                ("odd.strided", "normal"),
-                ("prefill", "outliers"),
-            ],
+            {"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
+            {
+                "decode": "normal",
+                "odd": "normal subnormals",
+                "odd.strided": "normal",
+                "prefill": "outliers",
+            },
         ),
     ),
-    *(
-        Operator(
-            name=name,
-            run=run,
-            truth=truth,
-            cases=cases_of(_one, shapes=_SUM_SHAPES, plan=_SUM_PLAN),
-        )
-        for name, run, truth in (
-            ("sum", lambda x: x.sum(-1), _truth_sum),
-            ("mean", lambda x: x.mean(-1), _truth_mean),
-            ("cumsum", lambda x: x.cumsum(-1), _truth_cumsum),
-        )
-    ),
+    Operator("sum", lambda x: x.sum(-1), _truth_sum, _sum_cases),
+    Operator("mean", lambda x: x.mean(-1), _truth_mean, _sum_cases),
+    Operator("cumsum", lambda x: x.cumsum(-1), _truth_cumsum, _sum_cases),
 )
 
 # Quantisation to int8 and to 8-bit floats, and the linear layer on int8 codes.
@@ -1182,23 +1101,14 @@ def _per_channel(source: TensorSource, shape: Shape) -> Arguments:
 
 
 def _quantize_cases() -> Iterator[OperatorCase]:
-    plan: Plan = (
-        ("decode", "normal"),
-        ("odd", "normal"),
-        ("odd", "outliers"),
-        ("odd", "subnormals"),
-        ("odd", "ties"),
-        ("odd", "equal"),
-        ("odd.strided", "normal"),
-        ("prefill", "normal"),
-    )
+    plan = {
+        "decode": "normal",
+        "odd": "normal outliers subnormals ties equal",
+        "odd.strided": "normal",
+        "prefill": "normal",
+    }
     yield from cases_of(_per_tensor, plan=plan, suffix="per_tensor")()
-    few: Plan = (
-        ("decode", "normal"),
-        ("odd", "normal"),
-        ("odd", "outliers"),
-        ("prefill", "normal"),
-    )
+    few = {"decode": "normal", "odd": "normal outliers", "prefill": "normal"}
     yield from cases_of(_per_channel, plan=few, suffix="per_channel")()
 
 
@@ -1218,19 +1128,10 @@ def _zero_row(source: TensorSource, shape: Shape) -> Arguments:
 
 
 def _dynamic_cases() -> Iterator[OperatorCase]:
-    plan: Plan = (
-        ("decode", "normal"),
-        ("decode", "outliers"),
-        ("odd", "normal"),
-        ("odd", "outliers"),
-        ("odd", "equal"),
-        ("odd.strided", "normal"),
-        ("prefill", "normal"),
-        ("prefill", "outliers"),
-    )
+    plan = {**PLAN, "odd": "normal outliers equal"}
     yield from cases_of(_dynamic, plan=plan)()
-    yield from cases_of(_smoothed, plan=[("odd", "normal")], suffix="smooth")()
-    yield from cases_of(_zero_row, plan=[("odd", "normal")], suffix="zero_row")()
+    yield from cases_of(_smoothed, plan={"odd": "normal"}, suffix="smooth")()
+    yield from cases_of(_zero_row, plan={"odd": "normal"}, suffix="zero_row")()
 
 
 def _w8a8_inputs(source: TensorSource, shape: Shape) -> Arguments:
@@ -1253,80 +1154,57 @@ def _cast_inputs(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape, scale=8.0)}
 
 
-_CAST_PLAN: Plan = (
-    ("decode", "normal"),
-    ("odd", "normal"),
-    ("odd", "outliers"),
-    ("odd", "subnormals"),
-    ("odd", "ties"),
-    ("odd.strided", "normal"),
-    ("prefill", "normal"),
-)
+_CAST_PLAN = {
+    "decode": "normal",
+    "odd": "normal outliers subnormals ties",
+    "odd.strided": "normal",
+    "prefill": "normal",
+}
 
 
 def _casts() -> Iterator[Operator]:
     for short in ("e4m3fn", "e5m2"):
         for kind in ("", "_saturating"):
             run, truth = _cast(f"float8_{short}", saturating=bool(kind))
-            yield Operator(
-                name=f"cast_{short}{kind}",
-                run=run,
-                truth=truth,
-                cases=cases_of(_cast_inputs, plan=_CAST_PLAN),
-            )
-
-
-def _npu_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Any:
-    import torch_npu
-
-    return torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
+            name, cases = f"cast_{short}{kind}", cases_of(_cast_inputs, plan=_CAST_PLAN)
+            yield Operator(name, run, truth, cases)
 
 
 def _npu_quant_matmul(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, out_dtype: str
 ) -> Any:
-    import torch_npu
-
-    return torch_npu.npu_quant_matmul(
-        x, weight.T, weight_scale, pertoken_scale=x_scale, output_dtype=getattr(torch, out_dtype)
+    dtype = getattr(torch, out_dtype)
+    return _npu("quant_matmul")(
+        x, weight.T, weight_scale, pertoken_scale=x_scale, output_dtype=dtype
     )
-
-
-def _npu_dynamic_quant(x: Tensor, smooth: Tensor | None) -> Any:
-    import torch_npu
-
-    return torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
 
 
 QUANTIZATION = (
     Operator(
-        name="quantize",
-        run=_run_quantize,
-        truth=_truth_quantize,
-        cases=_quantize_cases,
-        implementations={"torch_npu": _npu_quantize},
+        "quantize",
+        _run_quantize,
+        _truth_quantize,
+        _quantize_cases,
+        implementations={
+            "torch_npu": lambda x, scale, offset: _npu("quantize")(
+                x, scale, offset, torch.qint8, -1, False
+            )
+        },
     ),
     Operator(
-        name="dynamic_quant",
-        run=_run_dynamic_quant,
-        truth=_truth_dynamic_quant,
-        cases=_dynamic_cases,
-        implementations={"torch_npu": _npu_dynamic_quant},
+        "dynamic_quant",
+        _run_dynamic_quant,
+        _truth_dynamic_quant,
+        _dynamic_cases,
+        implementations={
+            "torch_npu": lambda x, smooth: _npu("dynamic_quant")(x, smooth_scales=smooth)
+        },
     ),
     Operator(
-        name="w8a8_linear",
-        run=_run_w8a8,
-        truth=_truth_w8a8,
-        cases=cases_of(
-            _w8a8_inputs,
-            shapes={
-                "decode": (1, 1024, 256),
-                "odd": (7, 129, 65),
-                "prefill": (64, 512, 256),
-                "large_k": (3, 16384, 32),
-            },
-            plan=[(shape, "normal") for shape in ("decode", "odd", "prefill", "large_k")],
-        ),
+        "w8a8_linear",
+        _run_w8a8,
+        _truth_w8a8,
+        cases_of(_w8a8_inputs, _PRODUCT_SHAPES, dict.fromkeys(_PRODUCT_SHAPES, "normal")),
         implementations={"torch_npu": _npu_quant_matmul},
     ),
     *_casts(),
@@ -1335,16 +1213,9 @@ QUANTIZATION = (
 
 OPERATORS: dict[str, Operator] = {
     operator.full_name: operator
-    for family in (
-        PRODUCTS,
-        NORMS,
-        ROTARY,
-        ATTENTION,
-        PAGED,
-        ACTIVATIONS,
-        REDUCTIONS,
-        QUANTIZATION,
+    for operator in (
+        *(*PRODUCTS, *NORMS, *ROTARY, *ATTENTION, *PAGED),
+        *(*ACTIVATIONS, *REDUCTIONS, *QUANTIZATION),
     )
-    for operator in family
 }
 """By full name, in the order in which a suite runs them."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from divergence.comparison.result import JsonAnswer
 from divergence.facts import Fact, Worded
 
 Kind = Literal["identical", "aligned", "misaligned", "drift", "nonfinite", "undetermined"]
@@ -78,7 +79,7 @@ class LossVerdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One sentence with its numbers."""
 
 
-class LossReport(msgspec.Struct, Worded, frozen=True, kw_only=True):
+class LossReport(msgspec.Struct, JsonAnswer, Worded, frozen=True, kw_only=True):
     """Two files of losses, A the reference."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
@@ -98,8 +99,3 @@ class LossReport(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """What to know of both files."""
     notes: list[str] = []
     """The same in words."""
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """The report as JSON; nan and inf do not occur in it."""
-        text = msgspec.json.encode(self)
-        return (msgspec.json.format(text, indent=indent) if indent else text).decode()

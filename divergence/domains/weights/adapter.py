@@ -8,7 +8,6 @@ checkpoint by its base with the products added, in the base's dtype: merged.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from divergence.domains.weights.relations import Relation
 from divergence.errors import UsageError
 from divergence.facts import fact
 from divergence.numerics.formats import format_of
+from divergence.outside import json_value, read_bytes
 
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -110,15 +110,15 @@ class Adapter:
 def open_adapter(source: str) -> Adapter | None:
     """The adapter in this directory; None where there is none. Raises UsageError for one of a kind
     that is not known here, and what reading a checkpoint raises."""
-    folder = Path(source).expanduser()
-    if not (folder / CONFIG).is_file():
+    file = Path(source).expanduser() / CONFIG
+    if not file.is_file():
         return None
+    config = json_value(read_bytes(file, error=UsageError), where=str(file), error=UsageError)
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         base = str(config["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder / CONFIG} is no configuration of LoRA: {error}") from error
+        raise UsageError(f"{file} is no configuration of LoRA: {error}") from error
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
         kind = "DoRA" if config.get("use_dora") else config["peft_type"]
         raise UsageError(

@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.outside import Budget
+from divergence.outside import Budget, json_value, read_bytes
 from divergence.run.tensor_files import tensors_of
 
 _ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
@@ -76,8 +75,9 @@ def open_checkpoint(source: str) -> StoredWeights:
 
 
 def _sharded(index: Path) -> list[Path]:
+    table = json_value(read_bytes(index, error=UsageError), where=str(index), error=UsageError)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(table["weight_map"].values()))
         files = [index.parent / Path(name).name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} names no files: {error}", hint="download it again") from error

@@ -12,7 +12,7 @@ from divergence.domains.importing.scores import FieldMap, Scored
 from divergence.run.foreign import DumpFolder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A format, which knows where another tool puts its tensors and what it calls them, and gives
     each the site that a capture would. What follows from several of them (ranks, tokens, the run

@@ -19,7 +19,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.numerics.formats import FORMATS
 from divergence.numerics.summary import Summary
+from divergence.outside import csv_rows
 from divergence.run.foreign import LINES, DumpFolder
 from divergence.run.manifest import digest_text
 from divergence.run.record import Apart
@@ -174,16 +175,9 @@ def _forwards(
 
 def _table(folder: DumpFolder, name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """(where, fields) of each line of a CSV file."""
-    texts = (line.decode("utf-8-sig", "replace") for line in folder.lines(name))
-    for row, fields in enumerate(csv.DictReader(texts), 2):
-        where = f"{folder.where(name)}, line {row}"
-        if None in fields or None in fields.values():
-            raise DumpError(
-                "the line has another number of fields than the head",
-                where=where,
-                hint="it may have been cut off: copy the file again",
-            )
-        yield where, {key.strip(): (value or "").strip() for key, value in fields.items()}
+    where = folder.where(name)
+    for number, row in csv_rows(folder.lines(name), where=where):
+        yield f"{where}, line {number}", {key.strip(): cell.strip() for key, cell in row.items()}
 
 
 def _header(folder: DumpFolder, name: str) -> list[str]:
@@ -192,6 +186,14 @@ def _header(folder: DumpFolder, name: str) -> list[str]:
     except DumpError:
         return []
     return [field.strip() for field in next(csv.reader([line]), [])]
+
+
+def _told_by(
+    row: Mapping[str, Any], low: str, high: str, mean: str, norm: str = "", std: str = ""
+) -> dict[str, Any]:
+    """A row's statistics under the names by which ``kept_of`` takes them."""
+    columns = {"low": low, "high": high, "mean": mean, "norm": norm, "std": std}
+    return {name: row.get(column) for name, column in columns.items() if column}
 
 
 def _sizes(text: str) -> list[int]:
@@ -224,21 +226,9 @@ def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator
             path = ".".join([*row["Op Name"].split("/"), *row["Op Id"].split("_")])
             side = "in" if row["Input/Output"].lower().startswith("in") else "out"
             port = side if row["Index"] == "0" else f"{side}.{row['Index']}"
-            shape = _sizes(row.get("Shape", ""))
-            yield (
-                int(row["Execution Count"]),
-                where,
-                kept_of(
-                    module_site(path, port),
-                    shape,
-                    row["Dtype"],
-                    rank=rank,
-                    low=row.get("Min"),
-                    high=row.get("Max"),
-                    mean=row.get("Mean"),
-                    norm=row.get("Norm"),
-                ),
-            )
+            shape, told = _sizes(row.get("Shape", "")), _told_by(row, "Min", "Max", "Mean", "Norm")
+            kept = kept_of(module_site(path, port), shape, row["Dtype"], rank=rank, **told)
+            yield int(row["Execution Count"]), where, kept
 
     yield from _forwards(folder, rows(), notes)
 
@@ -285,20 +275,10 @@ def _read_titan(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterat
                 if fields.get("Phase", "forward") != "forward":
                     notes.add("of backward passes were left out")
                     continue
-                yield (
-                    0,
-                    where,
-                    kept_of(
-                        module_site(title.replace("/", "."), "out"),
-                        _sizes(fields.get("Shape", "")),
-                        fields.get("Dtype", ""),
-                        rank=int(match["rank"] or 0),
-                        low=fields.get("Min"),
-                        high=fields.get("Max"),
-                        mean=fields.get("Mean"),
-                        norm=fields.get("L2 norm"),
-                    ),
-                )
+                site, rank = module_site(title.replace("/", "."), "out"), int(match["rank"] or 0)
+                shape, dtype = _sizes(fields.get("Shape", "")), fields.get("Dtype", "")
+                told = _told_by(fields, "Min", "Max", "Mean", "L2 norm")
+                yield 0, where, kept_of(site, shape, dtype, rank=rank, **told)
 
     yield from _forwards(folder, rows(), notes)
 
@@ -338,18 +318,9 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
                     place = (int(match["number"]), rank, match["name"], _PORTS[match["what"]])
                     numbers.setdefault(place, {})[key] = match["value"]
         for (iteration, rank, path, port), values in numbers.items():
-            site = module_site(path, port)
-            yield (
-                iteration,
-                folder.where(files[rank]),
-                kept_of(
-                    site,
-                    None,
-                    "bfloat16",
-                    rank=rank,
-                    **values,  # type: ignore[arg-type]  # names of its own parameters
-                ),
-            )
+            told: dict[str, Any] = values  # by the names of kept_of's parameters
+            kept = kept_of(module_site(path, port), None, "bfloat16", rank=rank, **told)
+            yield iteration, folder.where(files[rank]), kept
 
     yield from _forwards(folder, rows(), notes)
 
@@ -361,23 +332,16 @@ _ROW = re.compile(
     r"(?P<side>input|output)(?:\.(?P<index>[^.]+))?"
 )
 _COLUMNS = {"NPU Name", "Bench Name", "Result"}
+_KINDS = ("config", "comparison", "rank_info", "input_ids")
 _NAMES = {"a": ("Bench", "baseline"), "b": ("NPU", "target")}
 
 
 def _is_compared(folder: DumpFolder) -> bool:
-    for name in folder.names:
-        if name.endswith(".csv") and {"NPU Name", "Bench Name", "Result"} <= set(
-            _header(folder, name)
-        ):
-            return True
-        if name.endswith(LINES) and folder.first_fields(name).get("type") in (
-            "config",
-            "comparison",
-            "rank_info",
-            "input_ids",
-        ):
-            return True
-    return False
+    return any(
+        (name.endswith(".csv") and set(_header(folder, name)) >= _COLUMNS)
+        or (name.endswith(LINES) and folder.first_fields(name).get("type") in _KINDS)
+        for name in folder.names
+    )
 
 
 def _read_compared(
@@ -409,10 +373,7 @@ def _read_compared(
                 module_site(path or ".", f"out{port}"),
                 shape if isinstance(shape, list) else None,
                 str(own_name.get("dtype")),
-                low=stats.get("min"),
-                high=stats.get("max"),
-                mean=stats.get("mean"),
-                std=stats.get("std"),
+                **_told_by(stats, "min", "max", "mean", std="std"),
             )
             if dumped is not None:
                 dumped = replace(dumped, apart=_told(item, _relative_of(item)))
@@ -444,10 +405,7 @@ def _compared_rows(
                 module_site(path, named, int(call_ or 1)),
                 shape,
                 row[f"{side} Dtype"],
-                low=row.get(f"{side} min"),
-                high=row.get(f"{side} max"),
-                mean=row.get(f"{side} mean"),
-                norm=row.get(f"{side} l2norm"),
+                **_told_by(row, *(f"{side} {name}" for name in ("min", "max", "mean", "l2norm"))),
                 checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
             )
             if dumped is not None:
@@ -492,20 +450,9 @@ def _told(row: Any, distance: float | None) -> Apart | None:
     return Apart(compared=digest_text(text), least=distance * (1 - _NORMS_OFF))
 
 
-def _layout(words: str, recognise: Callable[[DumpFolder], bool], read: Any) -> Layout:
-    return Layout(words=words, recognise=recognise, read=read)
-
-
-ATB = _layout("ATB's statistic.csv", _is_atb, _read_atb)
-TORCHTITAN = _layout("torchtitan's or DebugMode's log", _is_titan, _read_titan)
-TRANSFORMER_ENGINE = _layout("Transformer Engine's statistics", _is_engine, _read_engine)
-COMPARED_A = _layout(
-    "msprobe's or SGLang's comparison, its first side",
-    _is_compared,
-    partial(_read_compared, side="a"),
-)
-COMPARED_B = _layout(
-    "msprobe's or SGLang's comparison, its second side",
-    _is_compared,
-    partial(_read_compared, side="b"),
-)
+ATB = Layout("ATB's statistic.csv", _is_atb, _read_atb)
+TORCHTITAN = Layout("torchtitan's or DebugMode's log", _is_titan, _read_titan)
+TRANSFORMER_ENGINE = Layout("Transformer Engine's statistics", _is_engine, _read_engine)
+_COMPARISON = "msprobe's or SGLang's comparison, its"
+COMPARED_A = Layout(f"{_COMPARISON} first side", _is_compared, partial(_read_compared, side="a"))
+COMPARED_B = Layout(f"{_COMPARISON} second side", _is_compared, partial(_read_compared, side="b"))

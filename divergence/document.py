@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from divergence.words import markdown_code
@@ -171,6 +172,16 @@ class Table:
     def mark(self, number: int) -> str:
         """The first of a row's words, by which a page and a browser mark it."""
         return self.marks[number].partition(" ")[0] if number < len(self.marks) else ""
+
+
+def each_in(
+    items: Iterable[Any], *columns: tuple[Column | str, str | Callable[[Any], Any]]
+) -> dict[str, Any]:
+    """Columns and rows of a table with a row for each of ``items``: beside each column stands the
+    attribute whose value it has, or what makes the value of an item."""
+    gets = [attrgetter(get) if isinstance(get, str) else get for _, get in columns]
+    rows = [tuple(get(item) for get in gets) for item in items]
+    return {"columns": [column for column, _ in columns], "rows": rows}
 
 
 _MOST_ON_PAGE = 1000

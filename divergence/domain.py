@@ -168,6 +168,7 @@ HOOKS = {
     "to the answer, under its own name; None where that is nothing",
     "plan_sections": "--dry-run(data): the sections that show what ``plan`` added",
     "other_weights": "compare(a, b): the commands that tell how other weights are related",
+    "other_codes": "compare(), of runs with other codes: facts that say what tells their cost",
     "operators": "replay and repro: no function but a mapping of full names, which begin with the "
     "domain's own, to what has ``run`` and ``truth``, both plain functions",
     "selftest": "selftest: no function but a tuple of ``SelftestStep``",

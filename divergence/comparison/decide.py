@@ -36,7 +36,7 @@ from divergence.comparison.results import (
     Verdict,
     schemes_apart,
 )
-from divergence.domain import Claim, added
+from divergence.domain import Claim, added, hook_places, placed
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
 from divergence.run.reader import Run
@@ -455,6 +455,7 @@ def _codes_verdict(verdict: Verdict, codes: PreflightLine, differing: list[Fact]
     if verdict.kind == "within_floor":
         return replace(verdict, headline=[costs])
     unnamed = without_side(verdict.headline)
+    told_by = [item for place in hook_places("other_codes").values() for item in placed(place)()]
     return _unsure(
         verdict,
         check("same_experiment", False, fact("other_codes")),
@@ -462,7 +463,7 @@ def _codes_verdict(verdict: Verdict, codes: PreflightLine, differing: list[Fact]
         side=None,
         commands=[],
         evidence=[
-            fact("codes_cost_where"),
+            fact("codes_cost_where", told_by=told_by),
             fact("codes_hide_faults", what=unnamed),
             *verdict.evidence,
         ],

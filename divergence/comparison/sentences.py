@@ -37,8 +37,8 @@ SENTENCES: Mapping[str, str] = {
         "[[ ({others:list})]]{within:yes=; here no more than rounding|no=}"
     ),
     "codes_cost_where": (
-        "divergence quantize RUN --each tells which matrices pay it; whether a machine is wrong, "
-        "two runs with the same codes tell (capture --like)"
+        "[[{told_by:list ; }; ]]whether a machine is wrong, two runs with the same codes tell "
+        "(capture --like)"
     ),
     "codes_hide_faults": "a fault would not be told from it: {what}",
     "one_run": "both are run {run}: one of them, or both, is a copy",

@@ -167,7 +167,7 @@ def bundle_files(
 _CONTENTS = {
     "report.md": "what differs, where and why; both machines; what localize found",
     "report.html": "the same as a page, with every table",
-    "report.json": "the same for programs (`divergence view report.json` shows it)",
+    "report.json": "the same for programs: Report.load of Python reads it",
     "error.svg": "the error from block to block",
     "localize.json": "from the block to the operator, for programs",
     "manifest-A.json": "of run A: model, settings, tokens, code by digests, environment",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background
-from divergence.document import Block, Column, Section, Sentence, Table
+from divergence.document import Block, Column, Section, Sentence, Table, each_in
 from divergence.domains.collectives.result import (
     BandwidthRow,
     CollectiveFault,
+    CollectiveRow,
     CollectivesResult,
     CollectivesSide,
+    OrderRow,
 )
 from divergence.layout import count, decimal, limit_share, rank_names, share, size
 from divergence.words import grouped, letter
@@ -36,13 +38,14 @@ def sections(
     if result.differing:
         table = Table(
             caption="Different bits",
-            columns=("case", "ranks", Column("rel L2", decimal)),
             num_left=2,
             most=_MOST_FAULTS,
-            rows=[
-                (diff.site.partition("/")[0], rank_names(diff.ranks), diff.rel_l2)
-                for diff in result.differing
-            ],
+            **each_in(
+                result.differing,
+                ("case", lambda diff: diff.site.partition("/")[0]),
+                (Column("ranks", rank_names), "ranks"),
+                (Column("rel L2", decimal), "rel_l2"),
+            ),
         )
         what = f"{len(result.differing):,} of {result.num_common:,} cases"
         made.append(Section(id="bits", title="different bits", detail=what, body=[table]))
@@ -54,27 +57,15 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
         Table(
             caption=f"Collectives{whose}",
             num_left=2,
-            columns=(
-                "collective",
-                "by",
-                "cases",
-                "right",
-                "repeated",
-                Column("error", limit_share),
+            **each_in(
+                side.rows,
+                ("collective", "collective"),
+                ("by", "implementation"),
+                ("cases", "num_cases"),
+                ("right", _right),
+                ("repeated", "num_repeated"),
+                (Column("error", limit_share), "limit_usage"),
             ),
-            rows=[
-                (
-                    row.collective,
-                    row.implementation,
-                    row.num_cases,
-                    f"{row.num_right} ({row.num_flushed} flushed)"
-                    if row.num_flushed
-                    else row.num_right,
-                    row.num_repeated,
-                    row.limit_usage,
-                )
-                for row in side.rows
-            ],
             marks=["" if row.num_right == row.num_cases else "wrong" for row in side.rows],
         ),
         Sentence(
@@ -114,23 +105,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 order.elements if whole else 0,
             ),
         )
-        rows: list[tuple[object, ...]] = []
-        for group in groups.values():
-            order = group[0]
-            sums = order.accumulates or ("-" if order.measured is None else "not told")
-            sizes = sorted({each.elements for each in group})
-            rows.append(
-                (
-                    order.collective,
-                    order.dtype,
-                    " to ".join(f"{number:,}" for number in dict.fromkeys((sizes[0], sizes[-1]))),
-                    order.order,
-                    order.first,
-                    sums,
-                    order.expected,
-                    order.measured,
-                )
-            )
         more.append(
             Table(
                 caption=f"Order of addition{whose}",
@@ -138,21 +112,20 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 num_left=6,
                 detail="found from outside, and replayed bit by bit",
                 folded="Order of addition",
-                columns=(
-                    "collective",
-                    "dtype",
-                    "elements",
-                    "order",
-                    "ranks added",
-                    "sums in",
-                    Column("expected", decimal),
-                    Column("error", decimal),
+                **each_in(
+                    groups.values(),
+                    ("collective", lambda group: group[0].collective),
+                    ("dtype", lambda group: group[0].dtype),
+                    ("elements", _elements),
+                    ("order", lambda group: group[0].order),
+                    ("ranks added", lambda group: group[0].first),
+                    ("sums in", lambda group: _sums_in(group[0])),
+                    (Column("expected", decimal), lambda group: group[0].expected),
+                    (Column("error", decimal), lambda group: group[0].measured),
                 ),
-                rows=rows,
             )
         )
     if side.bandwidth:
-        linked = any(row.link_rate for row in side.bandwidth)
         rates: Iterable[BandwidthRow] = side.bandwidth
         if not whole:  # the largest size alone
             rates = {row.collective: row for row in side.bandwidth}.values()
@@ -162,32 +135,20 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 title=f"bandwidth{whose}",
                 folded="Bandwidth",
                 detail="median of calls, slowest rank",
-                columns=(
-                    "collective",
-                    Column("bytes", size),
-                    Column("time", _time),
-                    Column("algbw", _rate),
-                    Column("busbw", _rate),
-                    *((Column("link", _rate), Column("of it", share)) if linked else ()),
-                ),
-                rows=[
+                sparse=True,
+                **each_in(
+                    rates,
+                    ("collective", "collective"),
+                    (Column("bytes", size), "bytes"),
+                    (Column("time", _time), "seconds"),
+                    (Column("algbw", _rate), "algbw"),
+                    (Column("busbw", _rate), "busbw"),
+                    (Column("link", _rate), lambda row: row.link_rate or None),
                     (
-                        row.collective,
-                        row.bytes,
-                        row.seconds,
-                        row.algbw,
-                        row.busbw,
-                        *(
-                            (
-                                row.link_rate or None,
-                                row.busbw / row.link_rate if row.link_rate else None,
-                            )
-                            if linked
-                            else ()
-                        ),
-                    )
-                    for row in rates
-                ],
+                        Column("of it", share),
+                        lambda row: row.busbw / row.link_rate if row.link_rate else None,
+                    ),
+                ),
             )
         )
     cases = count(sum(row.num_cases for row in side.rows), "case")
@@ -229,6 +190,20 @@ def _fault_rows(faults: Iterable[CollectiveFault], *, apart: bool) -> list[tuple
         wrong = f"{fault.num_wrong:,}/{fault.elements:,}"
         rows.append((rank_names(fault.ranks), case, fault.check, wrong, fault.text))
     return rows
+
+
+def _right(row: CollectiveRow) -> int | str:
+    flushed = f"{row.num_right} ({row.num_flushed} flushed)"
+    return flushed if row.num_flushed else row.num_right
+
+
+def _elements(group: Sequence[OrderRow]) -> str:
+    sizes = sorted({order.elements for order in group})
+    return " to ".join(f"{number:,}" for number in dict.fromkeys((sizes[0], sizes[-1])))
+
+
+def _sums_in(order: OrderRow) -> str:
+    return order.accumulates or ("-" if order.measured is None else "not told")
 
 
 def _rate(value: float) -> str:

@@ -832,7 +832,9 @@ def _next(name: RungName, pair: CheckedPair) -> str:
         return pair.verdict.commands[0].alone
     # is there a difference that capturing the candidate like the reference takes away?
     if name in ("tokens", "weights") or (name == "code" and any(map(pair.differs, _SETTINGS))):
-        return advise(pair.a, pair.b).alike().text
+        alike = advise(pair.a, pair.b).made_alike(other_model=False)
+        if again := [item.text for item in alike if "like" in item.options]:
+            return again[0]
     if pair.verdict is not None and pair.verdict.commands:
         return pair.verdict.commands[0].alone
     return command_line("compare", pair.a.path, pair.b.path, verbose=True)

@@ -493,8 +493,8 @@ def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     if following is None or following.num_tokens < 2:
         return None
     figures = {**asdict(following), "reference": following.base, "candidate": following.other}
-    told = LogprobPerplexity.__struct_fields__
-    return LogprobPerplexity(**{name: figures[name] for name in told})
+    names = LogprobPerplexity.__struct_fields__
+    return LogprobPerplexity(**{name: figures[name] for name in names})
 
 
 def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:

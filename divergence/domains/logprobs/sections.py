@@ -6,7 +6,7 @@ import math
 
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background
-from divergence.document import Block, Column, Section, Sentence, Table
+from divergence.document import Block, Column, Section, Sentence, Table, each_in
 from divergence.domains.logprobs.result import LogprobsResult
 from divergence.layout import count, decimal
 
@@ -88,30 +88,19 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     checks = {check.name: check for check in result.checks}
     if result.rollout:  # what trainers watch, then the rest of those numbers
         values = sorted(result.rollout.items(), key=lambda item: item[0] not in checks)
-        watched = [(name, value, checks.get(name)) for name, value in values]
+        titles = (Column(title, left=True) for title in ("of", "normal", ""))
+        rows_watched = [
+            (name, value, check.framework, check.normal, check.state)
+            if (check := checks.get(name)) is not None
+            else (name, value, "", "", "")
+            for name, value in values
+        ]
         body.append(
             Table(
                 caption="What trainers watch",
-                columns=(
-                    "trainer-rollout",
-                    Column("value", "{:.4g}".format),
-                    Column("of", left=True),
-                    Column("normal", left=True),
-                    Column("", left=True),
-                ),
-                rows=[
-                    (
-                        name,
-                        value,
-                        *(
-                            ("",) * 3
-                            if check is None
-                            else (check.framework, check.normal, check.state)
-                        ),
-                    )
-                    for name, value, check in watched
-                ],
-                marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
+                columns=("trainer-rollout", Column("value", "{:.4g}".format), *titles),
+                rows=rows_watched,
+                marks=[_MARKS.get(state, "") for *_, state in rows_watched],
             )
         )
     more: list[Block] = []
@@ -123,29 +112,17 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
                 detail="the ones that differ most first",
                 folded=f"All {len(result.sequences):,} prompts",
                 most=5,
-                columns=(
-                    "prompt",
-                    Column("tokens", "{:,}".format),
-                    Column("mean |Δ|", decimal),
-                    Column("mean Δ", decimal),
-                    Column("max |Δ|", decimal),
-                    "at",
-                    Column("log ratio", "{:.4g}".format),
-                    Column("exp|Δ|", "{:.4f}".format),
+                **each_in(
+                    result.sequences,
+                    ("prompt", "sample"),
+                    (Column("tokens", "{:,}".format), "num_tokens"),
+                    (Column("mean |Δ|", decimal), "mean_abs"),
+                    (Column("mean Δ", decimal), "mean"),
+                    (Column("max |Δ|", decimal), "max_abs"),
+                    ("at", "worst_position"),
+                    (Column("log ratio", "{:.4g}".format), "log_ratio"),
+                    (Column("exp|Δ|", "{:.4f}".format), "mult_prob_error"),
                 ),
-                rows=[
-                    (
-                        prompt.sample,
-                        prompt.num_tokens,
-                        prompt.mean_abs,
-                        prompt.mean,
-                        prompt.max_abs,
-                        prompt.worst_position,
-                        prompt.log_ratio,
-                        prompt.mult_prob_error,
-                    )
-                    for prompt in result.sequences
-                ],
             )
         )
     if result.delta is not None and result.delta.by_position:

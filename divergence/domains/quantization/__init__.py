@@ -19,6 +19,7 @@ DOMAIN = Domain(
     analyses={"codes": AnalysisPackage("divergence.domains.quantization.codes", after="blocks")},
     claims={"codes_wrong": Claim(40)},  # seen in equal inputs, as an error that is made at a site
     hooks={
+        "other_codes": "divergence.domains.quantization.show:told_by",
         "watch": "divergence.domains.quantization.watching:watched",
         "identity": "divergence.domains.quantization.checkpoint:identity",
     },

@@ -21,6 +21,7 @@ SENTENCES = {
         "multiplies with them past their modules, where nothing is quantised"
     ),
     "numbers_of": "all numbers are those of {model}, of which {difference}",
+    "matrices_pay": "divergence quantize RUN --each tells which matrices pay it",
     "by_block": "block by block",
     "elsewhere": "on another machine: does it compute the quantised model right?",
     "which_matrices": "which matrices",

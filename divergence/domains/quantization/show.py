@@ -11,8 +11,14 @@ from divergence.domains.quantization.result import (
     Quantization,
     QuantizationPolicy,
 )
+from divergence.facts import Fact, fact
 from divergence.layout import count
 from divergence.words import list_names
+
+
+def told_by() -> list[Fact]:
+    """What tells the cost of codes that are on one side alone."""
+    return [fact("quantization.matrices_pay")]
 
 
 def quantization_document(result: Quantization) -> Document:

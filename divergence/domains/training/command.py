@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from divergence.cli.answers import exit_with, show_document
-from divergence.document import Document, Headline, Section, Table, named
+from divergence.document import Column, Document, Headline, Section, Table, each_in, named
 from divergence.domains.training.result import CurveDiff, LossReport
 from divergence.layout import relative
 from divergence.options.commands import Output
@@ -63,19 +63,20 @@ def losses_document(report: LossReport) -> Document:
             f"{high:.0%} misaligned",
         ),
     ]
-    titles = (
-        "metric",
-        "steps",
-        "mean error",
-        "signed",
-        "at the end",
-        "largest",
-        "at step",
-        "noise",
-        "leaves noise",
-        "first beyond",
+    figures = each_in(
+        report.metrics,
+        ("metric", "metric"),
+        (Column("steps", "{:,}".format), "num_steps"),
+        (Column("mean error", relative), "mean_error"),
+        (Column("signed", _signed), "mean_diff"),
+        (Column("at the end", _signed), "end_diff"),
+        (Column("largest", relative), "max_error"),
+        ("at step", "max_step"),
+        (Column("noise", relative), "noise"),
+        ("leaves noise", _leaves_noise),
+        (Column("first beyond", "step {}".format), "jump_at"),
     )
-    table = Table(columns=titles, rows=list(map(_row, report.metrics)))
+    table = Table(**figures)
     return Document(
         headline=Headline(_HEADLINES[report.verdict.kind], report.verdict.summary, style),
         known=[named(*fact) for fact in about],
@@ -85,22 +86,10 @@ def losses_document(report: LossReport) -> Document:
     )
 
 
-def _row(curve: CurveDiff) -> tuple[str, ...]:
-    return (
-        curve.metric,
-        f"{curve.num_steps:,}",
-        _share(curve.mean_error),
-        _share(curve.mean_diff, sign=True),
-        _share(curve.end_diff, sign=True),
-        _share(curve.max_error),
-        "-" if curve.max_step is None else str(curve.max_step),
-        _share(curve.noise),
-        {"parts": f"near step {curve.trend.parts_at}", "within_noise": "no"}.get(
-            curve.trend.state, "not told"
-        ),
-        "-" if curve.jump_at is None else f"step {curve.jump_at}",
-    )
+def _leaves_noise(curve: CurveDiff) -> str:
+    parts = f"near step {curve.trend.parts_at}"
+    return {"parts": parts, "within_noise": "no"}.get(curve.trend.state, "not told")
 
 
-def _share(value: float | None, *, sign: bool = False) -> str:
-    return "-" if value is None else relative(value, "+" if sign else "")
+def _signed(value: float) -> str:
+    return relative(value, "+")

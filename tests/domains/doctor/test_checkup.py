@@ -188,6 +188,19 @@ def test_the_command_for_another_dtype_takes_the_references(checkups):
     assert "--dtype" not in checkups("dtype").failed[0].next
 
 
+def test_what_cannot_be_repeated_is_not_to_be(pairs):
+    """Of imported runs the prompts' tokens are not told: nothing can be captured like them."""
+
+    def change(manifest):
+        for sample in manifest["tokens"]["samples"]:
+            sample["prompt_ids"] = []
+
+    both = pairs("config")
+    runs = [pairs.altered(f"untold-{number}", run, change) for number, run in enumerate(both)]
+    commands = [rung.next for rung in divergence.doctor(*runs).ladder if rung.next]
+    assert commands and not any("--like" in text for text in commands)
+
+
 def test_a_truth_names_the_side(pairs, tmp_path):
     """As compare does."""
     a, b = pairs("prefill")

@@ -63,8 +63,8 @@ def test_one_line_an_operator(reports):
     lines = text(reports, [make_operator(wrong, candidate_implementation="flash_attn")])
     assert lines[0].startswith("operators  1 operator, 1 result, against the truth")
     assert lines[2].split() == [
+        "!",
         "silu",
-        "(flash_attn)",
         "B",
         "3/4",
         "1.0e+09x",
@@ -73,6 +73,7 @@ def test_one_line_an_operator(reports):
         "2/3.0e+06",
         "float32.odd.normal",
     ]
+    assert lines[3].split() == ["ran", "by", "torch", "/", "flash_attn"]
 
 
 def test_codes_and_indices_are_shares(reports):

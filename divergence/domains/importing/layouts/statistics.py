@@ -226,8 +226,9 @@ def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator
             path = ".".join([*row["Op Name"].split("/"), *row["Op Id"].split("_")])
             side = "in" if row["Input/Output"].lower().startswith("in") else "out"
             port = side if row["Index"] == "0" else f"{side}.{row['Index']}"
-            shape, told = _sizes(row.get("Shape", "")), _told_by(row, "Min", "Max", "Mean", "Norm")
-            kept = kept_of(module_site(path, port), shape, row["Dtype"], rank=rank, **told)
+            shape = _sizes(row.get("Shape", ""))
+            figures = _told_by(row, "Min", "Max", "Mean", "Norm")
+            kept = kept_of(module_site(path, port), shape, row["Dtype"], rank=rank, **figures)
             yield int(row["Execution Count"]), where, kept
 
     yield from _forwards(folder, rows(), notes)
@@ -277,8 +278,8 @@ def _read_titan(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterat
                     continue
                 site, rank = module_site(title.replace("/", "."), "out"), int(match["rank"] or 0)
                 shape, dtype = _sizes(fields.get("Shape", "")), fields.get("Dtype", "")
-                told = _told_by(fields, "Min", "Max", "Mean", "L2 norm")
-                yield 0, where, kept_of(site, shape, dtype, rank=rank, **told)
+                figures = _told_by(fields, "Min", "Max", "Mean", "L2 norm")
+                yield 0, where, kept_of(site, shape, dtype, rank=rank, **figures)
 
     yield from _forwards(folder, rows(), notes)
 
@@ -318,8 +319,8 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
                     place = (int(match["number"]), rank, match["name"], _PORTS[match["what"]])
                     numbers.setdefault(place, {})[key] = match["value"]
         for (iteration, rank, path, port), values in numbers.items():
-            told: dict[str, Any] = values  # by the names of kept_of's parameters
-            kept = kept_of(module_site(path, port), None, "bfloat16", rank=rank, **told)
+            figures: dict[str, Any] = values  # by the names of kept_of's parameters
+            kept = kept_of(module_site(path, port), None, "bfloat16", rank=rank, **figures)
             yield iteration, folder.where(files[rank]), kept
 
     yield from _forwards(folder, rows(), notes)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 from divergence.cli.answers import exit_with, progress_bars, show, show_document, write_text
 from divergence.cli.compare import HTML
 from divergence.errors import UsageError
 from divergence.options.commands import DEVICE, OUTPUT, TRUST, Output
-from divergence.options.option import option
+from divergence.options.option import Options, option
 from divergence.output import check_output
 
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"
@@ -27,61 +29,66 @@ FORMATS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoresOptions(Options):
+    band: str | None = option(
+        "--band BAND",
+        "Fail unless equal: 3% of A's score, 1.5pp, or 0.015. Told without failing: 3% and 5%.",
+    )
+    policy: str | None = option(
+        "--policy FILE",
+        "Fail by the table scores of a policy file, or of one by name. With --band: ci.",
+    )
+    format: str = option(
+        "--format NAME", "What wrote it; auto looks.", _READ, choices=FORMATS, default="auto"
+    )
+    tasks: Sequence[str] = option(
+        "--task NAME", "Tasks to compare, or globs; repeatable.", _READ, default=()
+    )
+    metrics: Sequence[str] = option(
+        "--metric NAME", "Metrics to compare, or globs; repeatable.", _READ, default=()
+    )
+    filters: Sequence[str] = option(
+        "--filter NAME", "Filters of lm-eval, or globs; repeatable.", _READ, default=()
+    )
+    cluster: str | None = option(
+        "--cluster FIELD", "Documents that share this field depend on each other.", _READ
+    )
+    force: bool = option(
+        "--force",
+        "Pair although prompts or settings differ; replace an existing run.",
+        default=False,
+    )
+    runs: tuple[str, str] | None = option(
+        "--runs RUN_A RUN_B",
+        "Runs of flipped prompts, as by --capture and then --like: why these flipped.",
+    )
+    capture: str | None = option(
+        "--capture MODEL", "Record the flipped prompts here, with this model.", _CAPTURE
+    )
+    out: str | None = option("--out -o RUN", "The run to write.", _CAPTURE)
+    num_prompts: int = option(
+        "--num-prompts N", "At most so many prompts. Default: 8.", _CAPTURE, minimum=1, default=8
+    )
+    max_new_tokens: int | None = option(
+        "--max-new-tokens N",
+        "Tokens to generate. Default: 1 of multiple choice, else as capture does.",
+        _CAPTURE,
+    )
+    dtype: str | None = option(
+        "--dtype DTYPE", "As in capture. Default: that of the checkpoint.", _CAPTURE
+    )
+    device: str = DEVICE
+    trust_remote_code: bool = TRUST
+
+
 def scores(
     *,
     reference: str = option("A", "The reference's results: a folder or a file.", default=...),
     candidates: list[str] = option(
         "B", "The candidate's. With several, each is held against A.", default=...
     ),
-    band: str | None = option(
-        "--band BAND",
-        "Fail unless equal: 3% of A's score, 1.5pp, or 0.015. Told without failing: 3% and 5%.",
-    ),
-    policy: str | None = option(
-        "--policy FILE",
-        "Fail by the table scores of a policy file, or of one by name. With --band: ci.",
-    ),
-    format: str = option(
-        "--format NAME", "What wrote it; auto looks.", _READ, choices=FORMATS, default="auto"
-    ),
-    tasks: Sequence[str] = option(
-        "--task NAME", "Tasks to compare, or globs; repeatable.", _READ, default=()
-    ),
-    metrics: Sequence[str] = option(
-        "--metric NAME", "Metrics to compare, or globs; repeatable.", _READ, default=()
-    ),
-    filters: Sequence[str] = option(
-        "--filter NAME", "Filters of lm-eval, or globs; repeatable.", _READ, default=()
-    ),
-    cluster: str | None = option(
-        "--cluster FIELD", "Documents that share this field depend on each other.", _READ
-    ),
-    force: bool = option(
-        "--force",
-        "Pair although prompts or settings differ; replace an existing run.",
-        default=False,
-    ),
-    runs: tuple[str, str] | None = option(
-        "--runs RUN_A RUN_B",
-        "Runs of flipped prompts, as by --capture and then --like: why these flipped.",
-    ),
-    capture: str | None = option(
-        "--capture MODEL", "Record the flipped prompts here, with this model.", _CAPTURE
-    ),
-    out: str | None = option("--out -o RUN", "The run to write.", _CAPTURE),
-    num_prompts: int = option(
-        "--num-prompts N", "At most so many prompts.", _CAPTURE, minimum=1, default=8
-    ),
-    max_new_tokens: int | None = option(
-        "--max-new-tokens N",
-        "Tokens to generate. Default: 1 of multiple choice, else as capture does.",
-        _CAPTURE,
-    ),
-    dtype: str | None = option(
-        "--dtype DTYPE", "As in capture. Default: that of the checkpoint.", _CAPTURE
-    ),
-    device: str = DEVICE,
-    trust_remote_code: bool = TRUST,
+    options: Annotated[dict[str, Any], ScoresOptions],
     html: Path | None = HTML,
     csv: Path | None = option("--csv FILE", "Also write one row a score; - is stdout.", OUTPUT),
     markdown: bool = option(
@@ -117,30 +124,8 @@ def scores(
     from divergence.layout import BLANK, print_lines
     from divergence.report.text import document_markdown
 
-    first, *others = candidates
     with progress_bars(quiet=output.silent or markdown) as progress:
-        report = scores(
-            reference,
-            first,
-            *others,
-            format=format,
-            band=band,
-            policy=policy,
-            tasks=tasks,
-            metrics=metrics,
-            filters=filters,
-            cluster=cluster,
-            force=force,
-            runs=runs or (),
-            capture=capture,
-            out=out,
-            num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-        )
+        report = scores(reference, *candidates, progress=progress, **options)
     if html is not None:
         report.to_html(html)
     if csv is not None:

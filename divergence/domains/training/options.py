@@ -11,7 +11,8 @@ from divergence.options.option import Option, Options, option
 
 TRAINING = "Training"
 """The panel of ``capture --help``."""
-_step = partial(option, panel=TRAINING, recorded="training", late=2)
+_late = partial(option, panel=TRAINING, late=2)
+_step = partial(_late, recorded="training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +88,11 @@ class TrainOptions(Options):
         "Take these dtypes from a DeepSpeed configuration, Megatron-LM's arguments or log "
         "(files), or FSDP's policy as text: MixedPrecisionPolicy(param_dtype=bfloat16, ...).",
     )
-    zero: int | None = option(
+    zero: int | None = _late(
         "--zero STAGE",
         "With --mesh: what ranks divide, as the stages of ZeRO do. dp: 0 nothing, 1 the "
         "optimizer's state; fsdp: 2 gradients too, 3 parameters too. Default: 3 of a mesh with "
         "fsdp, else 0.",
-        TRAINING,
-        late=2,
         minimum=0,
     )
     labels: Path | str | Sequence[object] | None = option(
@@ -110,18 +109,14 @@ class TrainOptions(Options):
 class PlanOptions(Options):
     """What ``--dry-run --train`` alone is told: how a step would be kept and fed."""
 
-    micro_batch_size: int | None = option(
+    micro_batch_size: int | None = _late(
         "--micro-batch-size N",
         "With --dry-run: sequences of one forward on a rank. Default: as the prompts.",
-        TRAINING,
-        late=2,
         minimum=1,
     )
-    sequence_length: int | None = option(
+    sequence_length: int | None = _late(
         "--sequence-length N",
         "With --dry-run: tokens of each sequence. Default: as the prompts.",
-        TRAINING,
-        late=2,
         minimum=2,
     )
 

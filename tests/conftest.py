@@ -154,6 +154,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def drawn_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``drawn_model("Mistral", change, sliding_window=4)`` → the folder of a model of transformers
+    with random weights, whose blocks do much; ``change(model)`` is done before it is stored."""
+    built: dict[tuple[Any, ...], Path] = {}
+
+    def build(family: str = "Llama", change: Any = None, seed: int = 0, **sizes: Any) -> Path:
+        import torch
+        import transformers
+
+        hidden = sizes.setdefault("hidden_size", 128)
+        usual = {"vocab_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+        usual |= {"num_key_value_heads": 2, "intermediate_size": 2 * hidden}
+        sizes = usual | {"initializer_range": 0.08} | sizes
+        if (key := (family, change, seed, str(sizes))) not in built:
+            torch.manual_seed(seed)
+            config = getattr(transformers, f"{family}Config")(**sizes)
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+            if change is not None:
+                with torch.no_grad():
+                    change(model)
+            built[key] = tmp_path_factory.mktemp("drawn-") / "model"
+            model.save_pretrained(built[key])
+        return built[key]
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def llama(tiny_model: Callable[..., Path]) -> Path:
     """The folder of the model that most tests use."""
     return tiny_model("llama")
@@ -163,21 +191,24 @@ def llama(tiny_model: Callable[..., Path]) -> Path:
 def shared_run(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
-    """``shared_run("llama", model={"num_blocks": 4}, dtype="float32")``: a run of a tiny model, of
-    ``capture``'s options; ``shared_run(like=run)`` repeats one. Equal arguments give the same run
-    to all tests: nobody writes into it."""
+    """``shared_run("llama", model={"num_blocks": 4}, dtype="float32")``: a run of a tiny model, or
+    of one in a folder, of ``capture``'s options; ``shared_run(like=run)`` repeats one. Equal
+    arguments give the same run to all tests: nobody writes into it."""
     from divergence import Run, capture
     from divergence.recording import passes
 
     made: dict[str, Path] = {}
 
     def make(
-        architecture: str = "llama", *, like: Any = None, model: Any = None, **options: Any
+        architecture: str | Path = "llama", *, like: Any = None, model: Any = None, **options: Any
     ) -> Run:
         source = (architecture, sorted((model or {}).items())) if like is None else like.path
         key = repr((source, sorted(options.items()), passes.DEFAULT_TRUTH))
         if key not in made:
-            folder = None if like is not None else str(tiny_model(architecture, **(model or {})))
+            folder = architecture if isinstance(architecture, Path) else None
+            if like is None and folder is None:
+                folder = tiny_model(architecture, **(model or {}))
+            folder = folder and str(folder)
             out = tmp_path_factory.mktemp("shared") / "run"
             made[key] = capture(folder, like=like, out=out, **options).path
         return Run.open(made[key])
@@ -198,6 +229,20 @@ def shared_truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]
         return Run.open(made[key])
 
     return make
+
+
+@pytest.fixture
+def answer(tmp_path: Path) -> Callable[..., Any]:
+    """``answer(run, prepare, truth=truth, **options)``: what `compare` says of a run and of one
+    like it, of a model that ``prepare`` changed; the machine is probed as it was for the run."""
+    from divergence import capture, compare
+
+    def call(run: Any, prepare: Any = None, truth: Any = None, **options: Any) -> Any:
+        out = Path(tempfile.mkdtemp(dir=tmp_path)) / "b"
+        options = {"probe": bool(run.manifest.arithmetic)} | options
+        return compare(run, capture(like=run, out=out, prepare=prepare, **options), truth=truth)
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -19,21 +19,20 @@ def first(shared_run):
     "plant",
     ["lm_head:out=scale:1.5", "model.embed_tokens:out=scale:1.5", "model.norm:out=scale:1.5"],
 )
-def test_what_lies_outside_blocks_is_localized(first, tmp_path, plant):
+def test_what_lies_outside_blocks_is_localized(first, plant, answer):
     """A tensor alone tells nothing; `localize` leads to the operator."""
-    b = capture(like=first, out=tmp_path / "b", plants=[plant], probe=False)
-    verdict = compare(first, b).verdict
+    verdict = answer(first, plants=[plant]).verdict
     assert verdict.kind == "localized"
     assert verdict.next[0].startswith("divergence localize ")
 
 
-def test_nan_is_localized(first, tmp_path):
+def test_nan_is_localized(first, answer):
     """As any other error is."""
 
     def spoil(model):
         model.model.layers[1].mlp.register_forward_hook(lambda *args: args[2] * float("nan"))
 
-    verdict = compare(first, capture(like=first, out=tmp_path / "b", prepare=spoil)).verdict
+    verdict = answer(first, spoil).verdict
     assert verdict.kind == "nonfinite"
     assert verdict.next[0].startswith("divergence localize ")
 
@@ -55,7 +54,7 @@ def test_a_pair_made_of_tensors_is_not_captured_again(tmp_path, llama, invoke):
 
 
 @pytest.mark.parametrize("faulty", ["reference", "candidate"])
-def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
+def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty, answer):
     """It has A's code: where that was replaced, it cannot tell which code is meant."""
 
     def change(model):
@@ -72,8 +71,7 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
         probe=False,
         prepare=prepare[0],
     )
-    b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare[1])
-    offered = [c for c in compare(a, b).verdict.next if c.startswith("divergence truth ")]
+    offered = [c for c in answer(a, prepare[1]).verdict.next if c.startswith("divergence truth ")]
     assert any("-deep" not in command for command in offered) == (faulty == "candidate")
 
 

@@ -39,12 +39,16 @@ def follow(report, capsys):
     return out
 
 
-def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys):
+def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys, answer):
     """The block's inside gets an escalated pass and a truth too, or all would pass there."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
     plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.004"]
-    b = capture(like=a, out=tmp_path / "b", recording=RecordOptions(escalate=True), plants=plants)
-    report = compare(a, b, truth=make_truth(a, out=tmp_path / "truth"))
+    report = answer(
+        a,
+        truth=make_truth(a, out=tmp_path / "truth"),
+        recording=RecordOptions(escalate=True),
+        plants=plants,
+    )
     assert report.verdict.onset.pass_ == "escalated"
     said = follow(report, capsys)
     assert said.startswith(f"DIVERGED: the error is made at {BLOCK}.mlp.down_proj:out")
@@ -55,23 +59,23 @@ def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys
     [{"steps": "decode"}, {"sites": ["lm_head:out"]}, {"sites": [f"{BLOCK}.*"]}],
     ids=["decode", "head", "one block"],
 )
-def test_a_run_that_anchors_nothing_is_captured_again_first(llama, tmp_path, capsys, options):
+def test_a_run_that_anchors_nothing_is_captured_again_first(
+    llama, tmp_path, capsys, options, answer
+):
     """Another candidate like it would be no more anchored than the first."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2, **options)
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
-    report = compare(a, b)
+    report = answer(a, attn_implementation="sdpa")
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
     assert len(report.verdict.next) == 3
     assert "only rounding differs" in follow(report, capsys)
 
 
-def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path):
+def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path, answer):
     """No run can be repeated with more tokens than it kept."""
     a = capture(
         llama, out=tmp_path / "a", max_new_tokens=1, recording=RecordOptions(positions="last:2")
     )
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
-    first = compare(a, b).verdict.next[0]
+    first = answer(a, attn_implementation="sdpa").verdict.next[0]
     assert first.startswith(f"divergence capture {llama} -o {a.path}-blocks --prompts FILE")
 
 
@@ -84,10 +88,10 @@ def test_a_run_that_can_anchor_is_left_as_it_is(llama, tmp_path):
     assert len(compare(a, b).verdict.next) == 2
 
 
-def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path):
+def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path, answer):
     """A float32 run has none, and other weights are far beyond float32's floor."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", dtype="float32")).verdict
+    verdict = answer(a, dtype="float32").verdict
     assert verdict.kind == "within_floor"
     assert not any("--escalate" in command for command in verdict.next)
     assert not any("see next" in fact.text for fact in verdict.evidence)

@@ -508,10 +508,8 @@ def test_the_worst_token_of_a_padded_batch_is_found_by_sample_and_position(tiny_
     ],
     ids=["no cache", "chunks"],
 )
-def test_prompts_fed_in_another_way_are_a_setting_that_differs(how, told, tiny_model, tmp_path):
+def test_prompts_fed_in_another_way_are_a_setting_that_differs(how, told, answer, shared_run):
     """Without a cache, or in chunks, other kernels run: the settings are not all the same."""
-    folder = tiny_model("llama", dtype="float32")
-    a = capture(folder, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=2, probe=False)
-    b = capture(like=a, out=tmp_path / "b", probe=False, **how)
-    shape = next(line for line in compare(a, b).preflight if line.check == "batch shape")
+    a = shared_run(model={"dtype": "float32"}, prompts=["Snow fell"], max_new_tokens=2, probe=False)
+    shape = next(line for line in answer(a, **how).preflight if line.check == "batch shape")
     assert (shape.status, shape.candidate) == ("differs", told)

@@ -238,14 +238,13 @@ def cached_twice(first_step):
 
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_cache_that_goes_wrong_is_told_of_all_blocks_from_its_step_on(
-    judged, decoded, tmp_path, monkeypatch
+    judged, decoded, monkeypatch, answer
 ):
     """Each step shows it in some blocks more than in others. A truth does not withdraw what two
     runs alone tell: siblings that have the same fault are no excuse."""
     a, true_run = decoded
     monkeypatch.setattr(cache_utils.DynamicLayer, "update", cached_twice(5))
-    b = capture(like=a, out=tmp_path / "b")
-    verdict = compare(a, b, truth=true_run if judged else None).verdict
+    verdict = answer(a, truth=true_run if judged else None).verdict
     assert verdict.kind == "systematic"
     assert verdict.summary.startswith("every LlamaDecoderLayer differs")
     assert "from decode step 5 on: what is" in verdict.summary
@@ -253,12 +252,11 @@ def test_a_cache_that_goes_wrong_is_told_of_all_blocks_from_its_step_on(
 
 
 @pytest.mark.parametrize("size", [1.15, 2.0])
-def test_every_block_wrong_in_one_step_of_one_prompt_is_found_by_a_truth(size, decoded, tmp_path):
+def test_every_block_wrong_in_one_step_of_one_prompt_is_found_by_a_truth(size, decoded, answer):
     """One row of each block: together they are as many as a prompt's."""
     a, true_run = decoded
     plants = [f"model.layers.{n}.mlp:out=scale:{size}@sample=2,step=7" for n in range(3)]
-    b = capture(like=a, out=tmp_path / "b", plants=plants, attn_implementation="eager")
-    verdict = compare(a, b, truth=true_run).verdict
+    verdict = answer(a, truth=true_run, plants=plants, attn_implementation="eager").verdict
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")
     assert (verdict.onset.sample, verdict.onset.step) == (2, 7)
     assert "in prompt 2 alone (of 3) and decode step 7 alone (of 9)" in verdict.summary

@@ -100,7 +100,7 @@ def test_it_names_the_side(captured, tmp_path, dtype, on_a, on_b, kind, side, bl
 
 
 @pytest.mark.parametrize("options", [{"truth": "full"}, {"store": "sketch"}, {"truth": "floor"}])
-def test_check_names_the_side(captured, bless, tmp_path, options):
+def test_check_names_the_side(captured, bless, tmp_path, options, answer):
     """A golden carries its floor, whatever else it keeps, and `check` says which side is wrong."""
     golden = tmp_path / "golden.zip"
     bless(golden, captured("bfloat16", **options).path)
@@ -111,16 +111,14 @@ def test_check_names_the_side(captured, bless, tmp_path, options):
     done = CliRunner().invoke(app, ["check", str(golden), str(new.path)])
     assert done.exit_code == 1
     assert "by B" in done.stdout
-    healthy = divergence.capture(like=golden, out=tmp_path / "healthy", probe=False, **HEALTHY)
-    assert divergence.compare(golden, healthy).verdict.kind == "within_floor"
+    assert answer(divergence.Run.open(golden), **HEALTHY).verdict.kind == "within_floor"
 
 
 @pytest.mark.slow
-def test_it_is_small(tiny_model, tmp_path):
+def test_it_is_small(shared_run):
     """It takes at most a hundredth of what blocks as wide as models' take."""
-    run = divergence.capture(
-        str(tiny_model("llama", dtype="bfloat16", num_blocks=3, hidden=1024)),
-        out=tmp_path / "a",
+    run = shared_run(
+        model={"dtype": "bfloat16", "num_blocks": 3, "hidden": 1024},
         prompts=[" ".join(map(str, range(n, n + 120))) for n in (100, 500)],
         max_new_tokens=1,
         truth="floor",

@@ -131,17 +131,10 @@ def prefill_alone(tmp_path_factory, tiny_model):
     ids=["healthy", "everywhere", "other-prompt", "other-step", "later", "channel", "systematic"],
 )
 def test_what_it_does_not_hold_is_judged_without_it(
-    prefill_alone, tmp_path, plants, kind, side, block
+    prefill_alone, plants, kind, side, block, answer
 ):
     """A truth of few forwards excuses nothing in the others, and names no side there."""
-    b = divergence.capture(
-        like=prefill_alone,
-        out=tmp_path / "b",
-        plants=plants,
-        probe=False,
-        attn_implementation=None if plants else "sdpa",
-    )
-    report = divergence.compare(prefill_alone, b)
+    report = answer(prefill_alone, plants=plants, attn_implementation=None if plants else "sdpa")
     assert (report.verdict.kind, report.verdict.side) == (kind, side)
     if block is not None:
         assert module_of(report.verdict.onset.site) == f"model.layers.{block}"
@@ -178,7 +171,9 @@ def test_it_names_no_side_where_the_code_differs(runs, tmp_path):
     assert module_of(report.verdict.onset.site) == "model.layers.3"
 
 
-def test_code_that_was_replaced_on_its_own_side_blames_nobody(tiny_model, tmp_path, monkeypatch):
+def test_code_that_was_replaced_on_its_own_side_blames_nobody(
+    tiny_model, tmp_path, monkeypatch, answer
+):
     """A's code is wrong in one block, and so is A's truth: B, which is healthy, is not blamed."""
     healthy = modeling_llama.LlamaMLP.forward
 
@@ -202,8 +197,7 @@ def test_code_that_was_replaced_on_its_own_side_blames_nobody(tiny_model, tmp_pa
             probe=False,
             prepare=prepare,
         )
-    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
-    verdict = divergence.compare(a, b).verdict
+    verdict = answer(a).verdict
     assert (verdict.kind, verdict.side) == ("localized", None)
     assert module_of(verdict.onset.site) == "model.layers.3"
 

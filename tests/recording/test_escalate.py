@@ -13,6 +13,7 @@ from divergence import truth as make_truth
 from divergence.run.reader import without_passes
 
 BLOCK = "model.layers.1"
+ESCALATE = RecordOptions(escalate=True)
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,7 @@ def escalated(run, tmp_path_factory) -> Callable[..., Run]:
     def make(prepare: Callable[[nn.Module], None] | None = None) -> Run:
         if prepare not in runs:
             out = tmp_path_factory.mktemp("escalated-") / "run"
-            runs[prepare] = capture(
-                like=run, out=out, recording=RecordOptions(escalate=True), prepare=prepare
-            )
+            runs[prepare] = capture(like=run, out=out, recording=ESCALATE, prepare=prepare)
         return runs[prepare]
 
     return make
@@ -131,43 +130,42 @@ def test_only_the_patched_block_differs(escalated, run):
             assert (records[0].xxh3 == records[1].xxh3) == (block != BLOCK)
 
 
-def notes_of(run: Run, **options) -> tuple[list[str], Run]:
+def told(make: Callable[..., Run], *args, **options) -> tuple[list[str], Run]:
+    """What is noted while that makes a run, and the run."""
     notes: list[str] = []
 
     def progress(event, done, total, detail):
         if event == "note":
             notes.append(detail)
 
-    return notes, capture(
-        like=run, recording=RecordOptions(escalate=True), progress=progress, **options
-    )
+    return notes, make(*args, progress=progress, **options)
 
 
-def test_float32_needs_no_third_pass(captured, tmp_path):
+def test_float32_needs_no_third_pass(captured, like):
     """For a float32 model the anchored pass is the escalated one; it is said."""
-    notes, repeated = notes_of(captured("llama"), out=tmp_path / "run")
+    notes, repeated = told(like, captured("llama"))
     assert repeated.manifest.plan.passes == ["free", "anchored"]
     assert len(notes) == 1
     assert "no escalated pass: the model is in float32" in notes[0]
 
 
-def test_half_precision_is_escalated_without_the_anchored_pass(captured, tmp_path):
+def test_half_precision_is_escalated_without_the_anchored_pass(captured, like):
     """float16 too, and --no-anchor leaves out the anchored pass only."""
     run = captured("gpt2", dtype="float16")
-    notes, repeated = notes_of(run, out=tmp_path / "run", anchor=False)
+    notes, repeated = told(like, run, anchor=False)
     assert repeated.manifest.plan.passes == ["free", "escalated"]
     assert notes == []
 
 
-def test_a_run_that_cannot_anchor_is_not_escalated(captured, tmp_path):
+def test_a_run_that_cannot_anchor_is_not_escalated(captured, like):
     """Without the blocks' inputs there is nothing to start from; it is said."""
     run = captured("llama", dtype="bfloat16", capture_options={"sites": ["lm_head:out"]})
-    notes, repeated = notes_of(run, out=tmp_path / "run")
+    notes, repeated = told(like, run)
     assert repeated.manifest.plan.passes == ["free"]
     assert "it holds no input of model.layers.0" in notes[0]
 
 
-def test_what_had_to_be_rounded_is_said(run, tmp_path):
+def test_what_had_to_be_rounded_is_said(run, like):
     """A model that writes into a bfloat16 tensor of its own is not wide there; it is counted."""
 
     def prepare(model: nn.Module) -> None:
@@ -175,25 +173,38 @@ def test_what_had_to_be_rounded_is_said(run, tmp_path):
         block = model.get_submodule(BLOCK)
         block.register_forward_pre_hook(lambda module, args: scratch.copy_(args[0].sum()) and None)
 
-    notes, _ = notes_of(run, out=tmp_path / "run", prepare=prepare)
+    notes, _ = told(like, run, prepare=prepare)
     assert len(notes) == 1
     assert "in 4 places: there the escalated pass is rounded" in notes[0]
 
 
-@pytest.fixture(scope="module")
-def own(tiny_model, tmp_path_factory) -> Run:
-    """A bfloat16 run with an escalated pass of its own, and its own truth."""
-    folder = tmp_path_factory.mktemp("own-")
-    prompts = ["Kernels differ.", "So do machines."]
-    return capture(
-        str(tiny_model("llama")),
-        out=folder / "run",
-        prompts=prompts,
-        max_new_tokens=3,
-        dtype="bfloat16",
-        recording=RecordOptions(escalate=True),
-        truth="full",
-    )
+@pytest.fixture
+def wide(tiny_model, tmp_path):
+    """``wide(**options)``: a bfloat16 run with an escalated pass of its own, and its own truth."""
+
+    def make(**options) -> Run:
+        options = {"truth": "full", "max_new_tokens": 3, "dtype": "bfloat16"} | options
+        model, out = str(tiny_model("llama")), tmp_path / "a"
+        return capture(model, out=out, recording=ESCALATE, **options)
+
+    return make
+
+
+@pytest.fixture
+def own(shared_run) -> Run:
+    """Such a run of two prompts, which nobody writes into."""
+    options = {"truth": "full", "max_new_tokens": 3, "dtype": "bfloat16"}
+    return shared_run(prompts=["Kernels differ.", "So do machines."], recording=ESCALATE, **options)
+
+
+@pytest.fixture
+def like(tmp_path):
+    """``like(run, name, **options)``: a run like it, with an escalated pass of its own."""
+
+    def make(run: Run, name: str = "b", **options) -> Run:
+        return capture(like=run, out=tmp_path / name, recording=ESCALATE, **options)
+
+    return make
 
 
 def test_a_run_is_escalated_from_its_own_free_pass(own):
@@ -211,14 +222,9 @@ def test_a_run_is_escalated_from_its_own_free_pass(own):
         assert (wide - right).norm() < 2**-10 * (free - right).norm()
 
 
-def test_both_sides_escalated_are_sure(own, tmp_path):
+def test_both_sides_escalated_are_sure(own, like):
     """A without such a pass leaves A's own float32 unseen: said, with what to run."""
-    b = capture(
-        like=own,
-        out=tmp_path / "b",
-        recording=RecordOptions(escalate=True),
-        attn_implementation="sdpa",
-    )
+    b = like(own, attn_implementation="sdpa")
     verdict = compare(own, b).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", "neither", "high")
     unseen = without_passes(own, ["escalated"])
@@ -233,20 +239,10 @@ def test_both_sides_escalated_are_sure(own, tmp_path):
     assert seen < 2**-16 < 2**-8 < hidden
 
 
-def test_a_fault_of_a_below_its_floor_is_as_s(own, tiny_model, tmp_path):
+def test_a_fault_of_a_below_its_floor_is_as_s(wide, like):
     """A's own escalated pass is held against the truth that A carries."""
-    bad = capture(
-        str(tiny_model("llama")),
-        out=tmp_path / "a",
-        prompts=["Kernels differ."],
-        max_new_tokens=3,
-        dtype="bfloat16",
-        recording=RecordOptions(escalate=True),
-        truth="full",
-        plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.001"],
-    )
-    b = capture(like=bad, out=tmp_path / "b", recording=RecordOptions(escalate=True))
-    verdict = compare(bad, b).verdict
+    bad = wide(prompts=["Kernels differ."], plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.001"])
+    verdict = compare(bad, like(bad)).verdict
     assert (verdict.kind, verdict.side, verdict.onset.block) == ("localized", "reference", BLOCK)
 
 
@@ -258,20 +254,9 @@ def test_one_truth_judges_two_repetitions(own, tmp_path):
     assert (verdict.kind, verdict.side) == ("within_floor", "neither")
 
 
-def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
+def test_what_keeps_no_bytes_is_not_escalated(wide):
     """Its own free pass has no inputs to start from: said, and the run is whole without it."""
-    notes: list[str] = []
-    run = capture(
-        str(tiny_model("llama")),
-        out=tmp_path / "run",
-        prompts=["x"],
-        max_new_tokens=2,
-        dtype="bfloat16",
-        recording=RecordOptions(escalate=True),
-        store="hash",
-        truth="no",
-        progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
-    )
+    notes, run = told(wide, prompts=["x"], store="hash", truth="no")
     assert run.manifest.plan.passes == ["free"]
     assert "no escalated pass: without --like it repeats this run's own free pass" in notes[0]
 
@@ -280,65 +265,33 @@ def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
     ("fault", "side"), [("scale:1.002@step=2", None), ("scale:1.002", "candidate")]
 )
 def test_what_the_truth_does_not_reach_is_held_against_the_other(
-    tiny_model, tmp_path, monkeypatch, fault, side
+    wide, like, monkeypatch, fault, side
 ):
     """Of forwards that the time did not allow: their float32 passes are compared with each other,
     and where the truth tells the side of the same site elsewhere, it is theirs too."""
     for name in ("LEAST_SECONDS", "SHARE"):
         monkeypatch.setattr(f"divergence.recording.api.{name}", 0.0)
-    a = capture(
-        str(tiny_model("llama")),
-        out=tmp_path / "a",
-        prompts=["Kernels differ.", "Machines too."],
-        max_new_tokens=3,
-        dtype="bfloat16",
-        recording=RecordOptions(escalate=True),
-        truth="auto",
-    )
+    a = wide(prompts=["Kernels differ.", "Machines too."], truth="auto")
     assert a.manifest.plan.truth.num_steps == [1, 0]
-    b = capture(
-        like=a,
-        out=tmp_path / "b",
-        recording=RecordOptions(escalate=True),
-        plants=[f"{BLOCK}.mlp.down_proj:out={fault}"],
-    )
-    report = compare(a, b)
+    report = compare(a, like(a, plants=[f"{BLOCK}.mlp.down_proj:out={fault}"]))
     assert not report.coverage.unmatched
     verdict = report.verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, side)
 
 
-def test_an_input_s_fault_is_planted_once(tiny_model, tmp_path):
+def test_an_input_s_fault_is_planted_once(wide, like):
     """The free pass has the planted input already, and its block is not blamed for it."""
-    bad = capture(
-        str(tiny_model("llama")),
-        out=tmp_path / "a",
-        prompts=["Kernels differ."],
-        max_new_tokens=3,
-        dtype="bfloat16",
-        recording=RecordOptions(escalate=True),
-        truth="full",
-        plants=[f"{BLOCK}:in=scale:1.05"],
-    )
-    b = capture(like=bad, out=tmp_path / "b", recording=RecordOptions(escalate=True))
-    verdict = compare(bad, b).verdict
-    assert (verdict.kind, verdict.side, verdict.onset.site) == (
-        "localized",
-        "reference",
-        f"{BLOCK}:in",
-    )
+    bad = wide(prompts=["Kernels differ."], plants=[f"{BLOCK}:in=scale:1.05"])
+    verdict = compare(bad, like(bad)).verdict
+    assert (verdict.kind, verdict.side) == ("localized", "reference")
+    assert verdict.onset.site == f"{BLOCK}:in"
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, tmp_path):
+def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, like, tmp_path):
     """Of two repetitions the command names the run that both repeat, and not one of them: their
     passes then belong together."""
-    seen = capture(
-        like=own,
-        out=tmp_path / "b",
-        recording=RecordOptions(escalate=True),
-        attn_implementation="sdpa",
-    )
+    seen = like(own, attn_implementation="sdpa")
     unseen = capture(like=own, out=tmp_path / "c")
     pair = (seen, unseen) if swapped else (unseen, seen)
     verdict = compare(*pair, truth=own).verdict
@@ -349,15 +302,10 @@ def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, tmp_p
     assert compared.endswith(f"--truth {own.path}")
 
 
-def test_the_run_that_was_repeated_is_asked_too(own, tmp_path):
+def test_the_run_that_was_repeated_is_asked_too(own, like):
     """As B, where A is its repetition: its own inputs are what it is anchored to."""
     plain = without_passes(own, ["escalated"])
-    a = capture(
-        like=own,
-        out=tmp_path / "a",
-        recording=RecordOptions(escalate=True),
-        attn_implementation="sdpa",
-    )
+    a = like(own, attn_implementation="sdpa")
     verdict = compare(a, plain).verdict
     assert verdict.confidence == "medium"
     made, compared = verdict.next
@@ -380,23 +328,11 @@ def test_the_run_that_was_repeated_is_asked_too(own, tmp_path):
         ({"dtype": "float32"}, ["free"]),
     ],
 )
-def test_an_own_pass_repeats_what_the_free_pass_made(tiny_model, tmp_path, options, passes):
+def test_an_own_pass_repeats_what_the_free_pass_made(wide, options, passes):
     """In the ways a capture can run: the same places, each within float32's rounding where the
     free pass is within the model's own."""
-    notes: list[str] = []
-    run = capture(
-        str(tiny_model("llama")),
-        out=tmp_path / "run",
-        recording=RecordOptions(escalate=True),
-        truth="no",
-        progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
-        **{
-            "dtype": "bfloat16",
-            "prompts": ["Kernels differ.", "So do machines here."],
-            "max_new_tokens": 3,
-            **options,
-        },
-    )
+    prompts = ["Kernels differ.", "So do machines here."]
+    notes, run = told(wide, **{"prompts": prompts, "truth": "no"} | options)
     assert run.manifest.plan.passes == passes
     assert (passes == ["free"]) == any("no escalated pass: " in note for note in notes)
     free = {r.coordinates[1:]: r for r in run.records if r.pass_ == "free" and r.call is None}

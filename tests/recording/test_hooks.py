@@ -346,9 +346,9 @@ def test_a_fault_that_meets_no_tensor_is_an_error(plant, told, llama, tmp_path):
         )
 
 
-def test_a_fault_can_be_limited_to_one_prompt_and_step(llama, tmp_path):
+def test_a_fault_can_be_limited_to_one_prompt_and_step(tmp_path, shared_run):
     """``@sample=1,step=2`` leaves every other forward as it was."""
-    a = capture(str(llama), out=tmp_path / "a", prompts=[PROMPT, "two"], max_new_tokens=3)
+    a = shared_run(prompts=[PROMPT, "two"], max_new_tokens=3)
     b = capture(like=a, out=tmp_path / "b", plants=["model.layers.1:out=scale:2@sample=1,step=2"])
     site = "model.layers.1:out"
     other = {

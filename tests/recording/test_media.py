@@ -340,10 +340,10 @@ TOWER_PATH = "model.vision_tower.encoder.layers"
         ),
     ],
 )
-def test_a_fault_is_named_where_it_is_made(model, tmp_path, name, fault, site):
+def test_a_fault_is_named_where_it_is_made(model, tmp_path, name, fault, site, answer):
     """In towers, in what joins them to the text, and in the text."""
     a = captured(model(name), tmp_path / "a", name)
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=fault, probe=False)).verdict
+    verdict = answer(a, fault).verdict
     assert (verdict.kind, verdict.side, verdict.onset.site) == ("localized", "candidate", site)
 
 
@@ -396,11 +396,11 @@ def test_other_files_and_processors_are_said_before_any_number(model, tmp_path):
         captured(place, tmp_path / "e", "llava")
 
 
-def test_a_golden_and_a_run_of_digests_keep_them(model, tmp_path):
+def test_a_golden_and_a_run_of_digests_keep_them(model, tmp_path, answer):
     """They are small beside the rest, and nothing is repeated without them."""
     place = model("whisper")
     a = captured(place, tmp_path / "a", "whisper", store="hash", truth="no")
-    assert compare(a, capture(like=a, out=tmp_path / "b", probe=False)).verdict.kind == "identical"
+    assert answer(a).verdict.kind == "identical"
     full = captured(place, tmp_path / "full", "whisper")
     blessed = CliRunner().invoke(
         app, ["check", str(tmp_path / "golden"), str(full.path), "--bless"]
@@ -514,7 +514,7 @@ def test_prompts_of_text_run_the_text_of_a_model_with_pictures(llava, tmp_path):
     assert Run.open(truth(a, out=tmp_path / "t").path).manifest.complete
 
 
-def test_a_fault_in_its_text_is_found(llava, tmp_path):
+def test_a_fault_in_its_text_is_found(llava, tmp_path, answer):
     """As in any other model."""
     prompts = [[1, 7, 8, 9] * 4]
     a = capture(llava, out=tmp_path / "a", prompts=prompts, max_new_tokens=2, truth="full")
@@ -523,7 +523,7 @@ def test_a_fault_in_its_text_is_found(llava, tmp_path):
         block = model.model.language_model.layers[1]
         block.register_forward_hook(lambda module, args, output: output * 1.01)
 
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=wrong)).verdict
+    verdict = answer(a, wrong).verdict
     assert (verdict.side, verdict.onset.site) == (
         "candidate",
         "model.language_model.layers.1:out",

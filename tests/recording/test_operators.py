@@ -252,11 +252,10 @@ def test_a_dry_run_lists_operators(llama, dry_run):
     assert f"{BLOCK}.mlp/aten.mul:out" in {row["site"] for row in plan["rows"]}
 
 
-def test_a_weight_that_several_modules_use_is_recorded_once_a_forward(tiny_model, tmp_path):
+def test_a_weight_that_several_modules_use_is_recorded_once_a_forward(shared_run):
     """T5's embedding is read by the encoder and by the decoder: one record, two calls."""
-    run = capture(
-        str(tiny_model("t5")),
-        out=tmp_path / "run",
+    run = shared_run(
+        "t5",
         prompts=["a b"],
         max_new_tokens=1,
         sites=["ops@encoder.embed_tokens", "ops@decoder.embed_tokens"],

@@ -37,7 +37,7 @@ def test_each_prompt_is_compared_without_its_pads(base, tmp_path, batch):
     }
 
 
-def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path):
+def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path, answer):
     """With its layout, and alone without."""
     b = capture(
         like=base, out=tmp_path / "b", batching=BatchOptions(pad_right=2, batch=True), probe=False
@@ -47,21 +47,20 @@ def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path):
 
     assert again.manifest.tokens.layout == b.manifest.tokens.layout
     assert compare(b, again, truth=right).verdict.kind == "identical"
-    alone = capture(like=b, out=tmp_path / "alone", batching=BatchOptions(batch=False), probe=False)
-    report = compare(b, alone)
+    report = answer(b, batching=BatchOptions(batch=False))
     assert report.verdict.kind in ("identical", "within_floor") and report.tokens.num_equal == 3
 
 
-def test_a_fault_is_found_behind_pads(base, tmp_path):
+def test_a_fault_is_found_behind_pads(base, answer):
     """At its block."""
-    b = capture(
-        like=base,
-        out=tmp_path / "b",
-        batching=BatchOptions(pad_right=3, batch=True),
-        probe=False,
-        plants=["model.layers.1:out=scale:1.01"],
+    assert (
+        answer(
+            base,
+            batching=BatchOptions(pad_right=3, batch=True),
+            plants=["model.layers.1:out=scale:1.01"],
+        ).verdict.onset.block
+        == "model.layers.1"
     )
-    assert compare(base, b).verdict.onset.block == "model.layers.1"
 
 
 @pytest.mark.parametrize(

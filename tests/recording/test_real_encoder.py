@@ -54,9 +54,9 @@ def run(request, encoder, tmp_path_factory):
     )
 
 
-def test_a_trained_encoder_repeats_itself(run, tmp_path):
+def test_a_trained_encoder_repeats_itself(run, answer):
     """Bit for bit on the same machine, in both passes."""
-    report = compare(run, capture(like=run, out=tmp_path / "again"))
+    report = answer(run)
     assert report.verdict.kind == "identical"
     assert report.coverage.unmatched == []
     assert run.manifest.model.missing == []
@@ -76,17 +76,15 @@ def test_other_kernels_raise_no_alarm(run, tmp_path):
         assert verdict.kind in ("identical", "within_floor"), (name, verdict)
 
 
-def test_a_fault_is_found(run, tmp_path):
+def test_a_fault_is_found(run, answer):
     """One projection a fifth too large, under another attention kernel, names its block."""
     notes = run.manifest.plan.modules
     blocks = [path for path, note in notes.items() if note.role == "block"]
     for block in (blocks[0], blocks[len(blocks) // 2], blocks[-1]):
-        faulty = capture(
-            like=run,
-            out=tmp_path / "faulty",
+        verdict = answer(
+            run,
             force=True,
             attn_implementation="sdpa",
             plants=[f"{block}.output.dense:out=scale:1.2"],
-        )
-        verdict = compare(run, faulty).verdict
+        ).verdict
         assert (verdict.kind, verdict.onset and verdict.onset.block) == ("localized", block)

@@ -302,12 +302,11 @@ def test_volume_by_hand():
     assert about_bytes(torch.nn.GELU(), {"."}, samples, 4) == 0
 
 
-def test_the_volume_is_near_what_is_seen(tiny_model, tmp_path):
+def test_the_volume_is_near_what_is_seen(shared_run):
     """Within a factor of two of the bytes of every module's tensors (attention weights, which no
     parameter tells of, are small here)."""
-    run = capture(
-        str(tiny_model("llama", hidden=256, num_blocks=2)),
-        out=tmp_path / "run",
+    run = shared_run(
+        model={"hidden": 256, "num_blocks": 2},
         prompts=PROMPT,
         max_new_tokens=3,
         sites=["modules"],

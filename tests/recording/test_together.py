@@ -160,7 +160,7 @@ def test_tables_that_change_with_the_length_are_seen(limit, tries, both_ways):
     assert_same(truth, alone)
 
 
-def test_progress_counts_every_step(tiny_model, tmp_path):
+def test_progress_counts_every_step(tmp_path, shared_run):
     """Blocks of steps that are made together are told as often as those of steps one by one."""
     told: dict[str, list] = {"free": [], "anchored": []}
 
@@ -168,8 +168,7 @@ def test_progress_counts_every_step(tiny_model, tmp_path):
         if event in told and total is not None:
             told[event].append((done, total, detail))
 
-    model = str(tiny_model("llama", num_blocks=2))
-    run = capture(model, out=tmp_path / "run", prompts=PROMPTS[:1], max_new_tokens=10)
+    run = shared_run(model={"num_blocks": 2}, prompts=PROMPTS[:1], max_new_tokens=10)
     make_truth(run, out=tmp_path / "truth", progress=progress)
     blocks = [f"model.layers.{number}" for number in range(2)]
     for steps in told.values():

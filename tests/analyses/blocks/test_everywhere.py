@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from transformers.cache_utils import DynamicLayer
-
-from divergence import capture, compare
 
 PROMPTS = [
     [(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((20, 33, 12, 27))
@@ -16,35 +13,13 @@ PROMPTS = [
 EVERY = range(6)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        initializer_range=0.08,
-    )
-    folder = tmp_path_factory.mktemp("everywhere") / "model"
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def reference(drawn_model, shared_run):
+    """``reference(dtype, change, **options)``: A, of a model that was changed so."""
 
-
-@pytest.fixture(scope="module")
-def reference(model):
-    """``reference(dtype, **options)``: A, made once."""
-    made = {}
-
-    def make(dtype, **options):
-        key = dtype, str(options)
-        if key not in made:
-            out = model.parent / f"a{len(made)}"
-            options = {"prompts": PROMPTS, "max_new_tokens": 3, "truth": "full"} | options
-            made[key] = capture(str(model), out=out, dtype=dtype, probe=False, **options)
-        return made[key]
+    def make(dtype, change=None, **given):
+        options = {"prompts": PROMPTS, "max_new_tokens": 3, "truth": "full", "probe": False}
+        return shared_run(drawn_model("Llama", change), dtype=dtype, **options | given)
 
     return make
 
@@ -83,12 +58,6 @@ def in_channel(factor):
     return change
 
 
-def answer(a, tmp_path, change, blocks=EVERY, **options):
-    """The report of A and a run like it with the change."""
-    b = capture(like=a, out=tmp_path / "b", prepare=in_mlp(change, blocks), probe=False, **options)
-    return compare(a, b)
-
-
 def is_of_all_blocks(report, side):
     verdict = report.verdict
     assert (verdict.kind, verdict.side) == ("systematic", side), verdict
@@ -98,10 +67,10 @@ def is_of_all_blocks(report, side):
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_one_bad_token_of_every_prompt_is_not_one_prompts(batch, reference, tmp_path):
+def test_one_bad_token_of_every_prompt_is_not_one_prompts(batch, reference, answer):
     """Whoever is the farthest: each prompt's own token is judged."""
     a = reference("float32", batch=batch)
-    report = answer(a, tmp_path, at_tokens([-1], 1 + 1e-4))
+    report = answer(a, in_mlp(at_tokens([-1], 1 + 1e-4)))
     assert is_of_all_blocks(report, "candidate")
     used = {}
     for site in report.sites:
@@ -117,22 +86,22 @@ def test_one_bad_token_of_every_prompt_is_not_one_prompts(batch, reference, tmp_
     [("float32", [-1], 1 + 1e-4), ("bfloat16", list(range(10)), 2.0), ("float16", [5], 1.5)],
 )
 def test_bad_tokens_in_every_block_are_found_without_a_truth(
-    dtype, tokens, factor, reference, tmp_path
+    dtype, tokens, factor, reference, answer
 ):
     """Siblings with the same fault do not excuse it."""
     a = reference(dtype, truth="no", prompts=[PROMPTS[1] + PROMPTS[2]], max_new_tokens=1)
-    assert is_of_all_blocks(answer(a, tmp_path, at_tokens(tokens, factor)), None)
+    assert is_of_all_blocks(answer(a, in_mlp(at_tokens(tokens, factor))), None)
 
 
 @pytest.mark.parametrize("truth", ["full", "no"])
-def test_the_first_line_names_the_token(truth, reference, tmp_path):
+def test_the_first_line_names_the_token(truth, reference, answer):
     """The last token of prompt 1 in every block, and no other."""
     a = reference("float32", truth=truth)
 
     def change(output):
         return at_tokens([-1], 1 + 3e-4)(output) if output.shape[1] == 33 else output
 
-    verdict = answer(a, tmp_path, change).verdict
+    verdict = answer(a, in_mlp(change)).verdict
     assert verdict.kind == "systematic"
     assert verdict.summary.endswith("(of 4), at token 32: what is special there?")
 
@@ -146,35 +115,34 @@ def test_the_first_line_names_the_token(truth, reference, tmp_path):
     ],
 )
 def test_what_alone_is_not_equal_bit_for_bit_is_no_rounding(
-    dtype, change, blocks, said, reference, tmp_path
+    dtype, change, blocks, said, reference, answer
 ):
     """The same kernels ran elsewhere: three floors are a fault, and not the twelve, or six, that a
     single token or a forward of kernels that round otherwise may be off by."""
     a = reference(dtype, truth="no")
-    report = answer(a, tmp_path, change, blocks)
+    report = answer(a, in_mlp(change, blocks))
     off = [site for site in report.sites if site.pass_ == "anchored" and not site.identical]
     assert 3 < max(site.ratio_max for site in off) < 12
     assert max(site.ratio for site in off) < 6
     assert said in report.verdict.summary
 
 
-def test_a_bad_token_beside_a_massive_activation_is_no_equally_good_answer(model, tmp_path):
+def test_a_bad_token_beside_a_massive_activation_is_no_equally_good_answer(reference, answer):
     """Its error hangs on one number, which convicts no side; the sides differ by far more than
     rounding makes."""
-    massive = transformers.LlamaForCausalLM.from_pretrained(model)
-    with torch.no_grad():
+
+    def massive(model):
         for number in (0, 3):
-            massive.model.layers[number].mlp.down_proj.weight[[5, 40]] *= 400
-    massive.save_pretrained(tmp_path / "massive")
-    how = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": "bfloat16", "probe": False}
-    a = capture(str(tmp_path / "massive"), out=tmp_path / "a", truth="full", **how)
-    verdict = answer(a, tmp_path, at_tokens([9], 1.8)).verdict
+            model.model.layers[number].mlp.down_proj.weight[[5, 40]] *= 400
+
+    a = reference("bfloat16", massive)
+    verdict = answer(a, in_mlp(at_tokens([9], 1.8))).verdict
     assert (verdict.kind, verdict.side) == ("systematic", None)
     assert "at token 9" in verdict.summary
     assert any(item.code == "blocks.too_few" for item in verdict.evidence)
 
 
-def test_the_farthest_of_a_family_that_is_off_is_not_named_alone(reference, tmp_path):
+def test_the_farthest_of_a_family_that_is_off_is_not_named_alone(reference, answer):
     """Without a truth: one block beyond its limit, and the others by more than correct kernels
     are."""
     a = reference("bfloat16", truth="no")
@@ -183,16 +151,16 @@ def test_the_farthest_of_a_family_that_is_off_is_not_named_alone(reference, tmp_
         for number, size in enumerate((0.11, 0.07, 0.05, 0.05, 0.06, 0.05)):
             in_mlp(lambda y, size=size: y * (1 + size * torch.sin(37.0 * y)), [number])(model)
 
-    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False))
+    report = answer(a, prepare)
     assert report.verdict.kind == "systematic"
     assert report.verdict.onset.site == "model.layers.0:out"
 
 
 @pytest.mark.parametrize(("dtype", "roundings"), [("float32", 16), ("bfloat16", 6)])
-def test_one_small_factor_of_all_blocks_is_not_one_blocks(dtype, roundings, reference, tmp_path):
+def test_one_small_factor_of_all_blocks_is_not_one_blocks(dtype, roundings, reference, answer):
     """B is twice as far from the truth in all blocks; in one the scale error alone is beyond."""
     factor = 1 + roundings * torch.finfo(getattr(torch, dtype)).eps / 2
-    report = answer(reference(dtype), tmp_path, lambda output: output * factor)
+    report = answer(reference(dtype), in_mlp(lambda output: output * factor))
     verdict = report.verdict
     if verdict.kind == "within_floor":
         assert "B's arithmetic is" in verdict.summary
@@ -202,15 +170,15 @@ def test_one_small_factor_of_all_blocks_is_not_one_blocks(dtype, roundings, refe
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1.5), ("float16", 1.05)])
-def test_one_channel_of_all_blocks_is_named(dtype, factor, reference, tmp_path):
+def test_one_channel_of_all_blocks_is_named(dtype, factor, reference, answer):
     """It is no coarser arithmetic: the channel is in the evidence."""
-    report = answer(reference(dtype), tmp_path, in_channel(factor))
+    report = answer(reference(dtype), in_mlp(in_channel(factor)))
     assert is_of_all_blocks(report, "candidate")
     assert any("in channel 9" in item.text for item in report.verdict.evidence)
 
 
 @pytest.mark.parametrize("truth", ["full", "no"])
-def test_a_bad_cache_entry_is_every_blocks(truth, reference, tmp_path, monkeypatch):
+def test_a_bad_cache_entry_is_every_blocks(truth, reference, answer, monkeypatch):
     """The farthest block is beyond its limit by itself; the others are as wrong by W, or without a
     truth off by what nothing that is recorded explains."""
     a = reference("bfloat16", prompts=PROMPTS[:3], max_new_tokens=6, truth=truth)
@@ -224,21 +192,21 @@ def test_a_bad_cache_entry_is_every_blocks(truth, reference, tmp_path, monkeypat
         return all_keys, all_values
 
     monkeypatch.setattr(DynamicLayer, "update", update)
-    report = compare(a, capture(like=a, out=tmp_path / "b", probe=False))
+    report = answer(a)
     assert is_of_all_blocks(report, "candidate" if truth == "full" else None)
     assert "kept between steps" in report.verdict.summary
 
 
-def test_blocks_that_float32_alone_shows_are_each_named(reference, tmp_path):
+def test_blocks_that_float32_alone_shows_are_each_named(reference, answer):
     """Below the floor of the runs' dtype, too."""
     a = reference("bfloat16", escalate=True)
-    report = answer(a, tmp_path, lambda output: output * 1.0005, blocks=(0, 2, 4), escalate=True)
+    report = answer(a, in_mlp(lambda output: output * 1.0005, (0, 2, 4)), escalate=True)
     verdict = report.verdict
     assert verdict.onset is not None and verdict.onset.block == "model.layers.0"
     assert "others in model.layers.2, model.layers.4" in verdict.summary
 
 
-def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, tmp_path):
+def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, answer):
     """The prefill is as coarse as the decode steps, just within its limit."""
     a = reference("float32")
 
@@ -252,12 +220,12 @@ def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, tmp_p
 
                 module.forward = coarse
 
-    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False))
+    report = answer(a, prepare)
     assert "kept between steps" not in report.verdict.summary
     assert "B" in report.verdict.summary or report.verdict.side == "candidate"
 
 
-def test_a_fault_of_the_free_run_alone_is_no_enlarged_rounding(reference, tmp_path):
+def test_a_fault_of_the_free_run_alone_is_no_enlarged_rounding(reference, answer):
     """The blocks are equal bit for bit where inputs are, and there is nothing to enlarge."""
     a = reference("bfloat16")
     calls = dict.fromkeys(EVERY, 0)
@@ -272,5 +240,5 @@ def test_a_fault_of_the_free_run_alone_is_no_enlarged_rounding(reference, tmp_pa
 
             mlp.forward = forward
 
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    verdict = answer(a, prepare).verdict
     assert (verdict.kind, verdict.confidence) == ("drift", "low"), verdict.summary

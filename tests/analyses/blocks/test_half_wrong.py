@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import capture, compare
-
 PROMPTS = [[7 * n + k * (n + 1) for k in range(3, 19)] for n in range(8)]
 LAYERS = [f"model.layers.{number}" for number in range(4)]
 BLOCKS = [f"{LAYERS[number]}:out=scale:1.1" for number in (0, 2)]
@@ -24,11 +22,10 @@ def pair(request, shared_run, shared_truth):
 @pytest.mark.parametrize(
     ("plants", "wrong"), [(BLOCKS, LAYERS[::2]), (ONE, LAYERS[1:])], ids=["two of four", "three"]
 )
-def test_healthy_blocks_are_not_blamed(pair, tmp_path, plants, wrong):
+def test_healthy_blocks_are_not_blamed(pair, plants, wrong, answer):
     """The planted blocks alone are flagged, and the side is B's."""
     a, true = pair
-    b = capture(like=a, out=tmp_path / "b", plants=plants, attn_implementation="sdpa", probe=False)
-    report = compare(a, b, truth=true)
+    report = answer(a, truth=true, plants=plants, attn_implementation="sdpa")
     assert (report.verdict.side, report.verdict.confidence) == ("candidate", "high")
     assert report.verdict.onset.block == wrong[0]
     outputs = [f"{layer}:out" for layer in LAYERS]
@@ -37,11 +34,10 @@ def test_healthy_blocks_are_not_blamed(pair, tmp_path, plants, wrong):
     )
 
 
-def test_healthy_prompts_are_not_blamed(pair, tmp_path):
+def test_healthy_prompts_are_not_blamed(pair, answer):
     """Every block, in half of the prompts: these alone, and the side is B's."""
     a, true = pair
-    b = capture(like=a, out=tmp_path / "b", plants=SAMPLES, attn_implementation="sdpa", probe=False)
-    verdict = compare(a, b, truth=true).verdict
+    verdict = answer(a, truth=true, plants=SAMPLES, attn_implementation="sdpa").verdict
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")
     assert verdict.onset.sample == 4
     assert "in prompts 4, 5, 6, 7 (of 8)" in verdict.summary

@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from divergence import capture, compare
-
 PROMPTS = [[(13 * n + 7 * k) % 200 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
 FORMATS = {10: "10 bits (TF32)", 7: "7 bits (bfloat16)"}
 
@@ -49,12 +47,10 @@ def run_of(shared_run):
 @pytest.mark.parametrize("truth", ["full", "no"])
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
-def test_inputs_of_a_shorter_format_are_named(architecture, bits, truth, run_of, tmp_path):
+def test_inputs_of_a_shorter_format_are_named(architecture, bits, truth, run_of, answer):
     """Products whose inputs were rounded to fewer bits are said to keep so many, everywhere."""
     a = run_of(architecture, truth)
-    verdict = compare(
-        a, capture(like=a, out=tmp_path / "b", prepare=coarse_inputs(bits), probe=False)
-    ).verdict
+    verdict = answer(a, coarse_inputs(bits)).verdict
 
     assert verdict.kind == "systematic"
     assert FORMATS[bits] in verdict.summary
@@ -77,9 +73,8 @@ def turned_otherwise(model):
 
 
 @pytest.mark.parametrize("prepare", [scaled, normed_otherwise, turned_otherwise])
-def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, tmp_path):
+def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, answer):
     """What else all blocks do wrong is not called a format of inputs."""
     a = run_of("llama", "full")
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
 
-    assert "float32 inputs keep" not in compare(a, b).verdict.summary
+    assert "float32 inputs keep" not in answer(a, prepare).verdict.summary

@@ -112,28 +112,26 @@ def test_capture_says_that_a_run_is_nan(healthy, faulty, monkeypatch, tmp_path):
     assert "model.layers.1:out (sample 0, step 0)" in note
 
 
-def test_nan_that_enters_between_blocks_is_the_sides_that_has_it(healthy, faulty, tmp_path):
+def test_nan_that_enters_between_blocks_is_the_sides_that_has_it(healthy, faulty, tmp_path, answer):
     """Anchored inputs would show it on both sides from the next block on: the free pass tells."""
     bad = capture(like=healthy, out=tmp_path / "bad", plants=["model.layers.2:in=nan:1"])
-    again = capture(like=bad, out=tmp_path / "again")
-    verdict = compare(bad, again).verdict
+    verdict = answer(bad).verdict
     assert (verdict.kind, verdict.side) == ("nonfinite", "reference")
     assert verdict.onset.site == "model.layers.2:in"
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_infinities_of_a_mask_are_no_fault(padded, healthy, tmp_path, tiny_model):
+def test_infinities_of_a_mask_are_no_fault(padded, healthy, answer, shared_run):
     """-inf in a mask is equal on both sides, and it is no result of a block."""
-    run = capture(
-        str(tiny_model("gpt2", dtype="float32")),
-        out=tmp_path / "a",
+    run = shared_run(
+        "gpt2",
+        model={"dtype": "float32"},
         prompts=PROMPTS,
         max_new_tokens=2,
         batching=BatchOptions(batch=padded),
         sites=["modules"],
     )
-    again = capture(like=run, out=tmp_path / "b")
-    assert compare(run, again).verdict.kind == "identical"
+    assert answer(run).verdict.kind == "identical"
 
 
 INFINITIES = {
@@ -178,11 +176,10 @@ def test_masks_are_told_from_results(judged, case):
     assert verdict.side == side or side is None
 
 
-def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):
+def test_padding_may_be_nan(healthy, faulty, tmp_path, shared_run):
     """Rows that a batch added hold anything, equal on both sides or not."""
-    run = capture(
-        str(tiny_model("llama", dtype="float32")),
-        out=tmp_path / "a",
+    run = shared_run(
+        model={"dtype": "float32"},
         prompts=PROMPTS,
         max_new_tokens=2,
         batching=BatchOptions(batch=True),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from divergence import BatchOptions, capture, compare
+from divergence import BatchOptions, capture
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19], [21, 23, 25], [31, 33, 35, 37, 39]]
 
@@ -39,19 +39,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_prompt_that_holds_it_is_named(batch, tmp_path, case):
+def test_the_prompt_that_holds_it_is_named(batch, case, answer):
     """The onset's prompt and token are those of the first element that is no number."""
     path, rows, token, value, prompt, position = CASES[case]
     prepare = spoilt(path, rows, token, value)
-    b = capture(like=batch, out=tmp_path / "b", prepare=prepare, probe=False)
-    verdict = compare(batch, b).verdict
+    verdict = answer(batch, prepare).verdict
     assert (verdict.kind, verdict.side) == ("nonfinite", "candidate")
     assert (verdict.onset.sample, verdict.onset.position) == (prompt, position)
     named = ", ".join(map(str, rows))
     assert f"in prompt{'s' * (len(rows) > 1)} {named} (of 3)" in verdict.summary
 
 
-def test_equal_nan_on_both_sides_is_placed_alike(tmp_path, tiny_model):
+def test_equal_nan_on_both_sides_is_placed_alike(tmp_path, tiny_model, answer):
     """Equal bits tell no row by their statistics, so that the tensor itself is looked at."""
     prepare = spoilt("model.layers.0", [1], -1, math.nan)
     model = str(tiny_model("llama", dtype="float32"))
@@ -64,12 +63,14 @@ def test_equal_nan_on_both_sides_is_placed_alike(tmp_path, tiny_model):
         probe=False,
         prepare=prepare,
     )
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    verdict = answer(a, prepare).verdict
     assert (verdict.kind, verdict.side, verdict.onset.sample) == ("nonfinite", "both", 1)
     assert "in prompt 1 (of 3)" in verdict.summary
 
 
-def test_an_infinity_that_both_sides_have_is_not_where_they_part(batch, tmp_path, tiny_model):
+def test_an_infinity_that_both_sides_have_is_not_where_they_part(
+    batch, tmp_path, tiny_model, answer
+):
     """Prompt 0 is inf on both sides, prompt 2 on one: prompt 2 is named."""
     model = str(tiny_model("llama", dtype="float32"))
     both, more = (spoilt("model.layers.1", rows, -1, math.inf) for rows in ([0], [0, 2]))
@@ -82,5 +83,5 @@ def test_an_infinity_that_both_sides_have_is_not_where_they_part(batch, tmp_path
         probe=False,
         prepare=both,
     )
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", probe=False, prepare=more)).verdict
+    verdict = answer(a, more).verdict
     assert (verdict.kind, verdict.onset.sample) == ("nonfinite", 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence import capture, compare
+from divergence import capture
 
 BLOCK = "model.layers.1"
 PROMPTS = [
@@ -29,12 +29,12 @@ CODES = (
 
 @pytest.fixture
 def runs(shared_run):
-    """``runs(family, dtype)`` → a run that holds what is inside the blocks."""
+    """``runs(family, **options)`` → a run that holds what is inside the blocks."""
 
-    def make(family="llama", dtype="float32"):
-        options = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": dtype, "probe": False}
+    def make(family="llama", **given):
+        options = {"prompts": PROMPTS, "max_new_tokens": 3, "dtype": "float32", "probe": False}
         options |= {"truth": "full", "store": "full", "sites": "modules"}
-        return shared_run(family, model={"num_blocks": 5}, **options)
+        return shared_run(family, model={"num_blocks": 5}, **options | given)
 
     return make
 
@@ -192,11 +192,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_structure_of_a_difference_is_named_at_its_onset(runs, tmp_path, name):
+def test_the_structure_of_a_difference_is_named_at_its_onset(runs, answer, name):
     """With the numbers that tell the cause."""
     family, prepare, code, values = CASES[name]
     a = runs(family)
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    verdict = answer(a, prepare).verdict
     named = {item.code: item for item in verdict.evidence}
     assert code in named, verdict.evidence
     for key, value in values.items():
@@ -206,7 +206,7 @@ def test_the_structure_of_a_difference_is_named_at_its_onset(runs, tmp_path, nam
 
 @pytest.mark.parametrize("massive", [1.0, 300.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_rounding_alone_has_no_structure(tmp_path, tiny_model, massive, seed):
+def test_rounding_alone_has_no_structure(answer, tmp_path, tiny_model, massive, seed):
     """However large: where it is largest, in a massive channel, is no structure of a cause."""
 
     def changed(size):
@@ -218,64 +218,38 @@ def test_rounding_alone_has_no_structure(tmp_path, tiny_model, massive, seed):
 
         return hooked(f"{BLOCK}.mlp.down_proj", change)
 
-    a = capture(
-        tiny_model("llama", num_blocks=5),
-        out=tmp_path / "a",
-        prompts=PROMPTS,
-        max_new_tokens=2,
-        dtype="float32",
-        probe=False,
-        prepare=changed(0.0),
-    )
-    b = capture(like=a, out=tmp_path / "b", prepare=changed(0.1), probe=False)
-    verdict = compare(a, b).verdict
+    options = {"prompts": PROMPTS, "max_new_tokens": 2, "dtype": "float32", "probe": False}
+    model = tiny_model("llama", num_blocks=5)
+    a = capture(model, out=tmp_path / "a", prepare=changed(0.0), **options)
+    verdict = answer(a, changed(0.1)).verdict
     assert verdict.kind == "localized" and verdict.onset.block == BLOCK
     codes = {f"blocks.{code}" for code in CODES}
     named = [item for item in verdict.evidence if item.code in codes]
     assert not named
 
 
-def test_a_healthy_pair_is_not_looked_at(runs, tmp_path):
+def test_a_healthy_pair_is_not_looked_at(runs, answer):
     """No structure is told of runs that differ by rounding alone."""
     a = runs(dtype="bfloat16")
 
     def prepare(model):
         hooked(f"{BLOCK}.mlp.down_proj", lambda out: out + out.abs() * 2**-8)(model)
 
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
-    verdict = compare(a, b).verdict
+    verdict = answer(a, prepare).verdict
     assert verdict.kind == "within_floor", verdict
     assert not {f"blocks.{code}" for code in CODES} & {item.code for item in verdict.evidence}
 
 
-def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(tmp_path, tiny_model):
+def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(runs, answer):
     """However many decode steps pass behind it."""
-    a = capture(
-        tiny_model("llama", num_blocks=5),
-        out=tmp_path / "a",
-        prompts=[list(range(3, 23))],
-        max_new_tokens=6,
-        dtype="float32",
-        probe=False,
-        truth="no",
-    )
-    prepare = CASES["beginning"][1]
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
-    headline = compare(a, b).verdict.headline
+    a = runs(prompts=[list(range(3, 23))], max_new_tokens=6, truth="no", sites="blocks")
+    headline = answer(a, CASES["beginning"][1]).verdict.headline
     assert [item["onward"] for item in headline if item.code == "scope"] == [7]
 
 
-def test_the_one_block_that_rounds_otherwise_is_named(tmp_path, tiny_model):
+def test_the_one_block_that_rounds_otherwise_is_named(runs, answer):
     """Where all others are equal bit for bit, however small its difference is."""
-    a = capture(
-        tiny_model("llama", num_blocks=5),
-        out=tmp_path / "a",
-        prompts=PROMPTS,
-        max_new_tokens=3,
-        dtype="float32",
-        probe=False,
-        truth="full",
-    )
+    a = runs(sites="blocks")
 
     def nudge(out):
         bits = out.contiguous().view(torch.int32).clone()
@@ -283,6 +257,6 @@ def test_the_one_block_that_rounds_otherwise_is_named(tmp_path, tiny_model):
         return bits.view(torch.float32)
 
     prepare = hooked(f"{BLOCK}.mlp.down_proj", nudge)
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    verdict = answer(a, prepare).verdict
     assert (verdict.kind, verdict.side) == ("within_floor", "neither")
     assert f"all of it in {BLOCK}: the other blocks are equal" in verdict.summary

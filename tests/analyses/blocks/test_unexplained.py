@@ -8,11 +8,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from benchmarks._hidden import hidden
 from benchmarks._machines import planting
-from divergence import capture, compare
 
 PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
 
@@ -47,37 +45,13 @@ def replace_sums(model, name, blocks, *, strength):
                 linear.forward = functools.partial(forward, weight=linear.weight)
 
 
-@pytest.fixture(scope="module")
-def verdict_of(tmp_path_factory):
+@pytest.fixture
+def verdict_of(drawn_model, shared_run, answer):
     """``verdict_of(dtype, product, blocks, **options)``: of a Llama whose blocks do much."""
-    folder, made = tmp_path_factory.mktemp("unexplained"), {}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        initializer_range=0.08,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
 
     def verdict(dtype, product, blocks, **options):
-        if dtype not in made:
-            made[dtype] = capture(
-                str(folder / "model"),
-                out=folder / dtype,
-                dtype=dtype,
-                prompts=PROMPTS,
-                truth="full",
-                max_new_tokens=3,
-            )
-        plant = planting(replace_sums, product, blocks, 1.0)
-        out = folder / f"{dtype}-{product}-{list(blocks)}-{len(options)}"
-        return compare(
-            made[dtype], capture(like=made[dtype], out=out, prepare=plant, **options)
-        ).verdict
+        a = shared_run(drawn_model(), dtype=dtype, prompts=PROMPTS, truth="full", max_new_tokens=3)
+        return answer(a, planting(replace_sums, product, blocks, 1.0), **options).verdict
 
     return verdict
 
@@ -143,22 +117,10 @@ def test_a_block_that_is_better_on_one_side_accuses_nobody_for_sure(verdict_of, 
     assert ("nothing that is recorded" in verdict.summary) == (not options)
 
 
-def test_a_block_that_stands_out_from_coarse_ones_is_named(tmp_path):
+def test_a_block_that_stands_out_from_coarse_ones_is_named(drawn_model, shared_run, answer):
     """Without a truth: sums in 64 parts are off in all blocks, and one MLP is three times too
     large."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        initializer_range=0.08,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    model = str(tmp_path / "model")
-    a = capture(model, out=tmp_path / "a", dtype="bfloat16", prompts=PROMPTS, truth="no")
+    a = shared_run(drawn_model(hidden_size=64), dtype="bfloat16", prompts=PROMPTS, truth="no")
 
     def plant(model, name, blocks, *, strength):
         for number in blocks:
@@ -173,7 +135,6 @@ def test_a_block_that_stands_out_from_coarse_ones_is_named(tmp_path):
                     values = {"weight": linear.weight, "factor": factor}
                     linear.forward = functools.partial(forward, **values)
 
-    b = capture(like=a, out=tmp_path / "b", prepare=planting(plant, "", range(6), 3.0))
-    verdict = compare(a, b).verdict
+    verdict = answer(a, planting(plant, "", range(6), 3.0)).verdict
 
     assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.3"), verdict.summary

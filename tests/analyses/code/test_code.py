@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import torch
-import transformers
 
 from divergence import Run, capture, compare
 from divergence.analyses.code.find import code_evidence
@@ -310,25 +308,15 @@ def test_first_difference_of_two_texts():
     )
 
 
-def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
+def test_numbers_that_differ_leave_open_whose_are_meant(drawn_model, tmp_path):
     """A's truth has A's numbers. By a configuration that both have B is wrong, with less
     confidence, since it may be wrong itself. A module of B's whose value neither A's nor its kin
     hold is the odd one."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        initializer_range=0.08,
-        rms_norm_eps=1e-5,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "right")
-    model.config.rms_norm_eps = 1e-2
-    model.save_pretrained(tmp_path / "wrong")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4}
+    models = {
+        name: str(drawn_model(**sizes, rms_norm_eps=eps))
+        for name, eps in (("right", 1e-5), ("wrong", 1e-2))
+    }
     how = {"prompts": [list(range(3, 30))], "max_new_tokens": 2, "dtype": "float32"}
 
     def changed(model):
@@ -345,16 +333,9 @@ def test_numbers_that_differ_leave_open_whose_are_meant(tmp_path):
         ("every module", "right", None, changed),
         ("one module", "right", None, one_changed),
     ):
-        a = capture(
-            str(tmp_path / first), out=tmp_path / f"{name} a", probe=False, truth="full", **how
-        )
-        b = capture(
-            None if second is None else str(tmp_path / second),
-            like=a,
-            out=tmp_path / f"{name} b",
-            probe=False,
-            prepare=prepare,
-        )
+        out = tmp_path / name
+        a = capture(models[first], out=out / "a", probe=False, truth="full", **how)
+        b = capture(models.get(second), like=a, out=out / "b", probe=False, prepare=prepare)
         verdict = compare(a, b).verdict
         assert verdict.kind == ("localized" if name == "one module" else "systematic")
         codes = [item.code for item in verdict.evidence]

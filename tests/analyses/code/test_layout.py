@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from torch.nn import functional as F
 
-from divergence import capture, compare
-
 PROMPTS = [[5, 9, 17, 101, 23, 44, 61, 8]]
 
 
@@ -32,20 +30,18 @@ def run(shared_run):
     "name",
     ["model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.gate_proj"],
 )
-def test_a_layout_of_one_side_alone_is_told(run, tmp_path, name):
+def test_a_layout_of_one_side_alone_is_told(run, name, answer):
     """Of the onset's module: with the strides, and without those of other modules."""
-    b = capture(like=run, out=tmp_path / "b", prepare=strided(name), force=True, probe=False)
-    report = compare(run, b)
+    report = answer(run, strided(name), force=True)
     assert report.verdict.kind == "localized"
     told = [fact.text for fact in report.verdict.evidence if "contiguous" in fact.text]
     width = run.manifest.model.parameters[f"{name}.weight"].shape[0]
     assert told == [f"{name}.weight is contiguous in A, not contiguous (strides [1, {width}]) in B"]
 
 
-def test_a_layout_that_is_read_rightly_is_no_cause(run, tmp_path):
+def test_a_layout_that_is_read_rightly_is_no_cause(run, answer):
     """Equal weights in another layout are the same weights, and nothing is said of them."""
     prepare = strided("model.layers.0.mlp.up_proj", is_read_wrongly=False)
-    b = capture(like=run, out=tmp_path / "b", prepare=prepare, force=True, probe=False)
-    report = compare(run, b)
+    report = answer(run, prepare, force=True)
     assert report.verdict.kind in ("identical", "within_floor")
     assert not any("contiguous" in fact.text for fact in report.verdict.evidence)

@@ -108,14 +108,10 @@ def test_float64_runs_of_one_code_agree(runs):
     assert num_compared > 8
 
 
-def test_what_stands_at_pads_is_no_result(llama, tmp_path):
+def test_what_stands_at_pads_is_no_result(tmp_path, shared_run):
     """Fused attention gives rows that see no key other values: pads are left out."""
-    a = capture(
-        llama,
-        out=tmp_path / "a",
-        prompts=["one two three four", "five"],
-        batching=BatchOptions(batch=True),
-        max_new_tokens=2,
+    a = shared_run(
+        prompts=["one two three four", "five"], batching=BatchOptions(batch=True), max_new_tokens=2
     )
     one = make_truth(a, out=tmp_path / "one")
     two = make_truth(a, out=tmp_path / "two", attn_implementation="sdpa")

@@ -7,8 +7,6 @@ import types
 import pytest
 import torch
 
-from divergence import capture, compare
-
 
 @pytest.fixture
 def pair(shared_run, shared_truth):
@@ -44,11 +42,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_side_is_told_however_many_are_replaced(pair, tmp_path, case):
+def test_the_side_is_told_however_many_are_replaced(pair, case, answer):
     """What stays as it was is no replacement, be it most instances of the class or one."""
     a, true = pair
-    b = capture(like=a, out=tmp_path / "b", prepare=replaced(*CASES[case]), probe=False)
-    verdict = compare(a, b, truth=true).verdict
+    verdict = answer(a, replaced(*CASES[case]), truth=true).verdict
     assert (verdict.side, verdict.confidence) == ("candidate", "high")
 
 
@@ -91,7 +88,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("how", [by_hook, by_method, by_class, by_another_module])
 @pytest.mark.parametrize("chosen", CHOSEN)
-def test_the_side_is_told_however_they_are_replaced(how, chosen, pair, tmp_path):
+def test_the_side_is_told_however_they_are_replaced(how, chosen, pair, answer):
     """By a hook, a method, a class or a module, on few, most or all instances."""
     a, true = pair
 
@@ -100,6 +97,5 @@ def test_the_side_is_told_however_they_are_replaced(how, chosen, pair, tmp_path)
             if type(module) is torch.nn.Linear and CHOSEN[chosen](name):
                 how(model, name, module)
 
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
-    verdict = compare(a, b, truth=true).verdict
+    verdict = answer(a, prepare, truth=true).verdict
     assert (verdict.side, verdict.confidence) == ("candidate", "high")

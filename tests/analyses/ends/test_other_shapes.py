@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence import BatchOptions, capture, compare
+from divergence import BatchOptions
 
 PROMPTS = [[7, 9, 11, 13, 15, 17, 19, 21], [23, 25, 27, 29], [31, 33, 35, 37, 39]]
 
@@ -55,30 +55,27 @@ CASES = {
 
 @pytest.mark.parametrize("with_truth", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_held_once_is_compared_with_each_copy(batch, tmp_path, case, with_truth):
+def test_what_is_held_once_is_compared_with_each_copy(batch, case, with_truth, answer):
     """A table of one row for all prompts is wrong where their own rows are other ones."""
     architecture, path, prepare = CASES[case]
     a, true = batch(architecture)
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
-    verdict = compare(a, b, truth=true if with_truth else None).verdict
+    verdict = answer(a, prepare, truth=true if with_truth else None).verdict
     assert (verdict.kind, verdict.onset.site) == ("localized", f"{path}:out")
     assert verdict.side == ("candidate" if with_truth else None)
 
 
-def test_equal_rows_in_one_are_no_difference(tiny_model, tmp_path):
+def test_equal_rows_in_one_are_no_difference(answer, shared_run):
     """A table that is the same for every prompt may be held once or for each."""
     prompts = [[7, 9, 11, 13], [15, 17, 19, 21]]
-    model = str(tiny_model("gpt2", dtype="float32"))
-    a = capture(
-        model,
-        out=tmp_path / "a",
+    a = shared_run(
+        "gpt2",
+        model={"dtype": "float32"},
         prompts=prompts,
         batching=BatchOptions(batch=True),
         max_new_tokens=2,
         probe=False,
     )
-    b = capture(like=a, out=tmp_path / "b", prepare=one_row("transformer.wpe"), probe=False)
-    report = compare(a, b)
+    report = answer(a, one_row("transformer.wpe"))
     assert report.verdict.kind == "identical"
     assert report.coverage.num_skipped == 0
 
@@ -90,7 +87,7 @@ POOLED = {
 
 
 @pytest.mark.parametrize("case", POOLED)
-def test_what_cannot_be_compared_is_said(batch, tmp_path, case):
+def test_what_cannot_be_compared_is_said(batch, case, answer):
     """One row for all tokens is no copy of theirs; what uses it is not blamed as if it passed."""
 
     def prepare(model):
@@ -98,8 +95,7 @@ def test_what_cannot_be_compared_is_said(batch, tmp_path, case):
         model.transformer.wpe.forward = lambda ids: POOLED[case](own(ids))
 
     a, true = batch("gpt2")
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
-    verdict = compare(a, b, truth=true).verdict
+    verdict = answer(a, prepare, truth=true).verdict
     assert "transformer.wpe was not compared: 3x8x64 against 3x1x64" in verdict.summary
     assert "which pass" not in verdict.summary
     assert verdict.confidence != "high"

@@ -228,13 +228,12 @@ def test_one_expert_of_many_is_found_and_named(
     ],
 )
 def test_tokens_that_rounding_sends_elsewhere_are_left_out_and_counted(
-    architecture, dtype, recorded, tmp_path
+    architecture, dtype, recorded, answer
 ):
     """Another attention kernel flips close choices of 32 experts: no alarm, no single token of a
     block excused without being counted, and how close the choices were."""
     a, truth = recorded(architecture, 32, dtype)
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
-    report = compare(a, b, truth=truth)
+    report = answer(a, truth=truth, attn_implementation="sdpa")
     assert report.verdict.kind == "within_floor", report.verdict
     outs = [
         site
@@ -252,7 +251,7 @@ def test_tokens_that_rounding_sends_elsewhere_are_left_out_and_counted(
     assert max(site.ratio_max for site in outs if site.ratio_max is not None) < 6
 
 
-def test_a_choice_that_its_logits_do_not_explain_convicts(recorded, tmp_path):
+def test_a_choice_that_its_logits_do_not_explain_convicts(recorded, answer):
     """A router that ranks one token's experts wrongly: its logits are right, the choice is not, and
     the token is not taken for one that rounding sent elsewhere."""
     a, truth = recorded("qwen3-moe", 8, "bfloat16")
@@ -267,13 +266,12 @@ def test_a_choice_that_its_logits_do_not_explain_convicts(recorded, tmp_path):
 
         model.model.layers[2].mlp.gate.register_forward_hook(change)
 
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare)
-    verdict = compare(a, b, truth=truth).verdict
+    verdict = answer(a, prepare, truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert verdict.onset.position == 30
 
 
-def test_a_router_that_is_off_is_found_at_the_router(recorded, tmp_path):
+def test_a_router_that_is_off_is_found_at_the_router(recorded, answer):
     """Other logits send tokens elsewhere: the router is named, not the tokens excused."""
     a, truth = recorded("qwen3-moe", 8, "bfloat16")
 
@@ -281,13 +279,12 @@ def test_a_router_that_is_off_is_found_at_the_router(recorded, tmp_path):
         gate = model.model.layers[2].mlp.gate
         gate.register_forward_pre_hook(lambda module, args: (args[0].roll(1, -1),))
 
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare)
-    verdict = compare(a, b, truth=truth).verdict
+    verdict = answer(a, prepare, truth=truth).verdict
     assert verdict.kind == "localized"
     assert (verdict.onset.site, verdict.side) == (f"{BLOCK}.mlp.gate:out", "candidate")
 
 
-def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, tmp_path):
+def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, answer):
     """Attention is off, and the router behind it is the first place that was recorded."""
     a, truth = recorded("qwen3-moe", 8, "bfloat16")
 
@@ -295,14 +292,13 @@ def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, tmp_
         attention = model.model.layers[2].self_attn
         attention.o_proj.register_forward_hook(lambda module, args, out: out.roll(1, -1))
 
-    b = capture(like=a, out=tmp_path / "b", prepare=prepare)
-    report = compare(a, b, truth=truth)
+    report = answer(a, prepare, truth=truth)
     assert report.verdict.onset.site == f"{BLOCK}.mlp.gate:out"
     assert f"gate:out or before it in {BLOCK}, by B" in report.verdict.summary
     assert "localize" in report.verdict.next[0]  # which goes into the block
 
 
-def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, tmp_path):
+def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, answer):
     """One token off in the second prompt puts that prompt alone beyond its limit."""
     a, truth = recorded("qwen3-moe", 8, "float32")
 
@@ -312,7 +308,7 @@ def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, tmp_path):
 
         model.model.layers[2].self_attn.o_proj.register_forward_hook(one_token)
 
-    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare), truth=truth)
+    report = answer(a, prepare, truth=truth)
     assert report.verdict.onset.sample == 1
     usage = {sample: used for used, sample, *_ in prompt_usage(report)}
     assert usage[1] > 1 > usage[0]
@@ -335,7 +331,7 @@ def test_where_the_choice_is_not_known_one_token_says_nothing(recorded, tmp_path
             assert report.verdict.kind == "within_floor"
 
 
-def test_a_batch_has_each_prompts_choices(recorded, tmp_path):
+def test_a_batch_has_each_prompts_choices(recorded, answer):
     """One expert that is wrong in batches alone: named, with the prompts' own tokens."""
     a, truth = recorded("mixtral", 8, "bfloat16")
 
@@ -351,10 +347,9 @@ def test_a_batch_has_each_prompts_choices(recorded, tmp_path):
 
         experts.forward = forward
 
-    single = compare(a, capture(like=a, out=tmp_path / "one", prepare=prepare), truth=truth)
+    single = answer(a, prepare, truth=truth)
     assert single.verdict.kind == "identical"
-    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=prepare)
-    verdict = compare(a, b, truth=truth).verdict
+    verdict = answer(a, prepare, truth=truth, batching=BatchOptions(batch=True)).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert any(f"to expert {EXPERT};" in one.text for one in verdict.evidence), verdict.evidence
 
@@ -458,7 +453,7 @@ def test_a_router_that_chooses_wrongly_in_steps_of_one_token_is_found(dtype, rec
         assert (verdict.onset.block, verdict.onset.step) == (BLOCK, 1)
 
 
-def test_what_all_blocks_do_in_every_step_is_not_said_of_one_step_alone(recorded, tmp_path):
+def test_what_all_blocks_do_in_every_step_is_not_said_of_one_step_alone(recorded, answer):
     """Beside its siblings, which are as wrong, most steps show nothing: they are held to the limit
     of their kind."""
     a, truth = recorded("qwen3-moe", 8, "float32")
@@ -467,7 +462,7 @@ def test_what_all_blocks_do_in_every_step_is_not_said_of_one_step_alone(recorded
         for block in range(4):
             wrong_choice(third_for_second, decode_alone=True, block=block)(model)
 
-    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare), truth=truth)
+    report = answer(a, prepare, truth=truth)
     verdict = report.verdict
     assert (verdict.kind, verdict.side, verdict.onset.step) == ("systematic", "candidate", 1)
     assert "alone" not in verdict.summary
@@ -488,14 +483,15 @@ def third_with_bias(logits, experts):
 
 
 @pytest.mark.parametrize("decode_alone", [True, False])
-def test_a_router_with_a_bias_that_chooses_otherwise_is_the_onset(decode_alone, recorded, tmp_path):
+def test_a_router_with_a_bias_that_chooses_otherwise_is_the_onset(
+    decode_alone, recorded, tmp_path, answer
+):
     """Where not the logits decide, but a bias beside them, few tokens lie near a tie all the same:
     more that went elsewhere are the router's, in four steps of one token as in all of a prompt."""
     healthy, _ = recorded("mixtral", 8, "float32")
     a = capture(like=healthy, out=tmp_path / "a", prepare=wrong_choice(with_bias))
     other = third_with_bias if decode_alone else lambda logits, experts: experts
-    b = capture(like=a, out=tmp_path / "b", prepare=wrong_choice(other))
-    verdict = compare(a, b).verdict
+    verdict = answer(a, wrong_choice(other)).verdict
     assert verdict.kind == "localized"
     assert verdict.onset.site == f"{BLOCK}.mlp.gate:out"
     assert verdict.onset.step == (1 if decode_alone else 0)
@@ -558,11 +554,13 @@ def test_a_router_in_a_coarser_dtype_is_the_onset(product, dtype, chosen, deepse
         assert verdict.side == (None if truth is None else "candidate")
 
 
-def test_a_router_that_both_sides_compute_alike_is_none(deepseek_in, tmp_path):
+def test_a_router_that_both_sides_compute_alike_is_none(deepseek_in, answer):
     """Other kernels of attention move the logits, which are float32's on both sides."""
     a, true = deepseek_in("bfloat16")
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="eager", probe=False)
-    assert compare(a, b, truth=true).verdict.kind in ("within_floor", "identical")
+    assert answer(a, truth=true, attn_implementation="eager").verdict.kind in (
+        "within_floor",
+        "identical",
+    )
 
 
 def test_where_most_tokens_went_elsewhere_nothing_is_said_to_be_right(recorded, tmp_path):

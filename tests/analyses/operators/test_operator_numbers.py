@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-import transformers
 
-from divergence import capture, compare, truth
+from divergence import capture, compare
 
 BLOCK = "model.layers.1"
 PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((32, 60))]
 MASSIVE = 7
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture
+def pair(drawn_model, shared_run, shared_truth):
     """``pair(seed, massive)``: a run with the operators of a block, in whose MLP one channel is so
     much larger, and its truth."""
-    made = {}
 
     def make(seed, massive=3000.0):
-        key = seed, massive
-        if key not in made:
-            folder = tmp_path_factory.mktemp("massive")
-            torch.manual_seed(seed)
-            config = transformers.LlamaConfig(
-                vocab_size=512,
-                hidden_size=128,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=256,
-                initializer_range=0.08,
-            )
-            model = transformers.LlamaForCausalLM(config)
-            with torch.no_grad():
-                mlp = model.get_submodule(BLOCK).mlp
-                mlp.up_proj.weight[MASSIVE] *= massive
-                mlp.down_proj.weight[:, MASSIVE] /= massive
-            model.save_pretrained(folder / "model")
-            a = capture(
-                str(folder / "model"),
-                out=folder / "a",
-                prompts=PROMPTS,
-                max_new_tokens=3,
-                dtype="float32",
-                sites=["blocks", f"ops@{BLOCK}"],
-                probe=False,
-                truth="no",
-            )
-            made[key] = a, truth(a, out=folder / "truth")
-        return made[key]
+        model = drawn_model("Llama", LARGER[massive], seed, num_hidden_layers=3)
+        options = {"sites": ["blocks", f"ops@{BLOCK}"], "prompts": PROMPTS, "max_new_tokens": 3}
+        a = shared_run(model, dtype="float32", probe=False, truth="no", **options)
+        return a, shared_truth(a)
 
     return make
+
+
+def larger(model, massive):
+    mlp = model.get_submodule(BLOCK).mlp
+    mlp.up_proj.weight[MASSIVE] *= massive
+    mlp.down_proj.weight[:, MASSIVE] /= massive
+
+
+LARGER = {size: functools.partial(larger, massive=size) for size in (3e3, 3e6)}
 
 
 def another_order(model, change=lambda y: y):
@@ -109,13 +91,10 @@ def small_channel(y):
 
 
 @pytest.mark.parametrize("change", [bad_token, bad_number, bad_channel, small_channel])
-def test_a_fault_beside_a_large_channel_is_found(change, pair, tmp_path):
+def test_a_fault_beside_a_large_channel_is_found(change, pair, answer):
     """What is far beyond the other side's largest error, or is many numbers, is no chance."""
     a, true = pair(0)
-    b = capture(
-        like=a, out=tmp_path / "b", prepare=lambda model: another_order(model, change), probe=False
-    )
-    operators = compare(a, b, truth=true).operators
+    operators = answer(a, lambda model: another_order(model, change), truth=true).operators
     assert operators is not None and operators.onset is not None
     # what changes the result has no partner: the product of it and the gate is the first that has
     assert operators.onset == f"{BLOCK}.mlp/aten.mul"

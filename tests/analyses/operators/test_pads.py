@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence import BatchOptions, capture, compare
+from divergence import BatchOptions
 from divergence import truth as make_truth
 from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.analyses.operators.operands import Pads
@@ -122,13 +122,11 @@ def test_a_decode_step_has_none(toy):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
-def test_a_padded_batch_on_two_attentions_blames_none(tiny_model, tmp_path, architecture):
+def test_a_padded_batch_on_two_attentions_blames_none(tmp_path, architecture, answer, shared_run):
     """sdpa leaves zeros in rows that see no key, products and a softmax a mean; experts sort them
     among the tokens. A planted fault is found all the same."""
-    model = tiny_model(architecture)
-    a = capture(
-        model,
-        out=tmp_path / "a",
+    a = shared_run(
+        architecture,
         prompts=["one two three four five six", "seven"],
         batching=BatchOptions(batch=True),
         max_new_tokens=2,
@@ -137,11 +135,9 @@ def test_a_padded_batch_on_two_attentions_blames_none(tiny_model, tmp_path, arch
         sites=["blocks", "ops@model.layers.1"],
     )
     truth = make_truth(a, out=tmp_path / "truth")
-    healthy = capture(like=a, out=tmp_path / "b", attn_implementation="eager")
-    assert compare(a, healthy, truth=truth).operators.onset is None
+    assert answer(a, truth=truth, attn_implementation="eager").operators.onset is None
     where = "model.layers.1.post_attention_layernorm"
-    planted = capture(
-        like=a, out=tmp_path / "c", attn_implementation="eager", plants=[f"{where}:out=scale:1.1"]
-    )
-    found = compare(a, planted, truth=truth).verdict
+    found = answer(
+        a, truth=truth, attn_implementation="eager", plants=[f"{where}:out=scale:1.1"]
+    ).verdict
     assert found.onset is not None and found.onset.block == "model.layers.1"

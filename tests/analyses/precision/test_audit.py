@@ -264,11 +264,12 @@ def test_mambas_stream_in_bfloat16_is_a_difference(run_of):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
-def test_the_audit_explains_the_onset(run_of, tmp_path, architecture):
+def test_the_audit_explains_the_onset(run_of, tmp_path, architecture, answer):
     """compare's first reason is the dtype, where the onset is the part that ran in another."""
     source = run_of(architecture)
-    other = capture(like=source, out=tmp_path / "b", device="cpu", prepare=narrow_norms)
-    report = compare(source, other, truth=make_truth(source, out=tmp_path / "t"))
+    report = answer(
+        source, narrow_norms, truth=make_truth(source, out=tmp_path / "t"), device="cpu"
+    )
     verdict = report.verdict
     assert verdict.onset is not None and "norm/" in verdict.onset.site
     assert verdict.side == "candidate"

@@ -93,7 +93,7 @@ def test_a_batch_raises_no_alarm(architecture, dtype, single, tmp_path):
     assert all("bias" in port or port in ("out.1", "out.2") for port in ports), ports
 
 
-def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path):
+def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path, answer):
     """The other way round: what ran in a batch runs singly, each prompt with its rows of it."""
     model = str(tiny_model("llama", dtype="bfloat16"))
     a = capture(
@@ -109,27 +109,21 @@ def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path):
             lambda module, args, out: out * 1.3 if out.shape[0] == 1 else out
         )
 
-    good = compare(
-        a, capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=False)), truth=truth
-    )
+    good = answer(a, truth=truth, batching=BatchOptions(batch=False))
     assert good.verdict.kind in ("within_floor", "identical") and good.verdict.side == "neither"
-    bad = capture(like=a, out=tmp_path / "c", batching=BatchOptions(batch=False), prepare=broken)
-    verdict = compare(a, bad, truth=truth).verdict
+    verdict = answer(a, broken, truth=truth, batching=BatchOptions(batch=False)).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
 
 
-def test_prompts_of_one_length_share_their_tables(tiny_model, tmp_path):
+def test_prompts_of_one_length_share_their_tables(tmp_path, answer, shared_run):
     """Without pads a batch has one rotary table, which every single prompt's is held against."""
     ids = [[(7 * i * i + n * 11) % 500 + 6 for i in range(6)] for n in range(3)]
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(json.dumps({"input_ids": one}) for one in ids))
-    a = capture(
-        str(tiny_model("llama", dtype="float32")),
-        out=tmp_path / "a",
-        batching=BatchOptions(prompts_file=file),
-        max_new_tokens=2,
+    a = shared_run(
+        model={"dtype": "float32"}, batching=BatchOptions(prompts_file=file), max_new_tokens=2
     )
-    report = compare(a, capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True)))
+    report = answer(a, batching=BatchOptions(batch=True))
     assert report.verdict.kind == "within_floor"
     assert report.coverage.unmatched == []
     tables = [s for s in report.sites if s.site == "model.rotary_emb:out"]
@@ -160,11 +154,11 @@ def seen_pads(model):
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [only_in_batches, seen_pads])
-def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single, tmp_path):
+def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single, tmp_path, answer):
     """A module that is wrong for more than one prompt, a mask that lets pads in: the block and the
     side that batched, though the same code is right for single prompts."""
     a, truth = single("llama", dtype)
-    healthy = compare(a, capture(like=a, out=tmp_path / "one", prepare=fault))
+    healthy = answer(a, fault)
     assert healthy.verdict.kind == "identical"
     b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=fault)
     report = compare(a, b, truth=truth)
@@ -183,7 +177,7 @@ def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single
         ("llama", "model.rotary_emb"),
     ],
 )
-def test_positions_that_count_the_pads_are_found(architecture, site, single, tmp_path):
+def test_positions_that_count_the_pads_are_found(architecture, site, single, answer):
     """Position ids that are not shifted by the pads: the table of positions, not the blocks behind
     it, which get the recorded rows."""
     a, truth = single(architecture, "float32")
@@ -199,8 +193,7 @@ def test_positions_that_count_the_pads_are_found(architecture, site, single, tmp
 
         model.register_forward_pre_hook(change, with_kwargs=True)
 
-    b = capture(like=a, out=tmp_path / "b", batching=BatchOptions(batch=True), prepare=unshifted)
-    verdict = compare(a, b, truth=truth).verdict
+    verdict = answer(a, unshifted, truth=truth, batching=BatchOptions(batch=True)).verdict
     assert verdict.kind == "localized", verdict
     assert verdict.onset.site.startswith(site), verdict
     assert verdict.side in ("candidate", None)  # a hook is other code: the truth cannot tell whose
@@ -266,7 +259,7 @@ def test_the_advised_command_repeats_the_batch(single, prompts, tiny_model, tmp_
     assert "batch shape 8 × batch 1 / 1 × batch 8" in out
 
 
-def test_float32_sees_below_the_floor_of_a_batch(single, tmp_path):
+def test_float32_sees_below_the_floor_of_a_batch(single, answer):
     """The escalated pass of a batch is held against the truth of single prompts, row by row."""
     a, truth = single("llama", "bfloat16")
 
@@ -275,14 +268,13 @@ def test_float32_sees_below_the_floor_of_a_batch(single, tmp_path):
             lambda module, args, out: out * 1.002 if out.shape[0] > 1 else out
         )
 
-    b = capture(
-        like=a,
-        out=tmp_path / "b",
+    verdict = answer(
+        a,
+        slightly,
+        truth=truth,
         batching=BatchOptions(batch=True),
         recording=RecordOptions(escalate=True),
-        prepare=slightly,
-    )
-    verdict = compare(a, b, truth=truth).verdict
+    ).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert verdict.onset.pass_ == "escalated"
 

@@ -61,14 +61,12 @@ def a(tiny_model, tmp_path_factory):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("judged", [True, False])
-def test_a_norm_that_is_off_is_named_itself(judged, a, tmp_path, monkeypatch):
+def test_a_norm_that_is_off_is_named_itself(judged, a, tmp_path, monkeypatch, answer):
     """As one that leaves out what another rank has: all that is clipped follows from it."""
     truth = divergence.truth(a, out=tmp_path / "truth") if judged else None
     real = torch.nn.utils.get_total_norm
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *args: real(*args) * 0.97)
-    verdict = divergence.compare(
-        a, divergence.capture(like=a, out=tmp_path / "b", probe=False), truth=truth
-    ).verdict
+    verdict = answer(a, truth=truth).verdict
     assert verdict.onset.site == ".#optimizer:in.grad_norm", verdict.summary
     assert verdict.side == ("candidate" if judged else None)
 
@@ -103,12 +101,11 @@ def test_a_clip_by_another_norm_is_named_with_its_factor(half):
 
 
 @pytest.mark.whole
-def test_one_parameter_that_is_not_clipped_is_named(a, tmp_path, monkeypatch):
+def test_one_parameter_that_is_not_clipped_is_named(a, monkeypatch, answer):
     """Also outside blocks."""
     clip = torch.nn.utils.clip_grads_with_norm_
     monkeypatch.setattr(
         torch.nn.utils, "clip_grads_with_norm_", lambda some, *how: clip(list(some)[1:], *how)
     )
-    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
-    verdict = divergence.compare(a, b).verdict
+    verdict = answer(a).verdict
     assert verdict.onset.site == "model.embed_tokens#optimizer:in.weight", verdict.summary

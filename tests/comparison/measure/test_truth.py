@@ -320,15 +320,13 @@ def test_torch_stays_out_of_the_widened_state(case):
     assert (torch.ones(2, dtype=torch.bfloat16) * 1.5).dtype is torch.bfloat16
 
 
-def test_a_module_that_hands_its_input_on_is_not_far_from_the_truth(tiny_model, tmp_path):
+def test_a_module_that_hands_its_input_on_is_not_far_from_the_truth(tmp_path, answer, shared_run):
     """BERT's dropouts inherit the error of what is before them; equal runs are wrong nowhere."""
-    a = capture(
-        tiny_model("bert"),
-        out=tmp_path / "a",
+    a = shared_run(
+        "bert",
         prompts=["one two three four five six"],
         sites=["blocks", "modules"],
         dtype="float32",
     )
-    b = capture(like=a, out=tmp_path / "b")
-    report = compare(a, b, truth=make_truth(a, out=tmp_path / "t"))
+    report = answer(a, truth=make_truth(a, out=tmp_path / "t"))
     assert (report.verdict.kind, report.verdict.side) == ("identical", "neither")

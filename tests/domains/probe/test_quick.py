@@ -155,13 +155,11 @@ def test_a_failing_probe_fails_no_capture(llama, tmp_path, monkeypatch):
     assert (fact.value, fact.evidence) == ("failed", "the device is on fire")
 
 
-def test_a_replay_notes_it_and_its_truth_does_not(llama, tmp_path):
+def test_a_replay_notes_it_and_its_truth_does_not(tmp_path, shared_run):
     """Operators run again are run on a machine too."""
     from divergence import replay
 
-    run = capture(
-        str(llama),
-        out=tmp_path / "run",
+    run = shared_run(
         prompts=["a bridge"],
         max_new_tokens=1,
         sites=["ops@model.layers.0.mlp"],
@@ -173,8 +171,8 @@ def test_a_replay_notes_it_and_its_truth_does_not(llama, tmp_path):
     assert truth.manifest.arithmetic == []
 
 
-def test_a_truth_is_not_probed(llama, tmp_path):
+def test_a_truth_is_not_probed(tmp_path, shared_run):
     """It computes in float64, whatever the machine does."""
-    run = capture(str(llama), out=tmp_path / "run", prompts=["a"], max_new_tokens=1)
+    run = shared_run(prompts=["a"], max_new_tokens=1)
     truth = make_truth(run, out=tmp_path / "truth")
     assert truth.manifest.arithmetic == []

@@ -53,11 +53,10 @@ def test_codes_are_recorded_beside_the_blocks(runs):
     assert float((codes - quotients).abs().max()) < 1.01  # a flip is one step
 
 
-def test_a_healthy_pair_passes(runs, tmp_path):
+def test_a_healthy_pair_passes(runs, answer):
     """Another attention implementation: rounding, and it is said how many codes it moved."""
     a, true, _ = runs
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
-    report = compare(a, b, truth=true)
+    report = answer(a, truth=true, attn_implementation="sdpa")
     assert report.verdict.kind in ("within_floor", "identical")
     assert report.verdict.side == "neither"
 
@@ -137,12 +136,14 @@ def test_an_input_that_one_side_does_not_quantise_gets_no_codes_of_the_other(tin
     assert any(fact.text.startswith(said) for fact in verdict.evidence)
 
 
-def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(tiny_model, tmp_path):
+def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(
+    tmp_path, answer, shared_run
+):
     """Stacked experts quantise what enters them and tell no codes; beside them attention does. One
     that rounding flips is one token's error, as a fault's would be."""
-    a = capture(
-        tiny_model("mixtral", dtype="float32", num_blocks=2),
-        out=tmp_path / "a",
+    a = shared_run(
+        "mixtral",
+        model={"dtype": "float32", "num_blocks": 2},
         prompts=PROMPTS[:1],
         max_new_tokens=1,
         probe=False,
@@ -150,8 +151,7 @@ def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(tiny_mod
         loading=LoadOptions(engine_options={"scheme": "w8a8"}),
     )
     plant = "model.layers.1.mlp.experts:out=scale:1.01"
-    b = capture(like=a, out=tmp_path / "b", probe=False, plants=[plant])
-    verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict
+    verdict = answer(a, truth=truth(a, out=tmp_path / "truth"), plants=[plant]).verdict
     assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.1")
     assert (verdict.confidence, verdict.side) == ("low", None)
     said = "what enters model.layers.*.mlp.experts.gate_up_proj were not recorded"

@@ -69,7 +69,9 @@ def test_the_truth_of_a_quantised_run_is_that_of_its_scheme(plain, tmp_path):
     assert report.verdict.kind == "within_floor"
 
 
-def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(folder, tmp_path):
+def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(
+    folder, tmp_path, answer
+):
     """Of many tokens a truth feeds several in one forward: keys and values go through codes there
     too, in the prefill and behind it."""
     run = capture(
@@ -80,8 +82,7 @@ def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(folde
         **(WISHES | {"max_new_tokens": 10}),
     )
     exact = truth(run, out=tmp_path / "truth")
-    again = capture(like=run, out=tmp_path / "again", probe=False, attn_implementation="sdpa")
-    report = compare(run, again, truth=exact)
+    report = answer(run, truth=exact, attn_implementation="sdpa")
     assert report.verdict.kind == "within_floor"
     assert report.verdict.side == "neither"
     assert {s.site for s in report.sites if s.site.endswith("layers.1.self_attn:in.k.codes")}
@@ -176,7 +177,9 @@ def test_any_scheme_is_repeated_from_its_run(plain, tmp_path, options):
     assert compare(run, again).verdict.kind == "identical"
 
 
-def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(folder, tmp_path):
+def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(
+    folder, tmp_path, answer
+):
     """Static scales with a zero point: later tokens may lie beyond what calibration saw."""
     from divergence.domains.quantization import engine
 
@@ -199,7 +202,8 @@ def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(fold
             ),
             **WISHES,
         )
-    again = capture(like=run, out=tmp_path / "again", probe=False, attn_implementation="sdpa")
-    verdict = compare(run, again, truth=truth(run, out=tmp_path / "truth")).verdict
+    verdict = answer(
+        run, truth=truth(run, out=tmp_path / "truth"), attn_implementation="sdpa"
+    ).verdict
     assert verdict.side == "neither"
     assert verdict.kind in ("within_floor", "identical")

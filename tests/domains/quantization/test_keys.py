@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.quantizers import PROMPTS
-from divergence import BatchOptions, LoadOptions, capture, compare, truth
+from divergence import BatchOptions, LoadOptions, capture, truth
 from divergence.run.site import HEAD_CODES
 from tests.models import quantized
 
@@ -32,11 +32,10 @@ def runs(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_healthy_pair_passes(runs, dtype, tmp_path):
+def test_a_healthy_pair_passes(runs, dtype, answer):
     """Rounding flips codes of keys between 16 bits and the truth: what they lead to is no fault."""
     a, exact = runs(dtype)
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
-    verdict = compare(a, b, truth=exact).verdict
+    verdict = answer(a, truth=exact, attn_implementation="sdpa").verdict
     assert verdict.kind in ("within_floor", "identical")
     assert verdict.side == "neither"
 
@@ -51,7 +50,7 @@ def test_their_codes_are_recorded_with_all_heads_of_a_token_in_a_row(runs):
         assert tuple(own.shape) == tuple(right.shape) == (1, own.shape[1], 32)
 
 
-def test_a_wrong_quantiser_of_keys_is_named_with_its_side(runs, tmp_path, monkeypatch):
+def test_a_wrong_quantiser_of_keys_is_named_with_its_side(runs, monkeypatch, answer):
     """A cast that cuts off, for the keys of one layer."""
     from compressed_tensors.modeling import kvcache
 
@@ -70,8 +69,7 @@ def test_a_wrong_quantiser_of_keys_is_named_with_its_side(runs, tmp_path, monkey
         wrong.append(model.get_submodule(PATH))
 
     monkeypatch.setattr(kvcache, "forward_quantize", forward_quantize)
-    b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare)
-    verdict = compare(a, b, truth=exact).verdict
+    verdict = answer(a, prepare, truth=exact).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("localized", "candidate", "high")
     assert verdict.onset.site == f"{PATH}:{HEAD_CODES['k']}"
     assert f"the codes of the keys of {PATH} are wrong, by B" in verdict.summary
@@ -103,7 +101,7 @@ def halves(tiny_model, tmp_path_factory):
     return a, truth(a, out=folder / "truth")
 
 
-def test_self_and_cross_attention_of_a_layer_are_told_apart(halves, tmp_path):
+def test_self_and_cross_attention_of_a_layer_are_told_apart(halves, answer):
     """Both fill a cache under one number; the encoder's keys are quantised once, in the prefill."""
     a, exact = halves
     steps = {
@@ -111,8 +109,7 @@ def test_self_and_cross_attention_of_a_layer_are_told_apart(halves, tmp_path):
         for name in ("layer.0.SelfAttention", "layer.1.EncDecAttention")
     }
     assert steps == {"layer.0.SelfAttention": {0, 1, 2}, "layer.1.EncDecAttention": {0}}
-    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
-    verdict = compare(a, b, truth=exact).verdict
+    verdict = answer(a, truth=exact, attn_implementation="sdpa").verdict
     assert (verdict.kind, verdict.side) == ("within_floor", "neither")
 
 
@@ -120,7 +117,7 @@ SECOND = "decoder.block.1"
 
 
 @pytest.mark.parametrize("name", ["layer.0.SelfAttention", "layer.1.EncDecAttention"])
-def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, tmp_path, monkeypatch):
+def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, monkeypatch, answer):
     """A cast that cuts off, where this attention fills the cache."""
     from divergence.domains.quantization import model as cache
 
@@ -138,7 +135,6 @@ def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, tmp_path, monke
         module.register_forward_hook(lambda *_: inside.__setitem__(0, False))
 
     monkeypatch.setattr(cache, "codes_of", codes_of)
-    b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare)
-    verdict = compare(a, b, truth=exact).verdict
+    verdict = answer(a, prepare, truth=exact).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("localized", "candidate", "high")
     assert verdict.onset.site == f"{wrong}:{HEAD_CODES['k']}"

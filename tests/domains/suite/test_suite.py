@@ -60,16 +60,15 @@ def test_planted_faults_are_named(name, fault, planted_suite, tmp_path):
     assert turned.verdict.side == "reference"
 
 
-def test_statistics_in_bfloat16_show_in_bfloat16(planted_suite, tmp_path):
+def test_statistics_in_bfloat16_show_in_bfloat16(planted_suite, answer):
     """Though each element's error is that of one more rounding, the rows' scale gives it away."""
     run, truth = planted_suite
-    wrong = capture(
-        like=run,
-        out=tmp_path / "b",
+    (case,) = answer(
+        run,
+        truth=truth,
         sites=["rms_norm.bfloat16.prefill.normal"],
         cases=CaseOptions(impl={"rms_norm": faulty.rms_norm_statistics_bf16}),
-    )
-    (case,) = compare(run, wrong, truth=truth).suite.cases
+    ).suite.cases
     assert (case.status, case.side) == ("wrong", "candidate")
     assert case.candidate.score < 4
     assert case.candidate.gain > 6 > 3 * case.reference.gain
@@ -120,16 +119,10 @@ def test_tie_orders_are_shown_and_no_fault(tmp_path):
     assert report.verdict.side is None
 
 
-def test_without_a_truth_it_abstains(planted_suite, tmp_path):
+def test_without_a_truth_it_abstains(planted_suite, answer):
     """How far apart is said, and which command tells more; nobody is blamed."""
     run, _ = planted_suite
-    wrong = capture(
-        like=run,
-        out=tmp_path / "b",
-        sites=["linear.*"],
-        cases=CaseOptions(impl={"linear": faulty.linear_tf32}),
-    )
-    report = compare(run, wrong)
+    report = answer(run, sites=["linear.*"], cases=CaseOptions(impl={"linear": faulty.linear_tf32}))
     assert (report.verdict.kind, report.verdict.side) == ("undetermined", None)
     assert any("divergence truth" in command for command in report.verdict.next)
     assert not report.suite.judged

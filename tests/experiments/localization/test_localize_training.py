@@ -195,7 +195,7 @@ def test_a_healthy_pair_has_no_wrong_operator(architecture, dtype, change, wrong
     ],
     ids=str,
 )
-def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
+def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path, answer):
     """What differs by dtype alone is no operator's fault."""
     a, *_ = pair("llama", "float32")
     sites = ["blocks", "ops@model.layers.1"]
@@ -206,8 +206,7 @@ def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path):
         recording=RecordOptions(anchor=False),
         sites=sites,
     )
-    two = divergence.capture(like=one, out=tmp_path / "two", probe=False, **options)
-    report = divergence.compare(one, two, truth=divergence.truth(one, out=tmp_path / "truth"))
+    report = answer(one, truth=divergence.truth(one, out=tmp_path / "truth"), **options)
     assert report.operators.onset is None
     assert report.verdict.onset is None or "/" not in report.verdict.onset.site
 

@@ -102,20 +102,18 @@ def test_the_escalated_pass_sees_deeper(found):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", ["scale", "noise"])
-def test_a_real_plant_agrees(runs, found, tmp_path, dtype, fault):
+def test_a_real_plant_agrees(runs, found, dtype, fault, answer):
     """Half as large again is localized by the ordinary compare; a third is rounding to it."""
     a, b, _ = runs(dtype)
     size = next(s.size for s in found(dtype).of(fault) if s.block == MIDDLE)
     for factor, expected in ((1.5, True), (0.3, False)):
         planted = FAULTS[fault].spelled(factor * size, 0, 64)
-        faulty = capture(
-            like=a,
-            out=tmp_path / "planted",
+        verdict = answer(
+            a,
             force=True,
             plants=[f"{MIDDLE}:out={planted}"],
             attn_implementation=b.manifest.model.attn_implementation,
-        )
-        verdict = compare(a, faulty).verdict
+        ).verdict
         assert sees(verdict, MIDDLE) is expected, verdict.summary
         if not expected:
             assert verdict.kind == "within_floor"

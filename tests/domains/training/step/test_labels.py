@@ -88,10 +88,10 @@ def test_labels_are_recorded_and_repeated(run, tmp_path):
 
 
 @pytest.mark.parametrize("site", ["loss#backward:out", "model.layers.1#backward:out"])
-def test_a_fault_is_found_where_most_gradients_are_zero(site, run, tmp_path):
+def test_a_fault_is_found_where_most_gradients_are_zero(site, run, answer):
     """At its site, though few tokens have a label."""
     fault = {"plants": [f"{site}=scale:1.01"], "attn_implementation": "sdpa", "probe": False}
-    verdict = divergence.compare(run, divergence.capture(like=run, out=tmp_path / "b", **fault))
+    verdict = answer(run, **fault)
     assert (verdict.verdict.kind, verdict.verdict.onset.site) == ("localized", site)
 
 

@@ -257,9 +257,10 @@ class Advice:
         path = self._a if side == "reference" else self._b
         return [command("inspect", path, site=site)]
 
-    def look_at(self, site: str) -> list[Command]:
-        """The tensor itself, on both sides."""
-        return [command("inspect", path, site=site) for path in (self._a, self._b)]
+    def look_at(self, site: str, side: str | None = None) -> list[Command]:
+        """The tensor itself, on both sides, the wrong one's first."""
+        paths = (self._b, self._a) if side == "candidate" else (self._a, self._b)
+        return [command("inspect", path, site=site) for path in paths]
 
     def made_alike(self, other_model: bool) -> list[Command]:
         """Commands that make a comparable run of one that is not, or measure it all the same."""
@@ -367,7 +368,7 @@ class WithinAdvice(Advice):
             command("compare", out),
         ]
 
-    def look_at(self, site: str) -> list[Command]:
+    def look_at(self, site: str, side: str | None = None) -> list[Command]:
         """The tensors themselves: both passes are in the one run."""
         return super().look_at(site)[:1]
 

@@ -113,11 +113,6 @@ _WIDEST = 400
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
-def redacted_report(report: Report, redaction: Redaction) -> Report:
-    """The report with nothing in it that tells of people and places."""
-    return Report.of(redaction.all(msgspec.to_builtins(report)))
-
-
 def bundle_files(
     report: Report,
     environments: Mapping[str, Environment],
@@ -130,7 +125,7 @@ def bundle_files(
     """The files of the zip by name. ``environments``, ``manifests``: of the runs, by what they are
     called; ``reproducer``, ``localization``: the files of one that `localize` wrote, and its
     answer."""
-    report = redacted_report(report, redaction)
+    report = Report.of(redaction.all(msgspec.to_builtins(report)))
     machines = {
         name: msgspec.convert(redaction.all(msgspec.to_builtins(environment)), Environment)
         for name, environment in environments.items()

@@ -26,7 +26,7 @@ from divergence.words import HEADLINES, list_names, markdown_code, markdown_text
 # `check` and `check --bless` as lines.
 
 MAX_LISTED = 12
-_MOST_OF_RULE = 3
+_MOST_OF_RULE = 2
 
 
 def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:

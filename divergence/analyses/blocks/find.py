@@ -133,7 +133,7 @@ def find_nonfinite(measured: Measured) -> Finding | None:
         ],
         commands=[
             *(measured.advice.descent() if measured.anchored else []),
-            *measured.advice.look_at(first.site),
+            *measured.advice.look_at(first.site, side),
         ],
     )
 

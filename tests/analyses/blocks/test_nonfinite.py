@@ -76,6 +76,8 @@ def test_more_nan_on_one_side(healthy, faulty):
     verdict = compare(one, two).verdict
     assert (verdict.kind, verdict.side) == ("nonfinite", "candidate")
     assert "fewer" in verdict.summary
+    looks = [item.operands[0] for item in verdict.commands if item.name == "inspect"]
+    assert looks == [str(two.path), str(one.path)]  # the wrong side's tensor first
     assert compare(two, one).verdict.side == "reference"
 
 

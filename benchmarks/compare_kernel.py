@@ -28,9 +28,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from divergence.numerics.kernels import has_compiled  # noqa: E402
 from divergence.numerics.pairs import measure_against, measure_pair  # noqa: E402
 from divergence.numerics.summary import summarize  # noqa: E402
+from divergence.numerics.sums import has_compiled  # noqa: E402
 
 NUM_COLS = 2048
 

@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks._dumps import write_msprobe, write_runs  # noqa: E402
-from divergence.numerics.kernels import has_compiled  # noqa: E402
+from divergence.numerics.sums import has_compiled  # noqa: E402
 
 SHAPE = (1, 2048, 4096)
 

@@ -88,8 +88,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     (
         "domains/collectives/sections.py",
-        "row.num_repeated,\n                    row.limit_usage,\n",
-        "row.num_repeated,\n                    None,\n",
+        '(Column("error", limit_share), "limit_usage"),',
+        '(Column("error", limit_share), "num_cases"),',
         "collectives",
     ),
     # an order

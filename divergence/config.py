@@ -36,8 +36,8 @@ from divergence.errors import ConfigError, first_line
 from divergence.options.commands import CaptureOptions, CheckOptions, CompareOptions
 from divergence.options.option import Field, Options, fields_of
 from divergence.outside import check_value, read_bytes
+from divergence.run.manifest import ATTENTION
 from divergence.run.site import BUILTIN_SITES, did_you_mean, near_names
-from divergence.run.trust import ATTENTION
 
 SETTINGS_FILE = "divergence.toml"
 PREFIX = "DIVERGENCE_"
@@ -86,7 +86,7 @@ def _written_type(field: Field) -> Any:
 
 
 def config_folders() -> list[Path]:
-    """Where named configs lie: beside the package in a checkout, inside it in a wheel."""
+    """List where named configs lie: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent
     return [path for path in (package.parent / "configs", package / "configs") if path.is_dir()]
 

@@ -1,4 +1,4 @@
-"""What an answer shows, as values: sections of sentences, facts, tables and figures.
+"""A document is what an answer shows, as values: sections of sentences, facts, tables and figures.
 
 An analysis makes its ``Section``s once, in ``sections.py``; report/text.py makes lines of them for
 a terminal, and html/ a page. No markup stands in them: a row holds numbers, and its column has the
@@ -61,7 +61,7 @@ def named(name: str, text: str, style: str = "", *, indent: int = 0, width: int 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What comes first: a word, if there is one, a sentence, and what else is known at once."""
+    """Leads an answer: a word, if there is one, a sentence, and what else is known at once."""
 
     word: str
     text: str
@@ -123,7 +123,7 @@ class Table:
 
     @property
     def is_word(self) -> list[bool]:
-        """Of each column that is shown: do its values begin at the left?"""
+        """Do the values of each column that is shown begin at the left?"""
         return [n < self.num_left or column.left for n, (_, column) in enumerate(self.shown)]
 
     @property
@@ -313,7 +313,7 @@ class Strips:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What a page hides behind ``summary`` until it is opened."""
+    """Hides a part of a page behind ``summary`` until it is opened."""
 
     summary: str
     body: Sequence[Block]
@@ -324,7 +324,7 @@ Block = Sentence | Table | Figures | Strips | Fold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPart:
-    """What an analysis knows of one block of the model: shown where the block is chosen."""
+    """Holds what an analysis knows of one block of the model: shown where the block is chosen."""
 
     block: str
     facts: list[tuple[str, str]] = field(default_factory=list)

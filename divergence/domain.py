@@ -56,7 +56,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is recorded in the place of a model, where an option of ``capture`` names it."""
+    """Says what is recorded in the place of a model, where an option of ``capture`` names it."""
 
     option: str
     """By its name in Python: ``endpoint``."""
@@ -70,7 +70,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Addition:
-    """What a command of the core has more of."""
+    """Says what a command of the core has more of."""
 
     options: str | None = None
     """Where its ``Options`` are: parameters of the command, which gets them as ``added``; those of
@@ -178,7 +178,8 @@ HOOKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """What a domain adds. Places are texts: ``package.module``, or ``package.module:attribute``."""
+    """Says what a domain adds. Places are texts: ``package.module``, or
+    ``package.module:attribute``."""
 
     name: str
     commands: tuple[Subcommand, ...] = ()
@@ -242,22 +243,22 @@ def domains() -> tuple[Domain, ...]:
 
 
 def added(kind: str) -> dict[str, Any]:
-    """What all domains add in one field of theirs, such as ``engines``, by name."""
+    """Return what all domains add in one field of theirs, such as ``engines``, by name."""
     return {name: what for domain in domains() for name, what in getattr(domain, kind).items()}
 
 
 def hook_places(name: str) -> dict[str, str]:
-    """Where the domains that have this hook have it, by their own names."""
+    """Return where the domains that have this hook have it, by their own names."""
     return {domain.name: domain.hooks[name] for domain in domains() if name in domain.hooks}
 
 
 def additions(command: str) -> dict[str, Addition]:
-    """What domains add to a command of the core, by their names."""
+    """Return what domains add to a command of the core, by their names."""
     return {each.name: each.adds[command] for each in domains() if command in each.adds}
 
 
 def sources() -> tuple[Source, ...]:
-    """What ``capture`` records in the place of a model, of all domains."""
+    """Return what ``capture`` records in the place of a model, of all domains."""
     return tuple(each.source for each in additions("capture").values() if each.source is not None)
 
 
@@ -267,8 +268,8 @@ def suites() -> dict[str, Suite]:
 
 
 def placed(place: str) -> Any:
-    """What stands at ``package.module:attribute``. Raises UsageError where another package's is
-    broken."""
+    """Return what stands at ``package.module:attribute``. Raises UsageError where another package's
+    is broken."""
     module, _, attribute = place.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

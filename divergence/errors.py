@@ -84,7 +84,7 @@ class RunError(DivergenceError):
 
 
 class DumpError(DivergenceError):
-    """What another tool dumped, and cannot be read, or is not whole."""
+    """Something that another tool dumped cannot be read, or is not whole."""
 
     exit_code = 2
 
@@ -142,7 +142,8 @@ _NO_MEMORY = re.compile(
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
-    """What says that memory ran out: ``error``, or what it was made of; None where none does."""
+    """Return the error that says that memory ran out: ``error``, or what it was made of; None where
+    none does."""
     link: BaseException | None = error
     for _ in range(20):
         if link is None:
@@ -162,7 +163,8 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 
 def missing(error: BaseException) -> UsageError | None:
-    """What says that torch or transformers is not installed, where that is what went wrong."""
+    """Return the error that says that torch or transformers is not installed, where that is what
+    went wrong."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name not in ("torch", "transformers"):
         return None
@@ -188,6 +190,6 @@ def check_process(code: int, what: str) -> None:
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:
-    """What another library raised, in one line of at most so many characters; its type's name where
-    it says nothing."""
+    """Say what another library raised, in one line of at most so many characters; its type's name
+    where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0][:most]

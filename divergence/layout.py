@@ -65,7 +65,8 @@ def heading(text: str, detail: str = "") -> Line:
 
 
 def next_lines(commands: Iterable[str], title: str = "next") -> list[Line]:
-    """What to run, where there is anything: commands stand alone, so that they can be copied."""
+    """Show what to run, where there is anything: commands stand alone, so that they can be
+    copied."""
     lines = [line(f"  {command}") for command in commands]
     return [heading(title), *lines] if lines else []
 
@@ -134,7 +135,7 @@ def times(value: float | None) -> str:
 
 
 def limit_share(value: float | None) -> str:
-    """How much of a limit is used: ``0%``, ``73%``, ``310%``, ``22.3x``; a dash for None."""
+    """Write how much of a limit is used: ``0%``, ``73%``, ``310%``, ``22.3x``; a dash for None."""
     if value is None or not value < 10:
         return times(value)
     return f"{100 * value:.0f}%"

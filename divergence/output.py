@@ -146,7 +146,7 @@ def _replace(target: Path, data: bytes, status: os.stat_result | None) -> None:
 
 
 def _write_in_place(path: _Path, data: bytes) -> None:
-    """Into what is there. A new file is never made: only what was looked at is written to."""
+    """Write into what is there. A new file is never made: only what was looked at is written to."""
     with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.truncate(0)

@@ -1,4 +1,4 @@
-"""What came from elsewhere: every name, size and count of it passes through here.
+"""Files from elsewhere: every name, size and count of them passes through here.
 
 A run, a dump, a log or a server's answer may be made to harm whoever reads it. Six things are
 asked of it, each by one function, so that no reader has an answer of its own:
@@ -269,7 +269,7 @@ def check_value(
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """What a container holds; None for what is none."""
+    """Return what a container holds; None for what is none."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, list | tuple | set | frozenset) else None
@@ -316,8 +316,8 @@ def csv_rows(
 
 
 class Budget:
-    """What all files of one folder or archive may unpack or spread out to, together. Files are
-    counted once, however often they are read."""
+    """Bounds what all files of one folder or archive may unpack or spread out to, together. Files
+    are counted once, however often they are read."""
 
     def __init__(self, *, error: Failure = DumpError) -> None:
         self._error = error

@@ -52,8 +52,8 @@ def divergence_golden(request: pytest.FixtureRequest, tmp_path: Path) -> GoldenC
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What each test compared with or blessed. From reports, since tests may run in processes of
-    their own (xdist)."""
+    """Print what each test compared with or blessed. From reports, since tests may run in processes
+    of their own (xdist)."""
     lines = [
         (report.nodeid, value)
         for reports in terminalreporter.stats.values()

@@ -96,14 +96,14 @@ def bundle(
 
 
 class _Left(TypedDict):
-    """What a descent of `localize` left: the files of its reproducer, and its answer."""
+    """Holds what a descent of `localize` left: the files of its reproducer, and its answer."""
 
     reproducer: dict[str, bytes]
     localization: object
 
 
 def _left_beside(a: Run, b: Run) -> _Left:
-    """Of the folder of this pair that lies beside the runs; empty where there is none."""
+    """Read what the folder of this pair beside the runs holds; empty where there is none."""
     pair = {"reference": a.manifest.id, "candidate": b.manifest.id}
     places = [Path(), *(run.path.parent for run in (a, b) if isinstance(run.path, Path))]
     folders: list[Path] = []

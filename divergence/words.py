@@ -72,12 +72,12 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 def letter(side: str | None) -> str:
-    """What people read for a side: the reference is A, the candidate B."""
+    """Return the letter that people read for a side: the reference is A, the candidate B."""
     return {"reference": "A", "candidate": "B"}.get(str(side), str(side))
 
 
 def first_apart(a: Sequence[object], b: Sequence[object]) -> int:
-    """Where two texts, or lists of tokens, begin to differ: the shorter's end at the latest."""
+    """Find where two texts, or lists of tokens, begin to differ: at most the shorter's end."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((number for number, (x, y) in pairs if x != y), min(len(a), len(b)))
 
@@ -88,7 +88,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def both_ends(text: str, most: int) -> str:
-    """At most ``most`` characters: both ends of a name tell more than its middle."""
+    """Shorten a name to ``most`` characters at most: both ends tell more than its middle."""
     text = printable_lines(text)
     if len(text) <= most:
         return text

@@ -30,8 +30,8 @@ INSIDE = {
         cli.demo experiments.tiny ops.reproducer recording.plant recording.ranks""",
     "where a test puts a fault of the machine, or counts what is done": """
         cli.streams comparison.measure.processes experiments.diff experiments.localization.machine
-        experiments.selfcheck recording.engines.together recording.passes run.blobs run.remote
-        run.shards run.target""",
+        experiments.selfcheck recording.engines.many_steps recording.passes run.remote run.storage
+        run.target""",
 }
 """By reason: modules that tests open. They may only get fewer."""
 

@@ -20,8 +20,8 @@ NUMBERS = {
     ("domains/suite/operators.py", "one"),
 }
 """Where it is the number."""
-FIELDS = {("recording/machine.py", "found"), ("run/shards.py", "found")}
-"""Arguments named after what they become: a setting as it was found, an archive that was."""
+FIELDS = {("recording/machine.py", "found")}
+"""Arguments named after what they become: a setting as it was found."""
 
 
 def bound(tree: ast.AST) -> Iterator[str]:

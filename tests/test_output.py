@@ -25,7 +25,7 @@ WRITERS = {
     "domains/logprobs/endpoints/capture.py": "what was gone on with takes the place of the run",
     "experiments/reuse.py": "the run of an earlier diff, linked or copied",
     "layout.py": "os.devnull for a reader that is gone",
-    "run/shards.py": "a run's own files",
+    "run/storage.py": "a run's own files",
     "run/target.py": "a run's own files, piece by piece; what is no run is not replaced",
 }
 """The other modules that write files, each with why."""

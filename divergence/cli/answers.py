@@ -1,4 +1,4 @@
-"""What commands print: the answer on stdout, progress and warnings on stderr."""
+"""Commands print through here: the answer on stdout, progress and warnings on stderr."""
 
 from __future__ import annotations
 

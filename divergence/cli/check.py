@@ -181,7 +181,7 @@ def _summary_file(github: bool, *, json: bool) -> Path | None:
 
 
 class _Sinks(NamedTuple):
-    """Where the answer goes beside the terminal. ``summary`` stands for GitHub."""
+    """Says where the answer goes beside the terminal. ``summary`` stands for GitHub."""
 
     junit: Path | None
     codequality: Path | None
@@ -189,7 +189,7 @@ class _Sinks(NamedTuple):
 
     @contextlib.contextmanager
     def fence(self) -> Iterator[None]:
-        """What is printed inside is obeyed by no runner."""
+        """Keep runners from obeying what is printed inside."""
         if self.summary is None:
             yield
             return

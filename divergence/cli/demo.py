@@ -174,8 +174,8 @@ def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
 def plantable_module(
     model: str | Path, *, dtype: str | None = None, trust_remote_code: bool = False
 ) -> tuple[str, str]:
-    """Where a known fault goes in a model that nobody has described: (path of its middle block,
-    path of the last module in it with weights whose output is as large as the block's).
+    """Find where a known fault goes in a model that nobody has described: (path of its middle
+    block, path of the last module in it with weights whose output is as large as the block's).
 
     That is the projection back into the residual stream (`mlp.down_proj`, `mlp.c_proj`,
     `mixer.out_proj`, `mlp.experts`, `output.dense`), or the norm behind it, where there is one: a

@@ -19,7 +19,7 @@ _usual: list[tuple[int, int, int]] = []
 
 
 def hold() -> None:
-    """From now on garbage is hardly ever collected."""
+    """Let garbage hardly ever be collected from now on."""
     _usual.append(gc.get_threshold())
     gc.set_threshold(_RARELY, *_usual[0][1:])
 

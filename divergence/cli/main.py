@@ -267,7 +267,7 @@ def _say(text: str, *, fault: bool = False) -> None:
 
 
 def _folded(text: str) -> str:
-    """For a terminal: sentences folded, commands as they are, so that they can be copied."""
+    """Fold sentences for a terminal and leave commands as they are, so that they can be copied."""
     if not sys.stderr.isatty():
         return text
     from divergence.layout import MAX_WIDTH, Line, Span, fold

@@ -73,11 +73,13 @@ def typer_command(
     def command(ctx: typer.Context, **values: Any) -> None:
         ctx.meta[VERBOSE] = values["verbose"]
         if "output" in hints:
-            values["output"] = Output(**_given(Output, values))
+            values["output"] = Output(**_take_given(Output, values))
         for name, kind in structs.items():
-            values[name] = _given(kind, values)
+            values[name] = _take_given(kind, values)
         if Added in hints.values():
-            values["added"] = Added({name: _given(kind, values) for name, kind in added.items()})
+            values["added"] = Added(
+                {name: _take_given(kind, values) for name, kind in added.items()}
+            )
         for name, default in defaults.items():
             if values[name] is None or values[name] == []:
                 values[name] = default
@@ -160,7 +162,7 @@ def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Paramete
     return option, inspect.Parameter(name, _KEYWORD, annotation=annotation, default=default)
 
 
-def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:
+def _take_given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:
     """Takes the options of ``kind`` out of ``values``; those that were given, by their field."""
     given: dict[str, Any] = {}
     for field in fields_of(kind):

@@ -175,7 +175,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """From now on such a signal ends the process at once: its end is all that is left to do."""
+    """Let such a signal end the process at once from now on: its end is all that is left to do."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) is _note:

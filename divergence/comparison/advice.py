@@ -17,7 +17,7 @@ from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.run.command import Command, command
 from divergence.run.location import ARCHIVES
-from divergence.run.manifest import UNKNOWN, Manifest
+from divergence.run.manifest import ATTENTION, UNKNOWN, Manifest
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 from divergence.words import Side
@@ -445,12 +445,10 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
         options["model"] = model.source
     if model.dtype != other.dtype and not model.dtype.startswith("float8"):
         options["dtype"] = model.dtype
-    if model.attn_implementation != other.attn_implementation:
-        from divergence.run.trust import ATTENTION
-
-        # no command names what may be code of a run's own
-        if model.attn_implementation in ATTENTION:
-            options["attn_implementation"] = model.attn_implementation
+    attention = model.attn_implementation
+    # no command names what may be code of a run's own
+    if attention in ATTENTION and attention != other.attn_implementation:
+        options["attn_implementation"] = attention
     if not manifest.settings.deterministic and like.settings.deterministic:
         options["no_deterministic"] = True
     groups = manifest.tokens.groups

@@ -25,14 +25,14 @@ SLOW = (
 
 
 def import_classes(model: str) -> None:
-    """What loading the model will need."""
+    """Import the classes that loading the model will need."""
     from divergence.recording.engines.load import import_classes
 
     import_classes(model)
 
 
 def files() -> list[str]:
-    """What this process runs."""
+    """List the files that this process runs."""
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     paths = {os.path.abspath(path) for path in modules if isinstance(path, str)}
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:

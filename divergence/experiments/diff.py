@@ -52,7 +52,7 @@ OnStep = Callable[[int, str, bool], None]
 
 @dataclass(frozen=True, slots=True)
 class DiffResult:
-    """What diff made: the report, and where its runs lie."""
+    """Holds what diff made: the report, and where its runs lie."""
 
     report: Report
     folder: Path

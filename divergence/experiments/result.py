@@ -1,4 +1,4 @@
-"""What experiments found, as typed data: Localization, Sensitivity, Selftest, SelfcheckResult.
+"""The results of experiments, as typed data: Localization, Sensitivity, Selftest, SelfcheckResult.
 
 Rendering lives in divergence.report. The JSON forms are stable and versioned.
 """
@@ -47,7 +47,7 @@ class Level(msgspec.Struct, Worded, kw_only=True, frozen=True):
 
     @classmethod
     def of(cls, level: Literal["block", "operator"], verdict: Verdict | Finding) -> Level:
-        """From a verdict, or from what operators show."""
+        """Make a level from a verdict, or from what operators show."""
         return cls(
             level=level,
             verdict=verdict.kind or "undetermined",
@@ -101,7 +101,7 @@ def is_right_alone(errors: Sequence[OwnError]) -> bool:
 
 
 class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
-    """Whether a run that was captured again repeats the run it stands for."""
+    """Says whether a run that was captured again repeats the run it stands for."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"repeats": "original", "reason": "because"}
 

@@ -39,7 +39,7 @@ Seen = tuple[int, int, int, int] | None
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was made of. ``code`` is known once it has run."""
+    """Says what a run was made of. ``code`` is known once it has run."""
 
     words: list[str]
     python: str
@@ -58,7 +58,7 @@ def made_of(
     model: str,
     files: Iterable[Path | str],
 ) -> Origin | None:
-    """What the command would be made of now. None where that cannot be known."""
+    """Return what the command would be made of now. None where that cannot be known."""
     from divergence.run.manifest import digest_json
 
     place = model_folder(model)
@@ -83,7 +83,7 @@ def made_of(
 
 
 def model_folder(model: str) -> Path | None:
-    """Where a model's files lie: of one of the hub, if that still has what is here."""
+    """Find where a model's files lie: of one of the hub, if that still has what is here."""
     from divergence.run.record import expanded
 
     if expanded(model).exists():
@@ -122,7 +122,7 @@ def note(made: Origin, code: Iterable[str], folder: Path) -> None:
 
 
 def read(folder: Path) -> Origin | None:
-    """What the run in the folder of a diff was made of."""
+    """Read what the run in the folder of a diff was made of."""
     try:
         data = read_bytes(folder / MADE, most=MAX_LINE_BYTES, error=DumpError)
         return msgspec.json.decode(data, type=Origin)
@@ -159,7 +159,7 @@ def changed_file(earlier: Origin, now: Origin) -> str | None:
 
 
 def changed(earlier: Origin, now: Origin) -> str | None:
-    """What of it is another one now: a file, or ``code``, ``python``, ..."""
+    """Return what of it is another one now: a file, or ``code``, ``python``, ..."""
     if (file := changed_file(earlier, now)) is not None:
         return file
     if not earlier.code or seen(earlier.code) != earlier.code:

@@ -90,7 +90,7 @@ class Variation:
 
 
 def variations(base: Run) -> list[Variation]:
-    """What can be changed of this run, and what cannot with the reason."""
+    """Say what can be changed of this run, and what cannot, with the reason."""
     manifest = base.manifest
     samples, task = manifest.tokens.samples, manifest.model.task
     lengths = [len(sample.prompt_ids) for sample in samples]
@@ -361,7 +361,7 @@ class _Bench:
         if way.obstacle is not None:
             return line
         try:
-            line = replace(line, **_found(self._compared(way), prefill=way.prefill))
+            line = replace(line, **_line_of(self._compared(way), prefill=way.prefill))
         except (UsageError, ModelError) as error:  # the model cannot be run so
             return replace(line, reason=error.message)
         except DivergenceError as error:
@@ -424,8 +424,8 @@ class _Bench:
             self._progress("selfcheck", done, total, sentence(what))
 
 
-def _found(report: Report, *, prefill: bool) -> dict[str, Any]:
-    """What compare says, as far as a line holds it; ``prefill``: that alone was made."""
+def _line_of(report: Report, *, prefill: bool) -> dict[str, Any]:
+    """Return what compare says, as far as a line holds it; ``prefill``: that alone was made."""
     verdict, sites = report.verdict, report.sites
     anchored = [site for site in sites if site.pass_ == "anchored" and site.role == "block"]
     outputs = [site for site in anchored if ":out" in site.site and site.block is not None]

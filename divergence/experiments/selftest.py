@@ -50,7 +50,7 @@ _FAULT = f"{_BLOCK}.mlp.down_proj:out=scale:1.25"
 
 
 class _Failed(Exception):
-    """What was seen is not what must be."""
+    """A step saw something else than what must be."""
 
 
 class _Skipped(Exception):
@@ -176,7 +176,7 @@ class Bench:
         self.fallbacks = list(dict.fromkeys([*self.fallbacks, *settings.cpu_fallbacks]))
         return run
 
-    def _held(self, name: str, *, like: str = "cpu-float32") -> Report:
+    def _compared_with(self, name: str, *, like: str = "cpu-float32") -> Report:
         return compare(self.path(like), self.path(name), truth=self.path(f"{like}-truth"))
 
     def references(self) -> Fact:
@@ -201,7 +201,7 @@ class Bench:
 
     def healthy(self, dtype: str) -> Fact:
         self.capture(dtype, f"cpu-{dtype}", escalate=dtype != "float32")
-        return healthy(self._held(dtype, like=f"cpu-{dtype}"))
+        return healthy(self._compared_with(dtype, like=f"cpu-{dtype}"))
 
     def repeats(self) -> Fact:
         repeated = self.capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
@@ -218,7 +218,7 @@ class Bench:
 
     def batch(self) -> Fact:
         self.capture("batch", "cpu-float32", batch=True)
-        return healthy(self._held("batch"))
+        return healthy(self._compared_with("batch"))
 
     def whole(self) -> Fact:
         run = self.capture("whole", "cpu-float32", whole=True, anchor=False)
@@ -226,7 +226,7 @@ class Bench:
 
     def planted(self) -> Fact:
         self.capture("planted", "cpu-float32", plants=[_FAULT])
-        verdict = self._held("planted").verdict
+        verdict = self._compared_with("planted").verdict
         block, side = None if verdict.onset is None else verdict.onset.block, verdict.side
         if verdict.kind != "localized" or block != _BLOCK or side not in (None, "candidate"):
             raise _Failed(f"{verdict.kind}: {verdict.summary}")
@@ -285,7 +285,7 @@ class Bench:
         if self._kind == "cpu":
             raise _Skipped("compare measures on the CPU anyway")
         self._needs_float64()
-        here = self._held("float32")
+        here = self._compared_with("float32")
         there = compare(
             self.path("cpu-float32"),
             self.path("float32"),

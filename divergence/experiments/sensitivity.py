@@ -207,7 +207,7 @@ class SensitivityTrials:
         return list(self._pairs)
 
     def unfit(self, block: str, fault: SizedFault) -> Fact | None:
-        """Why ``fault`` cannot be planted at ``block``, or None."""
+        """Say why ``fault`` cannot be planted at ``block``, or None."""
         if fault.spelled is not None:
             return None
         if all(self._entering(pair.candidate.record) is not None for pair in self._pairs[block]):
@@ -265,8 +265,8 @@ class SensitivityTrials:
         return self.verdict_of(replace(measured, sites=sites, samples=samples, alignment=alignment))
 
     def verdict_of(self, measured: Measured) -> Verdict:
-        """What the blocks, the ends and the tokens say together. The ends and the tokens are those
-        of the pair as it is: no trial changes them."""
+        """Return what the blocks, the ends and the tokens say together. The ends and the tokens are
+        those of the pair as it is: no trial changes them."""
         findings = [*find_in_blocks(measured).findings, *self._unchanged]
         return worded(decide(findings, measured.preflight).verdict)
 

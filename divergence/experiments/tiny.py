@@ -106,7 +106,8 @@ class Shape:
 
     @property
     def head_std(self) -> float:
-        """Of a row of the output matrix: a normed state times it has std ``LOGIT_STD``."""
+        """Return the std of a row of the output matrix: a normed state times it has std
+        ``LOGIT_STD``."""
         return LOGIT_STD / math.sqrt(self.hidden)
 
 
@@ -211,7 +212,7 @@ def grouped_dimensions(shape: Shape) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How a model of one architecture is written."""
+    """Says how a model of one architecture is written."""
 
     model_type: str
     """As config.json names the architecture."""

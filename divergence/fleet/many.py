@@ -56,7 +56,7 @@ At = tuple[int, int, str]
 
 
 def agrees(kind: str | None) -> bool | None:
-    """What a verdict says of agreement; None where it abstains."""
+    """Return what a verdict says of agreement; None where it abstains."""
     return kind in _AGREEING if kind in _TELLING else None
 
 
@@ -81,7 +81,8 @@ def find_groups(
 
 
 def fingerprints(runs: Sequence[Run]) -> list[str | None]:
-    """By run, one digest over what its own forward gave at each site that the first run recorded.
+    """Make one digest a run, over what its own forward gave at each site that the first run
+    recorded.
 
     Equal ones mean equal bits, as far as recorded digests go: no tensor is read. None for a run
     that lacks the digest of one of these tensors (of the kind that the first run has), and for one
@@ -107,8 +108,8 @@ def fingerprints(runs: Sequence[Run]) -> list[str | None]:
 
 
 def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
-    """By (sample, step, site). A suite's repeat holds as ``replayed`` what a fresh run holds as
-    ``free``, and no run holds both of a site."""
+    """Return the contents by (sample, step, site). A suite's repeat holds as ``replayed`` what a
+    fresh run holds as ``free``, and no run holds both of a site."""
     return {
         (record.sample, record.step, record.site): (record, digests_of(run, record))
         for record in run.records
@@ -117,7 +118,7 @@ def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
 
 
 def _traits(manifest: Manifest) -> dict[str, str]:
-    """What a manifest says of the machine and how it was set, by name."""
+    """Return what a manifest says of the machine and how it was set, by name."""
     at, model = manifest.environment, manifest.model
     traits = {
         "device": f"{at.device_type}: {at.device_name}",
@@ -147,7 +148,7 @@ def _traits(manifest: Manifest) -> dict[str, str]:
 
 
 def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[Fact]:
-    """What all odd machines share and no machine of the group has."""
+    """Return what all odd machines share and no machine of the group has."""
     traits_of_odd, others = ([_traits(manifest) for manifest in them] for them in (odd, group))
     shared = []
     for name in dict.fromkeys(name for traits in (*traits_of_odd, *others) for name in traits):
@@ -161,8 +162,8 @@ def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[Fact]
 def agreement_of(
     groups: Sequence[Sequence[str]], left: Sequence[str], *, num_silent: int, identical: bool
 ) -> Fact:
-    """Who agrees with whom. ``num_silent``: runs that could not tell, ``identical``:
-    the largest group is so bit for bit."""
+    """Say who agrees with whom. ``num_silent``: runs that could not tell, ``identical``: the
+    largest group is so bit for bit."""
     total = sum(map(len, groups)) + len(left)
     num = max(map(len, groups))
     if total < 2:
@@ -310,7 +311,7 @@ class _Fleet:
         return _row(path, report, self._first.manifest.plan.logits_site)
 
     def check_truth(self) -> None:
-        """After all rows: UsageError for the truth of a run that is none of these."""
+        """Raise UsageError, after all rows, for the truth of a run that is none of these."""
         like = None if self._truth is None else self._truth.manifest.like
         if self._truth is not None and like is not None and like not in self._known:
             raise UsageError(
@@ -319,7 +320,7 @@ class _Fleet:
             )
 
     def matrix(self, rows: list[MatrixRow]) -> Matrix:
-        """Who belongs together, from all rows."""
+        """Say who belongs together, from all rows."""
         first, *others = self._members
         telling = [first, *(other for other in others if agrees(other.kind) is not None)]
         groups, left = find_groups(telling, self._agree)

@@ -179,7 +179,7 @@ def _verdicts(
 
 
 def _called(kind: VerdictKind) -> Fact:
-    """As the screen calls it, and as policies and the JSON do."""
+    """Name a verdict as the screen calls it, and as policies and the JSON do."""
     return fact("gate.kind", word=HEADLINES[kind], kind=kind)
 
 
@@ -296,9 +296,10 @@ def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
 
 
 def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
-    """Whether both sides preferred their own token by no more than ``margin`` logits, or the gap
-    was at most ``z`` standard deviations of what rounding makes of these logits: of the floor where
-    a truth shows it, of the rounding model otherwise; never of the two sides' own difference."""
+    """Say whether both sides preferred their own token by no more than ``margin`` logits, or the
+    gap was at most ``z`` standard deviations of what rounding makes of these logits: of the floor
+    where a truth shows it, of the rounding model otherwise; never of the two sides' own
+    difference."""
     judged = difference.z_of in ("floor", "model")
     if judged and z is not None and difference.z is not None and difference.z <= z:
         return True
@@ -394,7 +395,7 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
             fact=fact("gate.no_site_meant", sites=repr(meant), pass_=tolerance.pass_),
         )
     for site in report.sites:
-        tolerance_here = policy.tolerance_for(site)
+        tolerance_here = next((item for item in policy.tolerance if item.matches(site)), None)
         if tolerance_here is None:
             continue
         for name, limit in tolerance_here.limits().items():

@@ -232,7 +232,7 @@ def refuse_unfit(report: Report) -> None:
 def _why_no_golden(
     compute_dtype: str | None, plants: list[str], substitutes: list[str]
 ) -> Fact | None:
-    """Why the results of such a run must not be asked of another, or None."""
+    """Say why the results of such a run must not be asked of another, or None."""
     if compute_dtype is not None:
         return fact("gate.is_truth", dtype=compute_dtype)
     if plants:
@@ -251,7 +251,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def golden_name(run: Run) -> str:
-    """What to call a golden among others: ``cpu-bfloat16``."""
+    """Return what to call a golden among others: ``cpu-bfloat16``."""
     return f"{run.manifest.environment.device_type}-{_dtype(run)}"
 
 

@@ -27,7 +27,7 @@ from divergence.gate.result import KnownUse
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the policy's known differences excuse the verdict."""
+    """Says whether the policy's known differences excuse the verdict."""
 
     excused: bool
     """The entries in ``uses`` excuse the verdict."""
@@ -38,7 +38,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None) -> Knowledge:
-    """Whether the known differences of ``policy`` explain the verdict, and what each entry did."""
+    """Say whether the known differences of ``policy`` explain the verdict, and what each did."""
     if not policy.known:
         return Knowledge(excused=False, uses=[])
     day = today or datetime.date.today()

@@ -69,12 +69,12 @@ class _AtSites:
         return ", ".join(self.patterns)
 
     def matches(self, site: SiteResult) -> bool:
-        """Whether the rule is about ``site``; a dtype must be that of both sides."""
+        """Is the rule about ``site``? A dtype must be that of both sides."""
         alike = site.reference_dtype == site.candidate_dtype == self.dtype
         return (self.dtype is None or alike) and self.names(site)
 
     def names(self, site: SiteResult) -> bool:
-        """Whether ``sites`` and ``pass`` mean the site, whatever its dtype."""
+        """Do ``sites`` and ``pass`` mean the site, whatever its dtype?"""
         return self.pass_ in (None, site.pass_) and compile_patterns(self.patterns)(site.site)
 
 
@@ -183,7 +183,7 @@ class PolicyTable(_Strict, frozen=True, kw_only=True):
 
 
 class Policy(_Strict, frozen=True, kw_only=True):
-    """What `check` accepts. One that was loaded has each domain's tables as fields too."""
+    """Says what `check` accepts. One that was loaded has each domain's tables as fields too."""
 
     name: str = ""
     """Filled in from where the policy was found."""
@@ -202,10 +202,6 @@ class Policy(_Strict, frozen=True, kw_only=True):
     """Differences that are known and lived with."""
     thresholds: Thresholds = THRESHOLDS
     """Multiples of the floor at which a site is flagged."""
-
-    def tolerance_for(self, site: SiteResult) -> Tolerance | None:
-        """The first tolerance that matches, or None."""
-        return next((item for item in self.tolerance if item.matches(site)), None)
 
 
 GONE = {"lone", "channel_spread", "ratio_forward_spread", "operator_row", "operator_column"}

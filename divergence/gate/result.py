@@ -1,4 +1,4 @@
-"""What `check` and `check --bless` answer: typed data, and nothing that opens a run."""
+"""The answers of `check` and `check --bless`: typed data, and nothing that opens a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from divergence.gate.policy import Policy
 
 
 class KnownUse(msgspec.Struct, Worded, frozen=True, kw_only=True):
-    """What became of one known difference of the policy."""
+    """Says what became of one known difference of the policy."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"text": "fact"}
 
@@ -88,7 +88,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blessing(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bless` did."""
+    """Says what `bless` did."""
 
     golden: str
     previous: str | None = None

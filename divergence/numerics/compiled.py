@@ -335,7 +335,7 @@ def stored(grid: Grid) -> np.ndarray:
 
 
 def gather_compiled(sums: Sums, rows: np.ndarray | slice) -> Sums:
-    """Run ``sums`` over ``rows``; the grids must be readable (numerics.kernels)."""
+    """Run ``sums`` over ``rows``; the grids must be readable (numerics.sums)."""
     if isinstance(rows, slice):
         rows = np.arange(rows.start, rows.stop)
     a, b = stored(sums.a), stored(sums.b)
@@ -517,8 +517,8 @@ def _row_totals(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, counts: 
 
 
 def totals_of(grid: Grid) -> list[tuple[list[float], list[float], list[int]]]:
-    """Of each row (Σx, Σx²), the smallest and largest of what is finite, and how many numbers are
-    finite, nan, +inf, -inf and zero; the grid must be readable (numerics.kernels)."""
+    """Return of each row (Σx, Σx²), the smallest and largest of what is finite, and how many
+    numbers are finite, nan, +inf, -inf and zero; the grid must be readable (numerics.sums)."""
     count = grid.num_rows
     sums, counts = np.zeros((count, 2)), np.zeros((count, 5), np.int64)
     ends = np.tile(np.array([2**63 - 1, -(2**63)]), (count, 1))
@@ -615,7 +615,7 @@ def projections_of(
     """(projections (rows, k), sums of squares (rows,)) in float64. ``sigma``: ±1 by feature,
     ``tau``: ±1 by row and group, both float64. ``pooled`` (blocks, K): a row's sums of K buckets
     are added to its block's, by its number in ``turns`` (int64, below K) farther on. The grid must
-    be readable (numerics.kernels)."""
+    be readable (numerics.sums)."""
     sums, squares = np.zeros((grid.num_rows, k)), np.zeros(grid.num_rows)
     if turns is None or pooled is None:
         turns, pooled = _NO_TURNS, _NOT_POOLED

@@ -1,4 +1,4 @@
-"""Input values of cases, the same bytes on every machine.
+"""Numbers that are the same bytes on every machine: input values of cases, and signs.
 
 A counter-based generator: element i of a tensor is a hash of (seed, i), by SplitMix64 (Steele, Lea
 and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, the finaliser) in 64-bit
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import zlib
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OUTLIER_FACTOR = 1000.0
 _OUTLIER_PERIOD, _OUTLIER_FIRST = 43, 5
@@ -61,12 +63,14 @@ def integers(name: str, shape: tuple[int, ...], low: int, high: int) -> np.ndarr
 
 
 def outlier_channels(size: int) -> slice:
-    """Which channels of ``size`` are massive."""
+    """Say which channels of ``size`` are massive."""
     return slice(min(_OUTLIER_FIRST, size - 1), None, _OUTLIER_PERIOD)
 
 
 def to_tensor(x: np.ndarray, dtype: str) -> Tensor:
     """Round float64 values to ``dtype``, to nearest even, subnormals kept."""
+    import torch
+
     if dtype == "float64":
         return torch.from_numpy(np.ascontiguousarray(x))
     single = np.ascontiguousarray(x, dtype=np.float32)
@@ -78,3 +82,12 @@ def to_tensor(x: np.ndarray, dtype: str) -> Tensor:
     even = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
     return torch.from_numpy(rounded.view(np.int16)).view(torch.bfloat16)
+
+
+def signs(count: int, num: int, start: int = 0) -> np.ndarray:
+    """(count, num) of -1 and 1, float32, by place: sums with them tell vectors from one another."""
+    mixed = np.arange(start + 1, start + count + 1, dtype=np.int64) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    mixed = mixed ^ (mixed >> 27)
+    bits = mixed[:, None] >> np.arange(20, 20 + num)
+    return ((bits & 1) * 2 - 1).astype(np.float32)

@@ -62,8 +62,8 @@ def estimate_pair(
     row_mask: Tensor | None = None,
     base: Projections | None = None,
 ) -> tuple[PairMetrics, RowMetrics, Estimate]:
-    """From sketches of equal rows and k; ``row_mask``: True = measure, by row. ``sums``: the
-    coarser precision that either was added up in.
+    """Estimate a pair's metrics from sketches of equal rows and k; ``row_mask``: True = measure, by
+    row. ``sums``: the coarser precision that either was added up in.
 
     ``base``: the sketch of the block's input. Rows that float32 could not hold are left out.
     """
@@ -156,7 +156,7 @@ class _Side:
 
 
 def _apart(a: _Side, b: _Side) -> np.ndarray:
-    """By row, the estimate of ‖b - beta a‖² / beta; 0 where a side is zero: the norms say all."""
+    """Estimate ‖b - beta a‖² / beta by row; 0 where a side is zero: the norms say all."""
     some = (a.norm > 0) & (b.norm > 0)
     beta = np.where(some, b.norm / a.norm, 1.0)
     apart = np.square(b.sums - beta[:, None] * a.sums).sum(1) / beta
@@ -172,7 +172,7 @@ def _with_pooled(
     num_features: int,
     sums: SumDtype,
 ) -> tuple[np.ndarray, float]:
-    """What is estimated of each row's ‖d‖², and the variance of the sum over rows ``kept``."""
+    """Estimate each row's ‖d‖², and the variance of the sum over rows ``kept``."""
     k, (num_blocks, num_pooled) = a.sums.shape[1], a.pooled.shape
     if not a.pooled.size or b.pooled.shape != a.pooled.shape:
         return apart, 2.0 / k * float(np.square(apart[kept]).sum())

@@ -152,9 +152,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def of_one_machine(self) -> Thresholds:
-        """Where nothing that is recorded lets two runs differ, there are no other kernels to leave
-        room for: a side that is coarser, in one block or in all, is so beyond chance. What was
-        chosen otherwise than by default stays."""
+        """Tighten the limits where nothing that is recorded lets two runs differ, since there are
+        no other kernels to leave room for: a side that is coarser, in one block or in all, is so
+        beyond chance. What was chosen otherwise than by default stays."""
         narrower = {"site_spread": ALLOWED[0], "truth_systematic": self.truth_standout}
         usual = {name for name in narrower if getattr(self, name) == getattr(THRESHOLDS, name)}
         return msgspec.structs.replace(
@@ -191,8 +191,8 @@ one product's: a test holds Llama, GPT-2, Qwen3 and Gemma to it, within 0.6 bits
 
 
 def input_bits(ratio: float, num_features: int) -> float:
-    """Of products whose inputs are rounded, the fraction bits that make a block's float32 error so
-    many floors.
+    """Return the fraction bits of products' inputs that make a block's float32 error so many
+    floors.
 
     Two inputs, each off by 0.41 u, make a product's error √2 · 0.41 u of it, and a sum of products
     of either sign has the same relative error, whatever its length. ``ratio``: of the update's
@@ -243,8 +243,8 @@ def check_range(value: float, allowed: tuple[float, float], *, where: str) -> No
 
 
 def share_from_nothing(ratio: float, limit: float) -> float:
-    """How much of its limit a ratio of two errors uses: 0 where they are the same, 1 at the limit,
-    in between as their logarithms are; beyond it, how many times it is the limit."""
+    """Return how much of its limit a ratio of two errors uses: 0 where they are the same, 1 at the
+    limit, in between as their logarithms are; beyond it, how many times it is the limit."""
     if ratio >= limit or limit <= 1:
         return ratio / limit
     return math.log(ratio) / math.log(limit) if ratio > 1 else 0.0
@@ -252,7 +252,8 @@ def share_from_nothing(ratio: float, limit: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def spread(num_values: int, *, num_looks: int = 1) -> float:
-    """By how much the relative error of few numbers may exceed that of many, by chance alone.
+    """Return by how much the relative error of few numbers may exceed that of many, by chance
+    alone.
 
     With error and signal of n random numbers each, the square of their ratio has the
     F(n, n) distribution, whose logarithm has about the variance 4/n + 4/n² (2 ψ'(n/2)).
@@ -276,8 +277,9 @@ def spread(num_values: int, *, num_looks: int = 1) -> float:
 
 
 def rare_ratio(num_values: int) -> float:
-    """How much wider a limit of two errors' ratio must be for few numbers than for 64, where one in
-    a million healthy ones may exceed it: the operators of one block are thousands of questions.
+    """Return how much wider a limit of two errors' ratio must be for few numbers than for 64, where
+    one in a million healthy ones may exceed it: the operators of one block are thousands of
+    questions.
 
     The square of the ratio of two rms errors of n random numbers has the F(n, n) distribution,
     whose tail is P(F > f) ≈ 2 / (n B(n/2, n/2)) f^(-n/2); of a single number it is

@@ -191,5 +191,5 @@ def format_of(dtype: torch.dtype | np.dtype) -> Format:
 
 
 def is_float(form: Format) -> bool:
-    """Whether ``form`` is a real floating-point format (ulp distances exist in it)."""
+    """Is ``form`` a real floating-point format (ulp distances exist in it)?"""
     return form.kind == "float"

@@ -50,8 +50,8 @@ class Bounds(NamedTuple):
 def divergence_bounds(
     p_ids: np.ndarray, p_log: np.ndarray, q_ids: np.ndarray, q_log: np.ndarray
 ) -> Bounds | None:
-    """From the known ids (distinct, >= 0) and their log-probabilities. None where both know no id
-    in common, or a value is nan or +inf."""
+    """Bound the divergence by the known ids (distinct, >= 0) and their log-probabilities. None
+    where both know no id in common, or a value is nan or +inf."""
     _, p_at, q_at = np.intersect1d(p_ids, q_ids, assume_unique=True, return_indices=True)
     log_p, log_q = p_log[p_at].astype(np.float64), q_log[q_at].astype(np.float64)
     if not len(p_at) or not (np.all(log_p < math.inf) and np.all(log_q < math.inf)):
@@ -125,7 +125,7 @@ class LogitsMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What another model's logits cost, row by row; float64 arrays of one length."""
+    """Holds what another model's logits cost, row by row; float64 arrays of one length."""
 
     kl: np.ndarray
     """KL(A‖B) in nats."""
@@ -392,8 +392,8 @@ PEARSON = "rollout_actor_probs_pearson_corr"
 def rollout_metrics(
     rollout: Sequence[np.ndarray], trainer: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """By name, of finite log-probabilities, one array a sequence. Empty where there is no token;
-    the correlation is left out where one side is constant."""
+    """Compute metrics, by name, of finite log-probabilities, one array a sequence. Empty where
+    there is no token; the correlation is left out where one side is constant."""
     pairs = [(r_log, t_log) for r_log, t_log in zip(rollout, trainer, strict=True) if len(r_log)]
     if not pairs:
         return {}

@@ -187,7 +187,7 @@ class _OnDeviceCounts:
         self._smallest_key, self._check = smallest_key, check
 
     def guess(self) -> tuple[int, int] | None:
-        """From every n-th element of the first chunk."""
+        """Guess from every n-th element of the first chunk."""
         for _, x, y in self._pair._chunks(self._rows):
             distance, _ = self._block(x, y)
             if distance.numel() <= _FEW:
@@ -246,8 +246,8 @@ def _rows_there(grid: Grid, rows: np.ndarray, device: torch.device) -> torch.Ten
 def against_on_device(
     grids: Sequence[Grid], kept: np.ndarray, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What divergence.numerics.pairs adds up of two sides, the truth, and the block's input where
-    there is one: the rows' sums (13, T), which rows are sinks (T,), the columns (6, D)."""
+    """Add up what divergence.numerics.pairs adds up of two sides, the truth, and the block's input
+    where there is one: the rows' sums (13, T), which rows are sinks (T,), the columns (6, D)."""
     count, columns = grids[0].num_rows, grids[0].num_cols
     rows = max(1, _CHUNK // max(1, columns))
     sums, channels = np.full((13, count), np.nan), np.zeros((6, columns))

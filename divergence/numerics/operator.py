@@ -184,8 +184,8 @@ def measure_operator(
 
 
 def numbers_of(squares: torch.Tensor, fourth: torch.Tensor) -> torch.Tensor:
-    """Of how many numbers errors are made, from the sums of their squares and fourth powers. Of n
-    normal numbers the participation ratio (Σe²)² / Σe⁴ is (n + 2) / 3 on average."""
+    """Tell of how many numbers errors are made, from the sums of their squares and fourth powers.
+    Of n normal numbers the participation ratio (Σe²)² / Σe⁴ is (n + 2) / 3 on average."""
     ratio = squares.square() / fourth.clamp_min(torch.finfo(fourth.dtype).tiny)
     return (3 * ratio - 2).clamp_min(1.0)
 
@@ -200,9 +200,9 @@ def _masked_alone(
     truth: torch.Tensor,
     shape: tuple[int, ...],
 ) -> tuple[Masked | None, torch.Tensor]:
-    """What one side masks while the other has a score there, and where. ``a``, ``b``: values (T, D)
-    and the largest finite number of the dtype. A number of either is right where the truth has the
-    like."""
+    """Find what one side masks while the other has a score there, and where. ``a``, ``b``: values
+    (T, D) and the largest finite number of the dtype. A number of either is right where the truth
+    has the like."""
     hidden = [values <= -largest / 2 for values, largest in (a, b)]
     seen = [values > _OPEN for values, _ in (a, b)]
     alone = hidden[0] & seen[1], hidden[1] & seen[0]

@@ -1,4 +1,4 @@
-"""What two tensors differ by, what many small ones do, and what each differs from a third by."""
+"""The difference of two tensors, of many small pairs, and of each from a third."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from divergence.numerics.arrays import as_array, wide
 from divergence.numerics.formats import Format, format_named, is_float
-from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.sums import (
     BLOCK,
     HIGH,
@@ -20,12 +19,14 @@ from divergence.numerics.sums import (
     TOP_HIGH,
     TOP_LOW,
     Grid,
+    Kernel,
     PairMetrics,
     RowMetrics,
     Rows,
     Sums,
     add_row_sums,
     channel_ratios,
+    chosen,
     column_dots,
     columns_of_many,
     compute_dtype,
@@ -85,7 +86,7 @@ def measure_pair(
     ``base``: same shape as a, the block's input. ``ulp_format``: name or Format; by default
     the narrower of the two storage formats, if both are floats. ``threads``: default is
     that of numerics.sums, 1 for small tensors. ``block``: elements per block.
-    ``kernel``: see numerics.kernels; formats that compiled loops do not read go numpy's way.
+    ``kernel``: see numerics.sums; formats that compiled loops do not read go numpy's way.
     ``device``: add up there instead (numerics.on_device), where float64's range is not left.
     Formulas, units and care: PairMetrics. Raises ValueError where shapes do not match.
     """
@@ -349,7 +350,8 @@ class _Pair:
 
 
 def _median(ordered: np.ndarray) -> float:
-    """Of values in order; np.median takes longer than all of a decode step's arithmetic."""
+    """Take the median of values in order; np.median takes longer than all of a decode step's
+    arithmetic."""
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return float(low if low == high else (low + high) / 2)
 
@@ -448,7 +450,7 @@ class _Block:
         return row_dots(x.reshape(flat), y.reshape(flat)).reshape(x.shape[:2])
 
     def _in_range(self, sums: np.ndarray, block: np.ndarray) -> np.ndarray:
-        """Whether a pair's sums of squares (N, T) lost nothing to the range of the dtype."""
+        """Say whether a pair's sums of squares (N, T) lost nothing to the range of the dtype."""
         if self.dtype is np.float64:
             finite: np.ndarray = np.isfinite(sums).all(axis=1)
             return finite
@@ -655,7 +657,7 @@ class _Block:
         }
 
     def _identical(self) -> np.ndarray:
-        """Whether the bits of both sides are the same."""
+        """Are the bits of both sides the same?"""
         grid_a, grid_b = self.grids[:2]
         if grid_a.format.name != grid_b.format.name:
             return np.zeros(self.count, bool)
@@ -664,7 +666,7 @@ class _Block:
 
 
 def _tops(distance: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row of distances, (N, n): the ``places``-th largest, and the largest."""
+    """Return, of each row of distances (N, n), the ``places``-th largest, and the largest."""
     largest = distance.max(axis=1)
     nth_largest = np.zeros_like(largest)
     open_ = np.ones(len(distance), bool)
@@ -682,7 +684,7 @@ def _tops(distance: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def median(ordered: np.ndarray) -> np.ndarray:
-    """Of each row of values in order."""
+    """Take the median of each row of values in order."""
     count = ordered.shape[1]
     low, high = ordered[:, (count - 1) // 2], ordered[:, count // 2]
     return np.where(low == high, low, (low + high) / 2)
@@ -825,7 +827,7 @@ def against_many(
 
 
 def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of N pairs' rows (13, N, T): the sinks, and what stays out of the columns, (N, T)."""
+    """Find, of N pairs' rows (13, N, T), the sinks, and what stays out of the columns, (N, T)."""
     norms = np.sqrt(sums[0])
     middle = (norms.shape[1] - 1) // 2
     limit = SINK_FACTOR * np.sort(norms, axis=1)[:, middle, None]
@@ -870,7 +872,7 @@ def measure_against(
     """Both sides against ``truth``; all of one shape, any float dtype.
 
     ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x. ``kernel``: see
-    numerics.kernels; formats that compiled loops do not read go numpy's way. ``device``: add up
+    numerics.sums; formats that compiled loops do not read go numpy's way. ``device``: add up
     there instead.
     Raises ValueError where shapes differ.
     """

@@ -31,7 +31,7 @@ _LEVEL, _POWER = 0.01, 0.8
 
 
 class Certainty(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the mean over prompts of their mean differences."""
+    """Says how certain the mean over prompts of their mean differences is."""
 
     num_prompts: int
     mean: float
@@ -175,8 +175,9 @@ class _Prompt:
         return float((self.kernel.sum() - np.trace(self.kernel)) / (num * (num - 1)))
 
     def statistic(self, other: float = 0.0, kept: np.ndarray | None = None) -> np.ndarray:
-        """Of each draw (D,). ``kept`` (T, n): which answers of the second side stay; the others are
-        replaced by another model's, whose kernel with these is ``other``."""
+        """Compute the statistic of each draw (D,). ``kept`` (T, n): which answers of the second
+        side stay; the others are replaced by another model's, whose kernel with these is
+        ``other``."""
         first = self.first if kept is None else self.first[: len(kept)]
         second = 1 - first
         stays = second if kept is None else second * kept

@@ -1,4 +1,4 @@
-"""What is kept of a tensor in place of its bytes: folds and sketches."""
+"""Folds and sketches are kept of a tensor in place of its bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from divergence.numerics.arrays import as_array, as_tensor
 from divergence.numerics.formats import FORMATS, Format, format_of
-from divergence.numerics.kernels import Kernel, chosen
-from divergence.numerics.sums import Grid
+from divergence.numerics.sums import Grid, Kernel, chosen
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +72,8 @@ def fold_array(array: np.ndarray, *, kernel: Kernel = "numpy") -> str:
 
 
 def _chunk_dots(words: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of each hash's words the sum of each chunk, as int64. numpy's product of two vectors of
-    integers is three times as fast as torch's two steps."""
+    """Sum each chunk of each hash's words, as int64. numpy's product of two vectors of integers is
+    three times as fast as torch's two steps."""
     sums = []
     for own, row in zip(words, _host_multipliers().view(np.uint64), strict=True):
         parts = [own[at : at + CHUNK] for at in range(0, len(own), CHUNK)]
@@ -299,7 +298,7 @@ class Projections(NamedTuple):
     """(blocks, K): sums of all rows of a block. K = 0: none."""
 
     def joined(self) -> torch.Tensor:
-        """As it is stored: the rows, or all on one axis where there are pooled sums."""
+        """Join the rows as they are stored, or all on one axis where there are pooled sums."""
         import torch
 
         rows, pooled = as_tensor(self.rows), as_tensor(self.pooled)
@@ -359,7 +358,7 @@ def _power_below(number: int) -> int:
 
 
 def sketch_bytes(shape: Sequence[int], form: Format) -> int:
-    """What is kept of a tensor's bytes: its sketch, or all of them."""
+    """Count the bytes that are kept of a tensor: its sketch, or all of them."""
     k = num_projections(shape, form)
     if k is None:
         return math.prod(shape) * form.itemsize
@@ -384,7 +383,7 @@ def sketch_tensor(
 
     ``num_pooled``: K, a multiple of k. ``row_numbers``: what the rows are called in another tensor
     that holds them as well; one after another where rows are pooled. ``kernel``: see
-    numerics.kernels; of tensors on a host alone.
+    numerics.sums; of tensors on a host alone.
     """
     import torch
 
@@ -508,7 +507,7 @@ def _sketch_rows(
 
 @functools.lru_cache(maxsize=16)
 def _turned(first: int, num_pooled: int, device: str) -> torch.Tensor:
-    """By row from ``first`` on, and by pooled sum: which of the row's sums goes there."""
+    """Say, by row from ``first`` on and by pooled sum, which of the row's sums goes there."""
     import torch
 
     buckets = torch.arange(num_pooled)

@@ -1,4 +1,4 @@
-"""What one tensor looks like: extremes, mean, rms and counts, cheap enough for every capture.
+"""Summaries of tensors: extremes, mean, rms and counts, cheap enough for every capture.
 
 One pass in cache-sized blocks. A block whose minimum and maximum are finite holds no
 nan and no inf, so that one comparison decides for the fast path. Sums run in float64;
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.numerics.formats import FORMATS
-from divergence.numerics.kernels import Kernel, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.arrays import Tensor
-    from divergence.numerics.sums import Grid
+    from divergence.numerics.sums import Grid, Kernel
 
     Buffer = bytes | bytearray | memoryview
 
@@ -74,7 +73,7 @@ def summary_of(
     num_neginf: int,
     num_zero: int,
 ) -> Summary:
-    """Of ``count`` finite elements, and of what is none."""
+    """Make the summary of ``count`` finite elements, and of what is none."""
     counts = {
         "num_nan": num_nan,
         "num_posinf": num_posinf,
@@ -93,12 +92,12 @@ def summarize(tensor: Tensor, *, kernel: Kernel = "numpy") -> Summary:
     mean = Σx / n and rms = sqrt(Σx² / n) over the n finite elements, in the tensor's own
     unit; mean is exact to 1e-6 of max(|mean|, 1e-9 rms). -0 counts as zero. nan and ±inf
     are counted and left out. Integers beyond 2^53 are rounded to float64 first. ``kernel``: see
-    numerics.kernels; what compiled loops do not read goes numpy's way.
+    numerics.sums; what compiled loops do not read goes numpy's way.
     """
     import numpy as np
 
     from divergence.numerics.arrays import as_array, wide
-    from divergence.numerics.sums import BLOCK, Grid, compute_dtype
+    from divergence.numerics.sums import BLOCK, Grid, chosen, compute_dtype
 
     array = as_array(tensor)
     if array.dtype.kind == "c":
@@ -119,7 +118,7 @@ def summarize(tensor: Tensor, *, kernel: Kernel = "numpy") -> Summary:
 
 def summarize_rows(grid: Grid) -> list[Summary | None]:
     """Each row's summary from compiled loops; None where squares left float64's range. The grid
-    must be readable (numerics.kernels)."""
+    must be readable (numerics.sums)."""
     from divergence.numerics.compiled import totals_of
 
     summaries: list[Summary | None] = []

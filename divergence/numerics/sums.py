@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,7 +17,61 @@ from divergence.numerics.arrays import as_array, bits_of, wide, widen
 from divergence.numerics.formats import Format, format_of
 
 if TYPE_CHECKING:
+    import torch
+
     from divergence.numerics.arrays import Tensor
+
+
+# Which loops measure: numpy's, always there, or compiled ones (numba, the extra ``fast``).
+#
+# Compiled loops are several times faster and cost their start: numba's import, and compiling for
+# this processor once (the machine code is kept on disk). So they are taken where the tensors are
+# large enough to pay for it. Both measure the same (divergence.numerics.compiled). On a device
+# torch measures, in a thread that has set it: runtimes keep the current device by thread.
+
+Kernel = Literal["numpy", "compiled"]
+
+READABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
+"""The formats that compiled loops read."""
+
+WORTH_BYTES = 1 << 30
+"""From this many bytes on compiled loops pay for their start (benchmarks/compare_kernel.py)."""
+
+RESIDENT_BYTES = 112 << 20
+"""What numba and the machine code take of memory (benchmarks/compare_kernel.py)."""
+
+
+@functools.cache
+def has_compiled() -> bool:
+    """Can compiled loops be had here? Imports nothing."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def kernel_for(num_bytes: int) -> Kernel:
+    """The faster one for ``num_bytes`` of tensors, both sides."""
+    return "compiled" if num_bytes >= WORTH_BYTES and has_compiled() else "numpy"
+
+
+def chosen(kernel: Kernel, *formats: Format) -> Kernel:
+    """``kernel`` where it reads all of ``formats``, else numpy."""
+    return kernel if all(form.name in READABLE for form in formats) else "numpy"
+
+
+def set_device(device: torch.device | None) -> None:
+    """Makes ``device`` the calling thread's current one; nothing is done for a host, or None.
+
+    On Ascend a thread that set no device has no context ("ctx is NULL", 107002). On CUDA its first
+    call makes a context on device 0, which takes memory there whatever device the model is on.
+    """
+    if device is None or device.type == "cpu":
+        return
+    import torch
+
+    module = torch.get_device_module(device)
+    if device.index is not None and hasattr(module, "set_device"):
+        module.set_device(device)
+    elif hasattr(module, "set_device"):
+        module.set_device(module.current_device())
 
 
 # What is known of a pair of tensors after measuring it: one frozen record, no methods.
@@ -42,7 +97,7 @@ class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How well a difference is known that was estimated from sketches.
+    """Says how well a difference is known that was estimated from sketches.
 
     ``relative_error``: half the width of rel_l2's 95% interval, on its wider side, over rel_l2
     (null where that is 0); ``low``, ``high``: the interval's ends. ``num_projections`` of a row,
@@ -271,7 +326,7 @@ def columns_of_many(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 class Divisible(Protocol):
-    """What is shared out: a list, range or array; a part of it is one too, items in order."""
+    """Can be shared out: a list, range or array; a part of it is one too, items in order."""
 
     def __len__(self) -> int: ...
 
@@ -283,8 +338,8 @@ Result = TypeVar("Result")
 
 
 def num_threads() -> int:
-    """How many look at tensors side by side: OMP_NUM_THREADS, or one a processor of this process,
-    eight at most."""
+    """Count the threads that look at tensors side by side: OMP_NUM_THREADS, or one a processor of
+    this process, eight at most."""
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(_MOST_THREADS, int(text) if text.isdecimal() else own or 1))
@@ -387,7 +442,7 @@ class Sums:
             self.row_update[rows] += squares_of_rows
 
     def _in_range(self, sums: np.ndarray, block: np.ndarray) -> bool:
-        """Whether the rows' sums of squares lost nothing to float32's range."""
+        """Say whether the rows' sums of squares lost nothing to float32's range."""
         if self._dtype is np.float64:
             return bool(np.isfinite(sums).all())
         if not sums.max() < HIGH:  # also where it is nan
@@ -601,8 +656,8 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def following_of(values: np.ndarray, other: np.ndarray) -> Following | None:
-    """Of log-probabilities, one a token; tokens that are not finite on both sides are left out.
-    None where there are none."""
+    """Measure how one follows the other, of log-probabilities, one a token; tokens that are not
+    finite on both sides are left out. None where there are none."""
     finite = np.isfinite(values) & np.isfinite(other)
     values, other = values[finite], other[finite]
     if not len(values):
@@ -631,7 +686,8 @@ def quantile(values: np.ndarray, share: float) -> float:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Of the mean; nan of fewer than two values, or where one is not finite."""
+    """Return the standard error of the mean; nan of fewer than two values, or where one is not
+    finite."""
     if len(values) < 2 or not np.isfinite(values).all():
         return math.nan
     return float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -679,7 +735,7 @@ def add_row_sums(a: Any, b: Any, r: Any, base: Any, out: Any, dots: Callable[...
 
 
 def row_sinks(norms: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Which of the rows are sinks, by their norms in the truth."""
+    """Say which of the rows are sinks, by their norms in the truth."""
     usual = norms[kept & np.isfinite(norms)]
     limit = SINK_FACTOR * _lower_median(usual) if len(usual) else 0.0
     return norms > limit if limit > 0 else np.zeros(len(norms), bool)

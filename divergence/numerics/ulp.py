@@ -10,8 +10,7 @@ import numpy as np
 
 from divergence.numerics.arrays import as_array, bits_of, rounded, wide
 from divergence.numerics.formats import Format
-from divergence.numerics.kernels import READABLE, Kernel
-from divergence.numerics.sums import BLOCK, Grid, Rows, run_split, tiles
+from divergence.numerics.sums import BLOCK, READABLE, Grid, Kernel, Rows, run_split, tiles
 
 if TYPE_CHECKING:
     import torch
@@ -326,7 +325,7 @@ class InBlocks:
         self._parts = tiles(rows, a.num_cols, block=block)
 
     def guess(self) -> tuple[int, int] | None:
-        """From up to 16 blocks' first runs."""
+        """Guess from up to 16 blocks' first runs."""
         distances, buffers = [], self._buffers()
         for rows, cols in self._parts[:: max(1, len(self._parts) // _NUM_RUNS)]:
             stop = min(cols.stop, cols.start + _RUN)
@@ -392,8 +391,8 @@ class InLoops:
         self._unsigned: type[np.unsignedinteger] = np.dtype(f"u{form.itemsize}").type
 
     def guess(self) -> tuple[int, int] | None:
-        """From the first 512 elements of up to 16 rows, or more of each where they are few, or
-        of more where they are short."""
+        """Guess from the first 512 elements of up to 16 rows, or more of each where they are few,
+        or of more where they are short."""
         num_cols = self._a.num_cols
         if len(self._rows) * num_cols <= _FEW:
             return None

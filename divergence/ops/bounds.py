@@ -117,7 +117,7 @@ _KINDS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": tor
 
 
 def _lists(bound: Bound) -> None:
-    """As many tensors in each list."""
+    """Check that each list has as many tensors."""
     lengths = {len(value) for value in bound.values() if isinstance(value, list | tuple)}
     fits(len(lengths) == 1 and lengths != {0}, "lists of several lengths")
 
@@ -164,7 +164,7 @@ def same_sequences(query: Sequence[int], key: Sequence[int], value: Sequence[int
 
 
 def mask_fits(mask: torch.Tensor | None, wanted: Sequence[int]) -> None:
-    """Of the shape (B, H, T, S), or one that is broadcast to it."""
+    """Check that a mask has the shape (B, H, T, S), or one that is broadcast to it."""
     if mask is not None:
         fits(mask.ndim <= 4, f"a mask of {mask.ndim} axes")
         pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
@@ -310,7 +310,8 @@ def _gradient(bound: Bound) -> None:
 
 
 def _norm_gradient(bound: Bound) -> None:
-    """Of the last axes, with a mean and a deviation for each of the rest."""
+    """Check a norm's gradient of the last axes, with a mean and a deviation for each of the
+    rest."""
     shape, given = normalized_axes(bound), tuple(bound["input"].shape)
     fits(tuple(bound["grad_out"].shape) == given, "a gradient of another shape")
     for name in ("mean", "rstd"):

@@ -34,8 +34,7 @@ from divergence.ops.weights import Weights
 from divergence.recording.dispatch import draws_random_numbers, tensors_in, written_arguments
 from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, probed, provenance
-from divergence.recording.prompts import plain_wishes
-from divergence.recording.request import taken_from
+from divergence.recording.request import plain_arguments, taken_from
 from divergence.recording.widening import Widening
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import command_line
@@ -427,7 +426,7 @@ def execute_ports(
 
 @contextlib.contextmanager
 def _refusals(why: str) -> Iterator[None]:
-    """What a kernel raises, as a Refusal."""
+    """Raise what a kernel raises as a Refusal."""
     try:
         with torch.no_grad():
             yield
@@ -607,7 +606,7 @@ def replay(
     RunFormatError, ModelError (of ``model``), RunExistsError and RunWriteError. Whatever
     interrupts it, a readable run is left behind.
     """
-    given = plain_wishes(
+    given = plain_arguments(
         sites=sites,
         device=device,
         trust_remote_code=trust_remote_code,

@@ -130,7 +130,7 @@ def call_node(
 
 
 def place(name: str) -> str:
-    """What stands in a template for the value ``name``."""
+    """Return what stands in a template for the value ``name``."""
     return _PLACE + name
 
 
@@ -170,8 +170,8 @@ _THERE = frozenset({"torch", "numpy"})
 def _collect(
     function: Callable[..., Any], operator: str, imports: dict[str, str], parts: dict[str, str]
 ) -> None:
-    """Into ``parts`` the functions that ``function`` names, of its module or this package, then
-    itself; into ``imports`` the rest."""
+    """Collect into ``parts`` the functions that ``function`` names, of its module or this package,
+    then itself; into ``imports`` the rest."""
     if not inspect.isfunction(function) or function.__closure__:
         raise _not_alone(operator, getattr(function, "__name__", repr(function)))
     for name in sorted(_names(function.__code__)):
@@ -246,7 +246,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
-    """Of ``a`` from ``b``; None where their shapes differ."""
+    """Measure the difference of ``a`` from ``b``; None where their shapes differ."""
     if a.shape != b.shape:
         return None
     a, b = a.reshape(-1), b.reshape(-1)
@@ -272,8 +272,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
 def farthest_values(
     sides: Sequence[tuple[str, torch.Tensor | None]], *, shown: Callable[[str], str] = str
 ) -> str:
-    """What each side gives at the element where the first two are farthest apart, as words; empty
-    where they are equal, or cannot be held against one another."""
+    """Return what each side gives at the element where the first two are farthest apart, as words;
+    empty where they are equal, or cannot be held against one another."""
     named = [(name, tensor) for name, tensor in sides if tensor is not None]
     if len({tensor.shape for _, tensor in named}) != 1 or len(named) < 2 or not named[0][1].numel():
         return ""
@@ -295,8 +295,8 @@ def farthest_values(
 def what_differs(
     call_a: RecordedCall, values: Sequence[torch.Tensor], other: Run, call_b: RecordedCall
 ) -> str | None:
-    """Of the call ``call_a``, whose operands have ``values``, and the call ``call_b`` of ``other``;
-    None where they were given the same."""
+    """Say what differs of the call ``call_a``, whose operands have ``values``, and the call
+    ``call_b`` of ``other``; None where they were given the same."""
     node, call = call_a.call, call_b.call
     if node.operator != call.operator or len(node.operands) != len(call.operands):
         return f"it is {call.operator} with {len(call.operands)} tensors there"
@@ -853,8 +853,8 @@ def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]
 
 
 def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
-    """What the probes of each machine proved of this operation in these dtypes; of two machines
-    first what differs between them."""
+    """Return what the probes of each machine proved of this operation in these dtypes; of two
+    machines first what differs between them."""
     dtypes = {operand.dtype for operand in call.operands}
     facts: dict[str, list[str | None]] = {}
     for number, side in enumerate(sides):
@@ -903,7 +903,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproducer:
-    """What was written. ``from_truth`` and ``against``: by port, of this run's result from the
+    """Says what was written. ``from_truth`` and ``against``: by port, of this run's result from the
     truth, and of the other run's from this one's; ``against`` is empty without another run."""
 
     path: Path

@@ -1,4 +1,4 @@
-"""What each command may be told: one declaration for the command line and the API."""
+"""Each command's options: one declaration for the command line and the API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERBOSE = option("--verbose -v", "Print more, and tracebacks with errors.", OUTP
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Options):
-    """How an answer is printed: the options that nearly every command has."""
+    """Says how an answer is printed: the options that nearly every command has."""
 
     json: bool = option(
         "--json",
@@ -44,7 +44,7 @@ class Output(Options):
 
     @property
     def silent(self) -> bool:
-        """Without a word of progress."""
+        """Is no word of progress printed?"""
         return self.json or self.quiet
 
 
@@ -109,7 +109,7 @@ class CheckOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceOptions(Options):
-    """What two runs are held against, beside each other."""
+    """Says what two runs are held against, beside each other."""
 
     truth: str | None = TRUTH
     floor: Sequence[str] = FLOOR_RUNS
@@ -187,7 +187,7 @@ def link_rate(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MainOptions(Options):
-    """What a user of ``capture`` thinks of first: parameters of the function itself."""
+    """Holds what a user of ``capture`` thinks of first: parameters of the function itself."""
 
     dtype: str | None = option(
         "--dtype DTYPE",
@@ -261,7 +261,7 @@ class MainOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Options):
-    """How ``capture`` loads the model, and what may run in it."""
+    """Says how ``capture`` loads the model, and what may run in it."""
 
     task: str = option(
         "--task TASK",
@@ -301,8 +301,8 @@ class LoadOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Options):
-    """How ``capture`` feeds the prompts:
-    as text of a file or a chat, in batches, padded, in chunks."""
+    """Says how ``capture`` feeds the prompts: as text of a file or a chat, in batches, padded, in
+    chunks."""
 
     prompts_file: Path | str | None = option(
         "--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json.", PROMPTS
@@ -363,7 +363,7 @@ class BatchOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions(Options):
-    """What of it ``capture`` records, in which passes, and what it puts in place of results."""
+    """Says what ``capture`` records, in which passes, and what it puts in place of results."""
 
     steps: str | None = option(
         "--steps STEPS",
@@ -442,7 +442,7 @@ class RecordOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(Options):
-    """What ``capture`` does with this machine: threads, switches, memory, processes."""
+    """Says what ``capture`` does with this machine: threads, switches, memory, processes."""
 
     threads: int | None = option(
         "--threads N",
@@ -474,7 +474,7 @@ class MachineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CaseOptions(Options):
-    """What ``capture`` is told of a suite of cases, and of no model."""
+    """Says what ``capture`` is told of a suite of cases, and of no model."""
 
     impl: Sequence[str] | Mapping[str, Callable[..., object]] = option(
         "--impl [OP=]NAME",
@@ -559,8 +559,8 @@ def ungrouped(groups: Mapping[str, Options | None]) -> dict[str, Any]:
 
 
 def renamed(function: str, old: Mapping[str, object], *, beside: Iterable[str]) -> str:
-    """How ``old`` arguments are written in groups, in one line. Raises TypeError for a name that is
-    neither an option nor among the other parameters, ``beside``."""
+    """Say in one line how ``old`` arguments are written in groups. Raises TypeError for a name that
+    is neither an option nor among the other parameters, ``beside``."""
     moved: dict[str, list[str]] = {}
     for name in old:
         place = next((g for g, kind in GROUPS.items() if name in kind.__dataclass_fields__), None)

@@ -35,7 +35,7 @@ import msgspec
 
 
 class Option(msgspec.Struct, frozen=True):
-    """How an option is written, and what uses it.
+    """Says how an option is written, and what uses it.
 
     ``words``: its names and then the word for its value, as help prints them: ``--out -o RUN``.
     Without a name it is an argument. A switch called ``--no-...`` sets False.
@@ -80,12 +80,12 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the settings file calls it."""
+        """Return what the settings file calls it."""
         return self.word.removeprefix("no_")
 
     @property
     def turns_on(self) -> bool:
-        """What a switch sets: False for one called ``--no-...``."""
+        """Return what a switch sets: False for one called ``--no-...``."""
         return not self.word.startswith("no_")
 
 
@@ -137,7 +137,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text_type(self) -> Any:
-        """What its words on a command line or in a file are read as."""
+        """Return what its words on a command line or in a file are read as."""
         return text_type(self.type)
 
     def is_given(self, value: Any) -> bool:
@@ -203,7 +203,8 @@ def group_of(kind: type[_Options], options: Options) -> _Options:
 
 
 def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, Any]:
-    """What the manifest's ``settings`` or ``plan`` hold of the options, by the manifest's names."""
+    """Return what the manifest's ``settings`` or ``plan`` hold of the options, by the manifest's
+    names."""
     recorded = {}
     for field in fields_of(kind):
         place, _, name = (field.option.recorded or "").partition(".")

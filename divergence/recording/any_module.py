@@ -16,6 +16,7 @@ the place of each block's own: the anchored pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ _APPLY = ("sites", "label")
 
 
 class Recording:
-    """What ``record`` hands out."""
+    """Makes the steps of a run under way; ``record`` hands it out."""
 
     def __init__(
         self,
@@ -205,14 +206,14 @@ def record(
         ),
     )
     with RunWriter(place, manifest, force=force) as writer:
-        how: dict[str, Any] = {"wanted": selection.wanted, "hooked": selection.hooked}
-        recorders = [Recorder(module, notes, sink=writer, **how)]
+        recorder = functools.partial(
+            Recorder, module, notes, sink=writer, wanted=selection.wanted, hooked=selection.hooked
+        )
+        recorders = [recorder()]
         if source is not None:
             tokens = source.manifest.tokens
             anchor = RecordedInputs(source, tokens.samples, tokens.groups)
-            recorders.append(
-                Recorder(module, notes, sink=writer, pass_="anchored", anchor=anchor, **how)
-            )
+            recorders.append(recorder(pass_="anchored", anchor=anchor))
         recording = Recording(module, recorders, manifest, source)
         yield recording
         if not recorders[0].num_emitted:

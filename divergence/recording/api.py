@@ -26,9 +26,9 @@ import torch
 
 from divergence.domain import hook_places, placed, sources
 from divergence.errors import ModelError, RenamedWarning, UsageError
-from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.numerics.summaries import sketch_tensor
 from divergence.numerics.summary import summarize
+from divergence.numerics.sums import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.options.commands import (
     GROUPS,
     BatchOptions,
@@ -51,6 +51,7 @@ from divergence.recording.cases import (
     truth_of_cases,
 )
 from divergence.recording.code import note_other_numbers
+from divergence.recording.compiled import CompiledWatch
 from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import (
     DEFAULT,
@@ -65,8 +66,8 @@ from divergence.recording.engines.engine import (
     refuse_lacking,
 )
 from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text
+from divergence.recording.engines.many_steps import Allowance, Enough, ManySteps
 from divergence.recording.engines.media import Media
-from divergence.recording.engines.together import Allowance, Enough, Together
 from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, steps_joined
 from divergence.recording.keeper import (
     BufferKeeper,
@@ -104,15 +105,13 @@ from divergence.recording.processes import closed, joined, on_all, own_part, sta
 from divergence.recording.prompts import (
     Prompt,
     group_samples,
-    plain_wishes,
     token_texts,
     tokenize,
 )
 from divergence.recording.ranks import Division, LocalKeeper
-from divergence.recording.request import Request, resolve_request, taken
+from divergence.recording.request import Request, line_of_taken, plain_arguments, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.structure import (
-    CompiledWatch,
     inside,
     noting_calls,
     output_paths,
@@ -267,8 +266,8 @@ def make_run(
 ) -> Run:
     """``capture``, with options of all groups by their names alone; ``command`` is written into
     the manifest."""
-    options = CaptureOptions(**plain_wishes(**values))
-    command = plain_wishes(force=force, command=command)["command"]
+    options = CaptureOptions(**plain_arguments(**values))
+    command = plain_arguments(force=force, command=command)["command"]
     for source in sources():
         if getattr(options, source.option) is not None:
             made: Run = placed(source.function)(
@@ -346,9 +345,9 @@ def truth(
     """
     given = locals()
     options = TruthOptions(
-        **plain_wishes(**{f.name: given[f.name] for f in fields_of(TruthOptions)})
+        **plain_arguments(**{f.name: given[f.name] for f in fields_of(TruthOptions)})
     )
-    plain_wishes(force=force, command=command)
+    plain_arguments(force=force, command=command)
     recorded = unsharded(Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(
@@ -423,7 +422,7 @@ def _execute(
         if ranks is not None:
             device = ranks.device
         if request.like is not None:
-            on_progress("taken", 0, None, taken(request))
+            on_progress("taken", 0, None, line_of_taken(request))
             if not request.like.manifest.complete:
                 note = f"{request.like.path} is INCOMPLETE: what it lacks is not repeated either"
                 on_progress("note", 0, None, note)
@@ -536,11 +535,10 @@ class Capture:
             self.own_groups = self.division.groups
             self.plants = self.division.plants(request.plants)
         self.keeper: Keeper | None = None
-        how: dict[str, Any] = {"lacks": session.lacks, "compute_dtype": compute_dtype}
         self.passes, self.missed = planned_passes(
-            request, loaded, self.selection, self.notes, **how
+            request, self.session, self.selection, self.notes, compute_dtype=compute_dtype
         )
-        self._together: Together | None = None
+        self._many_steps: ManySteps | None = None
         self._num_substituted = 0
 
     def run(self, out: Location, *, force: bool, command: str | None) -> Run:
@@ -550,7 +548,7 @@ class Capture:
         for text in self.missed:
             self._note(text)
         if self.compute_dtype == torch.float64 and not (self.plants or request.substitutes):
-            self._make_steps_together()
+            self._allow_many_steps()
         manifest = self._manifest(command)
         wants_truth = self.compute_dtype is None and mode_of(request) != "no"
         lacking = why_no_truth(request, self.session, self.device, out) if wants_truth else None
@@ -713,33 +711,36 @@ class Capture:
                     recorder.begin(
                         sample=group[0], batch=len(group), num_tokens=num_tokens, num_kept=num
                     )
-                    how: dict[str, Any] = {"max_new_tokens": 1, "num_logits": num + 1}
-                    how |= self._given(group, num_tokens)
-                    self.session.run_group(recorder, members, **how)
+                    self.session.run_group(
+                        recorder,
+                        members,
+                        max_new_tokens=1,
+                        num_logits=num + 1,
+                        **self.media.fed(group[0], num_tokens),
+                    )
                     continue
                 recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
                 fed = None if forced is None else [forced[number][:most] for number in group]
                 # Forced steps of a truth are made many at a time where the model allows it.
-                together = self._together
-                at_once = together is not None and fed is not None and together.suits(len(fed[0]))
+                steps = self._many_steps
+                many = steps is not None and fed is not None and steps.suits(len(fed[0]))
                 if allowance is not None:
-                    allowance.together = at_once
+                    allowance.together = many
                 try:
-                    if together is not None and fed is not None and at_once:
-                        result = together.run_group(recorder, members, fed, allowance)
+                    if steps is not None and fed is not None and many:
+                        result = steps.run_group(recorder, members, fed, allowance)
                     else:
-                        how = {"max_new_tokens": most, "forced": fed}
-                        how |= self._given(group, first.num_padded)
-                        result = self.session.run_group(recorder, members, **how)
+                        result = self.session.run_group(
+                            recorder,
+                            members,
+                            max_new_tokens=most,
+                            forced=fed,
+                            **self.media.fed(group[0], first.num_padded),
+                        )
                 except Enough:
                     continue
                 if noted is not None and (self.ranks is None or self.ranks.owns(group[0])):
                     self._note_tokens(noted, group, result)
-
-    def _given(self, group: list[int], num_tokens: int) -> dict[str, Any]:
-        """What ``run_group`` is told of pictures and sound; nothing where there are none."""
-        given = self.media.fed(group[0], num_tokens)
-        return {"given": given} if given else {}
 
     def _note_tokens(self, writer: RunWriter, group: list[int], result: GroupResult) -> None:
         """Writes down the tokens of a group, and what the model derived anew meanwhile."""
@@ -815,7 +816,7 @@ class Capture:
         )
 
     def _own(self, writer: RunWriter) -> Run:
-        """What this capture (this rank of it) has written so far, to be read."""
+        """Open what this capture (this rank of it) has written so far."""
         own = own_part(Run.open(writer.flush()), 0 if self.ranks is None else self.ranks.rank)
         own.set_fallback(self.request.like)
         return own
@@ -831,12 +832,12 @@ class Capture:
 
     # --- the run's own truth --------------------------------------------------------------------
 
-    def _make_steps_together(self) -> None:
-        """From now on many decode steps are made in one forward, where all are made alike."""
+    def _allow_many_steps(self) -> None:
+        """Make many decode steps in one forward from now on, where all are made alike."""
         request = self.request
         apart = request.prefill_chunk is not None or self.selection.operators or self.media
         if request.use_cache and not apart:
-            self._together = Together(self.loaded, self.samples)
+            self._many_steps = ManySteps(self.loaded, self.samples)
 
     def _no_truth(self, manifest: Manifest, reason: str) -> None:
         """Says why this run carries no truth, although it was to, and notes it in the run."""
@@ -883,7 +884,7 @@ class Capture:
                 if (reason is None if kind == "anchored" else full and keeps)
             ]
             # The passes, as far as the time goes.
-            self._make_steps_together()
+            self._allow_many_steps()
             begun = time.monotonic()
             seconds = None if full else max(LEAST_SECONDS, SHARE * (begun - self._begun))
             lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
@@ -969,8 +970,16 @@ class Capture:
         like, changed = request.like, request.only_changed
         reducer = reducer_for(store, like=like, only_changed=changed, kernel=kernel)
         rank = 0 if ranks is None else ranks.rank
-        how: dict[str, Any] = {"reducer": reducer, "buffer": buffer, "device": device}
-        write = functools.partial(RunWriter, out, manifest, force=force, rank=rank, **how)
+        write = functools.partial(
+            RunWriter,
+            out,
+            manifest,
+            force=force,
+            rank=rank,
+            reducer=reducer,
+            buffer=buffer,
+            device=device,
+        )
         with started(ranks, write) as writer:
             keeper: Keeper = BufferKeeper(writer, buffer)
             if store == "hash" and not wants_fold(like):

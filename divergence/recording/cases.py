@@ -62,7 +62,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseRequest:
-    """What was asked for."""
+    """Holds what was asked of a suite."""
 
     out: str | Path | Url = ""
     like: Run | None = None
@@ -86,11 +86,11 @@ class CaseRequest:
 
     @property
     def patterns(self) -> list[str]:
-        """Of the cases that are wanted."""
+        """Return the patterns of the cases that are wanted."""
         return list(self.options.sites) or ["*"]
 
     def chosen(self, cases: Mapping[str, C]) -> list[C]:
-        """Of cases by their paths those that are wanted."""
+        """Return those of ``cases``, by path, that are wanted."""
         matches = compile_patterns(self.patterns)
         return [case for path, case in cases.items() if matches(f"{path}:out")]
 
@@ -316,21 +316,21 @@ def _meaningless(name: str, suite: Suite) -> UsageError:
 
 # What ``--impl`` says.
 
-Wishes = str | Sequence[str] | Mapping[str, Callable[..., Any]]
+Implementations = str | Sequence[str] | Mapping[str, Callable[..., Any]]
 """Values of ``--impl``, or functions by what they are to run."""
 
 
-def pairs_of(wishes: Wishes) -> list[tuple[str, Any]]:
+def pairs_of(given: Implementations) -> list[tuple[str, Any]]:
     """(where, what): ``where`` is empty of what is meant everywhere. Raises UsageError for half a
-    wish."""
-    if isinstance(wishes, Mapping):
-        return list(wishes.items())
+    pair."""
+    if isinstance(given, Mapping):
+        return list(given.items())
     pairs = []
-    for wish in [wishes] if isinstance(wishes, str) else wishes:
-        where, equals, what = wish.rpartition("=")
+    for text in [given] if isinstance(given, str) else given:
+        where, equals, what = text.rpartition("=")
         if not what or (equals and not where):
             raise UsageError(
-                f"--impl {wish!r} has nothing {'before' if what else 'behind'} its '='"
+                f"--impl {text!r} has nothing {'before' if what else 'behind'} its '='"
                 if equals
                 else "--impl has no name",
                 hint="NAME, WHERE=NAME or WHERE=MODULE:FUNCTION",
@@ -360,6 +360,6 @@ def function_named(name: str, where: str) -> Callable[..., Any]:
 
 
 def label_of(function: Callable[..., Any]) -> str:
-    """As a function that was handed over is recorded."""
+    """Return the name under which a function that was handed over is recorded."""
     label: str = getattr(function, "__qualname__", type(function).__name__)
     return label

@@ -214,7 +214,7 @@ def as_json(value: Any) -> Any:
 
 
 def as_word(value: Any) -> str:
-    """For people: numbers and names; the end of a slice as such."""
+    """Write a value for people: numbers and names; the end of a slice as such."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(as_word(item) for item in value) + "]"
     if isinstance(value, torch.Tensor):
@@ -236,7 +236,7 @@ View = tuple[int, int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dt
 
 
 class Dataflow:
-    """What is known of a block's memory while the block runs."""
+    """Knows what lies in a block's memory while the block runs."""
 
     def __init__(self) -> None:
         self._known: dict[View, str] = {}
@@ -293,7 +293,7 @@ class Dataflow:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells one piece of living memory from another."""
+    """Return a number that tells one piece of living memory from another."""
     try:
         number: int = tensor.untyped_storage()._cdata
         return number
@@ -302,8 +302,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _view_of(tensor: torch.Tensor) -> View:
-    """What tells one view from another. Contiguous ones are the same whatever their shape: they
-    have the same bytes."""
+    """Return what tells one view from another. Contiguous ones are the same whatever their shape:
+    they have the same bytes."""
     storage, shape = storage_of(tensor), tuple(tensor.shape)
     if tensor.layout != torch.strided:
         return storage, 0, shape, (), tensor.dtype
@@ -335,7 +335,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def misalignment_bytes(tensor: torch.Tensor) -> int:
-    """How far its memory begins beyond a multiple of 64 bytes; 0 where it has no address."""
+    """Return by how far the tensor's memory begins beyond a multiple of 64 bytes; 0 where it has no
+    address."""
     try:
         return tensor.data_ptr() % 64
     except (RuntimeError, NotImplementedError):
@@ -545,7 +546,7 @@ class OperatorRecorder(TorchDispatchMode):
         return self._stack[-1] + self._call_of(self._stack[-1])
 
     def _origin(self, func: Any) -> dict[str, str | None]:
-        """Where in the code an operator is called: fields of a Call."""
+        """Say where in the code an operator is called, as fields of a Call."""
         return {"source": source_line()}
 
     def _described(

@@ -24,9 +24,8 @@ from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.machine import Determinism
 from divergence.recording.new_run import PlannedSite
 from divergence.recording.passes import keeps_tensors, mode_of
-from divergence.recording.prompts import plain_wishes, plan_options
 from divergence.recording.ranks import count_shapes
-from divergence.recording.request import resolve_request
+from divergence.recording.request import plain_arguments, plan_options, resolve_request
 from divergence.recording.selection import step_selected
 from divergence.run.reader import Run
 from divergence.run.site import module_of
@@ -34,7 +33,7 @@ from divergence.words import silent
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture would write."""
+    """Says what a capture would write."""
 
     model: str
     rows: list[PlannedSite]
@@ -55,8 +54,8 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 def plan_capture(
     model: str | Path | None = None, *, like: str | Path | Run | None = None, **options: Any
 ) -> DryRun:
-    """What ``capture`` with the same parameters would write (``out``, ``force``
-    and ``probe`` are ignored), and what domains plan, by their own options of ``--dry-run``.
+    """Plan what ``capture`` with the same parameters would write (``out``, ``force`` and ``probe``
+    are ignored), and what domains plan, by their own options of ``--dry-run``.
 
     Raises what capture raises before it loads weights, and ModelError where the
     architecture cannot be run without values (a data-dependent forward).
@@ -64,7 +63,7 @@ def plan_capture(
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
     planned = plan_options(options)
-    chosen = CaptureOptions(**plain_wishes(**options))
+    chosen = CaptureOptions(**plain_arguments(**options))
     like = None if like is None else Run.open(like)
     if (suite := suite_meant(model, like)) is not None:
         planned_cases = plan_cases(suite, CaseRequest(like=like, options=chosen))

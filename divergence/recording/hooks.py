@@ -1,4 +1,4 @@
-"""What hooks share: patches of functions, forwards, and where tensors go."""
+"""Hooks share these: patches of functions, forwards, and where tensors go."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def swapped(
     model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """What ``change`` makes of each parameter and buffer, in its place; it is asked once of one
+    """Put what ``change`` makes of each parameter and buffer in its place; it is asked once of one
     that several modules share, and leaves alone what it gives back."""
     made: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -65,7 +65,7 @@ def swapped(
 
 
 class Sink(Protocol):
-    """Where records go: a RunWriter, or something that only compares digests."""
+    """Takes records: a RunWriter, or something that only compares digests."""
 
     def put(
         self,
@@ -104,7 +104,7 @@ class Anchor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwards:
-    """How a run's forwards are made and watched."""
+    """Says how a run's forwards are made and watched."""
 
     cached: bool = True
     """Decode steps go on from a cache."""

@@ -1,4 +1,4 @@
-"""What is kept of a tensor that a hook sees: one object decides.
+"""One object decides what is kept of a tensor that a hook sees.
 
 A keeper is called in the hook, on the model's thread, and takes what it keeps before it returns:
 later operators may write to the tensor in place. A tensor that passes unchanged from one module to
@@ -76,7 +76,7 @@ def side_stream(device: torch.device) -> SideStream | None:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether host memory can be page-locked for copies from ``device``."""
+    """Say whether host memory can be page-locked for copies from ``device``."""
     if device.type == "cpu" or side_stream(device) is None:
         return False
     try:

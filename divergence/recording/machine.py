@@ -95,7 +95,7 @@ _ODD_FLAGS = ("-ffast-math", "-funsafe-math-optimizations", "-ffp-contract=fast"
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """Return what the processor calls itself."""
     info = _cpuinfo()
     name = info.get("model name", "")
     if name and not name.startswith("ARM"):  # old Arm kernels: "ARMv8 Processor rev 1"
@@ -181,7 +181,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _groups() -> Iterator[int]:
-    """What each control group of this process may still take."""
+    """Yield the bytes that each control group of this process may still take."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -342,7 +342,7 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
         name, count, driver, runtime = _accelerator_facts(kind, device)
     versions = {name: text for name in PACKAGES if (text := _installed(name)) is not None}
     versions["torch"] = str(torch.__version__)  # with the build, e.g. 2.13.0+cpu
-    cudnn = _asked(torch.backends.cudnn, "version")
+    cudnn = _answer_of(torch.backends.cudnn, "version")
     if cudnn not in (None, "None"):
         versions["cudnn"] = str(cudnn)
     return Environment(
@@ -358,7 +358,7 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
         cpu_capability=capability,
         num_threads=torch.get_num_threads(),
         versions=versions,
-        variables={key: _told(os.environ[key]) for key in VARIABLES if key in os.environ},
+        variables={key: _without_paths(os.environ[key]) for key in VARIABLES if key in os.environ},
         architecture=platform.machine() or None,
         cpu_model=cpu_model(),
         torch_build=torch_build(),
@@ -376,7 +376,9 @@ def accelerator_type() -> str | None:
 def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, str | None]:
     """(name, count, driver, runtime) of an accelerator; what cannot be asked is None."""
     if kind == "mps":
-        chip = _asked(torch.backends.mps, "get_name") or f"Apple {platform.processor() or 'GPU'}"
+        chip = (
+            _answer_of(torch.backends.mps, "get_name") or f"Apple {platform.processor() or 'GPU'}"
+        )
         return chip, 1, platform.mac_ver()[0] or None, None
     module = getattr(torch, kind)
     name = str(module.get_device_name(device))
@@ -389,17 +391,17 @@ def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, st
     elif kind == "npu":
         home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
         utils = getattr(module, "utils", None)
-        runtime = _asked(utils, "get_cann_version", "CANN")
+        runtime = _answer_of(utils, "get_cann_version", "CANN")
         runtime = runtime or _first_match(Path(home) / "version.cfg", r"\[([\d.A-Za-z]+)")
         driver = _first_match(Path("/usr/local/Ascend/driver/version.info"), r"Version=(\S+)")
-        driver = driver or _asked(utils, "get_cann_version", "DRIVER")
+        driver = driver or _answer_of(utils, "get_cann_version", "DRIVER")
     elif kind == "xpu":
         driver = getattr(module.get_device_properties(device), "driver_version", None)
     return name, module.device_count(), driver, runtime
 
 
-def _asked(owner: object, name: str, *arguments: object) -> str | None:
-    """What a vendor's function answers; None where there is none, or it fails."""
+def _answer_of(owner: object, name: str, *arguments: object) -> str | None:
+    """Return what a vendor's function answers; None where there is none, or it fails."""
     try:
         answer = getattr(owner, name)(*arguments)
     except Exception:  # of a driver or runtime that is not as its package expects
@@ -407,7 +409,7 @@ def _asked(owner: object, name: str, *arguments: object) -> str | None:
     return str(answer) or None
 
 
-def _told(value: str) -> str:
+def _without_paths(value: str) -> str:
     """A variable's value without paths (``XLA_FLAGS`` may name one), and of no great length."""
     return re.sub(r"(?<![\w.-])(~?/|[A-Za-z]:\\)[^\s,;:]*", "(a path)", value)[:400]
 
@@ -453,7 +455,7 @@ class Determinism:
     """How often torch said so."""
 
     def note_in(self, settings: Settings) -> None:
-        """What was warned of so far."""
+        """Write what was warned of so far into ``settings``."""
         settings.nondeterministic_warnings = list(self.warnings)
         settings.cpu_fallbacks = list(self.fallbacks)
 
@@ -592,7 +594,7 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
             # warn_only: an operator without a deterministic form is recorded, not fatal.
             torch.use_deterministic_algorithms(True, warn_only=True)
             _note(state, "torch.use_deterministic_algorithms", "true", mode_name, "accepted")
-            _set(state, undo, "utils.deterministic.fill_uninitialized_memory", False)
+            _set_switch(state, undo, "utils.deterministic.fill_uninitialized_memory", False)
         pairs = [
             pair
             for table in (_LEGACY, _ATTRIBUTES)
@@ -604,11 +606,11 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
         before = {name: _read(name) for name, _ in pairs}
         for name, wanted in pairs:
             if enabled:
-                _set(state, undo, name, wanted, before[name])
+                _set_switch(state, undo, name, wanted, before[name])
             else:
-                _look(state, name)
+                _note_value(state, name)
         for name in (*_FACTS["any"], *_FACTS.get(device_type, ())):
-            _look(state, name)
+            _note_value(state, name)
         with _collected_warnings(state):
             yield state
     finally:
@@ -646,7 +648,7 @@ _UNREADABLE = "unreadable"
 """What torch does not tell of an old switch, since a new one was set by itself."""
 
 
-def _now(name: str) -> object:
+def _value_of(name: str) -> object:
     """Raises AttributeError where this torch has no such switch."""
     try:
         if name == _FUNCTION:
@@ -670,12 +672,12 @@ def _write(name: str, value: object) -> None:
 def _read(name: str) -> object:
     """Its value, or None where this torch cannot tell."""
     try:
-        return _now(name)
+        return _value_of(name)
     except (AttributeError, RuntimeError, ImportError):
         return None
 
 
-def _set(
+def _set_switch(
     state: Determinism,
     undo: list[tuple[str, object]],
     name: str,
@@ -684,13 +686,13 @@ def _set(
 ) -> None:
     label, asked = f"torch.{name}", str(wanted).lower()
     try:
-        old = _now(name) if before is None else before
+        old = _value_of(name) if before is None else before
     except (AttributeError, RuntimeError, ImportError) as error:
         _note(state, label, asked, "-", "absent", f"this torch: {first_line(error)}")
         return
     try:
         _write(name, wanted)
-        now = _now(name)
+        now = _value_of(name)
     except Exception as error:  # a backend may refuse with any error of its own
         _note(state, label, asked, str(old).lower(), "refused", first_line(error))
         return
@@ -701,9 +703,9 @@ def _set(
     _note(state, label, asked, str(old).lower(), "accepted" if taken else "refused")
 
 
-def _look(state: Determinism, name: str) -> None:
+def _note_value(state: Determinism, name: str) -> None:
     try:
-        _note(state, f"torch.{name}", "-", str(_now(name)).lower(), "accepted")
+        _note(state, f"torch.{name}", "-", str(_value_of(name)).lower(), "accepted")
     except (AttributeError, RuntimeError, ImportError) as error:
         _note(state, f"torch.{name}", "-", "-", "absent", first_line(error))
 

@@ -39,8 +39,8 @@ from divergence.run.site import ROOT, escape_path, join_site
 
 @dataclass(slots=True, kw_only=True)
 class Lane:
-    """What a recorder knows of the step under way, and where that is recorded. Usually there is one
-    lane; steps that are made beside others have lanes of their own."""
+    """Holds what a recorder knows of the step under way, and where that is recorded. Usually there
+    is one lane; steps that are made beside others have lanes of their own."""
 
     sink: Sink
     keep: Callable[[torch.Tensor], CapturedTensor]
@@ -77,12 +77,12 @@ class Hook:
     def before(
         self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
     ) -> Changed | None:
-        """Before a call of the module: other arguments, or None. ``call``: what tells this call of
-        it from others (``#2``); ``names``: of its positional parameters."""
+        """Called before the module: returns other arguments, or None. ``call``: what tells this
+        call of it from others (``#2``); ``names``: of its positional parameters."""
         return None
 
     def after(self, path: str, call: str, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        """After the call: the result, or another one."""
+        """Called after the module: returns the result, or another one."""
         return output
 
     def end_of_forward(self) -> None:
@@ -119,7 +119,8 @@ class Planting(Hook):
         return any(plant.path == path for plant in self._plants)
 
     def _change(self, path: str, side: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        return self._recorder._planter([p for p in self._plants if p.is_at(path, side)])
+        here = [p for p in self._plants if p.path == path and p.port.startswith(side)]
+        return self._recorder._planter(here)
 
     def before(
         self, path: str, call: str, args: Args, kwargs: Kwargs, names: Sequence[str]
@@ -223,22 +224,22 @@ class Recorder(Hook):
         self.lane.selected = step_selected(self._steps, step)
 
     @contextlib.contextmanager
-    def held(
+    def aside(
         self,
         sink: Sink | None,
         *,
         step: int,
-        num_told: int,
+        num_reports: int,
         anchored: Callable[[Anchor], Anchor] | None = None,
     ) -> Iterator[None]:
         """The next forward is ``step``, or several from there on, for which ``anchored`` changes
-        the anchor; copies of what it gives go to ``sink`` alone, or nowhere. Progress is told
-        ``num_told`` times."""
+        the anchor; copies of what it gives go to ``sink`` alone, or nowhere. Progress is reported
+        ``num_reports`` times."""
         lane, anchor, broken = self.lane, self._anchor, self._anchor_broken
         counts = self.num_emitted, self.anchored
 
         def repeated(tell: Callable[[Any], None], what: Any) -> None:
-            for _ in range(num_told):
+            for _ in range(num_reports):
                 tell(what)
 
         on_step = lane.on_step and functools.partial(repeated, lane.on_step)
@@ -431,9 +432,9 @@ class Recorder(Hook):
         return None if free else self._recorded_rows(join_site(path + call, port), codes)
 
     def _recorded_rows(self, site: str, own: torch.Tensor) -> torch.Tensor | None:
-        """What the other run has there, of the rows of this forward: of a chunk its rows of the
-        prefill, without a cache the rows of all steps so far. None where one has none, or they do
-        not fit."""
+        """Return what the other run has there of the rows of this forward: of a chunk its rows of
+        the prefill, without a cache the rows of all steps so far. None where one has none, or they
+        do not fit."""
         anchor, sample, step = self._anchor, self._sample, self.lane.step
         assert anchor is not None  # asked where there is one
         recorded = anchor(sample, step, site, own)
@@ -446,7 +447,7 @@ class Recorder(Hook):
         return steps_joined(anchor, sample, range(step + 1), site, own)
 
     def _substituted(self, site: str) -> torch.Tensor | None:
-        """What is put in the place of an operator's result in this forward, or None."""
+        """Return what is put in the place of an operator's result in this forward, or None."""
         path, _, port = site.rpartition(":")
         substitute = self._substitutes.get(path)
         step = self.lane.step

@@ -1,4 +1,4 @@
-"""What every new run needs, whatever makes it: a free place, and where it comes from."""
+"""Every new run needs these, whatever makes it: a free place, and where it comes from."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def provenance(
 
 
 class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture would write for one site. Bytes are 0 where the tensor is stored at another
-    site."""
+    """Says what a capture would write for one site. Bytes are 0 where the tensor is stored at
+    another site."""
 
     site: str
     role: str
@@ -79,7 +79,8 @@ class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
 def unlike(
     like: Manifest, model: ModelIdentity, engine: EngineNote, modules: Mapping[str, ModuleNote]
 ) -> Iterator[str]:
-    """What shows, before anything runs, that this is not the model of the run that is repeated."""
+    """Say, before anything runs, what shows that this is not the model of the run that is
+    repeated."""
     recorded = like.model
     blocks = [
         sum(note.role == "block" for note in notes.values())
@@ -108,7 +109,7 @@ def unlike(
 
 
 def probed(device: str, on_progress: Progress) -> list[ArithmeticFact]:
-    """What quick probes find of the device's arithmetic."""
+    """Ask quick probes about the device's arithmetic."""
     on_progress("probe", 0, None, "")
     return [item for place in hook_places("arithmetic").values() for item in placed(place)(device)]
 

@@ -38,7 +38,7 @@ from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import folds_of
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
-from divergence.recording.engines.engine import Feature, GroupStep, Session
+from divergence.recording.engines.engine import GroupStep, Session
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks import Sink
 from divergence.recording.machine import free_bytes
@@ -86,21 +86,21 @@ class Pass:
 
     @property
     def is_own_truth(self) -> bool:
-        """Of this run's own weights, in float64: anchored to its own free pass, or free."""
+        """Is it of this run's own weights in float64, anchored to its own free pass or free?"""
         return self.name in OWN_TRUTH
 
 
 def planned_passes(
     request: Request,
-    loaded: LoadedModel,
+    session: Session,
     selection: SiteSelection,
     notes: Mapping[str, ModuleNote],
     *,
-    lacks: Mapping[Feature, str],
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[list[Pass], list[str]]:
-    """What a capture makes, but for its own truth; and of what was asked for and cannot be made
-    why. ``lacks``: what the engine cannot do."""
+    """Plan the passes of a capture, but for its own truth; and say why what was asked for cannot be
+    made."""
+    loaded, lacks = session.loaded, session.lacks
     like, passes, missed = request.like, [Pass("free", compute_dtype=compute_dtype)], []
     escalate = request.escalate
     if like is not None and (request.anchor or escalate):
@@ -243,8 +243,14 @@ def widened(pass_: Pass, loaded: LoadedModel, step: GroupStep) -> Iterator[Widen
         needed = sum(weight.numel() for weight in weights) * pass_.compute_dtype.itemsize
         room = OWN_KEPT_BYTES if pass_.is_own_truth else free_bytes(loaded.device) // 2
         keep = needed if needed <= room and not step.training.train else 0
-        how: dict[str, Any] = {"keep_bytes": keep, "codes": loaded.codes, "device": pass_.device}
-        yield stack.enter_context(Widening(pass_.compute_dtype, weights=weights, **how))
+        widening = Widening(
+            pass_.compute_dtype,
+            weights=weights,
+            keep_bytes=keep,
+            codes=loaded.codes,
+            device=pass_.device,
+        )
+        yield stack.enter_context(widening)
 
 
 def check_forwards(request: Request, session: Session) -> None:
@@ -371,7 +377,7 @@ class RecordedInputs:
         return tensor
 
     def _place(self, number: int, rows: torch.Tensor, own: torch.Tensor) -> slice | None:
-        """Where in its row of ``own`` a prompt's recorded tokens belong."""
+        """Find where in its row of ``own`` a prompt's recorded tokens belong."""
         if rows.shape[0] != 1 or rows.shape[2:] != own.shape[2:]:
             return None
         sample = self._samples[number]
@@ -454,7 +460,7 @@ class FloorSink:
             self._sink.put(item, sample=sample, step=step, site=site, order=order, **rest)
 
     def _sums(self, record: Record, truth: torch.Tensor) -> np.ndarray:
-        """Of each row, and into the channels'."""
+        """Sum each row, and add the rows to the channels'."""
         columns = record.shape[-1]
         num_rows = record.numel // columns
         if tuple(truth.shape) != record.shape:
@@ -576,7 +582,7 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
 
 
 def other_device(device: str) -> str | None:
-    """Where the operators of a truth are computed, if ``device`` has no float64."""
+    """Name where the operators of a truth are computed, if ``device`` has no float64."""
     try:
         check_device(device, torch.float64)
     except UsageError:

@@ -1,4 +1,4 @@
-"""What a capture puts in place of a value: known faults, and another run's results.
+"""A capture may put something in place of a value: known faults, and another run's results.
 
 A plant is proof that a set-up would see a real fault. ``SITE=FAULT``: a fault is ``NAME`` or
 ``NAME:ARGUMENT``, with ``@RANK`` behind it for one process of several, or ``@sample=N``,
@@ -64,12 +64,8 @@ class Plant:
     step: int | None = None
     """The one forward that gets the fault; None for all."""
 
-    def is_at(self, path: str, side: str) -> bool:
-        """Whether it is in what a module takes (``in``) or gives (``out``)."""
-        return self.path == path and self.port.startswith(side)
-
     def meets(self, forward: int) -> bool:
-        """Whether that forward gets it."""
+        """Does that forward get it?"""
         sample, step = divmod(forward, FORWARDS)
         return self.sample in (None, sample) and self.step in (None, step)
 
@@ -282,7 +278,8 @@ class Substitute:
     """The operator's site, with its port."""
 
     def find(self, pass_: str, sample: int, step: int, port: str) -> torch.Tensor | None:
-        """Of the same forward: of the same pass, else of the anchored or the free one."""
+        """Find the result of the same forward: of the same pass, else of the anchored or the free
+        one."""
         path = self.site.rpartition(":")[0]
         for name in (pass_, "anchored", "free"):
             record = self.run.find((name, sample, step, f"{path}:{port}"))
@@ -297,9 +294,9 @@ class Substitute:
 def parse_substitutes(
     given: Mapping[str, Any] | Sequence[str],
 ) -> dict[str, Substitute]:
-    """By operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``; in words ``SITE=RUN``, or
-    ``SITE=RUN=OTHER_SITE``. Raises UsageError for a site that is no operator's or that the run does
-    not hold, and RunFormatError for an unreadable run."""
+    """Read substitutes by operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``; in words
+    ``SITE=RUN``, or ``SITE=RUN=OTHER_SITE``. Raises UsageError for a site that is no operator's or
+    that the run does not hold, and RunFormatError for an unreadable run."""
     by_path: dict[str, Substitute] = {}
     if not isinstance(given, Mapping):
         words = [(word, word.partition("=")) for word in one_or_more(given)]

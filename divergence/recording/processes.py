@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.numerics.kernels import set_device
+from divergence.numerics.sums import set_device
 from divergence.run.command import quoted
 from divergence.run.location import Url, archive_kind, location_of
 from divergence.run.manifest import Environment, Manifest, Mesh, MeshAxis
@@ -294,7 +294,7 @@ def _leave() -> None:
 
 
 def _own_device(device: str) -> str:
-    """Of several accelerators in a node, the one of this process."""
+    """Name the one of several accelerators in a node that is this process's."""
     kind, _, index = device.partition(":")
     if kind == "cpu" or index:
         return device

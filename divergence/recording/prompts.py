@@ -1,28 +1,18 @@
-"""Prompts and what else a capture is given, checked against what can be had."""
+"""Prompts as a user gives them, and their tokens."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any
 
 import msgspec
 
-from divergence.domain import additions, hook_places, placed
 from divergence.errors import PromptError, UsageError
-from divergence.options.commands import CaptureOptions
-from divergence.options.option import Options, fields_of, kinds_of
 from divergence.outside import MAX_LINE_BYTES, json_value, opened, read_bytes
 from divergence.run.manifest import NO_LABEL, SampleTokens
 from divergence.run.record import expanded
-from divergence.run.site import one_or_more
-
-if TYPE_CHECKING:
-    from divergence.run.reader import Run
-
 
 MAX_PROMPTS = 1_000_000
 Label = Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]
@@ -288,33 +278,6 @@ def group_samples(
     return groups
 
 
-def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOptions:
-    """Behind pads nothing goes on: of a causal language model the prefill is made alone."""
-    if not options.pad_right:
-        return options
-    if like is None or options.pad_left:
-        raise UsageError(
-            "--pad-right needs --like"
-            if like is None
-            else "--pad-left and --pad-right both place the pads",
-            hint="divergence capture --like RUN -o OTHER --pad-right 8",
-        )
-    plan, settings = like.manifest.plan, like.manifest.settings
-    if options.positions or plan.positions:
-        raise UsageError("--pad-right: --positions count from the pads' end", hint="leave it out")
-    if like.manifest.model.task != "causal-lm":
-        return options
-    if options.prefill_chunk or settings.prefill_chunk:
-        raise UsageError("--pad-right: a prompt in chunks (--prefill-chunk) has no pads behind it")
-    if (options.max_new_tokens or 0) > 1:
-        raise UsageError(
-            f"--max-new-tokens {options.max_new_tokens}: no token follows the pads of --pad-right",
-            hint="leave it out, or --pad-left",
-        )
-    num = settings.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-    return dataclasses.replace(options, max_new_tokens=min(num, 1))
-
-
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[str, str]:
     """Text of single tokens; the raw vocabulary entry where a token alone is no valid text."""
     if tokenizer is None:
@@ -373,109 +336,3 @@ def _render(tokenizer: Any, conversation: list[dict[str, str]], number: int) -> 
         ) from error
     except Exception as error:  # templates raise errors of their own
         raise PromptError(f"prompt {number}: the chat template failed: {error}") from error
-
-
-# The arguments of the Python API as callers write them, before anything is loaded.
-#
-# Types that mean the same are taken (``torch.float32`` for ``"float32"``, one name for a list of
-# one, token ids for a prompt); what is of another type is refused with the name of the argument, so
-# that no capture runs for an hour and fails when its manifest is written. The types are those of
-# the options (``divergence.options``).
-
-_OTHERS = {"force": bool, "command": str | None}
-"""What every function that makes a run takes beside its options."""
-
-
-def plan_options(given: dict[str, Any]) -> dict[str, Options]:
-    """Those that domains add for their plans, taken out of ``given``: by the domain's name."""
-    chosen: dict[str, Options] = {}
-    for name, more in additions("capture").items():
-        if more.options is not None and name in hook_places("plan"):
-            kind = placed(more.options)
-            chosen[name] = kind(
-                **{
-                    field.name: _plain(field.name, given.pop(field.name), field.type)
-                    for field in fields_of(kind)
-                    if field.name in given
-                }
-            )
-    return chosen
-
-
-def plain_wishes(**wishes: Any) -> dict[str, Any]:
-    """The arguments by name, each of its plain type. Raises UsageError that names the argument."""
-    plain = dict(wishes)
-    types = {field.name: field.type for field in fields_of(CaptureOptions)} | _OTHERS
-    for name, value in wishes.items():
-        if name in types and name not in ("dtype", "device"):
-            plain[name] = _plain(name, value, types[name])
-    for name in ("dtype", "device"):
-        value = wishes.get(name)
-        if value is not None and not isinstance(value, str):
-            # ``torch.float32`` → ``float32``, ``torch.device("cuda", 1)`` → ``cuda:1``
-            if type(value).__module__ != "torch" or type(value).__name__ != name:
-                raise _not(name, value, f"text or a torch.{name}")
-            plain[name] = str(value).removeprefix("torch.")
-    if plain.get("dtype") == "auto":
-        plain["dtype"] = None
-    if "sites" in wishes:
-        plain["sites"] = tuple(_text("sites", site) for site in one_or_more(wishes["sites"]))
-    if "plants" in wishes:
-        plain["plants"] = tuple(one_or_more(wishes["plants"]))
-    if "prompts" in wishes:
-        prompts = wishes["prompts"]
-        if isinstance(prompts, str | Mapping | Prompt):
-            prompts = [prompts]
-        if not isinstance(prompts, Iterable):
-            raise _not("prompts", prompts, "a text or a list")
-        plain["prompts"] = tuple(map(_prompt, prompts))
-    return plain
-
-
-def _plain(name: str, value: Any, type_: Any) -> Any:
-    """What can be told by the type alone: a switch, a number, a text or a path."""
-    if value is None and type(None) in get_args(type_):
-        return None
-    kinds = set(kinds_of(type_))
-    if kinds == {bool} and not isinstance(value, bool):
-        raise _not(name, value, "True or False")
-    if kinds == {int}:
-        return _whole_number(name, value)
-    if kinds == {str}:
-        return _text(name, value)
-    if kinds == {Path, str} and not isinstance(value, str | os.PathLike):
-        raise _not(name, value, "a path")
-    return value
-
-
-def _prompt(value: Any) -> str | Prompt:
-    """Text as it is; token ids (a list of numbers, or a tensor on one axis) as a Prompt."""
-    if isinstance(value, str | Prompt):
-        return value
-    ids = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(ids, list | tuple) or not ids:
-        raise _not("prompts", value, "a text, or token ids such as [1, 2, 3]")
-    numbers = [_whole_number("prompts", token_id) for token_id in ids]
-    if min(numbers) < 0:
-        raise UsageError(f"prompts: {min(numbers)} is no token id")
-    return Prompt(input_ids=tuple(numbers))
-
-
-def _whole_number(name: str, value: Any) -> int:
-    # numpy's numbers are no int, but index like one
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise _not(name, value, "a whole number")
-    return int(value)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _not(name, value, "text")
-    return value
-
-
-def _not(name: str, value: Any, wanted: str) -> UsageError:
-    return UsageError(
-        f"{name}={value!r:.60} is {type(value).__name__}, not {wanted}",
-        hint=f"give {name} as {wanted}",
-    )

@@ -230,7 +230,7 @@ class TensorPlacement:
         path, port = module_of(site), split_site(site)[1]
         style = self._plan.get(path)
         if style in _INTERLEAVED:
-            return self._seen(site, shape) if port == "in" else None
+            return self._by_shape(site, shape) if port == "in" else None
         if inside(path, self._strange):
             return None
         if self._is_given(site):
@@ -240,7 +240,7 @@ class TensorPlacement:
             by_style = _STYLES[style][port == "out"]
             if by_style == LAST:
                 by_style = f"shard:{len(shape) - 1}"
-        seen = self._seen(site, shape)
+        seen = self._by_shape(site, shape)
         if by_style is not None:
             # where the shapes are known they must agree
             return by_style if site not in self._whole or seen == by_style else None
@@ -252,8 +252,8 @@ class TensorPlacement:
         """Does it enter the model as a whole, before any division?"""
         return module_of(site) in self._containers and split_site(site)[1].startswith("in")
 
-    def _seen(self, site: str, shape: tuple[int, ...]) -> str | None:
-        """What the shape says."""
+    def _by_shape(self, site: str, shape: tuple[int, ...]) -> str | None:
+        """Return what the shape says of the placement."""
         whole = self._whole.get(site)
         if whole is None or len(whole) != len(shape):
             return None
@@ -267,7 +267,7 @@ class TensorPlacement:
 
 
 def share_of(length: int, size: int, place: int) -> int:
-    """How much of ``length`` place ``place`` of ``size`` gets: torch.chunk's division."""
+    """Return how much of ``length`` place ``place`` of ``size`` gets: torch.chunk's division."""
     chunk = -(-length // size)
     return max(0, min(chunk, length - place * chunk))
 

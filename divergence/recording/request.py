@@ -1,4 +1,4 @@
-"""What is to be captured: the caller's wishes, merged with the run to be repeated.
+"""A request says what is to be captured: the caller's arguments, merged with a run to be repeated.
 
 With ``--like`` everything comes from the recorded run unless the caller says
 otherwise, and every such override is noted, because a comparison must know it. A run comes from
@@ -9,21 +9,22 @@ used, what is taken from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from divergence.domain import hook_places, placed, sources
+from divergence.domain import additions, hook_places, placed, sources
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.commands import CaptureOptions
-from divergence.options.option import fields_of
+from divergence.options.option import Options, fields_of, kinds_of
 from divergence.recording.engines.engine import DEFAULT, given_options, recorded_options
 from divergence.recording.engines.load import Loading
 from divergence.recording.plant import Plant, Substitute, parse_plant, parse_substitutes
-from divergence.recording.prompts import Prompt, collect_prompts, padded_right_alone
+from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.recording.selection import chosen_store, select_positions, step_selected
 from divergence.run.captured import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.contents import site_names
@@ -32,10 +33,11 @@ from divergence.run.manifest import EngineNote, EngineValue, Manifest, Override,
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
-from divergence.run.site import ROOT, join_site
+from divergence.run.site import ROOT, join_site, one_or_more
 from divergence.run.trust import (
     recorded_attention,
     recorded_revision,
+    recorded_seed,
     recorded_sites,
     recorded_source,
 )
@@ -72,20 +74,13 @@ class Request(CaptureOptions):
 
     @property
     def loading(self) -> Loading:
-        """How the model is loaded, but for the device and the ranks that are there."""
-        names = (
-            "task",
-            "revision",
-            "dtype",
-            "attn_implementation",
-            "trust_remote_code",
-            "device_map",
-        )
+        """Says how the model is loaded, but for the device and the ranks that are there."""
+        names = "task revision dtype attn_implementation trust_remote_code device_map".split()
         return Loading(self.model, **{name: getattr(self, name) for name in names})
 
     @property
     def recorded_sites(self) -> set[str] | None:
-        """What the repeated run holds, where its own sites are recorded again."""
+        """Return what the repeated run holds, where its own sites are recorded again."""
         if self.like is None or self.sites != self.like.manifest.plan.sites:
             return None
         return site_names(self.like.records)
@@ -100,7 +95,7 @@ class Request(CaptureOptions):
 
     @property
     def grouping(self) -> dict[str, Any]:
-        """What ``group_samples`` is told, but for the side of the batch's own pads."""
+        """Return the arguments of ``group_samples``, but for the side of the batch's own pads."""
         batches = self.batches
         if self.like is not None and batches is None:
             settings, groups = self.like.manifest.settings, self.like.manifest.tokens.groups
@@ -120,7 +115,9 @@ def resolve_request(
         options = replace(options, dtype=format_named(options.dtype).name)
     if options.repeat < 1:
         raise UsageError(f"--repeat {options.repeat}: at least one run is needed")
-    _check_seed(options.seed)
+    seed = options.seed
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise UsageError(f"--seed {seed} does not fit 64 bits", hint="for example --seed 1")
     stepping = False
     for place in hook_places("step_options").values():
         if (settled := placed(place)(options, like)) is not None:
@@ -176,8 +173,35 @@ def resolve_request(
     return replace(request, sites=[join_site(ROOT, "out")], anchor=False)
 
 
+def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOptions:
+    """Leave a causal language model the prefill alone, since nothing goes on behind pads."""
+    if not options.pad_right:
+        return options
+    if like is None or options.pad_left:
+        raise UsageError(
+            "--pad-right needs --like"
+            if like is None
+            else "--pad-left and --pad-right both place the pads",
+            hint="divergence capture --like RUN -o OTHER --pad-right 8",
+        )
+    plan, settings = like.manifest.plan, like.manifest.settings
+    if options.positions or plan.positions:
+        raise UsageError("--pad-right: --positions count from the pads' end", hint="leave it out")
+    if like.manifest.model.task != "causal-lm":
+        return options
+    if options.prefill_chunk or settings.prefill_chunk:
+        raise UsageError("--pad-right: a prompt in chunks (--prefill-chunk) has no pads behind it")
+    if (options.max_new_tokens or 0) > 1:
+        raise UsageError(
+            f"--max-new-tokens {options.max_new_tokens}: no token follows the pads of --pad-right",
+            hint="leave it out, or --pad-left",
+        )
+    num = settings.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+    return replace(options, max_new_tokens=min(num, 1))
+
+
 def _fresh(model: str | None, options: CaptureOptions, *, stepping: bool) -> dict[str, Any]:
-    """What is decided where no run is repeated."""
+    """Decide what is open where no run is repeated."""
     if model is None:
         raise UsageError(
             "no model given",
@@ -206,8 +230,8 @@ def _fresh(model: str | None, options: CaptureOptions, *, stepping: bool) -> dic
 
 
 def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, Any]:
-    """What the recorded run decides and what the caller overrides: each option that says where the
-    manifest holds it is taken from there."""
+    """Merge what the recorded run decides and what the caller overrides: each option that says
+    where the manifest holds it is taken from there."""
     if options.prompts or options.prompts_file or options.chat:
         raise UsageError(
             "--like repeats the recorded tokens, so prompts cannot be given with it",
@@ -304,7 +328,7 @@ def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, An
 
 
 def _check_recorded(run: Run) -> None:
-    """What a run by another writer may hold and no capture can repeat."""
+    """Refuse what a run by another writer may hold and no capture can repeat."""
     manifest = run.manifest
     empty = [n for n, sample in enumerate(manifest.tokens.samples) if not sample.prompt_ids]
     if empty and manifest.scores_alone:
@@ -327,21 +351,16 @@ def _check_recorded(run: Run) -> None:
             if manifest.is_of_a_module
             else "it was made by another program: capture it again from prompts",
         )
+    recorded_seed(manifest)
     try:
         step_selected(manifest.plan.steps, 0)
         select_positions(manifest.plan.positions, 1)
-        _check_seed(manifest.settings.seed)
     except UsageError as error:
         raise RunFormatError(
             f"{run.path} cannot be repeated: {error.message}",
             where=str(run.path / MANIFEST),
             hint=error.hint,
         ) from error
-
-
-def _check_seed(seed: int | None) -> None:
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise UsageError(f"--seed {seed} does not fit 64 bits", hint="for example --seed 1")
 
 
 def _check_steps(steps: str | None, max_new_tokens: int) -> None:
@@ -355,7 +374,7 @@ def _check_steps(steps: str | None, max_new_tokens: int) -> None:
         )
 
 
-def taken(request: Request) -> str:
+def line_of_taken(request: Request) -> str:
     """``from a: model ~/llama at main (as data), bfloat16, sdpa, 3 prompts in one batch, ...``,
     less what the user chose. Everything named here has been checked by run.trust."""
     assert request.like is not None
@@ -379,10 +398,116 @@ def taken(request: Request) -> str:
 
 
 def code_words(with_code: bool) -> str:
-    """What may run of a model that a run names."""
+    """Say what may run of a model that a run names."""
     return "with its code" if with_code else "as data, no code"
 
 
 def taken_from(place: Location, words: list[str]) -> str:
     """The line itself, also of what else repeats a run."""
     return f"from {place}: {', '.join(words)}"
+
+
+# The arguments of the Python API as callers write them, before anything is loaded.
+#
+# Types that mean the same are taken (``torch.float32`` for ``"float32"``, one name for a list of
+# one, token ids for a prompt); what is of another type is refused with the name of the argument, so
+# that no capture runs for an hour and fails when its manifest is written. The types are those of
+# the options (``divergence.options``).
+
+_OTHERS = {"force": bool, "command": str | None}
+"""What every function that makes a run takes beside its options."""
+
+
+def plan_options(given: dict[str, Any]) -> dict[str, Options]:
+    """Those that domains add for their plans, taken out of ``given``: by the domain's name."""
+    chosen: dict[str, Options] = {}
+    for name, more in additions("capture").items():
+        if more.options is not None and name in hook_places("plan"):
+            kind = placed(more.options)
+            chosen[name] = kind(
+                **{
+                    field.name: _plain(field.name, given.pop(field.name), field.type)
+                    for field in fields_of(kind)
+                    if field.name in given
+                }
+            )
+    return chosen
+
+
+def plain_arguments(**arguments: Any) -> dict[str, Any]:
+    """The arguments by name, each of its plain type. Raises UsageError that names the argument."""
+    plain = dict(arguments)
+    types = {field.name: field.type for field in fields_of(CaptureOptions)} | _OTHERS
+    for name, value in arguments.items():
+        if name in types and name not in ("dtype", "device"):
+            plain[name] = _plain(name, value, types[name])
+    for name in ("dtype", "device"):
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, str):
+            # ``torch.float32`` → ``float32``, ``torch.device("cuda", 1)`` → ``cuda:1``
+            if type(value).__module__ != "torch" or type(value).__name__ != name:
+                raise _not(name, value, f"text or a torch.{name}")
+            plain[name] = str(value).removeprefix("torch.")
+    if plain.get("dtype") == "auto":
+        plain["dtype"] = None
+    if "sites" in arguments:
+        plain["sites"] = tuple(_text("sites", site) for site in one_or_more(arguments["sites"]))
+    if "plants" in arguments:
+        plain["plants"] = tuple(one_or_more(arguments["plants"]))
+    if "prompts" in arguments:
+        prompts = arguments["prompts"]
+        if isinstance(prompts, str | Mapping | Prompt):
+            prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise _not("prompts", prompts, "a text or a list")
+        plain["prompts"] = tuple(map(_prompt, prompts))
+    return plain
+
+
+def _plain(name: str, value: Any, type_: Any) -> Any:
+    """Check what the type alone can tell: a switch, a number, a text or a path."""
+    if value is None and type(None) in get_args(type_):
+        return None
+    kinds = set(kinds_of(type_))
+    if kinds == {bool} and not isinstance(value, bool):
+        raise _not(name, value, "True or False")
+    if kinds == {int}:
+        return _whole_number(name, value)
+    if kinds == {str}:
+        return _text(name, value)
+    if kinds == {Path, str} and not isinstance(value, str | os.PathLike):
+        raise _not(name, value, "a path")
+    return value
+
+
+def _prompt(value: Any) -> str | Prompt:
+    """Text as it is; token ids (a list of numbers, or a tensor on one axis) as a Prompt."""
+    if isinstance(value, str | Prompt):
+        return value
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(ids, list | tuple) or not ids:
+        raise _not("prompts", value, "a text, or token ids such as [1, 2, 3]")
+    numbers = [_whole_number("prompts", token_id) for token_id in ids]
+    if min(numbers) < 0:
+        raise UsageError(f"prompts: {min(numbers)} is no token id")
+    return Prompt(input_ids=tuple(numbers))
+
+
+def _whole_number(name: str, value: Any) -> int:
+    # numpy's numbers are no int, but index like one
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise _not(name, value, "a whole number")
+    return int(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _not(name, value, "text")
+    return value
+
+
+def _not(name: str, value: Any, wanted: str) -> UsageError:
+    return UsageError(
+        f"{name}={value!r:.60} is {type(value).__name__}, not {wanted}",
+        hint=f"give {name} as {wanted}",
+    )

@@ -1,4 +1,4 @@
-"""What of a forward is recorded: which sites, steps and token positions.
+"""A selection says what of a forward is recorded: which sites, steps and token positions.
 
 Sites are chosen by built-in words, presets, globs and regular expressions:
 

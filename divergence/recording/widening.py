@@ -76,7 +76,7 @@ _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    """What tells one view of a living storage from another."""
+    """Return what tells one view of a living storage from another."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -237,8 +237,8 @@ class Widening(TorchDispatchMode):
         return value if wide is None else value.to(wide)
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is written to keeps its identity and place: the result is rounded to it if it is
-        narrow, and moved there."""
+        """Run an operator whose argument keeps its identity and place: the result is rounded to it
+        if it is narrow, and moved there."""
         arguments = func._schema.arguments
         writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
         names = [argument.name for argument in arguments]
@@ -330,7 +330,7 @@ class Widening(TorchDispatchMode):
 
 
 class _SameDtype(TorchFunctionMode):
-    """Above composite operators: some compare their operands' dtypes before they dispatch."""
+    """Works above composite operators: some compare their operands' dtypes before they dispatch."""
 
     _CHECKED = frozenset(
         getattr(home, name)

@@ -123,7 +123,7 @@ def _with_top(own: Token, listed: Iterable[Token]) -> Token:
     )
 
 
-def _told(item: Any) -> Token:
+def _token_of(item: Any) -> Token:
     """``{id, token, logprob}``, in which not all servers tell an id, TGI says ``text``, and
     llama.cpp ``prob`` (of what its samplers left; in 2024 with ``tok_str``)."""
     fields = _dict(item)
@@ -141,8 +141,8 @@ def _rows(items: Any) -> list[Token]:
     rows = []
     for item in map(_dict, _list(items)):
         names = (name for name in ("top_logprobs", "top_probs", "probs") if name in item)
-        listed = list(map(_told, _list(item.get(next(names, "")))))
-        own = _told(item)
+        listed = list(map(_token_of, _list(item.get(next(names, "")))))
+        own = _token_of(item)
         if own.logprob is None:
             same = (token for token in listed if (token.id, token.text) == (own.id, own.text))
             own = next(same, own)
@@ -245,10 +245,10 @@ def tgi_answer(response: dict[str, Any]) -> ServerAnswer:
     details = _dict(response.get("details"))
     tops = _list(details.get("top_tokens"))
     tokens = [
-        _with_top(_told(item), map(_told, _list(_at(tops, number))))
+        _with_top(_token_of(item), map(_token_of, _list(_at(tops, number))))
         for number, item in enumerate(_list(details.get("tokens")))
     ]
-    prompt = [_told(item) for item in _list(details.get("prefill"))]
+    prompt = [_token_of(item) for item in _list(details.get("prefill"))]
     return ServerAnswer(
         text=str(response.get("generated_text") or ""),
         tokens=tokens,

@@ -15,7 +15,7 @@ import xxhash
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import FORMATS, format_of
-from divergence.numerics.kernels import RESIDENT_BYTES, Kernel
+from divergence.numerics.sums import RESIDENT_BYTES, Kernel
 from divergence.run.manifest import plain_tensor, tensor_bytes
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """How a buffer of a stated size is shared out: an eighth to what is known of tensors that wait,
-    of lines not yet written and of tensors stored already; a fixed part to what is worked with
+    """Shares out a buffer of a stated size: an eighth to what is known of tensors that wait, of
+    lines not yet written and of tensors stored already; a fixed part to what is worked with
     (summaries, headers, what the memory allocator keeps); the rest to the ring."""
 
     ring_bytes: int
@@ -133,7 +133,7 @@ class Slot:
         ctypes.memmove(self._ring.address + self.begin, address, self.num_bytes)
 
     def bytes(self) -> memoryview:
-        """What lies here, complete."""
+        """Return what lies here, complete."""
         if self.ready is not None:
             self.ready()
             self.ready = None
@@ -267,8 +267,8 @@ class CapturedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What a device made of a tensor, still there: ``sums`` of the fold digest, ``statistics`` and
-    ``projections`` where they are wanted."""
+    """Holds what a device made of a tensor, still there: ``sums`` of the fold digest,
+    ``statistics`` and ``projections`` where they are wanted."""
 
     sums: tuple[torch.Tensor, int]
     statistics: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -325,7 +325,7 @@ def piece_of(tensor: torch.Tensor) -> ShardEntry:
 
 
 def piece_of_item(item: CapturedTensor) -> ShardEntry:
-    """What an item holds, complete."""
+    """Return what an item holds, complete."""
     if item.slot is not None:
         return ShardEntry(item.dtype, item.shape, item.slot.bytes(), item.slot)
     assert item.tensor is not None

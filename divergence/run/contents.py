@@ -1,5 +1,5 @@
-"""What a run's files say, read strictly: records by pass, step and site, and every name and size
-checked."""
+"""The contents of a run's files, read strictly: records by pass, step and site, and every name and
+size checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import xxhash
 from divergence._version import __version__
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS, format_named
-from divergence.run.blobs import Store
 from divergence.run.manifest import NO_LABEL, SCHEMA_VERSION, Manifest, SampleTokens, Sizes, Tokens
 from divergence.run.record import (
     MANIFEST,
@@ -34,12 +33,12 @@ from divergence.run.record import (
     UnsoundError,
     records_name,
 )
-from divergence.run.shards import Shard
 from divergence.run.site import is_operator_site, module_of
+from divergence.run.storage import Shard, Store
 from divergence.words import first_apart
 
 if TYPE_CHECKING:
-    from divergence.run.shards import Entry, Shard
+    from divergence.run.storage import Entry
 
 
 # What a run holds: by content, what of it is on disk, and where nan and inf begin.
@@ -113,7 +112,7 @@ def contents_of(record: Record) -> list[Content]:
 
 
 def records_by_content(records: Iterable[Record]) -> dict[Content, Record]:
-    """Of the records that have bytes."""
+    """Index the records that have bytes by their content."""
     return {
         content: record
         for record in records
@@ -128,7 +127,7 @@ def find_content(records: dict[Content, Record], record: Record) -> Record | Non
 
 
 class SiteCounts(NamedTuple):
-    """What there is of one site."""
+    """Counts what there is of one site."""
 
     site: str
     dtype: str
@@ -147,7 +146,7 @@ def count_passes(records: Sequence[Record]) -> dict[str, int]:
 
 
 def count_sites(records: Sequence[Record]) -> list[SiteCounts]:
-    """What there is of each site, in the order of first appearance."""
+    """Count what there is of each site, in the order of first appearance."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.site, []).append(record)
@@ -165,7 +164,7 @@ def _nonfinite(record: Record) -> int:
 
 
 def site_names(records: Sequence[Record]) -> set[str]:
-    """Of all sites that there are records of."""
+    """Return the names of all sites that there are records of."""
     return {record.site for record in records}
 
 
@@ -207,7 +206,7 @@ def sizes_of(records: Iterable[Record]) -> Sizes:
 
 
 def why_no_bytes(manifest: Manifest) -> str:
-    """Where the bytes are that a run does not have."""
+    """Return where the bytes are that a run does not have."""
     plan = manifest.plan
     if plan.only_changed is not None:
         return f"what did not change is in run {plan.only_changed}, which is not at hand"
@@ -277,8 +276,8 @@ class Digests:
 
     @classmethod
     def of(cls, records: Sequence[Record], cuts: tuple[tuple[slice, ...], ...] = ((),)) -> Digests:
-        """Of the records of all parts. None for terms of a sum, whose cuts are the same: others may
-        add up to as much."""
+        """Collect the digests of the records of all parts. None for terms of a sum, whose cuts are
+        the same: others may add up to as much."""
         if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
             return cls(cuts, None, None)
         checksums = [r.checksum or "" for r in records]
@@ -297,7 +296,7 @@ def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:
 
 
 def num_labels(sample: SampleTokens) -> int:
-    """How many of its tokens are to be predicted: all but the first that have a label."""
+    """Count the tokens that are to be predicted: all but the first that have a label."""
     return sum(label != NO_LABEL for label in sample.used_labels)
 
 
@@ -351,7 +350,7 @@ def prompt_names(samples: Sequence[SampleTokens]) -> list[str]:
 
 
 def name_of(record: Record) -> str:
-    """How an error calls a record."""
+    """Return how an error calls a record."""
     return (
         f"{record.site} (pass {record.pass_}, sample {record.sample}, step {record.step}, "
         f"rank {record.rank})"
@@ -436,8 +435,8 @@ def check_digest(store: Store, manifest: Manifest, name: str, digest: str | None
 
 
 def _broken_manifest(manifest: Manifest) -> str | None:
-    """What a manifest breaks that its type cannot say, or None: above all, the groups must divide
-    the samples into batches."""
+    """Say what a manifest breaks that its type cannot say, or None: above all, the groups must
+    divide the samples into batches."""
     samples, groups = manifest.tokens.samples, manifest.tokens.groups
     at = " - at `$.tokens.groups`"
     if sorted(number for group in groups for number in group) != list(range(len(samples))):

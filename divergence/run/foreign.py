@@ -105,7 +105,7 @@ class DumpFolder:
         return path
 
     def value(self, name: str) -> Any:
-        """What a tensor file holds: a tensor, or tensors and plain values by key."""
+        """Return what a tensor file holds: a tensor, or tensors and plain values by key."""
         return tensors_of(self.regular(name), self.budget)
 
 

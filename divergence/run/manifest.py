@@ -86,7 +86,7 @@ EngineValue = bool | int | float | str | None
 
 
 class Calibration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a simulated quantisation took from running the model in floating point before."""
+    """Holds what a simulated quantisation took from running the model in floating point before."""
 
     num_tokens: Count
     """Tokens that it ran on."""
@@ -99,7 +99,7 @@ class Calibration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What ran the model."""
+    """Says what ran the model."""
 
     name: str
     """``transformers``, ``compile``, or another engine's name."""
@@ -183,8 +183,8 @@ class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class QuantizedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one kind of value is turned into codes: code = x / scale + zero point, rounded to the
-    nearest code and kept in its range."""
+    """Says how one kind of value is turned into codes: code = x / scale + zero point, rounded to
+    the nearest code and kept in its range."""
 
     kind: Literal["int", "float"]
     """``float``: of 8 bits, float8_e4m3fn."""
@@ -235,7 +235,7 @@ class QuantizedScheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is quantised, as its configuration says and its modules show."""
+    """Says how a model is quantised, as its configuration says and its modules show."""
 
     method: str
     """``compressed-tensors``, ``torchao``, ``gptq``, ``gguf``: who wrote the codes."""
@@ -290,8 +290,8 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class StepPrecision(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """In which dtypes a training step kept what it has, and added it up: read from the tensors of
-    the step, the most frequent dtype where there are several. None: it has none."""
+    """Says in which dtypes a training step kept what it has, and added it up: read from the tensors
+    of the step, the most frequent dtype where there are several. None: it has none."""
 
     parameters: str
     """Of the model, in which forward and backward are made (but for autocast)."""
@@ -432,7 +432,7 @@ class ArithmeticFact(
 
     @property
     def subject(self) -> str:
-        """What follows the probe's name."""
+        """Return what follows the probe's name."""
         return self.name.partition(": ")[2]
 
     @property
@@ -521,8 +521,19 @@ class DerivedNote(_Strict, kw_only=True):
     """The prompt after which it was another one, in the free pass. None: it stayed as it was."""
 
 
+ATTENTION = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
+"""transformers' own. Every other name may be a repository of kernels, which is code."""
+
+
 class ModelIdentity(_Strict, kw_only=True):
-    """Which model ran, so that two runs can be shown to have used the same one."""
+    """Says which model ran, so that two runs can be shown to have used the same one."""
 
     source: str
     revision: str | None = None
@@ -614,8 +625,8 @@ class SampleTokens(_Strict, kw_only=True):
 
     @property
     def answer_ids(self) -> list[int]:
-        """What it was answered: with the last token, which was its own choice and never fed, where
-        no other tokens were forced."""
+        """Return what the prompt was answered: with the last token, which was its own choice and
+        never fed, where no other tokens were forced."""
         own = self.chosen_ids[: len(self.generated_ids)] == self.generated_ids
         return self.chosen_ids if own else self.generated_ids
 
@@ -676,7 +687,7 @@ class Switch(_Strict, kw_only=True):
 
 
 class Settings(_Strict, kw_only=True):
-    """How the run was made."""
+    """Says how the run was made."""
 
     deterministic: bool
     seed: int
@@ -731,7 +742,7 @@ class Environment(_Strict, kw_only=True):
 
 
 class ModuleNote(_Strict, kw_only=True):
-    """What a captured module is: its class, and its part in the model."""
+    """Says what a captured module is: its class, and its part in the model."""
 
     kind: str
     """Class of the module."""
@@ -763,7 +774,7 @@ class OwnTruth(_Strict, kw_only=True):
 
 
 class Plan(_Strict, kw_only=True):
-    """What the run was asked to record."""
+    """Says what the run was asked to record."""
 
     passes: list[str]
     sites: list[str]
@@ -866,7 +877,7 @@ class Override(_Strict, kw_only=True):
 
 
 class Sizes(_Strict, kw_only=True):
-    """How much the run holds."""
+    """Says how much the run holds."""
 
     num_records: Count = 0
     num_tensors: Count = 0

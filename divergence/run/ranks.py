@@ -21,7 +21,7 @@ from divergence.run.record import Coordinates, PassName, Record
 
 if TYPE_CHECKING:
     from divergence.numerics.summaries import Projections
-    from divergence.run.blobs import Bytes
+    from divergence.run.storage import Bytes
     from divergence.words import Progress
 
 
@@ -42,7 +42,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank holds of a whole tensor: ``index`` cuts it out of that."""
+    """Says what one rank holds of a whole tensor: ``index`` cuts it out of that."""
 
     rank: int
     record: Record
@@ -50,7 +50,7 @@ class Share:
 
 
 class NotWholeError(Exception):
-    """Why the parts make no tensor."""
+    """The parts make no tensor, and this says why."""
 
 
 def along(column: dict[int, Joined | Record], word: str, axis: str, size: int) -> Joined | Record:
@@ -261,7 +261,7 @@ class UnshardedRun(View):
         return self._records.get(coordinates)
 
     def array(self, record: Record, *, verify: bool = True) -> np.ndarray:
-        """As of a run of one process; a tensor in parts is joined, which makes a copy."""
+        """Read as a run of one process is read; a tensor in parts is joined, which makes a copy."""
         whole = self._whole.get(record.coordinates)
         if not isinstance(whole, Joined) or not self._is_whole(record):
             return self.run.array(record, verify=verify)

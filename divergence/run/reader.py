@@ -18,7 +18,6 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.layout import size
 from divergence.numerics.arrays import as_array, as_tensor, from_bytes, joined, wide
 from divergence.numerics.formats import format_named, format_of
-from divergence.run.blobs import SPAN_BYTES, Bytes, Store
 from divergence.run.command import command_line
 from divergence.run.contents import (
     Content,
@@ -47,8 +46,18 @@ from divergence.run.record import (
     checked_shard_name,
     records_name,
 )
-from divergence.run.shards import Headers, Shard, open_store
 from divergence.run.site import did_you_mean, natural_key
+from divergence.run.storage import (
+    SPAN_BYTES,
+    Archive,
+    Bytes,
+    Directory,
+    Headers,
+    LocalBlob,
+    Shard,
+    Store,
+    archive_kind_of,
+)
 from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
@@ -66,6 +75,50 @@ if TYPE_CHECKING:
 
 _RELEASED_BYTES = 16 << 20
 """What was read is released in portions of so much."""
+
+
+def open_store(place: Location) -> Store:
+    """The store of the run at ``place``. RunFormatError where there is none."""
+    store: Store
+    if isinstance(place, Url):
+        from divergence.run.remote import open_url
+
+        store = open_url(place)
+    elif place.is_dir():
+        store = Directory(place)
+    elif place.is_file():
+        archive = LocalBlob(place)
+        kind = archive_kind_of(archive)
+        if kind is None:
+            raise RunFormatError(
+                f"{place} is not a directory, and no tar or zip archive either",
+                hint="a run is what `divergence capture MODEL -o RUN` wrote",
+            )
+        store = Archive(place, archive, kind)
+    else:
+        why = "is neither a directory nor a file" if place.exists() else "does not exist"
+        raise RunFormatError(
+            f"{place} {why}",
+            hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+        )
+    if not store.has(MANIFEST):
+        store.close()
+        if not isinstance(place, Url) and (place / "config.json").is_file():
+            raise RunFormatError(
+                f"{place} is not a run but a model",
+                hint=command_line("capture", str(place), o="RUN", note="makes a run of it"),
+            )
+        hint = (
+            "give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or .zip of "
+            "one, or its URL"
+        )
+        # the folder of a diff is often meant to be one of the runs inside
+        with contextlib.suppress(OSError):
+            inside = [] if isinstance(place, Url) else sorted(place.iterdir())
+            runs = [str(path) for path in inside if (path / MANIFEST).is_file()]
+            hint = f"it holds {', '.join(runs[:4])}" if runs else hint
+        raise RunFormatError(f"{place} is not a run: it has no {MANIFEST}", hint=hint)
+    return store
 
 
 class Run:
@@ -592,7 +645,7 @@ class Overlay(View):
 
 
 def run_html(path: str, manifest: Manifest, records: Sequence[Record]) -> str:
-    """What ran, where, and whether it finished."""
+    """Show what ran, where, and whether it finished."""
     model, machine = manifest.model, manifest.environment
     ended = f", stopped by {manifest.stopped_by}" if manifest.stopped_by else ""
     from divergence.html.parts import small_table

@@ -85,7 +85,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def records_name(rank: int) -> str:
-    """Where a rank's records are: ``records.jsonl`` of the first, ``records-r00003.jsonl``."""
+    """Name the file of a rank's records: ``records.jsonl`` of the first,
+    ``records-r00003.jsonl``."""
     return RECORDS if rank == 0 else f"records-r{rank:05d}.jsonl"
 
 
@@ -250,14 +251,14 @@ Coordinates = tuple[str, int, int, str]
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Where the bytes are: a safetensors shard (relative to the run) and a key in it."""
+    """Says where the bytes are: a safetensors shard (relative to the run) and a key in it."""
 
     shard: ShardName
     key: str
 
 
 class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What is kept of a tensor in place of its bytes: random projections and norms, row by row.
+    """Stands for a tensor whose bytes were not kept: random projections and norms, row by row.
     divergence.numerics.summaries defines the matrix and the rows."""
 
     place: Place
@@ -351,7 +352,7 @@ class Record(
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor, kept or not."""
+        """Return the bytes of the tensor, kept or not."""
         return self.numel * format_named(self.dtype).itemsize
 
 
@@ -421,7 +422,7 @@ class RecordCheck:
         self._kinds |= new_kinds
 
     def broken(self, record: Record) -> str | None:
-        """What a record breaks that its type cannot say, or None."""
+        """Say what a record breaks that its type cannot say, or None."""
         if record.dtype not in FORMATS:
             near = near_names(record.dtype, FORMATS)
             return f"no dtype is called {record.dtype!r}" + (f", only {near[0]}" if near else "")
@@ -440,7 +441,7 @@ class RecordCheck:
         return None
 
     def misplaced(self, record: Record) -> str | None:
-        """Why a record does not fit the mesh or this file, or None."""
+        """Say why a record does not fit the mesh or this file, or None."""
         if self._num_axes is None:
             return None if record.placement is None else "a placement in a run without a mesh"
         if record.rank != self.rank:
@@ -543,7 +544,7 @@ def _masks(value: Any) -> bool:
 
 
 def scalar_words(value: Any) -> str:
-    """For people: numbers and names."""
+    """Write a value for people: numbers and names."""
     if isinstance(value, dict) and len(value) == 1:
         (value,) = value.values()
     if isinstance(value, list):
@@ -552,7 +553,7 @@ def scalar_words(value: Any) -> str:
 
 
 def _base(operator: str) -> str:
-    """Without the overload and the mark of an operator that writes in place."""
+    """Strip the overload and the mark of an operator that writes in place."""
     name = ".".join(operator.split(".")[:2])
     return name if name.endswith("__") else name.rstrip("_")
 

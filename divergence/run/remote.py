@@ -14,19 +14,23 @@ import contextlib
 import functools
 import html
 import ipaddress
+import mmap
 import re
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from divergence.errors import DivergenceError, RunError, UsageError
-from divergence.run.location import WITH_BUCKETS, Url
-from divergence.run.record import MANIFEST, SHARD_PATTERN, TENSORS, is_records_name
+from divergence.errors import DivergenceError, RunError, RunFormatError, UsageError
+from divergence.run.location import WITH_BUCKETS, Url, archive_kind
+from divergence.run.record import MANIFEST, SHARD_PATTERN, TENSORS, checked_name, is_records_name
+from divergence.run.storage import HEADER_BYTES, SPAN_BYTES, Archive, Blob, Store, archive_kind_of
 
 # A run below ``http://``: any machine may stand behind a URL, so what it may answer is bounded.
 #
@@ -64,8 +68,8 @@ def linked(page: bytes, url: str, base: str) -> set[str]:
 
 
 def web_options(url: str, *, refused: type[RunError]) -> dict[str, Any]:
-    """What fsspec's http:// is told. ``refused``: what is raised where a redirect leads to a place
-    that it may not. ImportError where its package is not installed."""
+    """Return the options of fsspec's http://. ``refused``: what is raised where a redirect leads to
+    a place that it may not. ImportError where its package is not installed."""
     import aiohttp
 
     class Bounded(aiohttp.ClientResponse):
@@ -140,7 +144,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Object:
-    """What a store says of an object. ``version``: its etag or the like; changes with its bytes."""
+    """Holds what a store says of an object. ``version``: its etag or the like; changes with its
+    bytes."""
 
     size: int
     version: str | None
@@ -180,7 +185,7 @@ class Remote:
         }
 
     def _linked(self) -> dict[str, Object]:
-        """What a web server's pages link to, that of the run and that of its tensors."""
+        """List what a web server's pages link to, that of the run and that of its tensors."""
         base, names, objects = f"{self._root.rstrip('/')}/", set[str](), {}
         deadline = time.monotonic() + REQUEST_S
         for folder in ("", TENSORS):
@@ -221,12 +226,12 @@ class Remote:
                 ) from error
 
     def look(self, name: str = "") -> Object | None:
-        """What is at ``name`` now; None where nothing is."""
+        """Look at what is at ``name`` now; None where nothing is."""
         entry = self._info(name)
         return None if entry is None or entry.get("type") == "directory" else _object(entry)
 
     def _info(self, name: str) -> dict[str, Any] | None:
-        """As the store's package tells it; None where nothing is."""
+        """Ask the store's package about ``name``; None where nothing is."""
 
         def info() -> dict[str, Any]:
             self._fs.invalidate_cache()
@@ -284,7 +289,7 @@ class Remote:
         return self.url / name if name else self.url
 
     def _try(self, action: Callable[[], _T], doing: str, name: str = "") -> _T:
-        """What ``action`` gives; FileNotFoundError as it is, all else as a refusal."""
+        """Return what ``action`` gives; FileNotFoundError as it is, all else as a refusal."""
         where, began = str(self._shown(name)), time.monotonic()
         for attempt in range(1, NUM_TRIES + 1):
             try:
@@ -390,3 +395,298 @@ def _meant(error: Exception) -> Exception:
 def _text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text[:300] or type(error).__name__
+
+
+# Ranges of remote objects: only those that are needed, neighbours in one request, in parallel.
+#
+# A request to an object store takes some 20 to 100 ms whatever its size, and one connection gives
+# some 50 to 100 MB/s; so ranges that lie within ``GAP_BYTES`` of each other cost less as one
+# request, and several requests run side by side. Whoever reads a run announces which records
+# it will read and in which order (``expect``); what was not announced is fetched on its own.
+#
+# What was fetched is kept in memory up to a budget, least recently used first out. Tensors that are
+# views of a range keep it alive beyond that.
+
+GAP_BYTES = 256 << 10
+"""Bytes between two ranges that are read along rather than asked for twice: less than a request's
+latency costs."""
+BUDGET_BYTES = 256 << 20
+"""What is kept of one store; half of it may be filled ahead of the reader."""
+NUM_REQUESTS = 8
+
+Range = tuple[str, int, int]
+"""(object, begin, end)"""
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A range that is fetched, or will be when its parts are done."""
+
+    data: bytearray | mmap.mmap
+    parts: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> bytearray | mmap.mmap:
+        for part in self.parts:
+            part.result()
+        return self.data
+
+
+class Ranges:
+    """``fetch(object, begin, end) -> bytes`` behind a cache. Safe to use from several threads."""
+
+    def __init__(
+        self, fetch: Callable[[str, int, int], bytes], *, budget_bytes: int = BUDGET_BYTES
+    ) -> None:
+        self._fetch, self._budget_bytes = fetch, budget_bytes
+        self._lock = threading.Lock()
+        self._expected: list[Range] = []
+        self._kept: dict[Range, _Fetched] = {}
+        """In the order of last use."""
+        self._pool: ThreadPoolExecutor | None = None
+
+    def get(self, name: str, begin: int, end: int) -> memoryview:
+        """The bytes of a range; raises what fetching them raised."""
+        if begin >= end:
+            return memoryview(bytearray())
+        with self._lock:
+            wanted = name, begin, end
+            for span in (*self._kept, *self._expected):
+                if span[0] == name and span[1] <= begin and end <= span[2]:
+                    wanted = span
+                    break
+            fetched = self._submit(wanted)
+            # what is expected after it, up to half of the budget
+            if wanted in self._expected:
+                ahead_bytes = 0
+                for later in self._expected[self._expected.index(wanted) + 1 :]:
+                    ahead_bytes += later[2] - later[1]
+                    if ahead_bytes > self._budget_bytes // 2:
+                        break
+                    if later not in self._kept:
+                        self._submit(later)
+        try:
+            data = fetched.wait()
+        except BaseException:
+            with self._lock:  # fetched again next time
+                if self._kept.get(wanted) is fetched:
+                    del self._kept[wanted]
+            raise
+        return memoryview(data)[begin - wanted[1] : end - wanted[1]]
+
+    def expect(self, wanted: Iterable[Range]) -> None:
+        """These will be read, in about this order; replaces what was expected before."""
+        spans = coalesced(wanted)
+        with self._lock:
+            self._expected = spans
+
+    def close(self) -> None:
+        """Stop fetching and forget what is kept."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            self._kept.clear()
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, span: Range) -> _Fetched:
+        """Start to fetch a range; called with the lock held."""
+        fetched = self._kept.pop(span, None)
+        if fetched is None:
+            name, begin, end = span
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
+            fetched = _Fetched(_room(end - begin))
+            for first in range(begin, end, SPAN_BYTES):
+                last = min(first + SPAN_BYTES, end)
+                part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
+                fetched.parts.append(part)
+        self._kept[span] = fetched
+        while len(self._kept) > 1 and self.num_bytes > self._budget_bytes:
+            del self._kept[next(iter(self._kept))]
+        return fetched
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of all that is kept."""
+        return sum(end - begin for _, begin, end in self._kept)
+
+    def _fill(
+        self, data: bytearray | mmap.mmap, name: str, base: int, begin: int, end: int
+    ) -> None:
+        data[begin - base : end - base] = self._fetch(name, begin, end)
+
+
+def _room(num_bytes: int) -> bytearray | mmap.mmap:
+    """Make room for bytes of which only those that have come take memory: a server says how many
+    there are."""
+    if num_bytes <= SPAN_BYTES:
+        return bytearray(num_bytes)
+    try:
+        return mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise RunFormatError(
+            f"{num_bytes:,} bytes are needed at once, more than this machine has memory for",
+            hint="compare on a machine with more, or leave the site out (--sites)",
+        ) from error
+
+
+def coalesced(wanted: Iterable[Range]) -> list[Range]:
+    """Ranges that neighbour each other, put together; in the order in which they are first needed.
+
+    A range beyond SPAN_BYTES stays whole; several are put together only up to that.
+    """
+    first_use: dict[Range, int] = {}
+    for number, span in enumerate(wanted):
+        if span[1] < span[2]:
+            first_use.setdefault(span, number)
+    spans: list[tuple[int, Range]] = []
+    for span, number in sorted(first_use.items()):
+        name, begin, end = span
+        if spans:
+            before, (last_name, last_begin, last_end) = spans[-1]
+            together = max(end, last_end) - last_begin
+            fits = together <= SPAN_BYTES or end <= last_end
+            if name == last_name and begin - last_end <= GAP_BYTES and fits:
+                joined = (name, last_begin, max(end, last_end))
+                spans[-1] = (min(before, number), joined)
+                continue
+        spans.append((number, span))
+    return [span for _, span in sorted(spans)]
+
+
+# Stores far away: objects below a URL, or an archive there.
+
+
+class Objects(Store):
+    """Objects below a URL."""
+
+    far = True
+
+    def __init__(self, place: Url, remote: Remote, objects: dict[str, Object]) -> None:
+        self.place = place
+        self._remote, self._objects = remote, objects
+        self._ranges = Ranges(remote.fetch)
+
+    def has(self, name: str) -> bool:
+        return name in self._objects
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        if checked_name(name, where=str(self.place)) not in self._objects:
+            raise RunFormatError(
+                f"{name} is missing",
+                where=str(self.place),
+                hint="copy the whole run; a run is not complete without it",
+            )
+        size = self._objects[name].size
+        return _RemoteBlob(self._ranges, name, size=size, shown=self.where(name))
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote.look(name) != self._objects.get(name)
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        self._ranges.expect(
+            (name, begin, min(end, self._objects[name].size))
+            for name, begin, end in stretches
+            if name in self._objects
+        )
+
+    def close(self) -> None:
+        self._ranges.close()
+
+
+class _RemoteBlob(Blob):
+    """A stretch of a remote object. What will be viewed soon is said by ``Store.expect``."""
+
+    def __init__(self, ranges: Ranges, key: str, *, size: int, shown: str, offset: int = 0) -> None:
+        self.name, self.size = shown, size
+        self._ranges, self._key, self._offset = ranges, key, offset
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return bytes(self.view(begin, num_bytes))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        end = min(begin + num_bytes, self.size)
+        return self._ranges.get(self._key, self._offset + begin, self._offset + end)
+
+    def part(self, begin: int, num_bytes: int, name: str) -> _RemoteBlob:
+        return _RemoteBlob(
+            self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
+        )
+
+
+class FarArchive(Archive):
+    """An archive there: its members are ranges of the object."""
+
+    far = True
+
+    def __init__(self, place: Url, remote: Remote, there: Object) -> None:
+        self._remote, self._there = remote, there
+        self._ranges = Ranges(remote.fetch)
+        # where a tar begins and a zip has its directory
+        size = there.size
+        ends = [("", 0, min(HEADER_BYTES, size)), ("", max(0, size - HEADER_BYTES), size)]
+        self._ranges.expect(ends)
+        archive = _RemoteBlob(self._ranges, "", size=size, shown=str(place))
+        kind = archive_kind_of(archive)
+        if kind is None:
+            raise RunFormatError(f"{place} is neither a tar nor a zip archive")
+        super().__init__(place, archive, kind)
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote.look() != self._there
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        wanted = []
+        for name, begin, end in stretches:
+            member = self.members.get(name)
+            if member is not None:  # of a zip member the header lies before, some 100 bytes
+                if member.deflated:  # from end to end
+                    begin, end = 0, member.packed_bytes
+                first = member.begin + begin
+                wanted.append(("", first, min(member.begin + end + 1024, self.archive.size)))
+        self._ranges.expect(wanted)
+
+    def close(self) -> None:
+        super().close()
+        self._ranges.close()
+
+
+def open_url(place: Url) -> Store:
+    """A folder of objects, or one that is an archive."""
+    remote = Remote(place, refused=RunFormatError)
+    objects: dict[str, Object] = {}
+    if archive_kind(place) is None:
+        objects = remote.objects()
+        if not objects:
+            raise RunFormatError(
+                f"there is nothing at {place}",
+                hint="is the bucket's name right, and the path in it?",
+            )
+        if "" not in objects:
+            folder = Objects(place, remote, objects)
+            folder.expect(_needed_to_open({name: there.size for name, there in objects.items()}))
+            return folder
+    archived = objects[""] if objects else remote.look()
+    if archived is None:
+        raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
+    if not archived.size:
+        raise RunFormatError(f"{place} is empty", hint="copy it again")
+    store = FarArchive(place, remote, archived)
+    store.expect(_needed_to_open(store.sizes))
+    return store
+
+
+_MOST_AHEAD_BYTES = 1 << 34
+
+
+def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
+    for name in (MANIFEST, *sorted(filter(is_records_name, sizes))):
+        for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
+            if begin > _MOST_AHEAD_BYTES:
+                break  # a hint; the size is what a server says
+            yield name, begin, min(begin + SPAN_BYTES, sizes[name])
+    for name in sorted(sizes):
+        if re.match(SHARD_PATTERN, name):
+            yield name, 0, min(HEADER_BYTES, sizes[name])

@@ -53,8 +53,8 @@ of texts (``tokens.texts``), of this run alone."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What is known of one prompt. ``positions``, ``logprobs`` and ``top`` have one entry a scored
-    token; an entry of ``top`` is (id, log p), the likeliest first."""
+    """Holds what is known of one prompt. ``positions``, ``logprobs`` and ``top`` have one entry a
+    scored token; an entry of ``top`` is (id, log p), the likeliest first."""
 
     prompt_ids: Sequence[int]
     generated_ids: Sequence[int]
@@ -101,7 +101,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSource:
-    """What is known of whatever scored the tokens; all else is unknown."""
+    """Holds what is known of whatever scored the tokens; all else is unknown."""
 
     engine: str
     version: str = UNKNOWN
@@ -232,7 +232,7 @@ def lm_eval_requests(item: Any, where: str) -> Iterator[tuple[str, str, float | 
 
 
 def _log_likelihood(answer: Any) -> float | None:
-    """Of ``[log-likelihood, is greedy]``, whose parts are written as text."""
+    """Read the number of ``[log-likelihood, is greedy]``, whose parts are written as text."""
     if not isinstance(answer, list) or len(answer) != 2:
         return None
     try:

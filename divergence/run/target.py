@@ -1,9 +1,10 @@
-"""Where a run is written: a folder, an archive or a URL; whole or readable at any moment."""
+"""A run is written to a folder, an archive or a URL; whole or readable at any moment."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -22,7 +23,6 @@ import msgspec
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.outside import lines as read_lines
-from divergence.run.blobs import MAX_DEFLATED_BYTES, Bytes
 from divergence.run.captured import ShardEntry
 from divergence.run.command import command_line
 from divergence.run.location import (
@@ -33,7 +33,7 @@ from divergence.run.location import (
     location_of,
     same_location,
 )
-from divergence.run.reader import Run
+from divergence.run.reader import Run, open_store
 from divergence.run.record import (
     MANIFEST,
     SHARD_PATTERN,
@@ -44,7 +44,7 @@ from divergence.run.record import (
     records_name,
 )
 from divergence.run.remote import Object, Remote
-from divergence.run.shards import open_store, write_shard
+from divergence.run.storage import MAX_DEFLATED_BYTES, Bytes, write_shard
 from divergence.words import Progress, silent
 
 # A run written to a directory of this machine: what is refused, what may be replaced.
@@ -181,7 +181,7 @@ def _holds_nothing(path: Path) -> bool:
 
 
 def _foreign_tensors(path: Path) -> list[str]:
-    """What lies among the shards and is none: not named as this program names them, and in no
+    """List what lies among the shards and is none: not named as this program names them, and in no
     record."""
     folder = path / TENSORS
     if folder.is_symlink() or not folder.is_dir():
@@ -429,8 +429,8 @@ def write_archive(
     run: Run, target: Location, *, deflate: bool = False, progress: Progress | None = None
 ) -> None:
     """The run as one file, whole or not at all, whatever was there. May raise OSError."""
-    zipping = _write_deflated if deflate else _write_zip
-    write = _write_tar if archive_kind(target) == "tar" else zipping
+    is_tar = archive_kind(target) == "tar"
+    write = _write_tar if is_tar else functools.partial(_write_zip, deflate=deflate)
     if isinstance(target, Url):
         remote = Remote(target, refused=RunWriteError)
         with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
@@ -455,10 +455,6 @@ def _write_tar(path: Path, run: Run, progress: Progress | None) -> None:
         # two empty blocks are the end, and a tape's record is full
         end = 2 * tarfile.BLOCKSIZE
         tar.write(bytes(end + -(tar.tell() + end) % tarfile.RECORDSIZE))
-
-
-def _write_deflated(path: Path, run: Run, progress: Progress | None) -> None:
-    _write_zip(path, run, progress, deflate=True)
 
 
 def _write_zip(path: Path, run: Run, progress: Progress | None, *, deflate: bool = False) -> None:
@@ -502,7 +498,8 @@ def _write(target: IO[bytes], pieces: Iterator[Bytes], size: int, shown: str) ->
 
 
 def _packing_beside(source: Location, suffix: str) -> Path:
-    """Where a run goes that no place was named for: beside it, or here where it is far away."""
+    """Name where a run goes that no place was named for: beside it, or here where it is far
+    away."""
     path = Path(source.name) if isinstance(source, Url) else source
     stem = path.name.removesuffix(path.suffix) if path.suffix in ARCHIVES else path.name
     if not stem:  # "." or "/"
@@ -572,7 +569,7 @@ def partial_of(place: Location) -> Path:
 
 
 class _End(msgspec.Struct):
-    """What of a manifest says that it is the last one."""
+    """Holds what of a manifest says that it is the last one."""
 
     complete: bool
 

@@ -20,13 +20,12 @@ from divergence.outside import (
     disk_bytes,
     read_as,
 )
-from divergence.run.blobs import Blob
 from divergence.run.record import MAX_NUMEL, SHARD_DTYPES
-from divergence.run.shards import Shard
+from divergence.run.storage import Blob, Shard
 from divergence.run.torch_file import load_torch
 
 # ``.pt``           by ``load_torch``
-# ``.safetensors``  the reader of the project's own shards (run.shards)
+# ``.safetensors``  the reader of the project's own shards (run.storage)
 # ``.npy``          by its header, of which numpy would make Python's syntax
 #
 # A file that says more than it holds, or spreads out to more than ``budget`` allows, is refused.
@@ -42,7 +41,7 @@ _HEADER = re.compile(
 
 
 def tensors_of(path: Path, budget: Budget) -> Any:
-    """What a file holds: a tensor, or tensors and plain values by key. Raises DumpError."""
+    """Return what a file holds: a tensor, or tensors and plain values by key. Raises DumpError."""
     where, readers = str(path), {".npy": _npy, ".safetensors": _safetensors}
     with read_as(_FORMS.get(path.suffix, "torch.save"), where=where, hint=_HALF_WRITTEN):
         disk = disk_bytes(path)

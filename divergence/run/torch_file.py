@@ -1,4 +1,4 @@
-"""What torch.save wrote, read without torch.load: plain tensors, and plain values beside them."""
+"""Files of torch.save, read without torch.load: plain tensors, and plain values beside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from divergence.outside import (
     MAX_VALUES,
     is_plain,
 )
-from divergence.run.blobs import Blob, members_of
+from divergence.run.storage import Blob, members_of
 
 # The file is a zip of stored members: a pickle, and the bytes of each storage. The pickle is gone
 # through here, opcode by opcode, so that nothing is called but what stands in ``_MAKERS``, nothing
@@ -48,7 +48,7 @@ _STORAGES = {
 
 
 def load_torch(archive: Blob) -> Any:
-    """What a file holds: a tensor, or tensors and plain values in lists and tables. Raises
+    """Return what a file holds: a tensor, or tensors and plain values in lists and tables. Raises
     DumpError, and whatever bytes that torch.save never wrote lead to."""
     where = archive.name
     if archive.read(0, 2) != b"PK":
@@ -104,7 +104,7 @@ class _Pickle:
         self._bytes: dict[str, torch.Tensor] = {}
 
     def value(self, blob: Blob) -> Any:
-        """What the program leaves."""
+        """Return what the program leaves."""
         stack: list[Any] = []
         outer: list[list[Any]] = []
         memo: dict[int, Any] = {}
@@ -180,7 +180,7 @@ class _Pickle:
             target[key] = item
 
     def _global(self, module: str, name: str) -> Any:
-        """What stands for a name of Python's in the pickle."""
+        """Return what stands for a name of Python's in the pickle."""
         maker = _MAKERS.get(f"{module}.{name}")
         if maker is not None:
             return maker

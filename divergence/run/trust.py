@@ -1,4 +1,4 @@
-"""What a run may choose of how it is repeated.
+"""A run may choose some of how it is repeated.
 
 A run comes from elsewhere. It may choose data and settings: which checkpoint is read (as data), in
 which dtype, with which of transformers' own attention functions. It may not choose code: names that
@@ -12,17 +12,7 @@ import re
 from collections.abc import Mapping
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.run.manifest import EngineValue, Manifest
-
-ATTENTION = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-)
-"""transformers' own. Every other name may be a repository of kernels, which is code."""
+from divergence.run.manifest import ATTENTION, EngineValue, Manifest
 
 _REVISION = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
 _MAX_SOURCE = 4096  # bytes of a path

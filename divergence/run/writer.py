@@ -19,7 +19,6 @@ import xxhash
 
 from divergence.errors import RunWriteError
 from divergence.numerics.formats import format_named
-from divergence.numerics.kernels import Kernel, set_device
 from divergence.numerics.on_device import summaries_of
 from divergence.numerics.summaries import (
     Projections,
@@ -30,6 +29,7 @@ from divergence.numerics.summaries import (
     sketch_many,
 )
 from divergence.numerics.summary import Summary, summarize_many
+from divergence.numerics.sums import Kernel, set_device
 from divergence.run.captured import (
     DEFAULT_BUFFER_BYTES,
     Buffer,
@@ -264,7 +264,7 @@ class ShardBuilder:
         self.num_bytes = self.num_records = self.line_bytes = self.seen_bytes = 0
 
     def add(self, digest: str, piece: ShardEntry) -> Place:
-        """Where its bytes will be."""
+        """Add an item, and return where its bytes will be."""
         clash, key = 0, digest
         while key in self._pieces:
             clash += 1
@@ -316,7 +316,7 @@ _ENTRY_BYTES = 800
 
 
 class DedupIndex:
-    """Where a stored tensor is and what it looks like, by its content; ``max_bytes`` in all.
+    """Knows where a stored tensor is and what it looks like, by its content; ``max_bytes`` in all.
 
     Equal tensors are stored once, so the writer remembers each that it wrote, in bounded number,
     because a capture may make as many as it likes. When the memory is full the ones not met for
@@ -499,8 +499,9 @@ class RunWriter:
 
     @property
     def record_digests(self) -> dict[str, str]:
-        """By name, the digest of the file of records that this writer has written. Asked for after
-        ``flush`` where several ranks write one run: the first one's manifest names all."""
+        """Return, by name, the digest of the file of records that this writer has written. Asked
+        for after ``flush`` where several ranks write one run: the first one's manifest names
+        all."""
         return {records_name(self._rank): self._pending.digest()}
 
     def flush(self) -> Location:

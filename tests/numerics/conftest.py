@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.numerics.kernels import has_compiled
+from divergence.numerics.sums import has_compiled
 
 needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
 

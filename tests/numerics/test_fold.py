@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from divergence.numerics import summaries as fold
-from divergence.numerics.kernels import has_compiled
 from divergence.numerics.summaries import (
     CHUNK,
     MASK64,
@@ -18,6 +17,7 @@ from divergence.numerics.summaries import (
     mixed,
     stream,
 )
+from divergence.numerics.sums import has_compiled
 
 DTYPES = [
     torch.float64,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.numerics.kernels import has_compiled
 from divergence.numerics.pairs import measure_pair
+from divergence.numerics.sums import has_compiled
 
 REL = 1e-6
 _ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, 1e-7]

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from divergence.numerics.kernels import has_compiled
 from divergence.numerics.pairs import measure_pair
+from divergence.numerics.sums import has_compiled
 
 WAYS = [
     pytest.param({"kernel": "numpy"}, id="numpy"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from divergence.numerics.formats import format_named, format_of
-from divergence.numerics.kernels import has_compiled
 from divergence.numerics.summaries import (
     SHIFT,
     SIGMA,
@@ -22,6 +21,7 @@ from divergence.numerics.summaries import (
     sketch_many,
     sketch_tensor,
 )
+from divergence.numerics.sums import has_compiled
 
 GAMMA = 0x9E3779B97F4A7C15
 

@@ -14,9 +14,15 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from divergence.recording.code import FUNCTIONAL, code_notes, wrappers_of
+from divergence.recording.code import (
+    FUNCTIONAL,
+    code_notes,
+    digest_of,
+    innermost,
+    syntax_of,
+    wrappers_of,
+)
 from divergence.recording.engines.load import Loading, load_model
-from divergence.recording.structure import digest_of, innermost, syntax_of
 
 PLUGIN = '''"""A vendor's plugin."""
 import functools

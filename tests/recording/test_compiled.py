@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence import capture, compare
-from divergence.recording.structure import CompiledWatch, settled
+from divergence.recording.structure import settled
 
 PROMPT = ["one two"]
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -165,5 +165,4 @@ def test_an_ordinary_model_has_nothing_of_it(folder, plain):
     """No watch, no note."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert settled(model) is model
-    assert CompiledWatch(model).notes() == {}
     assert plain.manifest.plan.compiled == {}

@@ -8,7 +8,7 @@ import torch
 import divergence
 from divergence.cli.main import app
 from divergence.errors import ModelError, UsageError
-from divergence.recording.engines import together as module
+from divergence.recording.engines import many_steps as module
 from divergence.run.reader import own_truth
 
 PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]

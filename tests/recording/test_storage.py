@@ -17,7 +17,7 @@ import torch
 
 from divergence import Run, capture
 from divergence.errors import RunWriteError
-from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compiled
+from divergence.numerics.sums import RESIDENT_BYTES, WORTH_BYTES, has_compiled
 from divergence.recording import api as room
 from divergence.recording.engines.sessions import about_bytes
 from divergence.recording.keeper import BufferKeeper
@@ -330,7 +330,7 @@ def test_the_volume_is_near_what_is_seen(shared_run):
 )
 def test_compiled_loops_where_they_pay_and_fit(monkeypatch, num_bytes, buffer_bytes, kernel):
     """Many bytes, and a buffer of which the loops' own memory is a small part."""
-    monkeypatch.setattr("divergence.numerics.kernels.has_compiled", lambda: True)
+    monkeypatch.setattr("divergence.numerics.sums.has_compiled", lambda: True)
     assert room._kernel(num_bytes, buffer_bytes=buffer_bytes) == kernel
 
 
@@ -368,7 +368,7 @@ def test_the_run_is_the_same(tiny_model, tmp_path, monkeypatch, mode):
         )
 
     one = captured("numpy")
-    monkeypatch.setattr("divergence.numerics.kernels.WORTH_BYTES", 1)
+    monkeypatch.setattr("divergence.numerics.sums.WORTH_BYTES", 1)
     two = captured("compiled")
     assert "numba" in sys.modules
     for a, b in zip(one.records, two.records, strict=True):

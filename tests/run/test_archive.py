@@ -113,7 +113,7 @@ def test_deflated_members_are_inflated_and_a_large_shard_refused(small_run, tmp_
     for deflate in (("manifest.json", "records.jsonl"), tuple(files)):
         run = Run.open(zipped(tmp_path / "a.zip", files, deflate=deflate))
         assert same_tensors(run, Run.open(small_run)) and run.verify() == []
-    monkeypatch.setattr("divergence.run.blobs.MAX_DEFLATED_BYTES", 10)
+    monkeypatch.setattr("divergence.run.storage.MAX_DEFLATED_BYTES", 10)
     refused(zipped(tmp_path / "b.zip", files, deflate=tuple(files)), "compressed", "zip -0")
 
 
@@ -297,7 +297,7 @@ def test_random_damage_never_crashes_and_never_passes_unseen(
 
 def test_an_archive_of_very_many_files_is_refused_in_time(tmp_path):
     """A header each: no run has as many."""
-    from divergence.run.blobs import MAX_MEMBERS
+    from divergence.run.storage import MAX_MEMBERS
 
     assert MAX_MEMBERS <= 200_000  # some 25 microseconds each
     for kind in (tarfile.REGTYPE, tarfile.DIRTYPE):
@@ -308,6 +308,6 @@ def test_an_archive_of_very_many_files_is_refused_in_time(tmp_path):
             blocks += member.tobuf()
         path.write_bytes(blocks + bytes(10240))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("divergence.run.blobs.MAX_MEMBERS", 200)
+            patch.setattr("divergence.run.storage.MAX_MEMBERS", 200)
             with pytest.raises(RunFormatError, match="more than 200 files"):
                 Run.open(path)

@@ -621,7 +621,7 @@ def test_a_size_that_a_web_server_claims_takes_no_memory(lying):
     """Of a manifest, and of the tensors that a comparison would read."""
     with pytest.raises(RunFormatError, match="which no run needs"):
         Run.open(lying(_claiming).removesuffix(".tar"))
-    from divergence.run.shards import Ranges
+    from divergence.run.remote import Ranges
 
     def fail(*_):
         raise RunFormatError("gone")

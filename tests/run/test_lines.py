@@ -11,8 +11,8 @@ import xxhash
 from divergence import Run
 from divergence.run import contents as parsing
 from divergence.run.captured import CapturedTensor
+from divergence.run.reader import open_store
 from divergence.run.record import Call
-from divergence.run.shards import open_store
 from divergence.run.writer import RunWriter, reducer_for
 from tests.digests import without_digests
 
@@ -87,7 +87,7 @@ def test_a_shard_of_another_writer_is_checked_all_the_same(tmp_path, manifest):
 
 def test_headers_of_many_tensors_are_read_again(tmp_path, manifest, monkeypatch):
     """Only the last shard's entries stay in memory; what is gone by then is said to be."""
-    from divergence.run import shards as shard
+    from divergence.run import storage as shard
 
     monkeypatch.setattr(shard.Headers.__init__, "__defaults__", (1,))
     write_many(tmp_path / "a", manifest(), seed=1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.run import shards as module
-from divergence.run.shards import Ranges, coalesced
+from divergence.run import remote as module
+from divergence.run.remote import Ranges, coalesced
 
 CONTENT = bytes(range(251)) * 4000
 """Some 1 MB in which every place within 251 bytes is another."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence import Run
-from divergence.run.blobs import LocalBlob
+from divergence.run.storage import LocalBlob
 
 STORED = Path(__file__).parents[1] / "fixtures" / "run-v2"
 
@@ -53,7 +53,7 @@ def test_a_part_releases_the_map_that_it_shares(tmp_path):
 def test_all_that_was_read_is_given_back_in_portions(monkeypatch):
     """Of a run, when enough of it was read."""
     given_back = []
-    monkeypatch.setattr("divergence.run.shards.Shard.release", lambda self: given_back.append(1))
+    monkeypatch.setattr("divergence.run.storage.Shard.release", lambda self: given_back.append(1))
     monkeypatch.setattr("divergence.run.reader._RELEASED_BYTES", 100)
     run = Run.open(STORED)
     run.read(next(record for record in run.records if record.place is not None))

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from divergence.numerics.kernels import set_device
+from divergence.numerics.sums import set_device
 from divergence.run import writer
 from divergence.run.writer import RunWriter
 

@@ -27,8 +27,8 @@ from divergence.comparison.limits import BEGINS, CLEAR, EXPLAINS, FEW_ROWS, FEWE
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
+from divergence.numerics.drawn import signs
 from divergence.numerics.formats import format_of, is_float
-from divergence.numerics.signs import signs
 from divergence.run.manifest import NUM_SUMS
 from divergence.run.site import module_of
 

@@ -30,7 +30,6 @@ from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results import LogitsDiff, SiteResult
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named, format_of, is_float
-from divergence.numerics.kernels import Kernel, kernel_for, set_device
 from divergence.numerics.pairs import (
     MOST_NUMEL,
     NUMEL_AT_ONCE,
@@ -41,7 +40,7 @@ from divergence.numerics.pairs import (
     measure_many,
     measure_pair,
 )
-from divergence.numerics.sums import num_threads
+from divergence.numerics.sums import Kernel, kernel_for, num_threads, set_device
 from divergence.run.reader import Run, floor_of
 from divergence.run.record import Record
 from divergence.run.site import module_of

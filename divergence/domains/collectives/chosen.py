@@ -14,7 +14,7 @@ import torch.distributed as dist
 from divergence.domains.collectives.cases import COLLECTIVES, ROOT_RANK, Collective
 from divergence.errors import PlantError, UsageError
 from divergence.facts import fact, sentence
-from divergence.recording.cases import Wishes, function_named, label_of, pairs_of
+from divergence.recording.cases import Implementations, function_named, label_of, pairs_of
 from divergence.recording.processes import Ranks
 from divergence.run.manifest import Mesh, MeshAxis
 
@@ -295,7 +295,7 @@ class ChosenCollectives:
         return self.names.get("reduce_scatter" if collective == "rs_ag" else collective, backend)
 
 
-def choose(wishes: Wishes, faults: Sequence[PlantedFault] = ()) -> ChosenCollectives:
+def choose(wishes: Implementations, faults: Sequence[PlantedFault] = ()) -> ChosenCollectives:
     """What ``--impl`` says. Raises UsageError, which names what there is."""
     chosen = ChosenCollectives(faults=faults)
     for where, value in pairs_of(wishes):

@@ -25,7 +25,7 @@ from divergence.domains.suite.definition import (
 )
 from divergence.domains.suite.operators import OPERATORS
 from divergence.errors import UsageError
-from divergence.recording.cases import Wishes, function_named, label_of, pairs_of
+from divergence.recording.cases import Implementations, function_named, label_of, pairs_of
 from divergence.run.site import did_you_mean
 
 
@@ -72,7 +72,7 @@ class ChosenOperator:
     call: Callable[..., Any]
 
 
-def choose(wishes: Wishes) -> dict[str, ChosenOperator]:
+def choose(wishes: Implementations) -> dict[str, ChosenOperator]:
     """Operator's full name → what runs, for every operator. ``wishes``: ``--impl`` values, or
     functions by operator name. Raises UsageError, which names what there is."""
     chosen = {name: ChosenOperator(DEFAULT, operator.run) for name, operator in OPERATORS.items()}

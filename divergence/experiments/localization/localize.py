@@ -315,9 +315,9 @@ def blame(
     blamed: SideBothOrNeither | None,
     above: str | None,
 ) -> BlamedSide:
-    """Whose operator is wrong. ``blamed``: the side that the operators blame, against ``truth``;
-    ``above``: the one that the comparison blames which named the block; ``site``: the operator,
-    ``alone``: each side's by itself."""
+    """Say whose operator is wrong. ``blamed``: the side that the operators blame, against
+    ``truth``; ``above``: the one that the comparison blames which named the block; ``site``: the
+    operator, ``alone``: each side's by itself."""
     off = None  # whose operator is off by itself, while the other's is not, or far less
     if len(alone) == 2:
         less, more = sorted(alone, key=lambda own: own.times)

@@ -113,8 +113,9 @@ _MOST_THREADS = 4096
 
 
 def variables_to_set(recorded: Environment) -> dict[str, str | None]:
-    """What must be set here, or taken away (None), to have the recorded values of ``SETTABLE``:
-    names, numbers and lists of them. Others (paths, thousands of threads) are passed over."""
+    """Return what must be set here, or taken away (None), to have the recorded values of
+    ``SETTABLE``: names, numbers and lists of them. Others (paths, thousands of threads) are passed
+    over."""
     wanted = {name: recorded.variables.get(name) for name in SETTABLE}
     return {
         name: value
@@ -137,8 +138,8 @@ def also_taken(
     *,
     with_code: bool,
 ) -> str | None:
-    """What is taken from ``run``, of which another run is repeated: its ``model`` (None: the user's
-    or the other run's), settings and environment variables. None where that is nothing."""
+    """Say what is taken from ``run``, of which another run is repeated: its ``model`` (None: the
+    user's or the other run's), settings and environment variables. None where that is nothing."""
     words = [] if model is None else [f"model {model} ({code_words(with_code)})"]
     words += [str(values[name]) for name in ("dtype", "attn_implementation") if name in values]
     words += [f"{name}={value}" for name, value in variables.items() if value is not None]
@@ -231,7 +232,7 @@ _PACKAGES = ("torch", "transformers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What runs are made for: ``sites`` in ``block`` (None: those of the reference), up to the
+    """Says what runs are made for: ``sites`` in ``block`` (None: those of the reference), up to the
     forward ``step`` (None: all)."""
 
     block: str | None = None
@@ -432,7 +433,7 @@ class Maker:
         self.commands.append(msgspec.structs.replace(self._again, note=note))
 
     def _values(self, side: str, goal: Goal) -> dict[str, Any]:
-        """How that side's run is repeated: parameters of capture."""
+        """Return how that side's run is repeated: parameters of capture."""
         source, own = self.runs["reference"], self.runs[side].manifest
         values: dict[str, Any] = {"sites": goal.sites, "weights": True, "escalate": goal.escalate}
         if goal.step is not None:
@@ -546,8 +547,8 @@ class Maker:
         return kind if kind in DEVICE_TYPES else None
 
     def _device_of(self, side: str) -> str:
-        """Where that side runs: the user's device if it is of the kind that the side ran on, else
-        that kind. So a reference of this host's CPU is not made on its accelerator."""
+        """Say where that side runs: the user's device if it is of the kind that the side ran on,
+        else that kind. So a reference of this host's CPU is not made on its accelerator."""
         kind = self._recorded_device(side)
         asked = self._device.partition(":")[0]
         return self._device if kind is None or asked == kind else kind

@@ -76,7 +76,7 @@ def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) 
 
 
 def why_not_bits(own: Manifest, made: Manifest) -> Fact | None:
-    """Why equal bits cannot be asked for, or None."""
+    """Say why equal bits cannot be asked for, or None."""
     for manifest in (own, made):
         seen = manifest.repeatability
         if seen.num_runs > 1 and seen.num_different:

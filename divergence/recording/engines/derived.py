@@ -21,8 +21,8 @@ _NUM_VALUES = 64
 
 
 def derived_state(module: torch.nn.Module) -> dict[str, DerivedNote]:
-    """By dotted name: buffers that are not in the state dict, and tensors that are plain attributes
-    of modules. What lies on no device, or in pieces on several, is left out."""
+    """Note, by dotted name, buffers that are not in the state dict and tensors that are plain
+    attributes of modules. What lies on no device, or in pieces on several, is left out."""
     notes = {}
     for name, tensor in _tensors(module):
         values = tensor.flatten()[:_NUM_VALUES].tolist()

@@ -108,13 +108,17 @@ def run_group(
             prompt = ids.tolist()
             kwargs = {**given, "decoder_input_ids": ids}
         elif loaded.task == "encoder-decoder":
-            owners = (getattr(model, "generation_config", None), model.config)
-            starts = [getattr(owner, "decoder_start_token_id", None) for owner in owners]
-            start = next((int(start) for start in starts if start is not None), 0)
-            prompt = [[start] for _ in samples]
+            prompt = [[decoder_start(model)] for _ in samples]
             kwargs["decoder_input_ids"] = torch.tensor(prompt, device=ids.device)
         model(**kwargs)
         return GroupResult([[] for _ in samples], [[] for _ in samples], prompt)
+
+
+def decoder_start(model: Any) -> int:
+    """Return the token that an encoder-decoder's decoder begins with."""
+    owners = (getattr(model, "generation_config", None), model.config)
+    starts = [getattr(owner, "decoder_start_token_id", None) for owner in owners]
+    return next((int(start) for start in starts if start is not None), 0)
 
 
 def padded_right(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> bool:
@@ -160,7 +164,7 @@ def _prefill(
 
 @contextlib.contextmanager
 def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -> Iterator[None]:
-    """What a forward raises, as ModelError; ``count`` tokens were to follow each sample."""
+    """Raise what a forward raises as ModelError; ``count`` tokens were to follow each sample."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -233,7 +237,7 @@ def ends_of(loaded: LoadedModel, forced: list[list[int]] | None) -> set[int]:
 
 
 def choices(control: Any, generated: list[list[int]], ends: set[int]) -> list[list[int]]:
-    """What ``control`` chose of each sample, to whom the ``generated`` tokens were fed."""
+    """Return what ``control`` chose for each sample, to which the ``generated`` tokens were fed."""
     chosen = [list(row) for row in zip(*control.chosen, strict=True)]
     for row, fed in zip(chosen, generated, strict=True):
         # A sample that has ended is fed padding while its batch goes on: no choice any more.
@@ -398,15 +402,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GroupStep:
-    """What a session makes of each group of prompts beside forwards: here nothing. A session that
-    makes more, such as a training step, has one of its own in ``step``."""
+    """Makes something of each group of prompts beside forwards: here nothing. A session that makes
+    more, such as a training step, has one of its own in ``step``."""
 
     def __init__(self, training: Training | None = None) -> None:
         self.training = training or Training()
         """As the manifest has it."""
 
     def places(self, paths: Collection[str]) -> Collection[str]:
-        """Where a fault may be planted, of a model with modules at these ``paths``."""
+        """Return where a fault may be planted, of a model with modules at these ``paths``."""
         return paths
 
     def owners(self) -> set[str]:
@@ -414,7 +418,7 @@ class GroupStep:
         return set()
 
     def in_dtype(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
-        """What of the model is of ``dtype`` while a pass runs in it, beside its operators."""
+        """Keep parts of the model in ``dtype`` while a pass runs in it, beside its operators."""
         return contextlib.nullcontext()
 
 
@@ -435,7 +439,7 @@ class Session(Protocol):
         """The modules that sites may name, by path in the names of transformers; class and role."""
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
-        """Which model this is. What cannot be known (digests of weights) is left empty."""
+        """Say which model this is. What cannot be known (digests of weights) is left empty."""
 
     def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
         """Raise ModelError for a token id that the model does not have, and UsageError for more
@@ -448,7 +452,8 @@ class Session(Protocol):
         magnitude."""
 
     def recorder(self, notes: Mapping[str, ModuleNote], **how: Any) -> Recorder:
-        """What records one pass: hooks, or their equal. ``how``: the arguments of ``Recorder``."""
+        """Make what records one pass: hooks, or their equal. ``how``: the arguments of
+        ``Recorder``."""
 
     def run_group(
         self,
@@ -470,7 +475,7 @@ class Session(Protocol):
         """
 
     def note(self) -> EngineNote:
-        """For the manifest: asked before the first pass and after the last."""
+        """Describe the engine for the manifest: asked before the first pass and after the last."""
 
     def close(self) -> None:
         """Called once, whatever happened: lets processes and memory go."""

@@ -1,4 +1,4 @@
-"""Which model it is: digests of weights, configuration and code."""
+"""The identity of a model: digests of weights, configuration and code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, cast, get_args
 import torch
 
 from divergence.domain import hook_places, placed
+from divergence.numerics.drawn import signs
 from divergence.numerics.formats import format_named, format_of
-from divergence.numerics.signs import signs
 from divergence.recording.code import code_notes
 from divergence.recording.engines.load import LoadedModel, weights_of
 from divergence.run.manifest import (
@@ -96,7 +96,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
 
 
 def _levels(tensor: torch.Tensor) -> int | None:
-    """How many steps the largest of its first numbers is, where all are whole steps."""
+    """Count the steps that the largest of its first numbers is, where all are whole steps."""
     row = tensor.detach().reshape(-1)[: tensor.shape[-1] if tensor.ndim else 0]
     if len(row) < _FIRST:
         return None

@@ -20,14 +20,14 @@ from divergence.domain import hook_places, placed
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
+from divergence.recording.engines.hub import must_lie_here
 from divergence.recording.hooks import USUAL, Forwards, patched
 from divergence.recording.machine import accelerator_type
 from divergence.recording.processes import Ranks
 from divergence.run.command import command_line
-from divergence.run.manifest import Task
+from divergence.run.manifest import ATTENTION, Task
 from divergence.run.record import MANIFEST, expanded
 from divergence.run.site import escape_path
-from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -50,8 +50,8 @@ DeviceMap = str | Mapping[str, str | int]
 
 
 def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
-    """What ``from_pretrained`` takes: its words, a device, or module path → device, which may be
-    ``cpu`` or ``disk``; also the name of a JSON file of that."""
+    """Read a device map as ``from_pretrained`` takes it: its words, a device, or module path →
+    device, which may be ``cpu`` or ``disk``; also the name of a JSON file of that."""
     if not isinstance(given, str):
         return dict(given)
     if given in _WORDS or not (given.endswith(".json") or given.startswith("{")):
@@ -73,7 +73,7 @@ def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
 
 
 def map_text(given: DeviceMap | None) -> str | None:
-    """As a run records it: words as they are, a map as one line of JSON."""
+    """Write a device map as a run records it: words as they are, a map as one line of JSON."""
     if given is None or isinstance(given, str):
         return given
     return json.dumps(dict(given), sort_keys=True)
@@ -124,7 +124,8 @@ _NAMES = {"tp": "tp_size", "fsdp": "fsdp_size", "pp": "pp_size", "dp": "dp_repli
 
 
 def distribution(ranks: Ranks) -> Any | None:
-    """What ``from_pretrained`` is told; None where every rank has the whole model."""
+    """Return the division that ``from_pretrained`` is told; None where every rank has the whole
+    model."""
     if set(ranks.sizes) <= {"dp"}:
         return None
     try:
@@ -209,7 +210,7 @@ def tensor_plan(module: Any) -> dict[str, str]:
 
 
 class QuantizedCodes:
-    """Of each quantised module: its stored tensors, and how they become a weight."""
+    """Keeps each quantised module's stored tensors, and how they become a weight."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[torch.nn.Module, dict[str, torch.Tensor], Any]] = {}
@@ -238,7 +239,7 @@ class QuantizedCodes:
             yield path, weight
 
     def by_storage(self) -> dict[int, str]:
-        """Where each dequantised weight lies → its module."""
+        """Map where each dequantised weight lies to its module."""
         return {weight.untyped_storage().data_ptr(): path for path, weight in self.weights()}
 
     def exact(self, path: str, dtype: torch.dtype) -> torch.Tensor:
@@ -319,13 +320,13 @@ class LoadedModel:
 
     @property
     def structure(self) -> torch.nn.Module:
-        """What the model is made of, on however many ranks it runs."""
+        """Return what the model is made of, on however many ranks it runs."""
         return self.module if self.twin is None else self.twin
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Which model, and how it is to be loaded."""
+    """Says which model is loaded, and how."""
 
     source: str
     """A directory, a file that the engine reads, or an id of the hub."""
@@ -339,13 +340,14 @@ class Loading:
     device_map: DeviceMap | None = None
     ranks: Ranks | None = None
     """The processes that the model is divided among; all of them load."""
+    local: bool = False
+    """The hub is out of reach, and what it has of the model is here."""
 
 
 def _load_config(loading: Loading) -> PretrainedConfig:
     """The model's config alone. Raises ModelError for no such model and for damaged configs."""
     from transformers import AutoConfig
 
-    _check_source(loading.source)
     try:
         place, file = _load_parts(loading.source)
         config = cast(
@@ -354,6 +356,7 @@ def _load_config(loading: Loading) -> PretrainedConfig:
                 place,
                 revision=loading.revision,
                 trust_remote_code=loading.trust_remote_code,
+                local_files_only=loading.local,
                 **file,
             ),
         )
@@ -404,7 +407,7 @@ def load_tokenizer(
 
 
 def load_processor(loaded: LoadedModel) -> Any:
-    """What makes tensors of pictures and sound. Raises ModelError where the model has none, or
+    """Load what makes tensors of pictures and sound. Raises ModelError where the model has none, or
     where what it imports is missing."""
     from transformers import AutoProcessor
     from transformers.processing_utils import ProcessorMixin
@@ -429,7 +432,7 @@ def load_processor(loaded: LoadedModel) -> Any:
 
 def import_classes(source: str) -> None:
     """Imports what loading the model will take: its classes, which its config names."""
-    config = _load_config(Loading(source))
+    config = _load_config(_settled_source(Loading(source)))
     factory = _factory(config, resolve_task(config))
     factory._model_mapping[type(config)]  # imports the file of the class
 
@@ -451,11 +454,13 @@ def load_model(loading: Loading) -> LoadedModel:
         return replace(
             base, source=loading.source, adapter=adapter.text, tokenizer=tokenizer or base.tokenizer
         )
+    loading = _settled_source(loading)
     config, ranks = _load_config(loading), loading.ranks
     options: dict[str, Any] = {
         "config": config,
         "revision": loading.revision,
         "trust_remote_code": loading.trust_remote_code,
+        "local_files_only": loading.local,
         "weights_only": True,  # of pickled weights: tensors and plain containers, no calls
         "dtype": "auto" if loading.dtype is None else _model_dtype(loading.dtype),
         "attn_implementation": loading.attn_implementation,
@@ -511,6 +516,7 @@ def empty_model(loading: Loading) -> LoadedModel:
     adapter = _adapter_at(loading.source)
     if adapter is not None:
         loading = replace(loading, source=str(adapter.base_folder()), revision=None)
+    loading = _settled_source(loading)
     config = _load_config(loading)
     task = resolve_task(config, loading.task)
     factory = _factory(config, task)
@@ -544,7 +550,9 @@ def _loaded(
         module=module.eval(),
         device=device,
         trust_remote_code=trusted,
-        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trusted),
+        tokenizer=load_tokenizer(
+            source, revision=revision, trust_remote_code=trusted, local=loading.local
+        ),
     )
 
 
@@ -583,8 +591,8 @@ def _factory(config: PretrainedConfig, task: Task) -> Any:
 
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
-    """Without the progress bars of transformers and of what it calls: progress is the caller's, and
-    none where stderr is no terminal. A program that has them has them again afterwards."""
+    """Turn off the progress bars of transformers and of what it calls: progress is the caller's,
+    and none where stderr is no terminal. A program that has them has them again afterwards."""
     from tqdm.std import tqdm
     from transformers.utils import logging
 
@@ -615,7 +623,8 @@ def _model_dtype(name: str) -> torch.dtype:
 
 
 def _load_parts(source: str) -> tuple[str, dict[str, Any]]:
-    """What ``from_pretrained`` is given: a folder or an id; of a GGUF file its folder and name."""
+    """Return what ``from_pretrained`` is given: a folder or an id; of a GGUF file its folder and
+    name."""
     place = os.path.expanduser(source)
     if not is_gguf(source):
         return place, {}
@@ -636,13 +645,15 @@ def _adapter_at(source: str) -> Any:
     return placed(places[0])(source) if places else None
 
 
-def _check_source(source: str) -> None:
+def _settled_source(loading: Loading) -> Loading:
+    """Settles from where the model is read. Raises ModelError for what is no model."""
+    source = loading.source
     if is_gguf(source):
-        return
+        return loading
     path = expanded(source)
     if not path.exists():
-        if not source.startswith((".", "/", "~")):
-            return  # an id of the hub
+        if not source.startswith((".", "/", "~")):  # an id of the hub
+            return replace(loading, local=must_lie_here(source, loading.revision))
         raise ModelError(f"no such model: {path} does not exist", hint="check the path")
     if not path.is_dir():
         raise ModelError(f"{path} is a file", hint="give the model's directory, or a .gguf file")
@@ -666,6 +677,7 @@ def _check_source(source: str) -> None:
             f"no model in {path}: it has no config.json",
             hint="give the directory that save_pretrained or `hf download` wrote",
         )
+    return loading
 
 
 def _attention_error(loading: Loading, error: BaseException) -> UsageError | None:
@@ -725,13 +737,9 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
             where=type(error).__name__,
             hint="its files are damaged, or for another version of transformers; download it again",
         )
-    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     return ModelError(
         f"cannot load {source!r}: {first_line(error, most=300)}",
-        hint="HF_HUB_OFFLINE is set: only local paths and cached models can be used"
-        if offline
-        else f"there is no directory {source} here; as a hub id: check it, --revision, and that "
-        "this machine reaches the hub",
+        hint=f"there is no directory {source} here; as a hub id: check it, and --revision",
     )
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from divergence.errors import DivergenceError, ModelError, PromptError, UsageError, first_line
 from divergence.outside import read_bytes
+from divergence.recording.engines.engine import decoder_start
 from divergence.recording.engines.identity import config_values, without_home
 from divergence.recording.engines.load import LoadedModel, load_processor
 from divergence.run.captured import CapturedTensor
@@ -112,13 +113,13 @@ class Media:
         """Keeps them in the run, before the first forward."""
         for number, tensors in self._tensors.items():
             for order, (name, tensor) in enumerate(tensors.items()):
-                place: dict[str, Any] = {"sample": number, "step": 0, "order": order}
-                site = join_site(ROOT, f"in.{name}")
-                writer.put(CapturedTensor(tensor.contiguous()), pass_=INPUTS, site=site, **place)
+                item, site = CapturedTensor(tensor.contiguous()), join_site(ROOT, f"in.{name}")
+                writer.put(item, pass_=INPUTS, sample=number, step=0, site=site, order=order)
 
-    def fed(self, number: int, num_tokens: int) -> dict[str, torch.Tensor]:
-        """What the model is called with beside ``num_tokens`` tokens: the prompt's, or with
-        generated ones behind them, which are text."""
+    def fed(self, number: int, num_tokens: int) -> dict[str, Any]:
+        """Return the argument of ``run_group`` that holds what the model is called with beside
+        ``num_tokens`` tokens: the prompt's, or with generated ones behind them, which are text.
+        Empty of a prompt without pictures and sound, which not every engine takes."""
         dtype = getattr(self._loaded.module, "dtype", torch.float32)
         fed: dict[str, torch.Tensor] = {}
         for name, tensor in self._tensors.get(number, {}).items():
@@ -127,7 +128,7 @@ class Media:
             form = dtype if tensor.is_floating_point() else tensor.dtype
             with _disable_current_modes():  # rounded in a truth too: it has the same input
                 fed[name] = tensor.to(device=self._loaded.device, dtype=form, copy=True)
-        return fed
+        return {"given": fed} if fed else {}
 
     def process(self, prompt: Prompt, number: int, *, chat: bool) -> SampleTokens:
         """The prompt's tokens, of which the processor made room for pictures and sound. Raises
@@ -211,16 +212,14 @@ class Media:
         return dict(processor.apply_chat_template(conversation, **options)), rendered
 
     def _begin(self, text: str | None) -> list[int]:
-        """What a decoder begins with: its start, and the prompt's text."""
+        """Return the tokens that a decoder begins with: its start, and the prompt's text."""
         module, tokenizer = self._loaded.module, self._loaded.tokenizer
         ids: list[int] = []
         if text:
             if tokenizer is None:
                 raise PromptError("the prompt has text, but the model has no usable tokenizer")
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        owners = (getattr(module, "generation_config", None), module.config)
-        starts = [getattr(owner, "decoder_start_token_id", None) for owner in owners]
-        start = next((int(token) for token in starts if token is not None), 0)
+        start = decoder_start(module)
         return ids if ids[:1] == [start] else [start, *ids]
 
     def _rate(self, given: Mapping[str, list[Any]]) -> dict[str, int]:

@@ -166,7 +166,7 @@ _EACH = 8
 
 
 class CompileOptions(EngineOptions, frozen=True, kw_only=True):
-    """What ``torch.compile`` is given."""
+    """Holds the arguments of ``torch.compile``."""
 
     backend: str = "inductor"
     mode: str | None = None

@@ -22,7 +22,7 @@ from divergence.comparison.measure.pairs import (
     results_of_pairs,
 )
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.kernels import has_compiled
+from divergence.numerics.sums import has_compiled
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.writer import RunWriter
@@ -168,7 +168,7 @@ def test_large_runs_are_measured_by_compiled_loops(case, monkeypatch):
     measurer, pairs = case()
     slow = measure_all(measurer, pairs)
     assert measurer.kernel == "numpy"
-    monkeypatch.setattr("divergence.numerics.kernels.WORTH_BYTES", 1)
+    monkeypatch.setattr("divergence.numerics.sums.WORTH_BYTES", 1)
     measurer, pairs = case()
     fast = measure_all(measurer, pairs)
     assert measurer.kernel == "compiled"

@@ -1,9 +1,10 @@
-"""Bytes by name: of a folder, or of an archive's members."""
+"""A run's bytes: its files by name, in a folder or an archive, and tensors by key in a shard."""
 
 from __future__ import annotations
 
 import io
 import mmap
+import operator
 import os
 import re
 import stat
@@ -11,14 +12,21 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from divergence.errors import RunFormatError
+import msgspec
+
+from divergence.errors import DumpError, RunFormatError
+from divergence.numerics.formats import FORMATS
 from divergence.run.location import Location
-from divergence.run.record import MANIFEST
+from divergence.run.record import COMMON_SHARD_DTYPES, MANIFEST, checked_file, checked_name
+
+if TYPE_CHECKING:
+    from divergence.run.captured import ShardEntry
 
 # Stretches of files: of a local file, of a member of an archive, or of a remote object.
 #
@@ -195,7 +203,7 @@ class Store:
         raise NotImplementedError
 
     def where(self, name: str) -> str:
-        """What to call a file of the run in messages."""
+        """Return what to call a file of the run in messages."""
         raise NotImplementedError
 
     def blob(self, name: str) -> Blob:
@@ -302,7 +310,7 @@ class Member:
         return io.BufferedReader(_Inflating(packed, self.size, f"{archive.name}: {name}"), 1 << 20)
 
     def _data(self, archive: Blob, name: str) -> int:
-        """Where the bytes begin: behind the member's own header, in a zip."""
+        """Find where the bytes begin: behind the member's own header, in a zip."""
         if not self.in_zip:
             return self.begin
         header = archive.read(self.begin, _LOCAL_HEADER.size)
@@ -485,3 +493,306 @@ def _link(archive: Blob, name: str) -> RunFormatError:
         where=archive.name,
         hint="pack it with links resolved, for example: tar -h",
     )
+
+
+# Where a run's files are read from on this machine: a directory, or an archive.
+
+
+class Directory(Store):
+    """A directory of this machine."""
+
+    def __init__(self, place: Path) -> None:
+        self.place: Path = place
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.place / checked_name(name, where=str(self.place)))
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        return LocalBlob(checked_file(self.place, name))
+
+    def open(self, name: str) -> BinaryIO:
+        return open(checked_file(self.place, name), "rb")
+
+
+class Archive(Store):
+    """One file that holds the run's files."""
+
+    def __init__(self, place: Location, archive: Blob, kind: str) -> None:
+        self.place, self.archive = place, archive
+        self.members: dict[str, Member] = members_of(archive, kind)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all that the archive holds, the run's or not."""
+        return {name: member.size for name, member in self.members.items()}
+
+    def has(self, name: str) -> bool:
+        return name in self.members
+
+    def where(self, name: str) -> str:
+        return f"{self.place}: {name}"
+
+    def blob(self, name: str) -> Blob:
+        return self._member(name).part(self.archive, name)
+
+    def open(self, name: str) -> BinaryIO:
+        return self._member(name).open(self.archive, name)
+
+    def size(self, name: str) -> int:
+        return self._member(name).size
+
+    def whole(self, name: str) -> Iterator[Bytes]:
+        if not self._member(name).deflated:
+            return super().whole(name)
+        return iter(partial(self.open(name).read, SPAN_BYTES), b"")
+
+    def close(self) -> None:
+        self.archive.close()
+
+    def _member(self, name: str) -> Member:
+        if checked_name(name, where=str(self.place)) not in self.members:
+            raise RunFormatError(
+                f"{name} is missing",
+                where=str(self.place),
+                hint="pack the whole run; a run is not complete without it",
+            )
+        return self.members[name]
+
+
+# One safetensors shard: read without copying, written without the library's per-tensor cost.
+#
+# The header is parsed here because a damaged shard must be named precisely (which
+# tensor, how many bytes are missing) and because tensors are handed out as views of a
+# private memory map, so that a comparison can stream through dumps larger than memory.
+# It is written here because a decode step records many small tensors, for which the
+# library's checks take longer than the bytes, and because it does not store every dtype.
+# The files are plain safetensors; tests read them with the library.
+
+HEADER_BYTES = 64 << 10
+"""What is read before the header's length is known: room for some 500 tensors, and the whole of a
+small shard."""
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+
+
+class Entry(msgspec.Struct, gc=False):
+    """Says where one tensor lies in the file, as the header says it."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
+    """Of its first byte and of the byte behind it, counted from the end of the header."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+_UNSAID = Entry()
+
+
+class _HeaderEntry(msgspec.Struct):
+    """Holds what a safetensors header says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Headers:
+    """Keeps, of the headers that were read, those of few tensors or of the last shard alone."""
+
+    def __init__(self, max_entries: int = 1 << 17) -> None:
+        self._max_entries, self._num_entries = max_entries, 0
+        self._shards: list[Shard] = []
+
+    def keep(self, shard: Shard, num_entries: int) -> None:
+        """``shard`` was just read."""
+        self._num_entries += num_entries
+        if self._num_entries > self._max_entries:
+            for other in self._shards:
+                other.forget()
+            self._shards, self._num_entries = [], num_entries
+        self._shards.append(shard)
+
+
+class Shard:
+    """An open shard. ``entries`` by key; ``view`` gives a tensor over its bytes.
+
+    ``headers``: forgets entries, which are then read again when they are wanted.
+    """
+
+    def __init__(self, blob: Blob, headers: Headers | None = None) -> None:
+        self.name = blob.name
+        self._blob, self._headers = blob, headers
+        self._entries: dict[str, Entry] | None = None
+        self._data_begin = 0
+        self.entries  # noqa: B018 - a damaged header is found now
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Return what the header says of each tensor. Raises RunFormatError."""
+        entries = self._entries
+        if entries is None:
+            entries, self._data_begin = _read_header(self._blob)
+            self._entries = entries
+            if self._headers is not None:
+                self._headers.keep(self, len(entries))  # another thread's may forget these
+        return entries
+
+    def forget(self) -> None:
+        """Lets the entries leave memory."""
+        self._entries = None
+
+    def span(self, key: str) -> tuple[int, int] | None:
+        """Return where in the file the tensor at ``key`` begins and ends; None if it has none."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        begin, end = entry.data_offsets
+        return self._data_begin + begin, self._data_begin + end
+
+    def stretch(self, key: str, wanted: int) -> Bytes:
+        """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
+        begin, end = self.span(key) or (0, -1)
+        if end - begin != wanted:
+            holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
+            raise RunFormatError(
+                f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
+            )
+        if wanted == 0:
+            return b""
+        try:
+            stored = self._blob.view(begin, wanted)
+        except OSError as error:  # removed or emptied since it was opened
+            raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
+        if len(stored) < wanted:
+            raise RunFormatError("shard was cut off while it was read", where=self.name)
+        return stored
+
+    def release(self) -> None:
+        """Let what was viewed leave memory; views stay good."""
+        self._blob.release()
+
+    def close(self) -> None:
+        """Drop the map; views that are still alive keep it open."""
+        self._blob.close()
+
+
+def write_shard(path: Path, pieces: Mapping[str, ShardEntry]) -> None:
+    """Write ``pieces`` by key as a safetensors file. Raises OSError.
+
+    Wide elements come first, so that each tensor is aligned to its own element size; a
+    dtype that the format does not name goes as raw bytes (the record knows what it is).
+    """
+    ordered = sorted(pieces.items(), key=lambda pair: -FORMATS[pair[1].dtype].itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, piece in ordered:
+        code, end = COMMON_SHARD_DTYPES.get(piece.dtype), offset + piece.data.nbytes
+        shape = piece.shape if code else (piece.data.nbytes,)
+        header[key] = _HeaderEntry(code or "U8", shape, (offset, end))
+        offset = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=_BUFFER_BYTES) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.writelines(piece.data for _, piece in ordered)
+
+
+_BUFFER_BYTES = 1 << 20
+"""Small tensors are written many at a time."""
+
+
+def _read_header(blob: Blob) -> tuple[dict[str, Entry], int]:
+    """The entries, and where the header ends. Raises RunFormatError."""
+    where, size = blob.name, blob.size
+
+    def damaged(what: str) -> RunFormatError:
+        return RunFormatError(
+            f"shard is damaged: {what}",
+            where=where,
+            hint="copy it again from the machine that wrote it (divergence inspect RUN --verify)",
+        )
+
+    try:
+        head = blob.read(0, HEADER_BYTES)
+        if len(head) < 8:
+            raise damaged(f"{len(head)} bytes, too short for a header")
+        (length,) = struct.unpack_from("<Q", head)
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise damaged(f"header of {length} bytes in a file of {size}")
+        text = head[8 : 8 + length]
+        if len(text) < length:
+            text += blob.read(len(head), 8 + length - len(head))
+    except OSError as error:
+        raise damaged(f"cannot be read ({error.strerror or error})") from error
+    entries = _quick_entries(text, size - 8 - length)
+    return entries or _entries(text, size - 8 - length, damaged), 8 + length
+
+
+def _quick_entries(text: bytes, num_bytes: int) -> dict[str, Entry]:
+    """The entries of a sound header whose tensors lie in the order in which it names them. Empty
+    for any other."""
+    try:
+        entries = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    entries.pop("__metadata__", None)
+    every = entries.values()
+    offsets = [offset for entry in every for offset in entry.data_offsets]
+    sound = (
+        all(map(operator.le, offsets, offsets[1:]))  # so that none overlap
+        and all([entry.dtype and entry.shape is not _UNSAID.shape for entry in every])
+        and (not offsets or (offsets[0] >= 0 and offsets[-1] <= num_bytes))
+    )
+    if not sound:
+        return {}
+    same: dict[object, Any] = {}
+    for entry in every:  # equal ones are one object: a third of what an entry takes
+        entry.dtype = same.setdefault(entry.dtype, entry.dtype)
+        entry.shape = same.setdefault(entry.shape, entry.shape)
+    return entries
+
+
+_DECODER = msgspec.json.Decoder(dict[str, Entry])
+"""What is not said of an entry takes its default."""
+
+
+def _entries(
+    text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
+) -> dict[str, Entry]:
+    """The entries one by one: what is wrong with one is named."""
+    from divergence.outside import json_value  # of a damaged header alone
+
+    try:
+        header = json_value(text, where="header")
+    except DumpError as error:
+        raise damaged(f"header is not JSON ({error.message})") from error
+    if not isinstance(header, dict):
+        raise damaged("header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries: dict[str, Entry] = {}
+    for key, value in header.items():
+        try:
+            its = msgspec.convert(value, _HeaderEntry)
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            raise damaged(f"entry {key!r} is malformed: {error}") from error
+        entry = Entry(its.dtype, its.shape, its.data_offsets)
+        begin, end = its.data_offsets
+        if entry.num_bytes < 0 or begin < 0:
+            raise damaged(f"entry {key!r} has negative offsets")
+        if end > num_bytes:
+            missing = end - num_bytes
+            raise damaged(f"tensor {key} is cut off, {missing} bytes are missing (truncated file)")
+        entries[key] = entry
+    last_end, last_key = 0, ""
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin < end and begin < last_end:
+            raise damaged(f"tensors {last_key} and {key} overlap")
+        if begin < end:
+            last_end, last_key = end, key
+    return entries

@@ -9,8 +9,8 @@ import torch
 
 from divergence import LoadOptions, capture
 from divergence import truth as make_truth
-from divergence.recording.engines import together
-from divergence.recording.engines.together import Rows, agree
+from divergence.recording.engines import many_steps
+from divergence.recording.engines.many_steps import Rows, agree
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "def mean"]
 
@@ -19,13 +19,13 @@ PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.",
 def made(monkeypatch) -> list[int]:
     """How many steps each try made together."""
     found: list[int] = []
-    real = together._made_together
+    real = many_steps._make_many
 
     def counted(*args):
         found.append(real(*args))
         return found[-1]
 
-    monkeypatch.setattr(together, "_made_together", counted)
+    monkeypatch.setattr(many_steps, "_make_many", counted)
     return found
 
 
@@ -53,7 +53,7 @@ def both_ways(tiny_model, tmp_path, monkeypatch, made):
         )
         truth = make_truth(run, out=tmp_path / "truth", trust_remote_code=remote)
         tries = list(made)
-        monkeypatch.setattr(together, "FEWEST_STEPS", 1 << 30)
+        monkeypatch.setattr(many_steps, "FEWEST_STEPS", 1 << 30)
         alone = make_truth(run, out=tmp_path / "alone", trust_remote_code=remote)
         assert made == tries
         return truth, alone, tries
@@ -197,7 +197,7 @@ def test_a_model_that_decodes_otherwise_is_seen(where, both_ways, monkeypatch):
 
 def test_what_is_held_is_bounded(both_ways, monkeypatch):
     """Fewer steps go together where one gives many bytes; where too few fit, none."""
-    monkeypatch.setattr(together, "HELD_BYTES", 100_000)
+    monkeypatch.setattr(many_steps, "HELD_BYTES", 100_000)
     truth, alone, tries = both_ways("llama", prompts=PROMPTS[:1], max_new_tokens=40)
     assert 6 <= max(tries) < 32
     assert_same(truth, alone)

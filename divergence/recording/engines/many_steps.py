@@ -105,8 +105,8 @@ class Rows:
         first: Mapping[str, torch.Tensor],
         last: Mapping[str, torch.Tensor],
     ) -> list[dict[str, torch.Tensor]] | None:
-        """What each step would have given alone, by site. None if ``first`` and ``last``, which
-        were made alone, are not what is cut for them."""
+        """Cut out what each step would have given alone, by site. None if ``first`` and ``last``,
+        which were made alone, are not what is cut for them."""
         sites = list(first)
         if list(last) != sites or [site for site in whole if site in first] != sites:
             return None
@@ -162,8 +162,8 @@ class Enough(Exception):  # no error: what fitted was made
 
 
 class Allowance:
-    """How far a truth goes. ``seconds``: in all; None for as far as the run. ``num_tokens``: of the
-    prompts of each group."""
+    """Decides how far a truth goes. ``seconds``: in all; None for as far as the run.
+    ``num_tokens``: of the prompts of each group."""
 
     def __init__(self, seconds: float | None, num_tokens: Sequence[int]) -> None:
         self.seconds, self._num_tokens = seconds, num_tokens
@@ -212,7 +212,7 @@ class Allowance:
             raise Enough
 
 
-class Together:
+class ManySteps:
     """Runs groups of prompts, and knows whether this model's steps can (still) be made together."""
 
     def __init__(self, loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
@@ -247,7 +247,7 @@ class Together:
                 made = 0
                 fits = allowance is None or allowance.goes_on(FORWARDS_ALONE)
                 if self._works and count - step >= FEWEST_STEPS and fits:
-                    made = _made_together(group, recorder, step, count - step)
+                    made = _make_many(group, recorder, step, count - step)
                     self._works = made > 0
                 if not made:
                     group.choose(group.forward(step))
@@ -318,7 +318,7 @@ class _Group:
             self.control(None, row)
 
     def mark(self) -> _Mark | None:
-        """Where it stands; None for a cache that cannot be set back."""
+        """Return where the group stands; None for a cache that cannot be set back."""
         layers = _marks(self._cache, num_fed=self._num_fed)
         if layers is None:
             return None
@@ -374,8 +374,8 @@ def _restore(states: _States) -> None:
 
 
 def _marks(cache: Any, *, num_fed: int) -> list[Any] | None:
-    """By layer, what must be kept to set it back to here. None for a cache that is not one of keys
-    and values of ``num_fed`` tokens."""
+    """Return, by layer, what must be kept to set the cache back to here. None for a cache that is
+    not one of keys and values of ``num_fed`` tokens."""
     if type(cache).__name__ != "DynamicCache" or not getattr(cache, "layers", None):
         return None
     marks: list[Any] = []
@@ -392,13 +392,13 @@ def _marks(cache: Any, *, num_fed: int) -> list[Any] | None:
     return marks
 
 
-def _made_together(group: _Group, recorder: Recorder, first: int, most: int) -> int:
+def _make_many(group: _Group, recorder: Recorder, first: int, most: int) -> int:
     """Make and record steps from ``first`` on, at most ``most``; how many, 0 if it cannot be."""
     mark = group.mark()
     if mark is None:
         return 0
     alone, end, whole = HeldSink(), HeldSink(), HeldSink()
-    with recorder.held(alone, step=first, num_told=1):
+    with recorder.aside(alone, step=first, num_reports=1):
         begun = group.forward(first)
     fit = HELD_BYTES // max(alone.num_bytes, begun.nbytes)
     count = min(most, MOST_STEPS, fit)
@@ -406,13 +406,13 @@ def _made_together(group: _Group, recorder: Recorder, first: int, most: int) -> 
     steps = None
     if alone.tensors and count >= FEWEST_STEPS:
         middle = Rows(count - 2, batch=group.batch, past=past + 1)
-        with recorder.held(None, step=first + 1, num_told=count - 2, anchored=middle.of):
+        with recorder.aside(None, step=first + 1, num_reports=count - 2, anchored=middle.of):
             group.forward(last - 1)
-        with recorder.held(end, step=last, num_told=1):
+        with recorder.aside(end, step=last, num_reports=1):
             ended = group.forward(last)
         group.set_back(mark)
         rows = Rows(count, batch=group.batch, past=past)
-        with recorder.held(whole, step=first, num_told=0, anchored=rows.of):
+        with recorder.aside(whole, step=first, num_reports=0, anchored=rows.of):
             logits = group.forward(last, num_steps=count)
         if (
             middle.anchored

@@ -128,7 +128,8 @@ _MOST_DOTS = 128
 
 
 def compose_tree(tree: Tree, title: str, described: str) -> Element:
-    """An order of additions: its terms in a row below, each sum above what it adds."""
+    """An order of additions: its terms in a row below, each sum above what it adds. Wide ones are
+    drawn small rather than cut: a sequential sum is a slope, a pairwise one a fan."""
     leaves, margin = tree.num_leaves, _TREE_MARGIN
     x = [margin + (_TREE_WIDTH - 2 * margin) * (k + 0.5) / leaves for k in range(leaves)]
     height = [0] * leaves

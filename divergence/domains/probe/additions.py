@@ -864,7 +864,7 @@ def output_classes(operator: Summing) -> list[torch.Tensor]:
     return masks
 
 
-# A tree in words, where runs of equal parts are written once, and as an SVG drawing.
+# A tree in words, where runs of equal parts are written once; and a file with a drawing of each.
 #
 #     sequential 512                               ((x0 + x1) + x2) + …
 #     pairwise 8, by 1                             x0+x1, x2+x3, … then those in pairs
@@ -875,10 +875,6 @@ def output_classes(operator: Summing) -> list[torch.Tensor]:
 # next to each other. Parts of several kinds stand in the order in which they are added,
 # ``(sequential 131) + (sequential 127, by 4)``. What is longer than a line is ``irregular n``, with
 # its depth. The digest, not the text, says whether two trees are equal.
-#
-# A drawing has the terms in a row at the bottom, every addition a point above what it adds. Wide
-# trees are drawn small rather than cut: a sequential sum is a slope, a pairwise one a fan, lanes
-# are combs side by side.
 
 MAX_TEXT = 160
 """Characters; a longer description is cut to the tree's depth."""

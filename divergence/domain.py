@@ -210,6 +210,9 @@ class Domain:
         unknown = sorted(self.hooks.keys() - HOOKS.keys())
         if unknown:
             raise ValueError(f"{', '.join(unknown)}: no hook of a domain ({', '.join(HOOKS)})")
+        compare = self.adds.get("compare", Addition())
+        if compare.options is not None and compare.files is None:
+            raise ValueError("compare has options for files that are no runs, and here are none")
 
 
 @functools.cache

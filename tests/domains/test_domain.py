@@ -175,6 +175,12 @@ def test_a_hook_that_nothing_calls_is_refused():
         domain.Domain(name="mine", hooks={"step_option": "mine:settled"})
 
 
+def test_an_option_of_compare_that_reaches_nothing_is_refused():
+    """Runs are not asked it: nobody would hear that it was given."""
+    with pytest.raises(ValueError, match="here are none"):
+        domain.Domain(name="mine", adds={"compare": domain.Addition(options="mine:Options")})
+
+
 def test_the_protocol_is_a_page_of_names():
     """At most twelve, and each of them, and each hook, stands in docs/extending.md."""
     text = (Path(divergence.__file__).parents[1] / "docs" / "extending.md").read_text("utf-8")

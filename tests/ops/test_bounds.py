@@ -183,6 +183,7 @@ Q, K = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8)
         [Q[:, :3], K, K],
         [Q, K, K, torch.zeros(5, 2)],
         [Q, K, K, torch.zeros(2, 1, 1, 5, 6)],
+        [Q, K, K, torch.zeros(1, 5, 5, 6)],
         [Q[0], K, K],
     ],
     ids=lambda tensors: " ".join("x".join(map(str, one.shape)) for one in tensors),

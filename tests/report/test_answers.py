@@ -361,6 +361,26 @@ def test_the_page_of_localize_that_compared_nothing(answer_of):
     assert attached(text)["out"] == "o"
 
 
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        ((0, 0), "3 of 8 tensors differ"),
+        ((12, 0), "every block bit-identical on equal inputs"),
+        ((12, 1), f"1 of 12 blocks differ in bits: {BLOCKS[1]}"),
+        ((12, 2), "2 of 12 blocks differ in bits"),
+    ],
+)
+def test_a_way_within_the_floor_says_what_differs_in_bits(answer_of, lines_of, blocks, text):
+    """Blocks where there are any, else tensors."""
+    way = {"name": "cache", "against": "base", "same_bits": True, "status": "within_floor"}
+    way |= {"num_different": 3, "num_compared": 8, "first_different": BLOCKS[1]}
+    way |= dict(zip(("num_blocks", "num_blocks_different"), blocks, strict=True))
+    made_of = {"dtype": "float32", "device": "cpu", "attention": "eager", "num_threads": 1}
+    made_of |= {"num_prompts": 1, "num_prompt_tokens": 4, "max_new_tokens": 3, "truth": False}
+    answer = answer_of("selfcheck", tool_version="0", model="m", lines=[way], **made_of)
+    assert any(line.endswith(text) for line in lines_of(answer)), lines_of(answer)
+
+
 def test_the_page_of_selfcheck(answer_of):
     """A row a way of running, and the command that looks closer at the one that diverged."""
     again = {"name": "again", "same_bits": True, "status": "identical", "verdict": "identical"}

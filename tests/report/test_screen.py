@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from divergence.comparison.results import PreflightLine, TokensResult, Visible
+from divergence.comparison.results import Coverage, PreflightLine, TokensResult, Visible
 from divergence.run.command import command
 from divergence.words import HEADLINES
 
@@ -211,3 +211,15 @@ def test_names_begin_a_page_as_they_are_written(reports, summary, title):
     """A sentence begins with a capital letter, a module or a task does not."""
     report = reports.make_report(verdict=reports.make_verdict("localized", summary=summary))
     assert f"<h1>{title}" in report.html().replace("<wbr>", "")
+
+
+def test_of_no_model_tensors_are_counted(reports, screen):
+    """Where there is neither a block nor a second prompt or step."""
+    sites = [reports.make_site(f"case.{number}/suite.mul:out") for number in range(3)]
+    counts = {"num_only_reference": 0, "num_only_candidate": 0, "num_skipped": 0}
+    coverage = Coverage(num_compared=3, **counts)
+    lines = screen(reports.make_report(sites=sites, coverage=coverage, tokens=None))
+    assert "compared    everything: 3 tensors" in lines
+    more = [*sites, reports.make_site("case.0/suite.mul:out", step=1)]
+    lines = screen(reports.make_report(sites=more, coverage=coverage, tokens=None))
+    assert "compared    everything: 1 prompt × 2 steps" in lines

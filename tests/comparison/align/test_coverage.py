@@ -11,8 +11,9 @@ import torch
 
 from divergence import Run, capture, check, compare
 from divergence import truth as make_truth
-from divergence.comparison.align.coverage import UNACCOUNTED
+from divergence.comparison.align.coverage import UNACCOUNTED, tokens_row
 from divergence.comparison.align.pairs import kinds_of
+from divergence.comparison.results import TokensResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.run.manifest import ModuleNote
 
@@ -348,3 +349,12 @@ def test_healthy_pairs_are_covered(run, architecture):
     assert {item.share for item in result.report.coverage.passes} == {1.0}
     accounted(result.report)
     assert torch.isfinite(torch.tensor([s.rel_l2 for s in result.report.sites])).all()
+
+
+def test_tokens_behind_another_text_were_compared_elsewhere():
+    """Of ten tokens the candidate has eight, of which three come after the texts parted."""
+    tokens = TokensResult(
+        num_tokens=8, num_equal=4, forced=False, num_reference=10, num_missing=2, num_other_text=3
+    )
+    (row,) = tokens_row(tokens)
+    assert (row.num_compared, row.num_missing, row.num_elsewhere) == (5, 2, 3)

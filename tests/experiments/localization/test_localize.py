@@ -51,6 +51,8 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
         f"{BLOCK}.mlp.act_fn:out",
         f"{BLOCK}.mlp/aten.mul:out",
     ]
+    because = result.levels[1].because[0]  # err of A, of B
+    assert 0 < because["reference"] < 1e-5 < 1e-2 < because["candidate"]
     assert result.side == "candidate"
     assert f"{BLOCK}.mlp.act_fn/aten.mul" in result.operator.fed_by
     assert result.causal.holds

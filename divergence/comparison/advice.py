@@ -155,8 +155,8 @@ class Advice:
         ]
 
     def descent(self, block: str | None = None) -> list[Command]:
-        """What looks for the operator, inside a block where one is given; nothing where no descent
-        is possible."""
+        """Return what looks for the operator, inside a block where one is given; nothing where no
+        descent is possible."""
         if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
             return []
         return [
@@ -183,7 +183,7 @@ class Advice:
         return [] if truth is None else [command("compare", self._a, self._b, truth=truth)]
 
     def truth(self, *, full: bool = False) -> list[Command]:
-        """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
+        """Say which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
         against the truth, which judges nothing that is not there in full."""
         a, b = self._a, self._b
         if full and self._reference.plan.store != "full":
@@ -253,7 +253,7 @@ class Advice:
         ]
 
     def operator_input(self, site: str, side: str | None) -> list[Command]:
-        """What one side alone calls, and how."""
+        """Return what one side alone calls, and how."""
         path = self._a if side == "reference" else self._b
         return [command("inspect", path, site=site)]
 
@@ -295,8 +295,8 @@ class Advice:
         return command("localize", self._a, self._b, o=out, **options)
 
     def _special(self, manifest: Manifest, like: Manifest) -> dict[str, Any]:
-        """What makes this side's run special beside the one it repeats, and its device where the
-        sides' are not of a kind."""
+        """Return what makes this side's run special beside the one it repeats, and its device where
+        the sides' are not of a kind."""
         if manifest.environment.device_type == UNKNOWN:
             return {}
         kinds = {side.environment.device_type for side in (self._reference, self._candidate)}
@@ -380,7 +380,7 @@ class LookingAdvice(Advice):
     certainty = in_full = descent = truth = escalate = _nothing
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[Command]:
-        """What the block hands on."""
+        """Return what the block hands on."""
         return self.look_at(f"{block}:out")
 
     def made_alike(self, other_model: bool) -> list[Command]:
@@ -431,14 +431,14 @@ def _capture(manifest: Manifest, *operands: str, **options: Any) -> Command:
 
 
 def _mesh(manifest: Manifest) -> dict[str, Any]:
-    """How those divide the work, as an option."""
+    """Return how those divide the work, as an option."""
     if manifest.mesh is None:
         return {}
     return {"mesh": ",".join(f"{axis.name}={axis.size}" for axis in manifest.mesh.axes)}
 
 
 def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
-    """What makes a run special beside the one it repeats, as options."""
+    """Return what makes a run special beside the one it repeats, as options."""
     options = _mesh(manifest)
     model, other = manifest.model, like.model
     if model.source != other.source:

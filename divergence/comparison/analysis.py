@@ -1,4 +1,4 @@
-"""What an analysis is to the comparison: three functions, looked up by the name of its folder.
+"""To the comparison an analysis is three functions, looked up by the name of its folder.
 
 An analysis is a package: a folder of ``divergence.analyses``, or one that a domain names. Its
 ``__init__`` says whether it applies, so that only what applies is imported; its ``find`` module
@@ -182,7 +182,7 @@ class Parts(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalysisResult:
-    """What an analysis found in two runs."""
+    """Says what an analysis found in two runs."""
 
     findings: Sequence[Finding] = ()
     parts: Parts | Mapping[str, ReportPart] = field(default_factory=Parts)
@@ -275,7 +275,7 @@ def places() -> dict[str, str]:
 
 
 def numbers_of(name: str, measured: Measured) -> Any:
-    """What one analysis measures before coverage is accounted for; None where it does not
+    """Return what one analysis measures before coverage is accounted for; None where it does not
     apply."""
     if not _module_of(name).applies(measured):
         return None
@@ -283,7 +283,7 @@ def numbers_of(name: str, measured: Measured) -> Any:
 
 
 def limits_used(measured: Measured) -> Shown:
-    """What the blocks of two runs use of their limits."""
+    """Return what the blocks of two runs use of their limits."""
     used: Shown = _module_of("blocks", "find").limits_used(measured)
     return used
 

@@ -1,4 +1,4 @@
-"""What two machines' arithmetic explains: the facts that their runs hold, side by side.
+"""Two machines' arithmetic: the facts that their runs hold, side by side, and what they explain.
 
 Only facts of one name (probe, shape, dtype) are compared, and only verified ones are claimed; an
 order of additions that was not proven is counted, never explained with.
@@ -56,9 +56,9 @@ FactPair = tuple[ArithmeticFact, ArithmeticFact]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """What probes tell of two runs. ``lines``: for preflight, none where neither run was probed.
-    ``evidence``: one fact a difference, what explains most first, or one that says there is none.
-    ``precise``: probes of ``_PRECISION`` (and ``ulp``) that differ. ``differing``, ``equal``:
+    """Says what probes tell of two runs. ``lines``: for preflight, none where neither run was
+    probed. ``evidence``: one fact a difference, what explains most first, or one that says there is
+    none. ``precise``: probes of ``_PRECISION`` (and ``ulp``) that differ. ``differing``, ``equal``:
     verified facts that both sides hold; ``widths``: what both found of partial sums, by name,
     verified or not."""
 

@@ -53,7 +53,7 @@ class CallNode:
         return self.name in ("aten._to_copy", "aten.to")
 
     def key(self) -> tuple[str, str, tuple[int, ...]]:
-        """What the same call on another machine has in common with this one."""
+        """Return what the same call on another machine has in common with this one."""
         return self.module, self.name, self.results[0].shape
 
 
@@ -165,7 +165,7 @@ class Places:
         return "outside", ""  # a stranger's run may go in circles
 
     def leaves(self, side: int, source: Source) -> set[Source]:
-        """What it comes from, through calls without a partner; itself where it is none."""
+        """Return what it comes from, through calls without a partner; itself where it is none."""
         sources: set[Source] = set()
         waiting, seen = [source], {source}
         while waiting:
@@ -597,7 +597,7 @@ class Rerouted:
     def align(
         self, path: str, tensors: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...] | None:
-        """What may be compared of a result, rows first; None where nothing may.
+        """Return what may be compared of a result, rows first; None where nothing may.
 
         ``tensors``: the reference's, the candidate's and the right one, if there is one."""
         if path not in self.behind:
@@ -653,7 +653,7 @@ def rerouted_in(
 
 
 def _chosen(match: Match) -> int | None:
-    """Which result of a choice are the indices: one row a token, several or one chosen."""
+    """Say which result of a choice are the indices: one row a token, several or one chosen."""
     if any(n.name.partition(".")[2] not in CHOOSING for n in (match.reference, match.candidate)):
         return None
     for index, record in enumerate(match.reference.results):

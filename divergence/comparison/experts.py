@@ -268,7 +268,7 @@ class Routing:
     def of(
         self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None = None
     ) -> Routed | None:
-        """What may be judged of a pair of ``num_rows`` rows; None where that is not known.
+        """Return what may be judged of a pair of ``num_rows`` rows; None where that is not known.
         ``truth``: its run and record, whose choices must agree as well."""
         if not self._blocks:
             return _ALL
@@ -420,7 +420,7 @@ class Routing:
         rows: Sequence[np.ndarray],
         logits: Sequence[np.ndarray | None],
     ) -> bool:
-        """Of what this router sent elsewhere in all forwards of the pass that both sides batched
+        """Judge what this router sent elsewhere in all forwards of the pass that both sides batched
         alike; where that is none, in the one of these ``rows``."""
         (a, choice_a), (b, choice_b) = made
         key = choice_a.pass_, choice_a.site
@@ -444,8 +444,8 @@ class Routing:
         return self._flips[key]
 
     def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[np.ndarray | None]:
-        """Of each run's choice the leads of all tokens that this router chose for in this pass, in
-        whatever prompt and step; None where one did not follow its logits, or that is not known."""
+        """Return, of each run's choice, the leads of all tokens that this router chose for in this
+        pass; None where one did not follow its logits, or that is not known."""
         for run, choice in made:
             key = id(run), choice.pass_, choice.site
             if key in self._usual:
@@ -536,10 +536,10 @@ RouteKey = tuple[Side | None, str, int, int, str]
 
 @dataclass(slots=True)
 class Routes:
-    """What is known by (whose, pass, sample, step, site) of what lies behind a choice: each token's
-    ratio (T,), nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of
-    logits that rounding decided; ``unexplained``: by the first result behind it, a choice that it
-    did not. Whose: the side of an escalated pass, else None."""
+    """Says what is known by (whose, pass, sample, step, site) of what lies behind a choice: each
+    token's ratio (T,), nan where it is not judged, and its experts (T, k); ``margin``: the widest
+    gap of logits that rounding decided; ``unexplained``: by the first result behind it, a choice
+    that it did not. Whose: the side of an escalated pass, else None."""
 
     found: dict[RouteKey, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     margin: float | None = None
@@ -625,7 +625,7 @@ def mostly_rerouted(sites: Sequence[SiteResult]) -> Fact | None:
 
 
 def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[Fact]:
-    """How many tokens rounding sent elsewhere, where any."""
+    """Return how many tokens rounding sent elsewhere, where any."""
     outs = _routed_outs(sites)
     moved = [s for s in outs if s.num_rerouted]
     if not moved:

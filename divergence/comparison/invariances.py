@@ -55,7 +55,7 @@ Changed = dict["Coordinates", tuple["Record", "np.ndarray"]]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What differs, ``changed`` without it, and what is left there and is not judged."""
+    """Says what differs, ``changed`` without it, and what is left there and is not judged."""
 
     fact: Fact
     changed: Changed
@@ -466,10 +466,10 @@ class _Map:
 
 
 def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
-    """Of each part of a block (its attention, its MLP) in which sites are beyond their limit, where
-    all of them have the reference's channels in another order, with other signs or of another size,
-    and the part takes that back: a module is given it and gives what the other side's gives; or
-    queries and keys have it and what attention makes of them has not."""
+    """Yield, of each part of a block (its attention, its MLP) in which sites are beyond their
+    limit, where all of them have the reference's channels in another order, with other signs or of
+    another size, and the part takes that back: a module is given it and gives what the other side's
+    gives; or queries and keys have it and what attention makes of them has not."""
     anchored = [site for site in report.sites if site.pass_ == "anchored" and site.block]
     flagged: dict[str, list[SiteResult]] = {}
     for site in anchored:
@@ -528,7 +528,7 @@ def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bo
 
 
 def _map_of(measured: Measured, site: str) -> _Map | None:
-    """How the candidate's channels at a site come from the reference's, in all anchored rows."""
+    """Say how the candidate's channels at a site come from the reference's, in anchored rows."""
     pieces = Pieces(measured.reference, measured.candidate)
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     for pair in _float_pairs(measured):

@@ -1,4 +1,4 @@
-"""What a training step makes of every parameter, told together: how many are off, and of what.
+"""Parameters of a training step are told together: how many are off, and of what.
 
 A kernel's error in a gradient shows in what leaves a block's backward too, or in the parameters of
 one class of modules alone, whose product it makes. What is off in others as well was made by the
@@ -27,12 +27,12 @@ class ParametersOff:
 
     @property
     def rows(self) -> Fact:
-        """What the rows hold, in words."""
+        """Return what the rows hold, in words."""
         return fact("rows", what=self.what)
 
     @property
     def cause(self) -> Fact:
-        """What to look at. Nothing that blocks hand on in the backward is off."""
+        """Return what to look at. Nothing that blocks hand on in the backward is off."""
         if self.what != "gradients":
             return fact("cause_optimizer")
         lone = len(self.kinds) == 1 and len(self.beyond) < self.total
@@ -52,8 +52,8 @@ def row_of(site: str) -> str | None:
 
 
 def together(first: SiteResult, judged: Iterable[tuple[SiteResult, bool]]) -> ParametersOff | None:
-    """What is off as ``first`` is; None where it is no parameter's, and where a block's backward
-    hands on what is off. ``judged``: each row, and whether it is beyond its limit."""
+    """Return what is off as ``first`` is; None where it is no parameter's, and where a block's
+    backward hands on what is off. ``judged``: each row, and whether it is beyond its limit."""
     what, alike = row_of(first.site), [row for row in judged if row[0].pass_ == first.pass_]
     handed_on = any(off and row.site.endswith(f"{BACKWARD}:out") for row, off in alike)
     if what is None or (handed_on and first.phase == "backward"):

@@ -50,7 +50,7 @@ Cell = str | int | float | bool | tuple[int, ...] | None
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the report says about each run, so that the run need not be opened again."""
+    """Holds what the report says about each run, so that the run need not be opened again."""
 
     path: str
     id: str
@@ -77,7 +77,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JsonAnswer:
-    """What a command found: a Struct that is written as JSON."""
+    """Says what a command found: a Struct that is written as JSON."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What a comparison found, as typed data: findings and verdict, sites, operators, tokens, suites.
+"""The results of a comparison, typed: findings and verdict, sites, operators, tokens, suites.
 
 An analysis returns findings and knows neither the others nor the verdict. ``decide`` makes one
 verdict of them. Everything here is frozen. A field that a class's ``TEXTS`` names says in words, or
@@ -99,7 +99,7 @@ class Verdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
-    """What one analysis claims."""
+    """Says what one analysis claims."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {
         "summary": "headline",
@@ -171,8 +171,8 @@ class PreflightLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
 
 def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:
-    """How each side is quantised (a ``QuantizationNote`` in words, or ``none``), in a word: two of
-    one name with what each alone has."""
+    """Return how each side is quantised (a ``QuantizationNote`` in words, or ``none``), in a word:
+    two of one name with what each alone has."""
     names = [
         f"quantised ({text.rpartition(' (')[2]}"
         if text.startswith(SCHEME_UNKNOWN)
@@ -238,7 +238,7 @@ class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class LogitsDiff(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How far apart two logits tensors are as distributions, over their rows (positions)."""
+    """Says how far apart two logits tensors are as distributions, over their rows (positions)."""
 
     kl_mean: float
     """KL(reference‖candidate) in nats, mean over rows."""
@@ -451,7 +451,7 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def key(self) -> SiteKey:
-        """What tells it from all other results of a comparison."""
+        """Return what tells it from all other results of a comparison."""
         return self.pass_, self.of, self.sample, self.step, self.site
 
     @property
@@ -517,7 +517,7 @@ def num_rows(result: SiteResult) -> int:
 
 
 class PassCoverage(msgspec.Struct, Worded, frozen=True, kw_only=True):
-    """How much of one pass of the reference was compared.
+    """Says how much of one pass of the reference was compared.
 
     num_reference = num_compared + num_missing + num_skipped + num_empty + num_elsewhere.
     """
@@ -579,7 +579,7 @@ class Skipped(msgspec.Struct, Worded, frozen=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of what was recorded was compared.
+    """Says how much of what was recorded was compared.
 
     The numbers count pairs of tensors. Operators and tokens are counted in ``passes`` alone, and in
     ``num_only_reference`` where the candidate lacks them.
@@ -1074,7 +1074,7 @@ class TokenDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the error of ``sites`` alone moves the logits that decide one token.
+    """Says how far the error of ``sites`` alone moves the logits that decide one token.
 
     An experiment on the machine ``device`` (divergence.experiments.explain): one side's run is
     repeated with the other's error added at these sites. Margins are the logit of ``reference``
@@ -1172,11 +1172,11 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a domain adds to a report: a field of it, by name (``Domain.parts``)."""
+    """Says what a domain adds to a report: a field of it, by name (``Domain.parts``)."""
 
     @property
     def num_runs(self) -> int:
-        """How many runs it tells of: one, where that was judged without another."""
+        """Return how many runs it tells of: one, where that was judged without another."""
         return 2
 
     @property
@@ -1191,13 +1191,13 @@ class ReportPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agreement(self) -> tuple[int, int, int] | None:
-        """How many tokens are equal, how many part at ties, and of how many, where a policy asks
-        for a share of them."""
+        """Return how many tokens are equal, how many part at ties, and of how many, where a policy
+        asks for a share of them."""
         return None
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """What a policy may limit, by name."""
+        """Return what a policy may limit, by name."""
         return {}
 
 

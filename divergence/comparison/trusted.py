@@ -39,7 +39,7 @@ def _no_floor(run: Run, why: str, reference: Run) -> UsageError:
 
 
 def _equalities(run: Run, other: Run) -> Iterator[bool]:
-    """For each tensor of both whose bits are known: are they the same?"""
+    """Say of each tensor of both whose bits are known whether they are the same."""
     for record in run.records:
         partner = other.find(record.coordinates)
         equal = None if partner is None else equal_contents(run, record, other, partner)
@@ -54,7 +54,7 @@ def trusted_limits(
     names: NameMap | None,
     measuring: Measuring,
 ) -> Shown:
-    """What trusted runs use of their limits against the reference, the largest of all by site.
+    """Tell what trusted runs use of their limits against the reference, the most by site.
 
     Raises UsageError for a run that is no trusted one, or has nothing in common with it.
     """
@@ -91,7 +91,7 @@ def trusted_limits(
 def widening_notes(
     shown: Shown | None, sites: Sequence[SiteResult], num_runs: int, thresholds: Thresholds
 ) -> list[Fact]:
-    """What ``--floor`` widened, and the most of it with its numbers. Nothing without such runs."""
+    """Say what ``--floor`` widened, and the most of it in numbers. Nothing without such runs."""
     if shown is None:
         return []
     factors = {key: thresholds.widen * used for key, used in shown.items()}

@@ -153,7 +153,7 @@ def _pairs(tokens: Tokens, whole: Record, record: Record, group: list[int]) -> I
 
 
 def _no_row(tokens: Tokens, whole: Record, record: Record) -> Fact | None:
-    """Why a decode step's tensor is no row of the whole pass's, or None."""
+    """Say why a decode step's tensor is no row of the whole pass's, or None."""
     sample = tokens.samples[record.sample]
     length = sample.num_left_pad + len(sample.prompt_ids) + len(sample.generated_ids) - 1
     group = tokens.group_of(record.sample)

@@ -122,7 +122,7 @@ def figure(item: Plot | HeatMap) -> Element:
 
 
 def script(item: Plot | HeatMap) -> dict[str, object]:
-    """What the page's script needs of a figure; two digits are what is said of a cell."""
+    """Return what the page's script needs of a figure; two digits are what is said of a cell."""
     if isinstance(item, Plot):
         return {"kind": "line", "says": item.says, "blocks": item.blocks}
 
@@ -177,7 +177,7 @@ class _Across:
 
 
 def drawn(plot: Plot, width: float | None = None) -> list[Node]:
-    """What stands right of the axis: ``width`` pixels, or as wide as the reader's window."""
+    """Return what stands right of the axis: ``width`` pixels, or as wide as the reader's window."""
     axis, across = _axis(plot), _Across(len(plot.names), width)
     curves: list[Node] = []
     if plot.band is not None:

@@ -77,7 +77,7 @@ class Picture:
 
 
 def png_library() -> ModuleType:
-    """What draws a PNG. Raises UsageError where it is not installed."""
+    """Return what draws a PNG. Raises UsageError where it is not installed."""
     try:
         return import_module("resvg_py")
     except ImportError as error:
@@ -193,7 +193,7 @@ def _panel(plot: Plot, top: float) -> tuple[list[Node], float]:
 
 
 def _key(kind: str, x: float, y: float) -> list[Node]:
-    """What a legend's text is about, as it is drawn."""
+    """Return what a legend's text is about, as it is drawn."""
     shape, _, name = kind.partition(" ")
     if shape == "line":
         drawing = el("path", d=f"M{x:g} {y:g}h14", class_=kind)

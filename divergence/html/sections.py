@@ -199,7 +199,7 @@ def _note(content: Table) -> str:
 
 
 def script_data(sections: Sequence[Section]) -> dict[str, Any]:
-    """What the script needs: the figures' numbers, and all that is known of each block."""
+    """Return what the script needs: the figures' numbers, and all that is known of each block."""
     blocks: dict[str, dict[str, Any]] = {}
     for part in (part for section in sections for part in section.parts):
         content = blocks.setdefault(part.block, {"facts": [], "tables": []})

@@ -173,7 +173,7 @@ _CONTENTS = {
 
 
 def _readme(report: Report, machines: Mapping[str, Environment], files: Mapping[str, bytes]) -> str:
-    """What somebody who has never seen this tool needs in order to use what is in the zip."""
+    """Write what somebody who has never seen this tool needs to use what is in the zip."""
     top = opening_of(report).headline
     devices = "; ".join(
         f"{name} on {_code(f'{item.device_name} ({item.device_type})')}"
@@ -257,7 +257,7 @@ def _markdown(
 
 
 def machine_of(environment: Environment) -> dict[str, str | None]:
-    """What is known of a machine, by name."""
+    """Return what is known of a machine, by name."""
     number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
     return {
         "label": environment.label,

@@ -1,4 +1,4 @@
-"""What `capture` says: what it would record, and what it has recorded."""
+"""Shows what `capture` says: what it would record, and what it has recorded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def captured_document(
     *,
     like: str | os.PathLike[str] | None = None,
 ) -> Document:
-    """What `capture` says when it is done: briefly what was made, and what to do with it."""
+    """Return what `capture` says when it is done: briefly what was made, and what to do with it."""
     settings, plan = manifest.settings, manifest.plan
     done = "captured" if plan.replayed_pass is None else "replayed"
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
@@ -99,14 +99,14 @@ def _loss(records: Sequence[Record]) -> str:
 
 
 def copied_document(what: str, path: str, manifest: Manifest, num_records: int) -> Document:
-    """What `pack`, `unpack` and `import` say when they are done."""
+    """Return what `pack`, `unpack` and `import` say when they are done."""
     text = f"{what} {path}: {count(num_records, 'record')}, {stored(manifest)}"
     partly = [named("", "the run is INCOMPLETE, as it was", "yellow")]
     return Document(headline=Headline("", text, "green", [] if manifest.complete else partly))
 
 
 def plan_document(plan: dict[str, Any]) -> Document:
-    """What `capture --dry-run` would record. ``plan``: the planned capture as plain data."""
+    """Return what `capture --dry-run` would record. ``plan``: the planned capture as plain data."""
     text = (
         f"{count(plan['num_sites'], 'site')}, {count(plan['num_steps'], 'step')}, "
         f"at most {size(plan['total_bytes'])}; nothing was written"

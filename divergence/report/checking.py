@@ -75,7 +75,7 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
 
 
 def blessing_lines(blessing: Blessing, *, asked: bool = False) -> list[Line]:
-    """What became the golden, what it replaces and how the two differ. ``asked``: what would."""
+    """Say what became the golden, what it replaces and how they differ. ``asked``: what would."""
     word, becomes, style = "BLESSED", "is the golden now", "bold green"
     if asked:
         word, becomes, style = "REPLACE?", "would be another golden", "bold yellow"
@@ -116,7 +116,7 @@ _MOST = 100
 
 
 class RuleOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one rule. All text prints on one line."""
+    """Says what became of one rule. All text prints on one line."""
 
     rule: str
     status: Literal["passed", "failed", "skipped", "stopped"]
@@ -127,7 +127,7 @@ class RuleOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckPage(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written for a CI server. ``report``: none where nothing was compared."""
+    """Says what is written for a CI server. ``report``: none where nothing was compared."""
 
     golden: str
     new: str

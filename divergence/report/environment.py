@@ -130,7 +130,7 @@ def machine_section(environment: Environment) -> Section:
 
 
 def machine_document(environment: Environment, *, brief: bool = False) -> Document:
-    """What `divergence env` shows. ``brief``: the device alone."""
+    """Return what `divergence env` shows. ``brief``: the device alone."""
     facts = machine_facts(environment)[: 1 if brief else None]
     top = Headline("machine", environment.label, "bold", [named(*fact) for fact in facts])
     return Document(headline=top)
@@ -178,13 +178,13 @@ def fallbacks(settings: Settings) -> list[Sentence]:
 
 
 def changes(plants: Sequence[str], substitutes: Sequence[str]) -> list[Sentence]:
-    """What was done to a run on purpose."""
+    """Return what was done to a run on purpose."""
     done = (("PLANTED FAULT", plants), ("SUBSTITUTED", substitutes))
     return [named("", f"{what}: {', '.join(at)}", "yellow") for what, at in done if at]
 
 
 def repeats(repeat: Repeatability) -> list[Sentence]:
-    """Whether a run that was made several times gave the same bits."""
+    """Say whether a run that was made several times gave the same bits."""
     if repeat.num_runs <= 1:
         return []
     first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
@@ -225,8 +225,8 @@ _USUAL_ULP = 1.0
 
 
 def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = False) -> list[Section]:
-    """What a machine's arithmetic answered, a line a probe with the first answer that is unusual;
-    ``verbose``: all of them. Nothing where nothing was probed."""
+    """Show what a machine's arithmetic answered, a line a probe with the first answer that is
+    unusual; ``verbose``: all of them. Nothing where nothing was probed."""
     if not facts:
         return []
     unverified = sum(not fact.verified for fact in facts)
@@ -269,7 +269,7 @@ _STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "ye
 
 
 def selftest_document(result: Selftest, *, verbose: bool = False) -> Document:
-    """How many steps did what; the steps, the machine and its switches."""
+    """Show how many steps did what; the steps, the machine and its switches."""
     tally = Counter(step.status for step in result.steps)
     outcome = ", ".join(f"{tally[name]} {name}" for name in _STYLES if tally[name])
     outcome = outcome or "nothing was run"

@@ -1,4 +1,4 @@
-"""What selfcheck and sensitivity answer."""
+"""Shows the answers of selfcheck and sensitivity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run holds, from its manifest and records alone.
+"""Shows what a run holds, from its manifest and records alone.
 
 Nothing here reads a tensor: summaries were recorded with them, so that a run can
 be looked at without torch.
@@ -65,8 +65,8 @@ def run_document(
     audit: AuditResult | None = None,
     verbose: bool = False,
 ) -> Document:
-    """What ran, where, on which tokens, whether it finished, and what was recorded; ``audit``: in
-    which dtypes, where operators were."""
+    """Show what ran, where, on which tokens, whether it finished, and what was recorded; ``audit``:
+    in which dtypes, where operators were."""
     settings, plan = manifest.settings, manifest.plan
     state, style = "complete", "bold green"
     if not manifest.complete:
@@ -143,7 +143,7 @@ def _setting(name: str, text: str) -> Sentence:
 
 
 def following(run: str, manifest: Manifest) -> list[str]:
-    """What can be done with a run: the other one is made, and the two are compared."""
+    """Return what can be done with a run: the other one is made, and the two are compared."""
     if is_of_machine(manifest):
         return [command_line("compare", run, "OTHER", note="of another machine")]
     if manifest.settings.compute_dtype:
@@ -249,7 +249,7 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def code_texts(manifest: Manifest) -> list[str]:
-    """What runs otherwise than the classes say: replaced, wrapped, compiled."""
+    """Return what runs otherwise than the classes say: replaced, wrapped, compiled."""
     texts = [text for note in manifest.model.code.values() for text in note.replaced]
     for name, note in manifest.model.code.items():
         texts += [f"{name}: {text}" for text in note.wrapped]
@@ -317,7 +317,7 @@ def select_records(records: Sequence[Record], site: str) -> list[Record]:
 
 
 def verified_text(kept: int, total: int, why: str) -> str:
-    """What `--verify` found of a run without a problem: no more than there was to check.
+    """Return what `--verify` found of a run without a problem: no more than there was to check.
     ``kept``: of how many of all records anything is stored; ``why`` not of the others."""
     if kept == total:
         return "verified: every tensor has the checksum it was written with"
@@ -381,7 +381,7 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
 
 
 def _call(call: Call) -> list[Sentence]:
-    """What stands under the operator's site."""
+    """Return what stands under the operator's site."""
     rows = [("operator", call.operator)]
     called = called_at(call.source, call.backward_of)
     if called is not None:

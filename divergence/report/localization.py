@@ -1,4 +1,4 @@
-"""What localize prints on one page, the operator first, then its proof; and what repro prints."""
+"""Shows what localize prints, the operator first, then its proof; and what repro prints."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _level(level: Level, *, named: bool, brief: bool) -> str:
 
 
 def _proof(result: Localization, *, brief: bool) -> list[tuple[str, str]]:
-    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
+    """Show what was captured again, the causal check, each side's operator, the reproducer."""
     # which runs that were captured again have the bits of the run they stand for
     equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
     rows = [("repeated", f"bit for bit: {', '.join(equal)}")] if equal and not brief else []
@@ -162,8 +162,8 @@ def _proof(result: Localization, *, brief: bool) -> list[tuple[str, str]]:
 
 
 def _given(result: Localization) -> str:
-    """Which operands differ and by how much, and the line that calls it; empty where that is not
-    recorded."""
+    """Say which operands differ and by how much, and the line that calls it; empty where that is
+    not recorded."""
     first = result.operator
     assert first is not None
     called = f": {first.called_at}" if first.called_at else ""

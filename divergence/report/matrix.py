@@ -52,8 +52,8 @@ _COLUMNS = (
 def matrix_document(
     matrix: Matrix, *, all_runs: bool = False, page: bool = False, brief: bool = False
 ) -> Document:
-    """Who is odd, and a row for each run. ``all_runs``: nothing is left out. ``page``: for a page.
-    ``brief``: the headline also tells what was not compared."""
+    """Show who is odd, and a row for each run. ``all_runs``: nothing is left out. ``page``: for a
+    page. ``brief``: the headline also tells what was not compared."""
     top = headline_of(matrix)
     if brief:
         lacking = [f"{row.path}: {row.problem}" for row in matrix.rows if row.problem is not None]
@@ -80,7 +80,7 @@ def _problems(matrix: Matrix) -> list[Section]:
 
 
 def headline_of(matrix: Matrix) -> Headline:
-    """Who is odd, and what there is to say of it."""
+    """Return who is odd, and what there is to say of it."""
     word, style = "NO ANSWER", "bold yellow"
     if matrix.odd:
         word, style = "ODD", "bold red"
@@ -148,7 +148,7 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
 
 
 def _usage(matrix: Matrix) -> Plot:
-    """How much of a limit each run uses."""
+    """Return how much of a limit each run uses."""
     rows = matrix.rows[:_MOST_ON_PAGE]
     says = []
     for row in rows:
@@ -191,7 +191,7 @@ def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
 
 
 def _among(matrix: Matrix) -> list[Section]:
-    """Who agrees with whom; nothing where nobody asked."""
+    """Return who agrees with whom; nothing where nobody asked."""
     rows = []
     for check in matrix.cross_checks:
         problem = f"not compared: {(check.problem or '').partition(chr(10))[0]}"

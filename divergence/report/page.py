@@ -148,7 +148,7 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
 
 
 def _documents_of(answer: Answer) -> list[Document]:
-    """What stands on its page; of a report the top alone."""
+    """Return what stands on its page; of a report the top alone."""
     if isinstance(answer, Report):
         runs = [named(name, run_text(run)) for name, run in _runs(answer)]
         return [dataclasses.replace(opening_of(answer), known=runs)]
@@ -198,7 +198,7 @@ def picture_of_tree(tree: Tree, title: str, described: str) -> Picture:
 
 
 def notebook_of(answer: Answer) -> str:
-    """What is known at once; of a report also the curve of the phase that its verdict is about."""
+    """Show what is known at once; of a report also the curve of its verdict's phase."""
     whole, *_ = _documents_of(answer)
     rows = [(fact.label.strip(), fact.text) for fact in (*whole.headline.facts, *whole.known)]
     rows += [("next", command) for command in whole.next[:1]]

@@ -55,7 +55,7 @@ def screen_lines(report: Report, *, more: str = "add -v", num_above: int = 0) ->
 
 
 def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -> Document:
-    """Of a report without blocks (operators alone, a suite, log-probabilities): the first reason,
+    """Show a report without blocks (operators alone, a suite, log-probabilities): the first reason,
     and of the first table that has any the rows that are wrong; where there are none, or none has
     room (``num_rows`` 0 and less), as many reasons as have."""
     quiet = is_quiet(report)
@@ -84,7 +84,7 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
 
 
 def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence | None] | None:
-    """Of the first table that has any, and what its columns hold."""
+    """Return the wrong rows of the first table that has any, and what its columns hold."""
     for section in sections:
         for block, following in zip(section.body, [*section.body, None][1:], strict=True):
             if not isinstance(block, Table) or most < 1:
@@ -171,8 +171,8 @@ def _runs(report: Report) -> list[Sentence]:
 
 
 def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
-    """What is beyond a limit, else what comes nearest to it: one place in a line, more as a table.
-    Nothing where no size is known, or a healthy pair is held to no limit."""
+    """Show what is beyond a limit, else what comes nearest to it: one place in a line, more as a
+    table. Nothing where no size is known, or a healthy pair is held to no limit."""
     every = worst_rows(report)
     unlike = [row for row in every if not row.worst.identical]
     pairs = list(zip(unlike, worst_places(unlike), strict=True))

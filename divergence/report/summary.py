@@ -175,7 +175,7 @@ def verdict_headline(report: Report) -> Headline:
 
 
 def _asked(report: Report) -> list[Sentence]:
-    """Where two runs alone cannot tell the side, what can."""
+    """Say what can tell the side where two runs alone cannot."""
     verdict, commands = report.verdict, report.verdict.commands
     asked = verdict.kind in ("localized", "systematic", "drift") and verdict.side is None
     if not asked or any(site.truth and not site.truth.estimated for site in report.sites):
@@ -193,7 +193,7 @@ def _asked(report: Report) -> list[Sentence]:
 
 
 def unseen(report: Report) -> list[str]:
-    """What this comparison could not see, where it found no error that is the question."""
+    """Return what this comparison could not see, where it found no error that is the question."""
     if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
         return []
     seen = None if report.verdict.kind == "identical" else report.visible
@@ -246,13 +246,13 @@ def computed(run: RunSummary) -> str:
 
 
 def model_name(run: RunSummary) -> str:
-    """As it is called on the hub; of a folder the last name."""
+    """Name the model as it is called on the hub; of a folder the last name."""
     path = PurePath(run.model)
     return path.name if path.is_absolute() or path.parts[:1] == ("~",) else run.model
 
 
 def states(run: RunSummary) -> list[Sentence]:
-    """Why a run is incomplete, and what was planted or substituted in it."""
+    """Say why a run is incomplete, and what was planted or substituted in it."""
     if run.complete:
         return changes(run.plants, run.substitutes)
     why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
@@ -267,7 +267,7 @@ _WIDTH = 86
 
 
 def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
-    """What differs; planted faults stand beside their run."""
+    """Show what differs; planted faults stand beside their run."""
     differ = [
         line
         for line in preflight
@@ -321,7 +321,7 @@ _STATES = {
 
 
 def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list[Section]:
-    """What was checked before any number; what differs comes first and stands open."""
+    """Show what was checked before any number; what differs comes first and stands open."""
     by = {status: [row for row in preflight if row.status == status] for status in _STATES}
     same, unknown = by["same"], by["unknown"]
     detail = f"{len(same)} the same, {len(by['differs'])} different, {len(by['blocking'])} blocking"
@@ -419,7 +419,7 @@ def _compared(report: Report) -> list[Sentence]:
 
 
 def lacking(coverage: Coverage) -> list[str]:
-    """What was not compared, in one text, where there is anything."""
+    """Return what was not compared, in one text, where there is anything."""
     gone = (
         ("skipped", coverage.num_skipped),
         ("only in A", coverage.num_only_reference),
@@ -489,7 +489,7 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
 
 
 def _made(background: Background) -> list[Section]:
-    """When and how each run was made, and on what, as far as no setting says it."""
+    """Say when and how each run was made, and on what, as far as no setting says it."""
     sides = background.reference, background.candidate
     if not any(sides):
         return []
@@ -563,8 +563,8 @@ _ORDER = ("tokens", "blocks", "operators", "precision", "ends", "ranks")
 def analysis_sections(
     report: Report, *, every: bool = False, background: Background | None = None
 ) -> dict[str, list[Section]]:
-    """What each analysis shows, by its name, in the order of a report; those of other packages
-    last. ``background``: what the report does not hold, given for a page."""
+    """Return what each analysis shows, by its name, in the order of a report; those of other
+    packages last. ``background``: what the report does not hold, given for a page."""
     sections = {}
     places = analysis.places() | analysis.whole_places()
     for name in dict.fromkeys((*_ORDER, *places)):

@@ -172,7 +172,7 @@ def _style(marks: Sequence[str]) -> str:
 
 
 def _sign(marks: Sequence[str]) -> str:
-    """What tells a row's marks without colours."""
+    """Return what tells a row's marks without colours."""
     sign = next((_SIGNS[word] for word in marks if word in _SIGNS), " ")
     arrow = ">" if {"onset", "odd"}.intersection(marks) else " "
     return f" {arrow}{sign} " if (arrow + sign).strip() else ""

@@ -1,5 +1,5 @@
-"""What statistics alone show: that two tensors are apart by at least so much, never that they are
-near.
+"""Statistics alone show one thing: that two tensors are apart by at least so much, never that they
+are near.
 
 Of a tensor whose bytes nobody kept, norm, mean and extremes are known, and ‖a - b‖ is no less than
 any of their differences (comparison.measure.reduced). Rounding explains no more than a multiple of
@@ -34,7 +34,7 @@ _PART = re.compile(r"(?:.+?\.)?\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far a site is apart at least, and what rounding explains there; both relative."""
+    """Says how far a site is apart at least, and what rounding explains there; both relative."""
 
     site: SiteResult
     least: float

@@ -166,7 +166,7 @@ def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
 
 
 def find(measured: Measured) -> AnalysisResult:
-    """What the blocks show, and all sites with the limits that they were held against."""
+    """Return what the blocks show, and all sites with the limits that they were held against."""
     if not measured.sites:
         return AnalysisResult(parts={"sites": []})
     if any(site.nonfinite is not None for site in measured.sites):
@@ -355,7 +355,7 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
 
 
 def _weights_evidence(measured: Measured) -> list[Fact]:
-    """How the weights belong together, where they are not simply equal."""
+    """Return how the weights belong together, where they are not simply equal."""
     return [
         fact("blocks.weights", relation=line.details or line.detail)
         for line in measured.preflight
@@ -417,7 +417,7 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
 
 
 def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
-    """What differs and was not measured, and the most that its statistics tell."""
+    """Return what differs and was not measured, and the most that its statistics tell."""
     unmeasured = [site for site in sites if site.is_unmeasured]
     if not unmeasured:
         return []

@@ -1,4 +1,4 @@
-"""What is said where nothing is beyond a limit: drift at the end, and what stands out."""
+"""Where nothing is beyond a limit, this is said: drift at the end, and what stands out."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
 def _against_floors(
     site: SiteResult, allowed: float | None, thresholds: Thresholds
 ) -> Drift | None:
-    """What the blocks make adds as squares where it is rounding; ``drift`` leaves room for what
-    they make of each other's."""
+    """Add what the blocks make as squares, as rounding does; ``drift`` leaves room for what they
+    make of each other's."""
     if allowed is None or site.token_rel_l2_median is None:
         return None
     behind = site.role != "block"

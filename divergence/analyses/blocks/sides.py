@@ -1,5 +1,5 @@
-"""What is beyond what rounding explains: by the two sides' difference, and by a truth, which tells
-the side, and which of its forwards, tokens or channels show it."""
+"""Finds what is beyond what rounding explains: by the two sides' difference, and by a truth, which
+tells the side, and which of its forwards, tokens or channels show it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlocksBeside:
-    """What a site without siblings is held against: the blocks' median log W, and that of each
+    """Says what a site without siblings is held against: the blocks' median log W, and that of each
     forward."""
 
     x: float = 0.0
@@ -232,7 +232,7 @@ def _odds_of_own(
 
 
 def _excused(x: Floats, usual: Floats) -> Floats:
-    """What excuses a side whose error is the larger: that it is so elsewhere."""
+    """Return what excuses a side whose error is the larger: that it is so elsewhere."""
     return np.where(x > 0, np.maximum(usual, 0.0), np.minimum(usual, 0.0))
 
 
@@ -325,7 +325,7 @@ def _blame_of(
 
 
 def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, Blame]:
-    """What the judge says of each forward; nothing where there is but one."""
+    """Return what the judge says of each forward; nothing where there is but one."""
     if judged.forwards is None:
         return {}
     return {
@@ -361,8 +361,9 @@ def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[Prom
 def shared_by_all(
     judged: JudgedFamily, widened: float, thresholds: Thresholds
 ) -> Iterator[list[Blame | None]]:
-    """For each forward, then each row and each channel, that stands out beside the others in what
-    all members have in common: of each member its blame, None where it is not off there itself."""
+    """Yield, for each forward, then each row and each channel, that stands out beside the others in
+    what all members have in common: of each member its blame, None where it is not off there
+    itself."""
     tables: tuple[tuple[Why, JudgedTable | None], ...] = (
         ("forward", judged.forwards),
         ("token", judged.rows),
@@ -927,8 +928,8 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
 
 
 def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
-    """What all of one kind have in common in one forward, then in one row or one channel, blames
-    those of them that are not blamed for more."""
+    """Return what all of one kind have in common in one forward, then in one row or one channel,
+    blames those of them that are not blamed for more."""
     assert family[0].judged is not None
     widened = max(unit.widened for unit in family)
     for shared in shared_by_all(family[0].judged[0], widened, thresholds):

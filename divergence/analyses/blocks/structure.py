@@ -77,7 +77,7 @@ Structure = Callable[[OnsetRows], tuple[float, Fact] | None]
 
 
 def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
-    """What is plain of the difference at a unit: of what it is made, and where it is."""
+    """Return what is plain of the difference at a unit: of what it is made, and where it is."""
     whole = _difference(measured, unit)
     if whole is None:
         return []

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Escalation:
-    """What the escalated pass shows. ``judged``: sides whose escalated pass was compared (None:
-    both with each other)."""
+    """Says what the escalated pass shows. ``judged``: sides whose escalated pass was compared
+    (None: both with each other)."""
 
     units: list[Unit]
     judged: set[Side | None]
@@ -78,15 +78,15 @@ class Escalation:
 
     @property
     def side(self) -> SideOrBoth | None:
-        """Which run is wrong, as far as the escalated passes tell: of steps that no truth reaches
-        the side is that of the same site elsewhere."""
+        """Say which run is wrong, as far as the escalated passes tell: of steps that no truth
+        reaches the side is that of the same site elsewhere."""
         judged = {unit.site for unit in self.flagged if side_of(unit) is not None}
         if any(unit.site not in judged for unit in self.flagged):
             return None
         return common_side(map(side_of, self.flagged))
 
     def beside(self, unit: Unit) -> list[Fact]:
-        """What the float32 pass says of a unit that is flagged in the runs' own dtype."""
+        """Return what the float32 pass says of a unit that is flagged in the runs' own dtype."""
         block, site = unit.results[0].block, unit.site
         at_site = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
         at_site = [u for u in at_site if side_of(u) in (None, unit.side) or unit.side is None]
@@ -132,7 +132,7 @@ def escalated_units(sites: Sequence[SiteResult]) -> Escalation:
 
 
 def side_of(unit: Unit) -> SideOrBoth | None:
-    """Which side is wrong: the one that is judged by itself, or that the truth blames."""
+    """Say which side is wrong: the one that is judged by itself, or that the truth blames."""
     return unit.results[0].of or unit.side
 
 
@@ -309,7 +309,7 @@ def _name(unit: Unit, units: Sequence[Unit], judged: Sequence[Unit]) -> str | Fa
 
 
 def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation) -> list[Command]:
-    """What to run next. ``unit``: the one that the verdict is about, if it is about one."""
+    """Return what to run next. ``unit``: the one that the verdict is about, if it is about one."""
     advice = measured.advice
     if not measured.anchored:
         more = advice.certainty(_outside_blocks(measured.sites))
@@ -717,22 +717,22 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
 
 
 def num_values(result: SiteResult) -> int:
-    """How many independent numbers the result's errors are made of: of an estimate, projections."""
+    """Count the independent numbers that errors are made of: of an estimate, projections."""
     if is_norm(result.site):
         return ENOUGH
     return result.numel if result.estimated is None else result.estimated.num_values
 
 
 def num_columns(result: SiteResult) -> int:
-    """How many numbers a row's error is made of."""
+    """Return how many numbers a row's error is made of."""
     if result.estimated is not None:
         return result.estimated.num_projections
     return result.shape[-1] if result.shape else 1
 
 
 def numbers_alike(result: SiteResult) -> float:
-    """How many numbers of one size make an error of that norm and largest element: the largest
-    square of n of them is 2 ln n times their mean one."""
+    """Return how many numbers of one size make an error of that norm and largest element: the
+    largest square of n of them is 2 ln n times their mean one."""
     largest, size = result.max_abs, (result.rel_l2 or 0.0) * (result.reference_norm or 0.0)
     if result.estimated is not None or is_norm(result.site):
         return float(ENOUGH)
@@ -822,7 +822,7 @@ def visible_of(units: Sequence[Unit]) -> Visible | None:
 
 
 def narrowed(sizes: dict[Level, float]) -> dict[Level, float]:
-    """What is seen in one row is so where it is in all of a forward, or of a block."""
+    """Narrow what is seen in one row to where it is so in all of a forward, or of a block."""
     least, made = math.inf, dict(sizes)
     for level in reversed(_NARROWER):
         if level in sizes:

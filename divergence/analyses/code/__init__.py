@@ -4,8 +4,8 @@ from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:
-    """Where the sides ran other code, or have parameters that are not contiguous, or there is a
-    truth, whose code is one side's."""
+    """Did the sides run other code, have parameters that are not contiguous, or is there a truth,
+    whose code is one side's?"""
     differs = any(line.check == "code" and line.status == "differs" for line in measured.preflight)
     judged = measured.truth is not None or measured.floor is not None
     return (

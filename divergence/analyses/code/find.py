@@ -87,7 +87,7 @@ def not_told(reason: Fact) -> Check:
 
 
 def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """What to know of a verdict whose onset lies in ``block``: does it run other code there?
+    """Say what to know of a verdict whose onset lies in ``block``: does it run other code there?
 
     Nothing where the code is the same, or was not recorded. Without a block what was replaced
     anywhere is said.
@@ -101,7 +101,7 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> Fact | None:
-    """Why the truth cannot tell the side that the verdict names; None where it can."""
+    """Say why the truth cannot tell the side that the verdict names; None where it can."""
     if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
         own = a if truth.manifest.like != b.id else b
         if own.model.code and truth.manifest.model.code:  # held against each other
@@ -113,7 +113,7 @@ def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> Fact 
 
 
 def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> Fact | None:
-    """Why a truth of A's code does not blame B where ``block`` is off; None where it does."""
+    """Say why a truth of A's code does not blame B where ``block`` is off; None where it does."""
     if truth_tells(a, b, block):
         return None
     numbers = numbers_in_doubt(a, b, block)

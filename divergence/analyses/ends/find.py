@@ -47,8 +47,8 @@ _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def find(measured: Measured) -> AnalysisResult:
-    """At most one finding of each kind: the first in execution order. What is equal bit for bit
-    has no seams and no other integers, which are looked for in what differs alone."""
+    """Find at most one of each kind: the first in execution order. What is equal bit for bit has no
+    seams and no other integers, which are looked for in what differs alone."""
     apart = [site for site in measured.sites if not site.identical]
     seams: list[Seam] = []
     integers: list[Integers] = []
@@ -151,7 +151,7 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def _between(measured: Measured, broken: list[Seam]) -> Finding:
-    """Of what is made between modules, beyond its limit, the first."""
+    """Find the first of what is made between modules and is beyond its limit."""
     first, places = broken[0], {(seam.before, seam.site): seam for seam in reversed(broken)}
     seams = sorted(places.values(), key=broken.index)
     entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
@@ -199,8 +199,8 @@ def _between(measured: Measured, broken: list[Seam]) -> Finding:
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
-    """What both sides hand on in shapes that cannot be held together: nothing is known of it, and
-    what uses it is not blamed with certainty."""
+    """Name what both sides hand on in shapes that cannot be held together: nothing is known of it,
+    and what uses it is not blamed with certainty."""
     sites = _not_compared(measured)
     if not sites or verdict.kind == "incomparable":
         return []

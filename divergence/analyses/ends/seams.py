@@ -160,7 +160,7 @@ class _Given:
         return self.pairs[self._last_block :]
 
     def equal_to(self, record: Record, side: int) -> list[Pair]:
-        """By their digests."""
+        """Are they equal by their digests?"""
         return [] if _digest(record) is None else self._by_key[side].get(_key(record), [])
 
 
@@ -210,7 +210,7 @@ class _Looked:
     def _changed(
         self, run: Run, record: Record, before: Record, source: Pair, result: SiteResult
     ) -> Seam | None:
-        """What ``run`` does to the tensor that the other side hands on."""
+        """Return what ``run`` does to the tensor that the other side hands on."""
         by = SIDES[run is not self.a]
         name = source.reference.record.site
         if record.shape != before.shape and not _narrowed(record, before):
@@ -246,7 +246,7 @@ class _Looked:
         return [form for form in forms if form.kind == "float" and form.itemsize >= 2]
 
     def _side(self, result: SiteResult, source: Pair, by: Side) -> Side | None:
-        """With a truth: the side that does what the truth does not."""
+        """Name, with a truth, the side that does what the truth does not."""
         if self.truth is None:
             return None
         site = result.site, result.candidate_site or result.site

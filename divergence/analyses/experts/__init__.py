@@ -4,5 +4,5 @@ from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:
-    """Where tokens and their experts were seen."""
+    """Were tokens and their experts seen?"""
     return bool(measured.routes.found or measured.routes.unexplained)

@@ -99,8 +99,9 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def _coarse_routers(measured: Measured) -> list[Finding]:
-    """In runs of one dtype, by autocast too. Where that has 16 bits, the rounding before a router
-    hides that of its logits; the numbers show whether they are float32's or that dtype's."""
+    """Find coarser routers in runs of one dtype, by autocast too. Where that has 16 bits, the
+    rounding before a router hides that of its logits; the numbers show whether they are float32's
+    or that dtype's."""
     runs = measured.reference, measured.candidate
     usual = format_named(runs[0].manifest.model.dtype)
     of_sides = [(m.model.dtype, m.training.autocast) for m in (run.manifest for run in runs)]
@@ -159,8 +160,8 @@ def _coarse_routers(measured: Measured) -> list[Finding]:
 def _format_of_numbers(
     run: Run, place: tuple[str, int, int, str], dtype: str, usual: Format
 ) -> Format:
-    """Of which format a result's numbers are: that in which they are recorded, or the run's where
-    all of them are of that."""
+    """Say of which format a result's numbers are: that in which they are recorded, or the run's
+    where all of them are of that."""
     recorded = format_named(dtype)
     record = run.find(place) or run.find(("free", *place[1:]))  # whose inputs anchored it
     if recorded.mantissa_bits <= usual.mantissa_bits or record is None or not run.has_bytes(record):

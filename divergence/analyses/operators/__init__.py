@@ -4,5 +4,5 @@ from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:
-    """Where a side recorded operators."""
+    """Did a side record operators?"""
     return measured.has_operators

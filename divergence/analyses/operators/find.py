@@ -46,7 +46,7 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Finding:
-    """What operators that were held against their limits show; ``advice``: to tell what is next."""
+    """Say what operators show that were held against limits; ``advice``: to tell what is next."""
     first = onset_result(operators)
     if first is None:  # none is to blame: the verdict, where nothing else was compared
         usages = [r.limit_usage for r in operators.results if r.verdict != "unjudged"]
@@ -105,7 +105,7 @@ def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Find
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
-    """What was probed of the arithmetic that the operator at the onset stands on."""
+    """Return what was probed of the arithmetic that the operator at the onset stands on."""
     operators = measured.operators
     if operators is None or operators.onset is None:
         return []
@@ -316,7 +316,7 @@ def _reason(first: OperatorResult) -> Fact:
 
 
 def _farther(first: OperatorResult) -> Fact:
-    """Who is farther from the truth, and by how much."""
+    """Return who is farther from the truth, and by how much."""
     assert first.w is not None
     side = first.verdict if first.verdict in SIDES else SIDES[first.w >= 1]
     other = other_side(side)
@@ -335,7 +335,7 @@ def _farther(first: OperatorResult) -> Fact:
 
 
 def behind_operator(first: OperatorResult, explained: Explained) -> list[Fact]:
-    """What the arithmetic says of the operator at the onset; nothing where nothing was probed."""
+    """Say what the arithmetic says of the operator at the onset; nothing where none was probed."""
     dtypes = {first.reference_dtype, first.candidate_dtype}
     behind: dict[str, Any] = {"operator": first.operator, "dtypes": sorted(dtypes)}
 

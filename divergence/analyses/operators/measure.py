@@ -279,7 +279,7 @@ def _operand_errors(
 
 
 def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
-    """What both sides' products and additions add by themselves."""
+    """Return what both sides' products and additions add by themselves."""
     members = (region.reference, region.candidate)
     if not all(is_product_region(nodes) for nodes in members):
         return
@@ -292,7 +292,7 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
 
 
 def _worse(items: list[_Item], new: list[_Item]) -> list[_Item]:
-    """Of each argument the one that differs most, over the forwards."""
+    """Keep, of each argument, the one that differs most over the forwards."""
     by_argument: dict[tuple[str | None, str], _Item] = {}
     for item in items + new:
         key = getattr(item, "site", None), item.argument
@@ -367,7 +367,7 @@ def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
 
 
 def num_terms(node: CallNode) -> int:
-    """How many products or terms one number of the result is the sum of."""
+    """Return how many products or terms one number of the result is the sum of."""
     shapes = [operand.shape for operand in node.call.operands]
     name = node.name.partition(".")[2]
     if not shapes:
@@ -390,7 +390,7 @@ def num_terms(node: CallNode) -> int:
 
 
 class Rights:
-    """What is right at each call of the reference in one forward."""
+    """Says what is right at each call of the reference in one forward."""
 
     def __init__(
         self,
@@ -418,7 +418,7 @@ class Rights:
                     self._by_path[node.path] = self._by_path[maker]
 
     def of(self, node: CallNode, index: int) -> torch.Tensor | None:
-        """What is right of a result of a call; None where that is not recorded."""
+        """Return what is right of a result of a call; None where that is not recorded."""
         if self._exact:
             return self._run.read(node.results[index])
         records = self._by_path.get(node.path, ())
@@ -428,7 +428,7 @@ class Rights:
         return self._truth.read(records[index]) if same_size else None
 
     def operand(self, node: CallNode, number: int) -> torch.Tensor | None:
-        """What is right of an argument of a call; None where that is not recorded."""
+        """Return what is right of an argument of a call; None where that is not recorded."""
         true_node, run = self._nodes.get(node.path), self._truth
         if self._exact:
             true_node, run = node, self._run
@@ -477,7 +477,7 @@ of what is left is larger, the absolute one is not."""
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a result without a truth: its largest row's norm, and its errors by forward."""
+    """Holds the largest row's norm of a result without a truth, and its errors by forward."""
 
     largest: float
     errors: dict[Forward, OperatorErrors]
@@ -733,8 +733,8 @@ def _typical(rows: torch.Tensor) -> float:
 
 
 def _num_together(rows: _Parts, members: torch.Tensor | None = None) -> int:
-    """Of how many numbers the typical row's error is made, of the side where they are fewest, of
-    all rows or of some. A median's are those of all rows, a rms' those of the rows it comes of."""
+    """Count the numbers of the typical row's error, of the side where they are fewest, of all rows
+    or of some. A median's are those of all rows, a rms' those of the rows it comes of."""
     numbers, squares = rows.numbers, rows.squares
     if members is not None:
         numbers, squares = numbers[:, members], squares[:, members]
@@ -745,8 +745,8 @@ def _num_together(rows: _Parts, members: torch.Tensor | None = None) -> int:
 
 
 def _excess(parts: _Parts, limits: torch.Tensor) -> Iterator[tuple[Side, float, float]]:
-    """Of each side the largest of its errors over the other side's there (or its median, if
-    larger), and the largest share of a limit that one uses."""
+    """Return, of each side, the largest of its errors over the other side's there (or its median,
+    if larger), and the largest share of a limit that one uses."""
     errors = parts.errors
     for side, own, other in zip(SIDES, errors, errors.flip(0), strict=True):
         times = own / other.clamp_min(other.median())
@@ -780,8 +780,8 @@ def _by_size(pooled: _Pooled) -> tuple[torch.Tensor, list[float]]:
 def _against_each_other(
     result: OperatorResult, pooled: _Pooled, carried: float, thresholds: Thresholds
 ) -> OperatorResult:
-    """Without a truth: by how much the relative difference grows over what correct code makes of
-    what came in, ``carried``, by size where few numbers make a row's. No side is named."""
+    """Tell without a truth by how much the relative difference grows over what correct code makes
+    of what came in, ``carried``, by size where few numbers make a row's. No side is named."""
     if any(pooled.nonfinite):
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict="differs")
     if result.floor is None or result.difference is None:  # no row is left
@@ -1056,7 +1056,7 @@ def first_source(
     by_path: dict[tuple[str, str], OperatorResult],
     thresholds: Thresholds,
 ) -> list[OperatorResult]:
-    """From the first source in execution order back to where its error was made, which is last;
+    """Go from the first source in execution order back to where its error was made, which is last;
     the prefill comes before the decode steps. Empty where nothing is beyond its limit."""
     entering = {(unit.match.reference.path, unit.phase): unit.feeds for unit in measured.units}
 
@@ -1089,8 +1089,8 @@ def _moved_back(
     feeds: Callable[[OperatorResult], list[OperatorResult]],
     thresholds: Thresholds,
 ) -> list[OperatorResult]:
-    """On to what feeds it, while that is on the same side's way to the limit and the step from it
-    is less than the limit itself: an error that is mostly inherited was made before."""
+    """Move on to what feeds it, while that is on the same side's way to the limit and the step from
+    it is less than the limit itself: an error that is mostly inherited was made before."""
     side, way = onset.verdict, [onset]
     while onset.why in ("typical", "row", "column", "slice", None):
         before = [
@@ -1162,7 +1162,7 @@ def _two_dtypes(a: Manifest, b: Manifest) -> bool:
 
 
 def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[Fact]:
-    """Why operators that were recorded are not compared; nothing where they are."""
+    """Say why operators that were recorded are not compared; nothing where they are."""
     counts = {
         name: sum(record.call is not None for record in run.records)
         for name, run in (("reference", a), ("candidate", b))

@@ -232,7 +232,7 @@ def _value(tensor: torch.Tensor) -> Fact:
 
 
 def _relative(value: object, other: object) -> float | None:
-    """By how much the candidate's number is off the reference's; None for what is no number."""
+    """Tell how far the candidate's number is off the reference's; None for what is none."""
     if isinstance(value, bool) or isinstance(other, bool):
         return None
     if not isinstance(value, int | float) or not isinstance(other, int | float):
@@ -260,8 +260,8 @@ def operands_text(items: list[OtherOperand], side: str) -> str:
 
 
 def given_inputs(node_a: CallNode, node_b: CallNode, a: Run, b: Run) -> list[OtherInput]:
-    """By how much each tensor operand of two calls differs, the largest first; equal ones are left
-    out. For a pair that is right on both sides: what it is given then tells."""
+    """Return by how much each tensor operand of two calls differs, the largest first; equal ones
+    are left out. For a pair that is right on both sides: what it is given then tells."""
     inputs = []
     for name, operand, other in _paired_operands(node_a, node_b):
         read = (
@@ -394,8 +394,9 @@ CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "at
 
 @dataclass(slots=True)
 class RegionError:
-    """What a side's region itself adds, squared and summed over rows: ‖y - R‖² / ‖R‖² and, of an
-    ideal product, ‖round(R) - R‖² / ‖R‖² (0.41 u where everything happens to be stored exactly)."""
+    """Says what a side's region itself adds, squared and summed over rows: ‖y - R‖² / ‖R‖² and, of
+    an ideal product, ‖round(R) - R‖² / ‖R‖² (0.41 u where everything happens to be stored
+    exactly)."""
 
     own: float = 0.0
     ideal: float = 0.0
@@ -432,8 +433,8 @@ def is_product_region(nodes: Sequence[CallNode]) -> bool:
 
 
 def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
-    """Of the region ``nodes`` (in order, the last gives the result) in one forward; None where an
-    input was not recorded or an operator cannot be computed here."""
+    """Compute the own error of the region ``nodes`` (in order, the last gives the result) in one
+    forward; None where an input was not recorded or an operator cannot be computed here."""
     made: dict[str, torch.Tensor] = {}
     paths = {node.path for node in nodes}
     for node in nodes:
@@ -502,7 +503,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _computed(node: CallNode, values: list[torch.Tensor]) -> torch.Tensor | None:
-    """In float64; None for what is no plain product or addition."""
+    """Compute the result in float64; None for what is no plain product or addition."""
     arguments, name = node.call.arguments, node.name
     alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
     if not (_is_number(alpha) and _is_number(beta)):
@@ -552,8 +553,8 @@ def _computed(node: CallNode, values: list[torch.Tensor]) -> torch.Tensor | None
 
 
 class Pads:
-    """Of one forward. ``rows``: (B T,) where the pads are, None where it has none; ``apart``: were
-    pads seen that the sides do not share?"""
+    """Says where the pads of one forward are. ``rows``: (B T,) where the pads are, None where it
+    has none; ``apart``: were pads seen that the sides do not share?"""
 
     def __init__(self, manifest: Manifest, forward: Forward) -> None:
         first, step = forward
@@ -566,7 +567,7 @@ class Pads:
         return None if self._grid is None else self._grid.reshape(-1)
 
     def mask(self, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Where a result of this shape holds pads; None where its axes do not tell."""
+        """Return where a result of this shape holds pads; None where its axes do not tell."""
         assert self._grid is not None
         batch, length = self._grid.shape
         leading = shape[0] if shape else 0
@@ -691,9 +692,9 @@ class Region:
 
 @dataclass(slots=True)
 class Regions:
-    """Of one forward. ``by_pair``: of a pair's reference path; ``of_operands``: those whose common
-    result is an argument; ``unreached``: calls without a partner that lead to nothing that both
-    sides have, on each side: what could not be compared."""
+    """Holds the regions of one forward. ``by_pair``: of a pair's reference path; ``of_operands``:
+    those whose common result is an argument; ``unreached``: calls without a partner that lead to
+    nothing that both sides have, on each side: what could not be compared."""
 
     by_pair: dict[str, Region] = field(default_factory=dict)
     of_operands: dict[tuple[str, str], Region] = field(default_factory=dict)

@@ -190,7 +190,7 @@ def _verdict(result: OperatorResult) -> str:
 
 
 def _short_name(result: OperatorResult) -> str:
-    """Without the block's path, which the heading has; the phase where it is a decode step."""
+    """Name it without its block, which the heading has; with the phase of a decode step."""
     name = result.site
     if result.block:
         name = name.removeprefix(result.block).removeprefix(".")

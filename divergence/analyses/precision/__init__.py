@@ -4,6 +4,6 @@ from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:
-    """Where a side recorded operators, or a training step."""
+    """Did a side record operators, or a training step?"""
     runs = measured.reference, measured.candidate
     return measured.has_operators or any(run.manifest.training.train for run in runs)

@@ -1,4 +1,4 @@
-"""In which dtype each part of a model ran, by its operators, beside what is expected of it."""
+"""The audit says which dtype each part ran in, by its operators, beside what is expected."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def expectation(part: Part, manifest: Manifest) -> dict[str, Any]:
-    """Of AuditedPlace: what is expected of ``part`` in a run, by whom, and whether the run's dtype
-    and settings themselves say so; empty where nothing is."""
+    """Return fields of AuditedPlace: what is expected of ``part`` in a run, by whom, and whether
+    the run's dtype and settings themselves say so; empty where nothing is."""
     coded = manifest.model.quantization is not None
     if format_named(manifest.model.dtype).kind != "float" or (
         coded and part in ("matrix product", "logits", "kv cache")
@@ -494,7 +494,7 @@ _STATISTICS = _REDUCTIONS | {
 
 
 def find_norms(graph: Calls) -> None:
-    """From the square to the root, in any spelling; x * x is one, and a mean under a mean too."""
+    """Find norms, from square to root, in any spelling; x * x is one, and a mean of a mean too."""
     roots = [
         node
         for node in graph.nodes
@@ -521,8 +521,8 @@ def find_norms(graph: Calls) -> None:
 
 
 def _between(graph: Calls, root: CallNode) -> list[CallNode]:
-    """Of what leads to the root, the reductions, what follows them, and the squares and casts that
-    they take: not what made the norm's input."""
+    """Return, of what leads to the root, the reductions, what follows them, and the squares and
+    casts that they take: not what made the norm's input."""
 
     def belongs(node: CallNode) -> bool:
         return node.module == root.module and (bare(node) in _STATISTICS or node.is_cast)
@@ -606,7 +606,7 @@ PHASES: dict[Part, str] = {
 def step_rows(
     reference: Manifest, candidate: Manifest | None
 ) -> tuple[list[AuditRow], list[AuditFinding]]:
-    """Of one run, or of two. Nothing where no side made a training step in its own dtype."""
+    """Make the rows of one run or two. Nothing where no side trained a step in its own dtype."""
     manifests = (reference, candidate)
     sides = [
         None if each is None or each.settings.compute_dtype is not None else each.training.precision
@@ -666,7 +666,7 @@ def gradient_errors(measured: Measured) -> Fact | None:
 
 
 def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bool) -> Fact:
-    """Who does it in which dtype: the side that is below what is expected, or both alike."""
+    """Return who does it in which dtype: the side that is below what is expected, or both alike."""
     code = _STEP_PARTS[row.part][1]
     dtypes = [cell[0] if cell else None for cell in (row.reference, row.candidate)]
     wide = row.below is None and dtypes[1] == "float32"
@@ -926,7 +926,7 @@ def finding(
     *,
     alone: bool,
 ) -> AuditFinding | None:
-    """What there is to say of one part; None where nothing is. ``pairs``: see ``differing``."""
+    """Say what there is to say of a part; None where nothing is. ``pairs``: see ``differing``."""
     accused = row.below if row.own else None
     if pairs:
         # the side that is below what is expected, is not as expected, or below the other; else B

@@ -15,8 +15,8 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
-    """What the audit found: that about the operator at the onset before all other evidence, and
-    that about sums of gradients, or the optimizer's weights, where it is one of these."""
+    """Return what the audit found: that about the operator at the onset before all other evidence,
+    and that about sums of gradients, or the optimizer's weights, where it is one of these."""
     audit = answer.parts["audit"]
     if not isinstance(audit, AuditResult):
         return []

@@ -4,5 +4,5 @@ from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:
-    """Where several ranks made a side."""
+    """Did several ranks make a side?"""
     return any(run.manifest.mesh is not None for run in (measured.reference, measured.candidate))

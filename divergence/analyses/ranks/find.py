@@ -71,7 +71,7 @@ def _measured(
     pair: Pair | None,
     thresholds: Thresholds,
 ) -> ReplicaDiff:
-    """How far apart the versions are, and which is wrong."""
+    """Return how far apart the versions are, and which is wrong."""
     ranks, peers = disagreement.ranks, disagreement.peers
     told_by: ToldBy = "majority" if len(ranks) < len(peers) else "nobody"
     size: float | None = None
@@ -235,7 +235,7 @@ def _finding(
 
 
 def _floor(run: Run, record: Record | None, result: SiteResult | None) -> float:
-    """What adding in another order on each rank makes: the site's floor, where there is one."""
+    """Say what adding in another order on each rank makes: the site's floor, if there is one."""
     floor = None if result is None else result.floor
     if floor and math.isfinite(floor):
         return floor

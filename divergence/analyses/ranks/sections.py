@@ -1,4 +1,4 @@
-"""What the ranks of a run said of one another."""
+"""Sections that show what the ranks of a run said of one another."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ from divergence.words import other_side
 
 
 def find(measured: Measured) -> AnalysisResult:
-    """With a truth it is told where a token flips over a gap that rounding does not bridge, or the
+    """Find, with a truth, where a token flips over a gap that rounding does not bridge, or the
     distributions are farther apart than it explains."""
     tokens = _widened(measured.tokens, measured.sites)
     return AnalysisResult(findings=findings_of(tokens), parts={"tokens": tokens})
 
 
 def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> TokensResult | None:
-    """With the limit of the KL that the blocks themselves explain: where one side's kernels are W
-    times less exact in the middle block, within its limit, the two errors' squares are to each
+    """Widen the limit of the KL by what the blocks themselves explain: where one side's kernels are
+    W times less exact in the middle block, within its limit, the two errors' squares are to each
     other as 1 and W², and so is what the head makes of them."""
     if tokens is None or tokens.kl_limit is None or tokens.floor_side is None:
         return tokens

@@ -265,11 +265,11 @@ def _kl_fields(
     *,
     routed: bool,
 ) -> dict[str, Any]:
-    """What TokensResult says of the distributions at ``places``: KL(reference‖candidate) beside
-    KL(truth‖side), the side being the one that is nearer to the truth, by the mean: what a correct
-    implementation of this dtype errs by, as this comparison itself shows it. Nothing where no row
-    can be compared, and no limit where experts are chosen. A thread holds one record of each run.
-    """
+    """Return what TokensResult says of the distributions at ``places``: KL(reference‖candidate)
+    beside KL(truth‖side), the side being the one that is nearer to the truth, by the mean: what a
+    correct implementation of this dtype errs by, as this comparison itself shows it. Nothing where
+    no row can be compared, and no limit where experts are chosen. A thread holds one record of each
+    run."""
     by_place: dict[PromptStep, float] = {}
     errors: list[tuple[float, float]] = []
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="divergence-logits") as pool:

@@ -87,7 +87,7 @@ def explained_facts(report: Report) -> list[Sentence]:
 
 
 def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
-    """Where the first difference is, both choices, what to say of it, and what else was likely."""
+    """Tell where the first difference is, both choices, what it is, and what else was likely."""
     order = {
         "before": ", before the onset",
         "same step": ", in the step of the onset",
@@ -147,7 +147,7 @@ _JUDGEMENTS = {
 
 
 def _judgement(first: TokenDifference) -> list[Sentence]:
-    """What a truth says of the flip; without one, that there is none to say it."""
+    """Return what a truth says of the flip; without one, that there is none to say it."""
     if first.z_of == "difference":
         text = "not judged: σ is that of the diff itself, which a fault widens; give --truth"
         return [Sentence(text)]

@@ -317,8 +317,8 @@ Kind = Literal["tensor", "operator", "weight", "whole", "truth"]
 
 
 def kinds_of(run: Run) -> Callable[[Record], Kind]:
-    """What a record of the run is, and with that how it is compared: an ``operator``'s by its
-    place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
+    """Return what a record of the run is, and with that how it is compared: an ``operator``'s by
+    its place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
     replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
     (comparison.within); a ``truth``, or its floor, with nothing: both sides are held against it;
     any other ``tensor`` with the one at the same site.
@@ -459,8 +459,8 @@ def _simplest(prefix: str) -> tuple[int, str]:
 
 
 def _by_rest(sites: set[str]) -> dict[str, list[str]]:
-    """What is left of the sites without a prefix, with the prefixes worth trying that they have:
-    '', 'model.', 'model.language_model.' …"""
+    """Return what is left of the sites without a prefix, with the prefixes worth trying that they
+    have: '', 'model.', 'model.language_model.' …"""
     holds: Counter[str] = Counter()
     for site in sites:
         holds.update(_prefixes(site))
@@ -617,8 +617,8 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
 def renaming(
     reference: Run, candidate: Run, name_map: NameMap | None
 ) -> tuple[NameMap, tuple[str, str] | None]:
-    """What a site of the reference is called in the candidate, and the prefixes by which, where the
-    names as they stand do not fit."""
+    """Return what a site of the reference is called in the candidate, and the prefixes by which,
+    where the names as they stand do not fit."""
     if name_map is not None:
         return name_map, None
     names_a, names_b = site_names(reference.records), site_names(candidate.records)
@@ -643,7 +643,7 @@ def _order(pair: Pair) -> tuple[bool, int, int, int]:
 
 
 def _reasons(run: Run) -> dict[Coordinates, Fact]:
-    """Why tensors of a run's ranks make no whole, in the words of who put them together."""
+    """Say why tensors of a run's ranks make no whole, in the words of who put them together."""
     unmade: dict[Coordinates, str] = getattr(run, "unmade", {})
     return {coordinates: plain(reason) for coordinates, reason in unmade.items()}
 
@@ -692,7 +692,7 @@ def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
 
 
 def why_nothing(alignment: Alignment) -> Fact:
-    """What to say where no tensor has a partner."""
+    """Return what to say where no tensor has a partner."""
     if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
         return alignment.notes[0]
     if alignment.skipped:
@@ -722,8 +722,8 @@ def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
 
 
 def why_no_step(manifest: Manifest, side: str, sample: int, step: int) -> Fact:
-    """Why that side has no such record: a prompt that met its end is fed padding where its batch
-    goes on, and by itself it just ends."""
+    """Say why that side has no such record: a prompt that met its end is fed padding where its
+    batch goes on, and by itself it just ends."""
     samples = manifest.tokens.samples
     num = len(samples[sample].generated_ids) if sample < len(samples) else 0
     if 0 < num <= step and num < manifest.settings.max_new_tokens:

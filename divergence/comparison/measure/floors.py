@@ -229,7 +229,7 @@ def row_floor(
 
 
 def work_dtype(manifest: Manifest) -> str:
-    """What the products are computed in: the weights' dtype, or that of autocast."""
+    """Return what the products are computed in: the weights' dtype, or that of autocast."""
     return manifest.training.autocast or manifest.model.dtype
 
 
@@ -298,9 +298,9 @@ def small_rows(rows: RowMetrics, usual: float) -> RowMetrics:
 
 
 def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: str) -> float:
-    """What errors are held against in rows of ``norm`` (T,) whose terms cancelled. Of a gradient,
-    the median row or the terms of a bias; outside blocks, its terms. Of the loss its terms, which
-    are computed in float32, in roundings of ``form``."""
+    """Return what errors are held against in rows of ``norm`` (T,) whose terms cancelled. Of a
+    gradient, the median row or the terms of a bias; outside blocks, its terms. Of the loss its
+    terms, which are computed in float32, in roundings of ``form``."""
 
     def rms_at(site: str, *passes: str) -> float:
         """The rms of a site in the first of these passes that has it; 0 where none has."""

@@ -111,14 +111,14 @@ class Reading:
         )
 
     def release(self, pairs: Sequence[Pair]) -> None:
-        """What was read of the pairs may leave memory."""
+        """Let what was read of the pairs leave memory."""
         self._reference.release(sum(pair.reference.record.num_bytes for pair in pairs))
         self._candidate.release(sum(pair.candidate.record.num_bytes for pair in pairs))
         if self._truth is not None:
             self._truth.run.release(sum(8 * pair.reference.record.numel for pair in pairs))
 
     def _right(self, pair: Pair) -> tuple[Run, Record] | None:
-        """What the truth has of a pair."""
+        """Return what the truth has of a pair."""
         record = None if self._truth is None else self._truth.record(pair)
         return None if self._truth is None or record is None else (self._truth.run, record)
 
@@ -222,7 +222,7 @@ class Measurer:
         return measured
 
     def _operands(self, pair: Pair) -> _Operands | None:
-        """What a pair is measured with; None for one that is not measured beside others."""
+        """Return what a pair is measured with; None for one that is not measured beside others."""
         ref, cand = pair.reference.record, pair.candidate.record
         if (
             ref.numel > MOST_NUMEL
@@ -289,7 +289,7 @@ class Measurer:
         ]
 
     def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
-        """What a block's output needs beside the pair: its input."""
+        """Return what a block's output needs beside the pair: its input."""
         return self._pieces.base_source(pair) if self._is_block(pair) else None
 
     def _is_block(self, pair: Pair) -> bool:
@@ -450,7 +450,7 @@ _LARGE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """How pairs are measured: on which device, by which processes, and who is told how far."""
+    """Says how pairs are measured: on which device, by which processes, and who is told how far."""
 
     device: torch.device | None = None
     """Where pairs are added up; None is the CPU, by its own loops."""
@@ -464,7 +464,7 @@ HERE = Measuring()
 
 
 def measuring_on(device: str | Measuring, progress: Progress | None = None) -> Measuring:
-    """How pairs are measured on ``device``. Raises UsageError where that cannot be."""
+    """Return how pairs are measured on ``device``. Raises UsageError where that cannot be."""
     if isinstance(device, Measuring):
         return replace(device, progress=progress)
     if device == "cpu":
@@ -510,7 +510,7 @@ def results_of_pairs(
 def measure_pairs(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
 ) -> Generator[PairNumbers | None]:
-    """What ``Measurer.measure`` gives of each pair, in order; None where the bytes are equal.
+    """Yield what ``Measurer.measure`` gives of each pair, in order; None where bytes are equal.
 
     ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked
     for, and a few pairs beyond the one asked for are under way. Raises RunFormatError on bad bytes.

@@ -48,15 +48,15 @@ BATCH_BYTES = 256 << 20
 
 
 def num_processes() -> int:
-    """How many processes torchrun, or anything that sets what it sets, started for this; 1 where
-    nothing did."""
+    """Return how many processes torchrun, or anything that sets what it sets, started for this; 1
+    where nothing did."""
     named = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     return int(os.environ.get("WORLD_SIZE", "1")) if named else 1
 
 
 @contextlib.contextmanager
 def shared_with_ranks(device: str = "cpu") -> Iterator[Measuring | None]:
-    """How to measure so that the other processes, if there are any, share the work.
+    """Measure so that the other processes, if there are any, share the work.
 
     None on those others, once they have nothing more to do. Raises UsageError where they cannot be
     joined, or the device cannot measure, and FaultError where one is lost.
@@ -141,7 +141,7 @@ class _Ranks:
     def measure_pairs(
         self, measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
     ) -> Generator[PairNumbers | None]:
-        """What ``pairs.measure_pairs`` gives, with the other ranks' help."""
+        """Return what ``pairs.measure_pairs`` gives, with the other ranks' help."""
         owners = share_out(pairs, self._size)
         shares: list[list[Pair]] = [[] for _ in range(self._size)]
         for pair, owner in zip(pairs, owners, strict=True):

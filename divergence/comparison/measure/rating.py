@@ -97,7 +97,7 @@ _Forward = tuple[int, int, str]
 
 
 class PairNumbers(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What was measured of one pair."""
+    """Says what was measured of one pair."""
 
     metrics: PairMetrics | None
     """None where the two are equal, and only the truth was measured."""
@@ -245,7 +245,7 @@ class Rater:
         return rated
 
     def _kind_of(self, rated: _Rated) -> tuple[object, ...]:
-        """What pairs that are rated together have in common."""
+        """Return what pairs that are rated together have in common."""
         record, other = rated.pair.reference.record, rated.pair.candidate.record
         return (
             record.dtype,
@@ -305,7 +305,7 @@ class Rater:
         return max(form, self._sums, key=lambda format_: format_.unit_roundoff), self._sums
 
     def _usual(self, pair: Pair, norm: np.ndarray) -> float:
-        """What errors are held against where a row's terms cancelled."""
+        """Return what errors are held against where a row's terms cancelled."""
         form = max(self._formats(pair), key=lambda form: form.unit_roundoff)
         return usual_norm(self._reference, pair.reference.record, norm, form, self._role(pair))
 
@@ -557,8 +557,8 @@ class Rater:
         results: Sequence[SiteResult],
         against: Sequence[AgainstTruth | None],
     ) -> None:
-        """How far both sides are from the truth, for the statistics over a site. Where blocks did
-        not get equal inputs, a truth blames none."""
+        """Return how far both sides are from the truth, for the statistics over a site. Where
+        blocks did not get equal inputs, a truth blames none."""
         rated = [
             (number, pair, result, row)
             for number, (pair, result, row) in enumerate(zip(pairs, results, against, strict=True))

@@ -74,8 +74,8 @@ def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool |
 
 
 def _digest_test(a: Run, record_a: Record, b: Run, record_b: Record) -> Callable[[], bool] | None:
-    """What tells by digests whether two tensors are equal; None where nothing does. A digest that
-    one side alone has is made of the other's bytes."""
+    """Return what tells by digests whether two tensors are equal; None where nothing does. A digest
+    that one side alone has is made of the other's bytes."""
     of_a, of_b = _digests(a, record_a), _digests(b, record_b)
     for kind in _MAKERS if of_a.cuts == of_b.cuts else ():
         if getattr(of_a, kind) and getattr(of_b, kind):
@@ -102,7 +102,7 @@ def _digests(run: Run, record: Record) -> Digests:
 
 
 def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | None:
-    """Why nothing can be said of the two, or None. They have comparable shapes."""
+    """Say why nothing can be said of the two, or None. They have comparable shapes."""
     record_a, record_b = piece.record, other.record
     if a.has_bytes(record_a) and b.has_bytes(record_b):
         return None
@@ -186,7 +186,7 @@ class _Sketched:
 
 
 def _whole_blocks(rows: np.ndarray, record: Record) -> slice | None:
-    """Which of the record's blocks these are, where they are whole blocks one after another."""
+    """Say which of the record's blocks these are, where they are whole blocks one after another."""
     each = grid_of(record.shape)[1]
     if not len(rows) or rows[0] % each or len(rows) % each:
         return None
@@ -310,8 +310,8 @@ def _norm(record: Record) -> float | None:
 
 
 def summary_precision(run: Run, record: Record) -> float:
-    """What norm and mean may be off by, relative to the rms. Other tools add up in the tensor's own
-    dtype, and round the sum to it."""
+    """Return what norm and mean may be off by, relative to the rms. Other tools add up in the
+    tensor's own dtype, and round the sum to it."""
     off = run.manifest.plan.statistics_off
     if off is None:
         return SUMMARY_PRECISION / 2
@@ -374,7 +374,7 @@ def _agree(a: Run, ref: Piece, b: Run, cand: Piece) -> bool:
 
 
 def measure_reduced(pieces: Pieces, pair: Pair, *, is_block: bool) -> PairNumbers | None:
-    """What can be known without the bytes of both sides; None where they are equal."""
+    """Return what can be known without the bytes of both sides; None where they are equal."""
     a, b, ref, cand = pieces.reference, pieces.candidate, pair.reference, pair.candidate
     positions = ref.record.positions, cand.record.positions
     whole = ref.row is None and cand.row is None and positions[0] == positions[1]

@@ -278,7 +278,7 @@ def compare_escalated(
 
 
 def run_notes(a: Run, b: Run, alignment: Alignment) -> list[Fact]:
-    """What to know of the runs themselves: names, cut off records, settings that were not met."""
+    """Say what to know of the runs: names, cut off records, settings that were not met."""
     notes = list(alignment.notes)
     if alignment.prefix is not None:
         reference, candidate = (name or None for name in alignment.prefix)

@@ -108,7 +108,7 @@ class Truth:
             )
 
     def record(self, pair: Pair) -> Record | None:
-        """What is right at a pair's place; None where the truth does not hold it."""
+        """Return what is right at a pair's place; None where the truth does not hold it."""
         pass_ = "free" if pair.pass_ == "free" else self.anchored_pass
         if pass_ != "free" and not self.anchors:
             return None
@@ -177,15 +177,15 @@ class TruthSamples:
         self.forwards.append((result, rows, floor))
 
     def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
-        """What ``gather``, always the same function, makes of this when it is complete."""
+        """Return what ``gather``, always the same function, makes of this when it is complete."""
         if not self._gathered:
             self._gathered.append(gather(self))
         return self._gathered[0]
 
 
 class SamplesBySite:
-    """What was gathered by (pass, site, phase): the samples against a truth, and the ratio of every
-    row of the two sides' difference."""
+    """Says what was gathered by (pass, site, phase): the samples against a truth, and the ratio of
+    every row of the two sides' difference."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, str, str], TruthSamples] = {}
@@ -290,7 +290,7 @@ class ChannelErrors:
 
 @dataclass(slots=True)
 class TruthStats:
-    """How one site stands to the truth, all rows of a phase together, and forward by forward.
+    """Says how one site stands to the truth, all rows of a phase together, and forward by forward.
 
     ``typical``: each side's median row error in floor units of the rounding model; ``gains``:
     each side's mean scale error over the stream and over the update, the standard error of their

@@ -1,4 +1,4 @@
-"""Which code each side ran, and whose code a truth was made by."""
+"""The code that each side ran, and whose code a truth was made by."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def without_pads(manifest: Manifest, record: Record, array: np.ndarray) -> np.nd
 
 
 def floor_of(manifest: Manifest, record: Record, *, dtype: str | None = None) -> float:
-    """How far two correct results of one code are typically apart at a site, by the rounding model
-    of its format, or of ``dtype`` (relative L2); 0 for what does not round."""
+    """Return how far two correct results of one code are typically apart at a site, by the rounding
+    model of its format, or of ``dtype`` (relative L2); 0 for what does not round."""
     note = manifest.plan.modules.get(record.site.rpartition(":")[0])
     role = "block" if note is None else note.role
     features = record.shape[-1] if record.shape else 1
@@ -168,7 +168,7 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
 
 
 def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[Fact]:
-    """What was replaced, one by one, then the differences of code together."""
+    """Return what was replaced, one by one, then the differences of code together."""
     texts = [difference.text for difference in differences if difference.deliberate]
     plain = [difference for difference in differences if not difference.deliberate]
     return [*texts, _counted(plain, a, b)] if plain else texts

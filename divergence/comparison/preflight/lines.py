@@ -50,8 +50,8 @@ SHORT_FORMATS = {name: format_named(name).unit_roundoff for name in ("bfloat16",
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """What relates all parameters that differ: are they the same values but for their dtypes, and
-    what relates them, by class of parameter, where anything does?"""
+    """Says what relates all parameters that differ: are they the same values but for their dtypes,
+    and what relates them, by class of parameter, where anything does?"""
 
     only_dtypes: bool
     facts: list[Fact]
@@ -68,8 +68,8 @@ class Relations:
 
 
 def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Relations | None:
-    """What is known of each pair that differs; None where a manifest does not tell. ``pairs``:
-    names that belong together, A's to B's."""
+    """Return what is known of each pair that differs; None where a manifest does not tell.
+    ``pairs``: names that belong together, A's to B's."""
     kinds: dict[Fact | None, tuple[list[str], list[float]]] = {}
     only_dtypes = True
     for name, other in pairs.items():
@@ -95,7 +95,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
 
 
 def _model_fact(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    """What the model says of one parameter: its checkpoint lacks it, or it is another one too."""
+    """Say what the model says of a parameter: its checkpoint lacks it, or it is another's too."""
     sides: Sequence[tuple[str, ModelIdentity, str, ModelIdentity]] = (
         ("reference", a, name, b),
         ("candidate", b, other, a),
@@ -201,7 +201,7 @@ def _with(text: str, more: str) -> str:
 
 
 def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
-    """What each side's simulation has that the other's has not, of two that follow one scheme."""
+    """Say what each side's simulation has alone, of two that follow one scheme."""
     if a is None or b is None or not (a.simulates and b.simulates):
         return "", ""
     kept = [note.facts.get("kept", "") for note in (a, b)]
@@ -275,7 +275,7 @@ class Matching:
         )
 
     def describe(self) -> list[Fact]:
-        """How names were read, and what is left on which side."""
+        """Return how names were read, and what is left on which side."""
         parts = [
             fact("preflight.prefix_read", reference=a or None, candidate=b or None)
             for a, b in self.prefixes
@@ -284,7 +284,7 @@ class Matching:
         return [*parts, *self.left_over()]
 
     def left_over(self) -> list[Fact]:
-        """What is left on which side."""
+        """Return what is left on which side."""
         return [
             fact("preflight.left_over", num=len(names), side=side, names=names)
             for side, names in zip(("reference", "candidate"), self.alone, strict=True)
@@ -376,7 +376,7 @@ def as_far_as_told(
 
 
 def shape_of(manifest: Manifest) -> str:
-    """How tokens were fed: ``8 × batch 1``, ``1 × batch 8, in chunks of 16``, ``…, no cache``."""
+    """Say how tokens were fed: ``8 × batch 1``, ``1 × batch 8, in chunks of 16``, ``no cache``."""
     groups, settings = manifest.tokens.groups, manifest.settings
     return sentence(
         fact(
@@ -554,8 +554,8 @@ _CONTEXT = 24
 
 
 def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[Fact]:
-    """What the names and digests of two models' weights look like. ``guess``: what changed the
-    values is not known otherwise."""
+    """Return what the names and digests of two models' weights look like. ``guess``: what changed
+    the values is not known otherwise."""
     causes: list[Fact] = []
     sides = (("reference", "candidate", a, b), ("candidate", "reference", b, a))
     for side, _, model, other_model in sides:
@@ -628,7 +628,7 @@ def template_cause(a: Manifest, b: Manifest) -> Fact | None:
 
 
 def tokenizer_cause(a: Manifest, b: Manifest) -> Fact | None:
-    """What is known of two tokenizers that differ."""
+    """Return what is known of two tokenizers that differ."""
     size_a, size_b = a.model.tokenizer_size, b.model.tokenizer_size
     if size_a is None or size_b is None:
         return None
@@ -858,8 +858,8 @@ def _find_parting(
 
 
 def _edit(a: Sequence[int], b: Sequence[int], place: int) -> Fact | None:
-    """What one side has besides all tokens of the other, from ``place`` on, where they part: a
-    template and a tokenizer that both write the first token, or a template that lost its end."""
+    """Return what one side has besides all tokens of the other, from ``place`` on, where they part:
+    a template and a tokenizer that both write the first token, or a template that lost its end."""
     pair = (("reference", a), ("candidate", b))
     (longer, more), (shorter, fewer) = sorted(pair, key=lambda side: -len(side[1]))
     num = len(more) - len(fewer)
@@ -954,7 +954,7 @@ def media_lines(a: Run, b: Run) -> list[PreflightLine]:
 
 
 def _media_cause(a: Run, b: Run, number: int) -> Fact:
-    """Why what a processor made of a prompt's files differs."""
+    """Say why what a processor made of a prompt's files differs."""
     tokens = a.manifest.tokens, b.manifest.tokens
     files = [part.samples[number : number + 1] for part in tokens]
     media = [[(note.kind, note.digest) for note in side[0].media] if side else [] for side in files]
@@ -1058,7 +1058,7 @@ def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
 
 
 def _engines(a: Manifest, b: Manifest) -> PreflightLine:
-    """What ran the model: engine, version, and those of its options and switches that differ."""
+    """Say what ran the model: engine, version, and which of its options and switches differ."""
     if a.engine is None or b.engine is None:
         shown = [
             side.engine.name
@@ -1094,7 +1094,7 @@ def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
 
 
 def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """How many processes made each run; nothing where one made both."""
+    """Return how many processes made each run; nothing where one made both."""
     meshes = [m.mesh for m in (a, b) if m.mesh is not None]
     details = []
     for mesh in [mesh for mesh in meshes if mesh.environments][:1]:
@@ -1138,7 +1138,7 @@ def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
 
 
 def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """What torch was built with: what differs, else its compiler and BLAS."""
+    """Return what torch was built with: what differs, else its compiler and BLAS."""
     ref, cand = a.environment.torch_build, b.environment.torch_build
     if not ref or not cand:
         return []

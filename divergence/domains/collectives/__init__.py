@@ -45,7 +45,7 @@ DOMAIN = Domain(
 
 
 def applies(a: Run, b: Run) -> bool:
-    """Where both runs are of collectives."""
+    """Are both runs of collectives?"""
     return a.manifest.model.source == b.manifest.model.source == SOURCE
 
 

@@ -232,7 +232,7 @@ _REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveWork:
-    """What is run, in order: cases, then orders, then times."""
+    """Says what is run, in order: cases, then orders, then times."""
 
     cases: Sequence[CollectiveCase]
     orders: Sequence[CollectiveCase]
@@ -342,7 +342,7 @@ def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:
 
 
 def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
-    """What masks give, of a result that every rank has by rank 0 alone."""
+    """Return what masks give, of a result that every rank has by rank 0 alone."""
     ranks = recorder.ranks
     size = case.elements(ranks.size)
     masks = Masks(ranks.size, case.dtype, size)
@@ -474,7 +474,7 @@ def plan(name: str, request: CaseRequest) -> list[PlannedSite]:
 
 
 def _started_ranks(like: Run | None) -> int:
-    """How many ranks there are. Raises UsageError for one alone, and for others than recorded."""
+    """Count the ranks. Raises UsageError for one alone, and for others than recorded."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if "RANK" not in os.environ or num_ranks < 2:
         wanted = "N" if like is None else str(like.manifest.num_ranks)
@@ -499,7 +499,7 @@ def _started_ranks(like: Run | None) -> int:
 
 
 def _work(request: CaseRequest) -> CollectiveWork:
-    """What is run. Raises UsageError where --sites leaves nothing."""
+    """Return what is run. Raises UsageError where --sites leaves nothing."""
     like, options = request.like, request.options
     if like is not None and not options.sites:
         patterns = like.manifest.plan.sites

@@ -206,7 +206,7 @@ class CollectiveCase:
 
     @property
     def path(self) -> str:
-        """What stands for a module's path in its sites."""
+        """Return what stands for a module's path in its sites."""
         return f"{self.collective}.{self.dtype}.{self.size}.{self.values}"
 
     @property
@@ -220,11 +220,11 @@ class CollectiveCase:
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
-        """What of the whole a rank's input and result are."""
+        """Return what of the whole a rank's input and result are."""
         return _PLACEMENTS[self.collective]
 
     def elements(self, num_ranks: int) -> int:
-        """Of one rank's input."""
+        """Count the elements of one rank's input."""
         if self.size == "huge":
             return 2**20 // num_ranks * num_ranks
         if self.collective in _WHOLE and self.size in _FIXED:

@@ -1,4 +1,4 @@
-"""What runs as a collective: the library's, the user's, one of this tool's own, or a faulty one."""
+"""This runs as a collective: the library's, the user's, one of this tool's own, or a faulty one."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _all_to_all(x: torch.Tensor) -> torch.Tensor:
 
 
 def shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    """What rank r - ``by`` has, of x's shape; x goes to rank r + ``by``."""
+    """Return what rank r - ``by`` has, of x's shape; x goes to rank r + ``by``."""
     return exchange([(x, by)], [(torch.zeros_like(x), -by)])[0]
 
 
@@ -279,7 +279,7 @@ class ChosenCollectives:
     rank: int = 0
 
     def call(self, collective: Collective) -> Call:
-        """What is run. rs_ag is made of what reduce_scatter is."""
+        """Return the function that is run. rs_ag is made of what reduce_scatter is."""
         if collective == "rs_ag":
             scattered = self.call("reduce_scatter")
             call: Call = lambda x: all_gather(scattered(x))  # noqa: E731 - a composition
@@ -288,7 +288,7 @@ class ChosenCollectives:
         return planted(self.faults, collective, call, rank=self.rank)
 
     def name_of(self, collective: Collective, backend: str) -> str:
-        """As it is recorded. A fault in an addition is planted in this package's own."""
+        """Return the recorded name. A fault in an addition is planted in this package's own."""
         for fault in self.faults:
             if fault.collective == collective and fault.name in BY:
                 return BY[fault.name]
@@ -296,7 +296,7 @@ class ChosenCollectives:
 
 
 def choose(wishes: Implementations, faults: Sequence[PlantedFault] = ()) -> ChosenCollectives:
-    """What ``--impl`` says. Raises UsageError, which names what there is."""
+    """Return what ``--impl`` says. Raises UsageError, which names what there is."""
     chosen = ChosenCollectives(faults=faults)
     for where, value in pairs_of(wishes):
         if where and where not in COLLECTIVES:

@@ -113,7 +113,7 @@ def order_row(
 
 
 def trials_of(recorded: Recorded, case: CollectiveCase) -> dict[str, Trial]:
-    """What was recorded at that dtype and size of values whose sums round, by kind of values."""
+    """Return the trials at that dtype and size of values whose sums round, by kind of values."""
     trials = {}
     for values in ("random", "cancelling", "outlier"):
         alike = recorded.find(CollectiveCase(case.collective, case.dtype, case.size, values))
@@ -421,7 +421,7 @@ def instead(
 def _clauses(
     out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Right
 ) -> Iterator[Fact]:
-    """What can be said of one rank, the plainest first."""
+    """Yield what can be said of one rank, the plainest first."""
     values = out[wrong]
     if out.dtype.is_floating_point and not values.double().isfinite().all():
         yield fact("collectives.are_nonfinite")
@@ -487,7 +487,7 @@ def _far(
     wrong: Mapping[int, torch.Tensor],
     rights: Mapping[int, Right],
 ) -> Fact:
-    """How far from the sum, at most."""
+    """Return how far it is from the sum, at most."""
     worst = 0.0
     for rank, where in wrong.items():
         exact = rights[rank]
@@ -583,8 +583,8 @@ Wrong = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Who made it, nobody where that is not told. ``assumed``: by the part of the buffer alone.
-    ``how``: by what it is known, for the end of the clause."""
+    """Says who made it, nobody where that is not told. ``assumed``: by the part of the buffer
+    alone. ``how``: by what it is known, for the end of the clause."""
 
     ranks: tuple[int, ...]
     assumed: bool = False
@@ -608,7 +608,7 @@ def groups_of(case: RecordedCase, wrong: Wrong) -> list[dict[int, torch.Tensor]]
 
 
 def made_by(case: RecordedCase, wrong: Wrong) -> Made:
-    """Of one group of ranks that are wrong together.
+    """Say who made a group of ranks wrong that are wrong together.
 
     Sums: of ``reduce`` the root alone holds anything, which does not tell who made it; where all
     ranks are wrong alike, the one whose part of the buffer it is. Where nothing is added: who holds
@@ -655,7 +655,7 @@ def _senders(case: RecordedCase, wrong: Wrong) -> set[int]:
 
 
 def _givers(case: RecordedCase, rank: int, where: torch.Tensor) -> set[int]:
-    """Whose numbers should stand at the elements that are wrong."""
+    """Return whose numbers should stand at the elements that are wrong."""
     name = case.case.collective
     if name == "broadcast":
         return {ROOT_RANK}
@@ -1143,7 +1143,7 @@ def _orders(orders: Sequence[OrderRow]) -> Fact | None:
 
 
 def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
-    """What else is worth a line. ``side``: whose, where there are two."""
+    """Return what else is worth a line. ``side``: whose, where there are two."""
     facts = []
     sums = {row.collective: row.limit_usage for row in judged.rows if row.limit_usage is not None}
     if sums:

@@ -1,4 +1,4 @@
-"""In which order a collective adds the ranks, found from outside.
+"""The order in which a collective adds the ranks, found from outside.
 
 FPRev (divergence.numerics.trees) with ranks for terms: rank i puts in M, rank j puts in
 -M, all others 1, M so large that M + 1 = M. The ones that are added to ±M before the two meet are
@@ -29,7 +29,7 @@ MOST_CALLS = 32
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What is put in. ``size``: elements of a rank's input."""
+    """Says what is put in. ``size``: elements of a rank's input."""
 
     num_ranks: int
     dtype: str
@@ -126,7 +126,7 @@ def _merged(stretches: list[Stretch]) -> list[Stretch]:
 
 
 def _without_edges(stretches: list[Stretch], width: int) -> list[Stretch]:
-    """Without single windows that lie across the edge between two longer stretches."""
+    """Leave out single windows that lie across the edge between two longer stretches."""
     size = [stretch.stop - stretch.start for stretch in stretches]
     kept = [
         stretch
@@ -158,7 +158,7 @@ def _tree(row: np.ndarray, num_ranks: int) -> Tree | None:
 
 
 def _sizes_of(tree: Tree) -> np.ndarray:
-    """Of each pair the leaves of the smallest subtree with both."""
+    """Count, for each pair, the leaves of the smallest subtree with both."""
     num, sizes = tree.num_leaves, tree.sizes()
     below: list[set[int]] = [{leaf} for leaf in range(num)]
     meet = np.zeros((num, num), dtype=np.int64)

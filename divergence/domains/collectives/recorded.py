@@ -1,4 +1,4 @@
-"""What a run of collectives recorded, and what each collective must give by its definition."""
+"""A run of collectives as recorded, and what each collective must give by its definition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from divergence.run.site import join_site, module_of, operator_path
 
 @dataclass(frozen=True, slots=True)
 class MaskedSizes:
-    """What masks gave: sizes (calls, N) of the whole buffer."""
+    """Says what masks gave: sizes (calls, N) of the whole buffer."""
 
     case: CollectiveCase
     elements: int
@@ -78,7 +78,7 @@ class Recorded:
         return recorded_case if recorded_case.site in self._calls else None
 
     def orders(self) -> Iterator[MaskedSizes]:
-        """What was measured of the orders, the ranks' parts put together."""
+        """Yield what was measured of the orders, the ranks' parts put together."""
         for site, record in self._calls.items():
             assert record.call is not None
             if record.call.operator != ORDER:
@@ -99,7 +99,7 @@ class Recorded:
             yield MaskedSizes(case, sizes.shape[1], sizes)
 
     def bandwidth(self) -> Iterator[BandwidthRow]:
-        """How fast each collective was at each size, by the median of its calls."""
+        """Yield how fast each collective was at each size, by the median of its calls."""
         for site, record in self._calls.items():
             assert record.call is not None
             facts = record.call.arguments
@@ -138,8 +138,8 @@ class RecordedCase:
 
     @cached_property
     def inputs(self) -> list[torch.Tensor]:
-        """By rank; of a broadcast the root's alone. Raises RunFormatError for one that is not of
-        the case's size and dtype. ``has_inputs``: are they all there?"""
+        """Return the inputs by rank; of a broadcast the root's alone. Raises RunFormatError for one
+        that is not of the case's size and dtype. ``has_inputs``: are they all there?"""
         sites = [(rank, join_site(self.place, "in.x")) for rank in self._givers]
         parts = [part for part in (self.recorded.read(*at) for at in sites) if part is not None]
         size = self.case.elements(self.num_ranks)
@@ -157,13 +157,13 @@ class RecordedCase:
 
     @property
     def has_inputs(self) -> bool:
-        """Of a run that was stopped some may be missing."""
+        """Are all inputs there? Of a run that was stopped some may be missing."""
         site = join_site(self.place, "in.x")
         return all((rank, site) in self.recorded.records for rank in self._givers)
 
     @cached_property
     def results(self) -> dict[int, torch.Tensor]:
-        """By rank, of those that are there."""
+        """Return the results by rank, of those that are there."""
         by_rank = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
         results = {rank: out for rank, out in by_rank.items() if out is not None}
         for rank, out in results.items():
@@ -176,14 +176,14 @@ class RecordedCase:
 
     @property
     def input_digests(self) -> list[str | None]:
-        """By rank, of what it put in."""
+        """Return the digests of what each rank put in."""
         site = join_site(self.place, "in.x")
         records = (self.recorded.records.get((rank, site)) for rank in range(self.num_ranks))
         return [None if record is None else record.xxh3 for record in records]
 
     @property
     def ranks(self) -> range:
-        """Who has a result."""
+        """Return who has a result."""
         return range(1 if self.case.collective == "reduce" else self.num_ranks)
 
     @cached_property
@@ -198,7 +198,7 @@ class RecordedCase:
         return first if all(torch.equal(first, result) for result in results.values()) else None
 
     def digests(self, rank: int) -> list[str | None]:
-        """Of a rank's result, and of those of its repetitions."""
+        """Return the digests of a rank's result, and of those of its repetitions."""
         hashes = []
         for number in range(1, self.recorded.run.manifest.repeatability.num_runs + 1):
             port = "out" if number == 1 else f"out.run{number}"
@@ -238,13 +238,13 @@ class Sum:
         return torch.where(error.isfinite(), error, torch.inf)
 
     def differs(self, x: torch.Tensor) -> torch.Tensor:
-        """Where ``x`` is farther off than rounding explains."""
+        """Find where ``x`` is farther off than rounding explains."""
         return self.error(x).abs() > self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """What a rank should hold where nothing is added."""
+    """Says what a rank should hold where nothing is added."""
 
     values: torch.Tensor
 
@@ -274,7 +274,7 @@ def exact_sum(inputs: list[torch.Tensor]) -> Sum:
 
 
 def expected_of(case: RecordedCase) -> dict[int, Sum | Bits]:
-    """Of each rank, what it should hold."""
+    """Return what each rank should hold."""
     inputs, n, name = case.inputs, case.num_ranks, case.case.collective
     if case.case.adds:
         whole = exact_sum(inputs)

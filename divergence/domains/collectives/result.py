@@ -1,4 +1,4 @@
-"""What was found of collectives, as typed data."""
+"""The results of collectives, as typed data."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OrderRow(msgspec.Struct, frozen=True, kw_only=True):
-    """In which order a collective adds the ranks, at one dtype and size."""
+    """Says in which order a collective adds the ranks, at one dtype and size."""
 
     collective: str
     dtype: str
@@ -101,7 +101,7 @@ class IdentityRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BandwidthRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a collective was, by the median of its calls."""
+    """Says how fast a collective was, by the median of its calls."""
 
     collective: str
     bytes: int

@@ -75,7 +75,7 @@ class CheckedPair:
 
     @property
     def why_unjudged(self) -> list[Fact] | None:
-        """Why compare says nothing of the numbers; None where it does."""
+        """Say why compare says nothing of the numbers; None where it does."""
         if self.report is None:
             return [plain(self.reason)]
         verdict = self.report.verdict
@@ -90,8 +90,8 @@ class CheckedPair:
         return self.verdict is not None and self.verdict.kind in _DIVERGED
 
     def state_of(self, check: str) -> PointState:
-        """What a line of preflight says; one that is not there, since neither run has anything to
-        say of it, is the same."""
+        """Return what a line of preflight says; one that is not there, since neither run has
+        anything to say of it, is the same."""
         status: str = self.lines[check].status if check in self.lines else "same"
         return _STATES.get(status, "unknown")
 
@@ -109,14 +109,14 @@ class CheckedPair:
         ]
 
     def sites(self, *, decode: bool) -> list[SiteResult]:
-        """What was compared of the prefill, or of the decode steps."""
+        """Return what was compared of the prefill, or of the decode steps."""
         if self.report is None:
             return []
         return [site for site in self.report.sites if (site.step > 0) == decode]
 
     @property
     def convicting(self) -> list[Finding]:
-        """What the analyses claim that can be a verdict, or a part of one."""
+        """Return what the analyses claim that can be a verdict, or a part of one."""
         findings = [] if self.report is None else self.report.findings
         return [finding for finding in findings if finding.role in ("convicts", "refines")]
 
@@ -136,7 +136,7 @@ class CheckedPair:
 
 
 def worst(*states: PointState) -> PointState:
-    """Of several conditions together."""
+    """Return the worst of several conditions together."""
     return "fail" if "fail" in states else "unknown" if "unknown" in states else "pass"
 
 
@@ -169,7 +169,7 @@ def differs(line: PreflightLine) -> Fact:
 
 
 def choices_off(finding: Finding) -> list[Fact]:
-    """Which tokens are not the largest of their own logits."""
+    """Say which tokens are not the largest of their own logits."""
     return [Fact(code="checklist.choices_off", values=finding.evidence[0].values)]
 
 
@@ -315,7 +315,7 @@ def ranks(pair: CheckedPair) -> Said:
 
 
 def _told_by_ranks(pair: CheckedPair) -> Finding | None:
-    """What makes a rank the verdict: copies that disagree there, or its own part that is off."""
+    """Say what makes a rank the verdict: copies that disagree there, or its own part."""
     if pair.report is None:
         return None
     verdict = pair.report.verdict
@@ -535,7 +535,7 @@ def _engine(pair: CheckedPair) -> Said:
 
 
 def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
-    """What an engine does besides each forward as it stands."""
+    """Return what an engine does besides each forward as it stands."""
     name = "transformers" if manifest.engine is None else manifest.engine.name
     engines = added("engines")
     if name in ("transformers", "compile") or (name in engines and engines[name].plain):

@@ -1,4 +1,4 @@
-"""What is shown of a checkup: the verdict, the points, the ladder, and what to run."""
+"""A checkup as it is shown: the verdict, the points, the ladder, and what to run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
 
 
 def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool) -> Table:
-    """What passes, and what another rung explains, is left out unless ``every`` row is wanted."""
+    """Make the table, without what passes or another rung explains unless ``every`` is set."""
     shown = [
         (state, name, text if every else shortened(text, _LONGEST))
         for state, name, text in rows
@@ -96,7 +96,7 @@ def _stop(checkup: Checkup) -> str:
 
 
 def _commands(checkup: Checkup) -> list[str]:
-    """What settles the rungs that fail; else what compare says, or compare itself."""
+    """Return what settles the rungs that fail; else what compare says, or compare itself."""
     commands = dict.fromkeys(rung.next for rung in checkup.failed if rung.next is not None)
     if not commands and checkup.verdict is not None:
         commands = dict.fromkeys(checkup.verdict.next[:1])

@@ -1,4 +1,4 @@
-"""What other tools dumped, made runs."""
+"""Makes runs of what other tools dumped."""
 
 from divergence.domain import Domain, Subcommand
 

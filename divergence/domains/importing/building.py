@@ -40,7 +40,7 @@ _FIRST_NUMBER = re.compile(r"[^0-9]*?\.\d+")
 def manifest_of(
     surveyed: Survey, *, name: str, like: Run | None, label: str | None, command: str | None
 ) -> Manifest:
-    """What is known of the run. ``name``: of the layout."""
+    """Return what is known of the run. ``name``: of the layout."""
     own = None if like is None else like.manifest
     sites = [surveyed.renamed(site) for site in surveyed.sites]
     logits = "lm_head:out" if own is None else own.plan.logits_site

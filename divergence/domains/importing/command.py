@@ -27,14 +27,13 @@ def import_(
     output: Output,
     command: str | None,
 ) -> None:
-    """Of statistics and checksums too, where a tool kept no tensors (msprobe's default task, ATB,
-    torchtitan, Transformer Engine): they can show a fault, and never health. Of log-probabilities:
-    saved answers of OpenAI's, vLLM's and llama.cpp's servers; rollouts of verl, slime, TRL and
-    NeMo-RL, and what the trainer said of the same tokens; llama.cpp's base file of KL; samples of
-    lm-eval.
-    What a dump does not tell (weights, settings, machine) stays unknown in the run, and
-    compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
-    lacks ranks or steps, is refused.
+    """Makes runs of statistics and checksums too, where a tool kept no tensors (msprobe's default
+    task, ATB, torchtitan, Transformer Engine): they can show a fault, and never health. Of
+    log-probabilities: saved answers of OpenAI's, vLLM's and llama.cpp's servers; rollouts of verl,
+    slime, TRL and NeMo-RL, and what the trainer said of the same tokens; llama.cpp's base file of
+    KL; samples of lm-eval. What a dump does not tell (weights, settings, machine) stays unknown in
+    the run, and compare says so. Pickles are read as plain tensors alone; a dump that is half
+    written, or lacks ranks or steps, is refused.
 
     Examples:
     divergence import dump -o b --like a             # then: divergence compare a b

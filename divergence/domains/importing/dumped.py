@@ -1,4 +1,4 @@
-"""What an importer makes of a dump: forwards, and the tensors seen in each."""
+"""An importer makes this of a dump: forwards, and the tensors seen in each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DumpedForward:
 
 @dataclass(slots=True)
 class Notes:
-    """What was left out, and what was done. ``counts``: end of a sentence → how many tensors."""
+    """Says what was left out and done. ``counts``: end of a sentence → how many tensors."""
 
     counts: Counter[str] = field(default_factory=Counter)
     said: list[str] = field(default_factory=list)

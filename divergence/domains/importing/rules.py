@@ -46,7 +46,7 @@ class _MapFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a tensor belongs. None: neither the rule nor the name says."""
+    """Says where a tensor belongs. None: neither the rule nor the name says."""
 
     site: str
     step: int | None
@@ -72,8 +72,8 @@ class Rules:
     def place(
         self, name: str, *, inside: str | None = None, tags: dict[str, str] | None = None
     ) -> Target | None:
-        """Where the tensor of a file belongs, or one of this name ``inside`` a file, by the first
-        rule that matches. ``tags``: groups that the dump itself gives. Raises ConfigError."""
+        """Return where the tensor of a file belongs, or one of this name ``inside`` a file, by the
+        first rule that matches. ``tags``: groups that the dump itself gives. Raises ConfigError."""
         for rule in self.files if inside is None else self.keys:
             outer, inner = rule.compiled
             around, match = outer.fullmatch(inside or ""), inner.fullmatch(name)

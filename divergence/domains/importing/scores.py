@@ -75,7 +75,7 @@ class _Line:
     where: str
 
     def value(self, path: str | None) -> Any:
-        """What lies at a dotted path; None where nothing does."""
+        """Return what lies at a dotted path; None where nothing does."""
         if path is None:
             return None
         item = self.item
@@ -214,7 +214,7 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
 
 @dataclass(slots=True)
 class Scored:
-    """What a layout found."""
+    """Says what a layout found."""
 
     source: ScoreSource
     prompts: list[tuple[Scores, str]] = field(default_factory=list)

@@ -45,7 +45,7 @@ _MAX_IDS = 1 << 22
 
 @dataclass(slots=True)
 class Survey:
-    """What a dump holds. ``places``: sample and step of each forward, None where it is left out."""
+    """Says what a dump holds. ``places``: each forward's sample and step, None if left out."""
 
     places: list[tuple[int, int] | None] = field(default_factory=list)
     tokens: Tokens = field(default_factory=lambda: Tokens(samples=[], groups=[]))
@@ -214,7 +214,7 @@ def _number(surveyed: Survey, prompts: list[_Prompt], like: Run | None, notes: N
 def _as_in(
     surveyed: Survey, prompts: list[_Prompt], tokens: Tokens, taken: set[int], notes: Notes
 ) -> None:
-    """As the run has them: its prompts, with the tokens of those that the dump shows."""
+    """Return the run's prompts, with the tokens of those that the dump shows."""
     samples = [
         replace(sample, text=None, generated_ids=[], chosen_ids=[])
         if any(group[0] in taken for group in tokens.groups if number in group)

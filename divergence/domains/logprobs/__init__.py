@@ -40,5 +40,5 @@ DOMAIN = Domain(
 
 
 def applies(a: Run, b: Run) -> bool:
-    """Where one of both runs holds nothing else."""
+    """Does one of both runs hold nothing else?"""
     return any(run.manifest.scores_alone for run in (a, b))

@@ -98,7 +98,7 @@ def are_drawn(a: Run, b: Run) -> bool:
 
 
 def _decoding(run: Run) -> str:
-    """How its tokens were chosen: greedy, drawn, sampled (in training), given; or unknown."""
+    """Say how its tokens were chosen: greedy, drawn, sampled (in training), given; or unknown."""
     if run.manifest.scores_alone:
         return facts_of(run).get("tokens", UNKNOWN)
     return "greedy" if run.manifest.tokens.forced_by is None else "given"
@@ -313,7 +313,7 @@ def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
 def layers_of(
     pairs: Sequence[PromptPair], sides: tuple[Run, Run], progress: Progress | None
 ) -> LogprobLayers:
-    """What they show, and how much of Δ log p it is. Raises UsageError for other prompts."""
+    """Return what they show, and how much of Δ log p it is. Raises UsageError for other prompts."""
     report = compare(*sides, progress=progress)
     deltas_a, deltas_b = (
         {
@@ -590,7 +590,7 @@ def _gap(side: Text, row: int | None, first: int, second: int) -> float | None:
 
 
 def _rollout(pairs: Sequence[PromptPair], side: Side) -> dict[str, float]:
-    """Of the answers' tokens alone."""
+    """Measure the answers' tokens alone."""
     sides: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for pair in pairs:
         rows = [row[1:] for row in pair.rows if row[0] >= pair.answer_begins]

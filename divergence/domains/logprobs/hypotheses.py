@@ -1,4 +1,4 @@
-"""What one setting, or one mistake, makes of log-probabilities: closed hypotheses, each fitted.
+"""One setting, or one mistake, makes this of log-probabilities: closed hypotheses, each fitted.
 
 An engine may tell log-probabilities before or behind its sampling settings, and a trainer need not
 do as it does. Or the numbers are right and stand at the wrong place. Each hypothesis predicts one
@@ -386,7 +386,7 @@ def bounded(pairs: Sequence[PromptPair]) -> Fact | None:
 
 
 def share_of_size(pairs: Sequence[PromptPair]) -> float:
-    """Of the differences, the share (R²) that is a function of log p."""
+    """Return the share (R²) of the differences that is a function of log p."""
     filled = [pair for pair in pairs if len(pair.delta)]
     delta = np.concatenate([np.empty(0), *(pair.delta for pair in filled)])
     if len(delta) < LEAST_TOKENS:
@@ -398,7 +398,7 @@ def share_of_size(pairs: Sequence[PromptPair]) -> float:
 
 
 def _by_size(filled: Sequence[PromptPair]) -> Fact | None:
-    """By the chosen tokens alone."""
+    """Fit the differences by the chosen tokens alone."""
     share = share_of_size(filled)
     if share < MOST:
         return None

@@ -1,4 +1,4 @@
-"""What ``capture`` is told of a server: ``capture --endpoint URL``."""
+"""The options of ``capture`` for a server: ``capture --endpoint URL``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _server = partial(option, panel="A server in place of a model", late=1)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
-    """What ``capture`` asks of a server, in place of running a model."""
+    """Says what ``capture`` asks of a server, in place of running a model."""
 
     endpoint: str | None = _server(
         "--endpoint URL",

@@ -37,8 +37,8 @@ from divergence.words import first_apart
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What is known of one token's distribution: ids and log-probabilities, the likeliest first.
-    ``whole``: of all ids."""
+    """Says what is known of one token's distribution: ids and log-probabilities, the likeliest
+    first. ``whole``: of all ids."""
 
     ids: np.ndarray
     log: np.ndarray
@@ -65,7 +65,7 @@ class Sequence:
 
 
 def facts_of(run: Run) -> dict[str, str]:
-    """What the run's source said of itself."""
+    """Return what the run's source said of itself."""
     engine = run.manifest.engine
     return {} if engine is None else engine.facts
 
@@ -274,7 +274,7 @@ def values_of(pair: PromptPair) -> np.ndarray:
 
 
 def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
-    """Where a side tells tokens as text alone, both sides' ids are those of texts. A piece of a
+    """Take the ids of texts on both sides where one tells tokens as text alone. A piece of a
     character has no text of its own: it reads as U+FFFD, as do others."""
     sides = sequences_of(a), sequences_of(b)
     if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
@@ -370,7 +370,7 @@ def _other_prompts(
     samples: abc.Sequence[list[SampleTokens]],
     counts: list[list[int | None]],
 ) -> Iterator[tuple[list[str], Fact] | tuple[list[str]]]:
-    """What shows that both were not asked the same: of each side, and as a fact."""
+    """Yield what shows that both were not asked the same: of each side, and as a fact."""
     if len(samples[0]) != len(samples[1]):
         yield ([sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples],)
         return

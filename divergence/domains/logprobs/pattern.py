@@ -1,4 +1,4 @@
-"""Where log-probabilities that differ lie, what they may differ by, and what is doubtful."""
+"""The pattern of log-probabilities that differ: where, how much they may, what is doubtful."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TO_SIGMA = math.sqrt(math.pi / 2)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What rounding explains."""
+    """Says what rounding explains."""
 
     value: float
     """A mean of |Δ| in nats."""
@@ -64,8 +64,8 @@ class Scale:
         return self.source.code == "logprobs.no_dtype"
 
     def usual_share(self, bound: float) -> float:
-        """Of a trusted machine's tokens, how many differ by more than ``bound``: at most (the upper
-        end of Wilson's 99% interval). 0 without floor runs."""
+        """Return how many of a trusted machine's tokens differ by more than ``bound``: at most (the
+        upper end of Wilson's 99% interval). 0 without floor runs."""
         if self.floor is None:
             return 0.0
         num, z = len(self.floor), NormalDist().inv_cdf(0.99)
@@ -75,8 +75,8 @@ class Scale:
 
 
 def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
-    """From the runs of ``floors``, else from both sides' dtypes. Raises UsageError for a floor run
-    that is a compared one, or scored none of A's tokens."""
+    """Take the scale from the runs of ``floors``, else from both sides' dtypes. Raises UsageError
+    for a floor run that is a compared one, or scored none of A's tokens."""
     if floors:
         together = np.concatenate([_from_floor(a, b, run) for run in floors])
         floor = np.abs(together)
@@ -299,7 +299,7 @@ that a normal deviation has. What lies between is not told."""
 def doubts_of(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale
 ) -> list[Check]:
-    """Of a verdict that nothing is wrong: one check of size and one of what is told."""
+    """Check a verdict that nothing is wrong: once by size and once by what is told."""
     size: list[Fact] = []
     shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
     # one way, where rounding goes both

@@ -114,7 +114,7 @@ class RolloutCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobLayers(msgspec.Struct, Worded, frozen=True, kw_only=True):
-    """What two layer-level runs on the same tokens show of Δ log p (``--layers``)."""
+    """Says what two layer-level runs on the same tokens show of Δ log p (``--layers``)."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"summary": "headline"}
 
@@ -234,7 +234,7 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
 
     @property
     def is_told(self) -> bool:
-        """What nobody tells of a server, or of a file, is no setting that differs."""
+        """Is it told? What nobody tells of a server, or of a file, is no setting that differs."""
         return False
 
     @property

@@ -221,14 +221,14 @@ class Graph:
         return [Port(ROOT, "in", self.tokens), *inner, Port(ROOT, "out", self.logits)]
 
     def is_float(self, value: str) -> bool:
-        """By its type, where the file tells it; a value of unknown type may be."""
+        """Is it a float by its type, where the file tells it? A value of unknown type may be."""
         return self.types.get(value, 1) in (0, 1, 10, 11, 16)
 
     def slice(
         self, targets: Iterable[str], cuts: Collection[str]
     ) -> tuple[list[int], set[str], set[str]]:
-        """What computes ``targets`` where the values of ``cuts`` are given: the nodes in order, the
-        cuts that are met, and the graph's own inputs that are."""
+        """Return what computes ``targets`` where the values of ``cuts`` are given: the nodes in
+        order, the cuts that are met, and the graph's own inputs that are."""
         nodes: set[int] = set()
         met: set[str] = set()
         inputs: set[str] = set()
@@ -428,7 +428,7 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """How sessions are made."""
+    """Says how sessions are made."""
 
     folder: Path
     """Where weights beside the file lie."""
@@ -546,7 +546,7 @@ def _given(tensor: torch.Tensor, element: int) -> Any:
 
 
 def _taken(value: Any) -> torch.Tensor:
-    """As a tensor on the host, of its own memory or the value's."""
+    """Take the value as a tensor on the host, of its own memory or the value's."""
     if value.data_type() == "tensor(bfloat16)":
         return from_dlpack(value._ortvalue.to_dlpack())
     return torch.from_numpy(value.numpy())
@@ -756,7 +756,7 @@ def _parameter(mangled: str, node: GraphNode, constant: str) -> str | None:
 
 
 def _embeddings(root: Any, graph: Graph, named: dict[str, tuple[str, bool]]) -> None:
-    """What transformers' models say of themselves: the first and the last matrix."""
+    """Return what transformers' models say of themselves: the first and the last matrix."""
     matrices = [name for name, (c, _) in named.items() if len(graph.constants[c].dims) == 2]
     first = next((n for n in matrices if graph.kinds.get(n.rpartition(".")[0]) == "Embedding"), "")
     ending = [n for n in matrices if not re.search(r"(^|\.)\d+\.", n)]
@@ -870,7 +870,7 @@ class GraphRecorder(Recorder):
         return made[graph.logits]
 
     def _rows(self, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Of a decode step the row of its token."""
+        """Return the row of a decode step's token."""
         whole = (
             self.lane.step == 0 or not self._forwards.cached
         )  # then it is narrowed where it is kept
@@ -920,8 +920,9 @@ class GraphRecorder(Recorder):
         return made, fed
 
     def _recorded(self, port: Port, own: torch.Tensor) -> torch.Tensor | None:
-        """What was recorded of an input, of this step and those before it; None where that is not
-        all there. Of what enters the head the deciding rows alone may be: the others stay own."""
+        """Return what was recorded of an input, of this step and those before it; None where that
+        is not all there. Of what enters the head the deciding rows alone may be: the others stay
+        own."""
         if own.ndim < 2 or own.shape[1] != self._num_prompt + self.lane.step:
             return None
         assert self._anchor is not None  # asked where there is one
@@ -943,7 +944,7 @@ class GraphRecorder(Recorder):
 
 
 def _parts(graph: Graph, notes: Mapping[str, ModuleNote]) -> list[_Part]:
-    """In the order of a forward: modules that take a value of the stream which others made."""
+    """List, in a forward's order, modules that take a value of the stream that others made."""
     parts: list[_Part] = []
     rotary = [path for path, kind in graph.kinds.items() if kind.endswith("RotaryEmbedding")]
     # what the one table of the trunk gives; nothing where there are several
@@ -1037,7 +1038,7 @@ _BY_DEVICE = {"cuda": "cuda", "npu": "cann", "xpu": "openvino", "mps": "coreml"}
 
 
 class OnnxOptions(EngineOptions, frozen=True, kw_only=True):
-    """How ONNX Runtime runs the graph."""
+    """Says how ONNX Runtime runs the graph."""
 
     provider: str | None = None
     """``cpu``, ``cuda``, ``cann``, ``openvino`` …, or ONNX Runtime's own name. None: the one of

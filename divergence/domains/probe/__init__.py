@@ -1,5 +1,5 @@
-"""How a machine adds, rounds and multiplies, found from outside: the order of additions, the width
-of sums, elementary functions."""
+"""The probe finds from outside how a machine adds, rounds and multiplies: the order of additions,
+the width of sums, elementary functions."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ DOMAIN = Domain(
 
 
 def applies(measured: Measured) -> bool:
-    """Where a machine was probed."""
+    """Was a machine probed?"""
     return bool(measured.reference.manifest.arithmetic or measured.candidate.manifest.arithmetic)

@@ -1,5 +1,5 @@
-"""In which order a kernel adds, proved from its results (fprev), and in what its partial sums are
-kept."""
+"""The order in which a kernel adds, proved from its results (fprev), and what its partial sums are
+kept in."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ class InputBits:
 
 
 def input_bits(operator: Summing) -> InputBits | None:
-    """Of an operator that multiplies float32; None where not even 1 · 1 comes out."""
+    """Find the bits kept of float32 factors; None where not even 1 · 1 comes out."""
     leaves = _kept(operator, "leaves")
     partner = _kept(operator, "partner")
     if leaves is None or partner is None:
@@ -497,11 +497,11 @@ MAX_OUTPUTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How one node adds. ``fused``: None, ``first`` (of two terms that meet, the earlier one is
-    rounded) or ``last``. ``stored``: the format of partial sums. ``cut``: results of
-    two children are cut off, not rounded. ``fraction_bits``: of nodes with more children;
-    ``cut_fused``: their results are cut off (sums of several units' results may still be rounded).
-    """
+    """Says how one node adds. ``fused``: None, ``first`` (of two terms that meet, the earlier one
+    is rounded) or ``last``. ``stored``: the format of partial sums. ``cut``: results of two
+    children are cut off, not rounded. ``fraction_bits``: of nodes with more children;
+    ``cut_fused``: their results are cut off (sums of several units' results may still be
+    rounded)."""
 
     fused: str | None = None
     stored: str = "float32"
@@ -525,7 +525,7 @@ class Arithmetic:
 
 
 def candidates(operator: Summing, tree: Tree, *, row: int = 0) -> list[Arithmetic]:
-    """What to try, the usual first. ``row``: of an output that the tree is of."""
+    """Return what to try, the usual first. ``row``: of an output that the tree is of."""
     name, inputs = format_of(operator.dtype).name, None
     if operator.products and name == "float32":
         inputs = input_bits(operator)
@@ -764,7 +764,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorOrders:
-    """What was found of one operator: its orders, that of most outputs first.
+    """Says what was found of one operator: its orders, that of most outputs first.
 
     ``num_classes``: groups of outputs that are added alike; ``reason``: why there is no order, or
     not of every class. ``trials``: the values of the proof, and the outputs. ``error``: see
@@ -926,7 +926,7 @@ class _Describer:
         return self._uneven(at, depth)
 
     def _pairwise(self, at: int) -> tuple[str, list[int]] | None:
-        """As many levels of pairs of equal shapes as there are, 2 at least: ``pairwise 2^d``."""
+        """Count the levels of pairs of equal shapes, 2 at least: ``pairwise 2^d``."""
         row, levels = [at], 0
         while all(part >= self.leaves for part in row):
             below = [child for part in row for child in self.kids(part)]

@@ -67,7 +67,7 @@ def probe(
 
 
 def probed_document(path: str, manifest: Manifest, *, verbose: bool) -> Document:
-    """What `divergence probe` says when it is done."""
+    """Return what `divergence probe` says when it is done."""
     trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
     proven = sum(fact.verified for fact in trees)
     text = (

@@ -15,7 +15,7 @@ from divergence.facts import fact
 
 
 def find(measured: Measured) -> AnalysisResult:
-    """Of two probes, the verdict; of any other runs, what the arithmetic explains."""
+    """Find the verdict of two probes; of any other runs, what the arithmetic explains."""
     a, b = measured.reference.manifest, measured.candidate.manifest
     arithmetic = explain_arithmetic(a, b)
     if is_of_machine(a) and is_of_machine(b):

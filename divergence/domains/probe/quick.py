@@ -424,7 +424,7 @@ def probe_all(
 
 
 def _switches() -> tuple[object, ...]:
-    """What changes arithmetic within a process."""
+    """Return what changes arithmetic within a process."""
     settings: list[object] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
     for name in (
         "backends.fp32_precision",
@@ -446,8 +446,8 @@ def _switches() -> tuple[object, ...]:
 
 
 def tried(bench: Bench) -> Fact:
-    """What the device's arithmetic does otherwise than the CPU's: noted by `selftest`, never a
-    failure."""
+    """Return what the device's arithmetic does otherwise than the CPU's: noted by `selftest`, never
+    a failure."""
     here, there = (
         {item.name: item.value for item in quick_facts(device)} for device in ("cpu", bench.device)
     )

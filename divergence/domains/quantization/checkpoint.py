@@ -1,4 +1,4 @@
-"""How a model is quantised: its configuration, and the modules that are really there.
+"""A model's quantisation: its configuration, and the modules that are really there.
 
 compressed-tensors leaves the scheme of each module on it, torchao a tensor class in place of the
 weight; of what else transformers loads (GPTQ, AWQ, FP8 in blocks, GGUF, bitsandbytes) the
@@ -81,7 +81,7 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
 
 
 def _plain(config: Any) -> dict[str, Any] | None:
-    """As config.json has it."""
+    """Return the value as config.json has it."""
     if config is None:
         return None
     values = config if isinstance(config, dict) else config.to_dict()
@@ -104,7 +104,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _module_numbers(module: nn.Module) -> _Numbers:
-    """What compressed-tensors or torchao left on a module."""
+    """Return what compressed-tensors or torchao left on a module."""
     scheme = getattr(module, "quantization_scheme", None)
     if scheme is not None:
         values = scheme if isinstance(scheme, Mapping) else scheme.model_dump()
@@ -167,7 +167,7 @@ def _torchao_numbers(weight: Any, codes: Any) -> _Numbers:
 
 
 def _config_numbers(config: Mapping[str, Any]) -> _Numbers:
-    """What a configuration says where no module does; neither where it is not understood."""
+    """Return what a configuration says where no module does; neither where it is not understood."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         groups = list((config.get("config_groups") or {}).values())

@@ -111,7 +111,7 @@ def code_errors(
     floor: float,
     within: float = 0.5,
 ) -> CodeErrors:
-    """Of ``codes`` (..., K) against q, ``wanted`` (..., K) in float64.
+    """Measure the errors of ``codes`` (..., K) against q, ``wanted`` (..., K) in float64.
 
     ``floor``: r, the relative error that rounding makes of what is quantised; ``room``: how many of
     them any code may be off. ``within``: 1 where ``wanted`` are another machine's codes, and where
@@ -198,7 +198,7 @@ _ENDS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 
 
 class Quantizer(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of tensor is quantised."""
+    """Says how one kind of tensor is quantised."""
 
     format: CodeFormat = "int8"
     per: Granularity = "tensor"
@@ -315,6 +315,6 @@ def codes_of(
 def values_of(
     codes: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What the codes stand for, in the dtype of ``scale`` and the shape of ``codes``."""
+    """Return what the codes stand for, in the dtype of ``scale`` and the shape of ``codes``."""
     rows = grouped(codes, quantizer).to(scale.dtype)
     return ((rows if zero is None else rows - zero) * scale).reshape(codes.shape)

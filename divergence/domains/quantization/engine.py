@@ -54,7 +54,7 @@ from divergence.run.site import starred
 
 
 class QuantizeOptions(EngineOptions, frozen=True, kw_only=True):
-    """Which scheme, and what is left out of it."""
+    """Says which scheme, and what is left out of it."""
 
     opens_files: ClassVar[bool] = False
     scheme: str = "w8a8"

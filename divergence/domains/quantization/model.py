@@ -64,7 +64,7 @@ Watch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class StoredWeight(Protocol):
-    """What stands in place of a weight (N, K)."""
+    """Says what stands in place of a weight (N, K)."""
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., K) → (..., N), in the dtype of ``x``."""
@@ -85,8 +85,8 @@ class QuantizedWeight:
         smooth: torch.Tensor | None = None,
         limits: Sequence[float] | None = None,
     ) -> None:
-        """From calibration: ``smooth`` (K,), what inputs are divided by and weights multiplied
-        with, and ``limits``, the least and the largest activation that enters."""
+        """Takes from calibration: ``smooth`` (K,), what inputs are divided by and weights
+        multiplied with, and ``limits``, the least and the largest activation that enters."""
         self.scheme, self.smooth, self.limits = scheme, smooth, limits
         self.watch: Watch | None = None
         """Told of the codes of each input, and may give others to go on with."""
@@ -98,7 +98,7 @@ class QuantizedWeight:
         self.codes = codes_of(wide, scheme.weights, self.scale, self.zero)
 
     def values(self) -> torch.Tensor:
-        """What its codes stand for, float32 (N, K)."""
+        """Return what its codes stand for, float32 (N, K)."""
         assert self.scheme.weights is not None
         return values_of(self.codes, self.scheme.weights, self.scale, self.zero)
 
@@ -230,7 +230,7 @@ the own ones; all (B, heads, T, D)."""
 
 
 class QuantizedCache:
-    """What stands between a model and its caches; a scale for each token and head."""
+    """Says what stands between a model and its caches; a scale for each token and head."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer
@@ -418,7 +418,7 @@ _LEAST = 1e-5
 
 
 class CalibrationWatch:
-    """What entered one target's matrices."""
+    """Says what entered one target's matrices."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -491,7 +491,7 @@ def calibration_of(
     targets: Mapping[str, QuantizationTarget],
     scheme: Scheme,
 ) -> Calibration:
-    """What the scheme needs of what was seen. ``targets``: those that are quantised."""
+    """Return what the scheme needs of what was seen. ``targets``: those that are quantised."""
     seen = {name: watch for name, watch in watches.items() if name in targets}
     fed_by: dict[str, str] = {}
     scales: dict[str, list[float]] = {}

@@ -84,7 +84,7 @@ from divergence.words import Progress, silent
 
 
 class _Seen:
-    """What one prompt's forward gave."""
+    """Says what one prompt's forward gave."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -134,7 +134,7 @@ class QuantizationTrials:
             self._logits(seen)
 
     def number_of(self, target: QuantizationTarget) -> int | None:
-        """Which block a target is in."""
+        """Say which block a target is in."""
         if target.block is None:
             return None
         modules = dict(self.model.named_modules())
@@ -148,7 +148,7 @@ class QuantizationTrials:
         return self._weights[target.name]
 
     def cost(self, targets: Iterable[QuantizationTarget]) -> Cost:
-        """Of the model with these quantised."""
+        """Measure the cost of the model with these quantised."""
         cached = self.session.scheme.kv is not None
         with (
             self._installed(targets),
@@ -309,7 +309,7 @@ class _Table:
 
 
 def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> list[MatrixCost]:
-    """In order of execution: what each costs alone. Cost: half a forward for each."""
+    """Measure, in order of execution, what each costs alone. Cost: half a forward for each."""
     tell = progress or silent
     targets = targets_of(trials.model)
     tables = _tables(trials)
@@ -462,7 +462,7 @@ _MOST_TRIES = 300
 
 
 def value_of(cost: Cost, measure: str) -> float:
-    """What is held against the target."""
+    """Return what is held against the target."""
     if measure == "kl":
         return cost.kl_mean
     return float("inf") if cost.delta_logprob_mean is None else cost.delta_logprob_mean
@@ -554,7 +554,7 @@ def _units(matrices: Sequence[MatrixCost], measure: str) -> list[list[MatrixCost
 
 
 def forms(names: Sequence[str], scheme: Scheme) -> dict[str, str]:
-    """What is kept in the forms that quantisers read: file name → text.
+    """Return what is kept in the forms that quantisers read: file name → text.
 
     ``compressed-tensors.json``: ``ignore`` of ``quantization_config``; ``modelopt.yaml``: entries
     of ``quant_cfg`` that switch quantisers off; ``msmodelslim.yaml``: ``exclude`` of
@@ -632,7 +632,7 @@ def quantize(
     command: str | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
-    """What the model of ``run`` costs under ``scheme``, over the run's tokens.
+    """Return what the model of ``run`` costs under ``scheme``, over the run's tokens.
 
     ``run``: a floating-point run; or a model, which is captured first (beside ``out``) on
     ``prompts``. ``scheme`` and what follows it: see domains.quantization.scheme. ``keep``:
@@ -773,7 +773,7 @@ def quantize(
 
 
 def _check_out(out: str | Path | None, base: Run | None, *, force: bool) -> None:
-    """Before the work, not behind it."""
+    """Check the output before the work, not behind it."""
     if out is not None:
         check_output(expanded(str(out)), force=force, like=base)
 
@@ -888,7 +888,7 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
 
 
 def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:
-    """What shows that ``model`` is not the recorded one."""
+    """Yield what shows that ``model`` is not the recorded one."""
     module = session.loaded.module
     identity = session.identity(lambda *_: None)
     for difference in unlike(base.manifest, identity, session.note(), describe_modules(module)):
@@ -897,7 +897,7 @@ def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:
 
 
 def _joined(patterns: Sequence[str]) -> str:
-    """As ``keep_of`` reads them: expressions last."""
+    """Join them as ``keep_of`` reads them: expressions last."""
     return ",".join(sorted(patterns, key=lambda pattern: pattern.startswith(("re:", "!re:"))))
 
 

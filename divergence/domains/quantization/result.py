@@ -1,4 +1,4 @@
-"""What quantize() found, as typed data. Rendering lives in domains.quantization.show."""
+"""The results of quantize(), as typed data. Rendering lives in domains.quantization.show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from divergence.facts import Fact, Worded
 
 
 class Cost(msgspec.Struct, kw_only=True, frozen=True):
-    """What a quantised model's next-token distributions cost, over the tokens of the prompts.
+    """Says what a quantised model's next-token distributions cost, over the tokens of the prompts.
 
     The names and definitions are those of llama.cpp's ``llama-perplexity --kl-divergence``: p is
     the floating-point model's, q the quantised one's; Δp = q - p of the token that follows. Errors
@@ -53,7 +53,7 @@ class Cost(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Outliers(msgspec.Struct, kw_only=True, frozen=True):
-    """What enters a matrix."""
+    """Says what enters a matrix."""
 
     max: float
     """The largest |x|."""
@@ -92,7 +92,7 @@ class MatrixCost(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class QuantizationPolicy(msgspec.Struct, kw_only=True, frozen=True):
-    """What stays in floating point so that a target holds, as measured with it."""
+    """Says what stays in floating point so that a target holds, as measured with it."""
 
     measure: str
     """``kl``: mean KL, nats; ``logprob``: mean |Δ log p| of the token that follows, nats."""

@@ -31,7 +31,7 @@ _E4M3: Literal["float8_e4m3fn"] = "float8_e4m3fn"
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
-    """What is quantised, and how. None is left in floating point."""
+    """Says what is quantised, and how. None is left in floating point."""
 
     name: str
     weights: Quantizer | None = None

@@ -1,4 +1,4 @@
-"""What `quantize` says: the cost of a scheme, matrix by matrix, and what to keep."""
+"""Shows what `quantize` says: the cost of a scheme, matrix by matrix, and what to keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from divergence.words import list_names
 
 
 def told_by() -> list[Fact]:
-    """What tells the cost of codes that are on one side alone."""
+    """Return what tells the cost of codes that are on one side alone."""
     return [fact("quantization.matrices_pay")]
 
 
@@ -170,7 +170,7 @@ def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, int, float, str]]:
 
 
 def _policy(policy: QuantizationPolicy) -> list[tuple[str, str]]:
-    """What it keeps, and how near to the target that comes."""
+    """Return what it keeps, and how near to the target that comes."""
     measured = f"{_nats(policy.measured)}"
     if not policy.keep:
         return [("measured", f"{measured}: nothing need be kept")]

@@ -166,8 +166,8 @@ def _asked(
 def _scale(
     library: Any, module: Any, value: torch.Tensor, base_name: str, args: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the library takes them: of these values, or the module's own. The zero point is None for
-    symmetric codes."""
+    """Take scale and zero point as the library does: of these values, or the module's own. The zero
+    point is None for symmetric codes."""
     if args.dynamic is False:
         scale, zero = (getattr(module, f"{base_name}_{n}", None) for n in ("scale", "zero_point"))
         assert scale is not None

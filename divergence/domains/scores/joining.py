@@ -46,7 +46,7 @@ _DIGITS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Of each paired document: both scores, its cluster, one row of each side."""
+    """Holds both scores of each paired document, its cluster, one row of each side."""
 
     pairing: Pairing
     reference: np.ndarray
@@ -172,7 +172,7 @@ def _differ(a: str | None, b: str | None) -> bool:
 
 
 def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
-    """What must be equal before any number is believed."""
+    """Check what must be equal before any number is believed."""
     pairing = pairs.pairing
     unusable = [fact("evaluations.unusable", num=pairing.num_unscored)] + [
         fact("evaluations.unusable_why", num=num, why=why) for why, num in pairing.whys.items()
@@ -232,7 +232,7 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
 
 
 def setting_lines(a: Series, b: Series) -> list[PreflightLine]:
-    """What each setting is on both sides; any that differs makes it another question."""
+    """Return what each setting is on both sides; any that differs makes it another question."""
     lines = []
     for name in dict.fromkeys((*a.settings, *b.settings)):
         value_a, value_b = a.settings.get(name), b.settings.get(name)
@@ -322,8 +322,8 @@ OF_ALL = fact("evaluations.shifts_of_all")
 
 
 def shift_of(a: ScoreRow, b: ScoreRow) -> float | None:
-    """How far the margin between A's choice and B's moved; between A's two likeliest where both
-    chose alike. None without the likelihoods of the same choices."""
+    """Return how far the margin between A's choice and B's moved; between A's two likeliest where
+    both chose alike. None without the likelihoods of the same choices."""
     if a.choices is None or b.choices is None or len(a.choices) != len(b.choices):
         return None
     choices_a, choices_b = a.choices, b.choices
@@ -364,7 +364,7 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
 
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
-    """How far a margin may move by the rounding of the coarser dtype, in nats, and of which."""
+    """Tell how far a margin may move by rounding of the coarser dtype, in nats, and of which."""
     limited = [dtype for dtype in dtypes if dtype in BY_DTYPE]
     coarse = (
         max(limited, key=lambda dtype: BY_DTYPE[dtype]) if len(limited) == len(dtypes) else None
@@ -492,7 +492,7 @@ class _Joint:
         self.dtypes = dtypes[0], dtypes[1]
 
     def ids(self, prompt: Prompt) -> _Ids | None:
-        """Of text, as the run has it; of chat by the tokenizer."""
+        """Return the ids of text, as the run has it; of chat by the tokenizer."""
         if prompt.text in self.texts:
             return self.texts[prompt.text]
         if self.tokenizer is None:

@@ -46,7 +46,7 @@ _WHOLE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of each cluster: the sums of differences, of the reference's scores, its size."""
+    """Holds, of each cluster, the sums of differences, of the reference's scores, its size."""
 
     diff: np.ndarray
     reference: np.ndarray
@@ -239,7 +239,7 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
 
 
 def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
-    """With Holm's p values over all of them that were measured, and with verdicts."""
+    """Return them with Holm's p values over all of them that were measured, and with verdicts."""
     places = [n for n, task in enumerate(tasks) if task.p_value is not None]
     p_values = holm([task.p_value for n in places if (task := tasks[n]).p_value is not None])
     results = [
@@ -303,7 +303,7 @@ def _verdict_fact(task: TaskScores, band: BandResult) -> Fact:
 
 
 def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
-    """With whether the policy is met. What was not compared is not a pass."""
+    """Return them with whether the policy is met. What was not compared is not a pass."""
     failures: list[Fact] = []
     for task in candidate.tasks:
         name = str(SeriesName(task.task, task.filter, task.metric))

@@ -21,7 +21,7 @@ _ORDER: tuple[ScoresVerdict, ...] = ("incomparable", "worse", "undecided", "bett
 
 
 def worst_of(verdicts: list[ScoresVerdict]) -> ScoresVerdict:
-    """Of several tasks: the verdict that needs a look first."""
+    """Return the verdict of several tasks that needs a look first."""
     return min(verdicts, key=_ORDER.index, default="incomparable")
 
 
@@ -43,7 +43,7 @@ class EvaluationSummary(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
 
 class Pairing(msgspec.Struct, frozen=True, kw_only=True):
-    """Which documents both sides have. All but ``num_paired`` are in no number."""
+    """Says which documents both sides have. All but ``num_paired`` are in no number."""
 
     num_paired: int
     num_clusters: int
@@ -314,6 +314,6 @@ class ScoresReport(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool | None:
-        """Whether every candidate meets the policy. None where none was asked."""
+        """Say whether every candidate meets the policy. None where none was asked."""
         outcomes = [candidate.passed for candidate in self.candidates]
         return None if None in outcomes else all(outcomes)

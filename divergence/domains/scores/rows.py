@@ -1,5 +1,5 @@
-"""What every format is read into: series of scored answers, and what is known of how they came; and
-the band in which two scores are the same."""
+"""Every format is read into series of scored answers, and what is known of how they came; and the
+band in which two scores are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from divergence.numerics.floor import check_range
 
 
 class SeriesName(NamedTuple):
-    """What two sides must both have: a task, under one filter, by one metric."""
+    """Says what two sides must both have: a task, under one filter, by one metric."""
 
     task: str
     filter: str
@@ -137,7 +137,7 @@ def parse_band(text: str | float) -> Band:
 
 
 class ScoresPolicy(PolicyTable, frozen=True, kw_only=True):
-    """What a policy accepts of each task: its table ``scores``."""
+    """Says what a policy accepts of each task: its table ``scores``."""
 
     verdicts: tuple[Literal["equal", "better", "worse", "undecided"], ...] = ("equal", "better")
     """Any other verdict fails."""

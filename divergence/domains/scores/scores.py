@@ -220,7 +220,7 @@ def _compared(
 
 
 def _other(blocked: Sequence[PreflightLine]) -> Fact:
-    """Why the two are not the same evaluation."""
+    """Say why the two are not the same evaluation."""
     apart = [
         fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
         for line in blocked

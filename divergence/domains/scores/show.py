@@ -256,7 +256,7 @@ def _why(task: TaskScores) -> str:
 
 
 def _in_runs(causes: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    """What two runs tell of the flips, then the flips themselves."""
+    """Yield what two runs tell of the flips, then the flips themselves."""
     counts = {"not reproduced": causes.num_not_reproduced, "not told": causes.num_not_told}
     parts = [
         f"{count(causes.num_ties, 'near tie')} ({_signed(causes.difference_of_ties)})",

@@ -38,7 +38,7 @@ DOMAIN = Domain(
 
 
 def applies(a: Run, b: Run) -> bool:
-    """Where both runs are of its suites."""
+    """Are both runs of its suites?"""
     models = (a.manifest.model, b.manifest.model)
     names = [f"suite:{name}" for name in _SUITES]
     return all(model.task == "operators" and model.source in names for model in models)

@@ -1,4 +1,4 @@
-"""How a suite of operators is run and recorded: each operator called on its cases.
+"""Runs and records a suite of operators: each operator called on its cases.
 
 A fresh run draws the inputs (the same bytes everywhere). A repeat and the truth read the recorded
 bytes; the truth computes each operator by its definition in float64. What an implementation here
@@ -119,7 +119,7 @@ def _record(
     name, arguments, determinism = work.operator.full_name, work.load(), cases.determinism
 
     def results() -> tuple[torch.Tensor, ...]:
-        """On the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
+        """Run it on the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
         if cases.manifest.like is not None:  # a run chose them: torch's own sees them first
             with torch.no_grad(), Checking():
                 work.operator.run(**_copied(arguments, "cpu"))

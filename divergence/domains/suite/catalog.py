@@ -1,4 +1,4 @@
-"""Which operators there are, which suites are made of them, and which implementation of each runs.
+"""The catalog of operators, the suites made of them, and which implementation of each runs.
 
     --impl flash_attn                     where an operator has one of that name, that one
     --impl rms_norm=llama                 this operator's
@@ -49,7 +49,7 @@ def cases_in(suite: str) -> Iterator[tuple[Operator, OperatorCase]]:
 
 
 def case_path(operator: Operator, case: OperatorCase) -> str:
-    """What stands for a module's path in its sites: ``rms_norm.bfloat16.decode.outliers``."""
+    """Return a case's path in its sites: ``rms_norm.bfloat16.decode.outliers``."""
     return f"{operator.full_name.removeprefix(PREFIX)}.{case.name}"
 
 
@@ -66,7 +66,7 @@ PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class ChosenOperator:
-    """What runs for one operator. ``name``: as it is recorded."""
+    """Says what runs for one operator. ``name``: as it is recorded."""
 
     name: str
     call: Callable[..., Any]
@@ -102,7 +102,7 @@ def choose(wishes: Implementations) -> dict[str, ChosenOperator]:
 
 
 def _ways(operator: Operator) -> list[str]:
-    """What can run it, by name."""
+    """Return what can run it, by name."""
     return [DEFAULT, COMPILED, *operator.implementations]
 
 
@@ -123,7 +123,7 @@ def _loaded(name: str, operators: Sequence[Operator]) -> dict[str, ChosenOperato
 
 
 def _known() -> str:
-    """What could be asked for here."""
+    """Return what could be asked for here."""
     here: dict[str, list[str]] = {}
     for operator in OPERATORS.values():
         for name in operator.implementations:

@@ -70,7 +70,7 @@ _FEW_CODES = 3.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truths:
-    """What the truth holds of one output; what it does not hold is None."""
+    """Says what the truth holds of one output; what it does not hold is None."""
 
     value: torch.Tensor
     floor: torch.Tensor | None
@@ -118,7 +118,7 @@ def score_of_side(x: torch.Tensor, truth: Truths, *, subnormal: bool) -> SuiteSi
 
 
 def excess(side: SuiteSide, *, expected_off: float | None, count: int) -> float:
-    """How far beyond its limit a side is: over 1 is beyond."""
+    """Return how far beyond its limit a side is: over 1 is beyond."""
     if side.num_nonfinite:
         return math.inf
     if side.score is not None:

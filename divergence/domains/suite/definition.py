@@ -1,4 +1,4 @@
-"""What a case of the suite is: inputs, an operator, and its result in float64."""
+"""A case of the suite: inputs, an operator, and its result in float64."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def stored(x: Tensor) -> Tensor:
 
 
 class RoundingNoise(TorchDispatchMode):
-    """While entered, float64 results are off by a random rounding. ``form``: the tensors' own
+    """Puts float64 results off by a random rounding while entered. ``form``: the tensors' own
     dtype. ``equal``: addends are all the same, so their roundings are."""
 
     def __init__(self, form: Format, *, seed: int, equal: bool = False) -> None:
@@ -360,7 +360,7 @@ class RoundingNoise(TorchDispatchMode):
 
 
 def _ratio(addends: Tensor, result: Tensor) -> int:
-    """How many addends go into one result."""
+    """Return how many addends go into one result."""
     return addends.numel() // max(1, result.numel())
 
 

@@ -147,8 +147,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's dtype.
-    Source: transformers/models/llama/modeling_llama.py."""
+    """Compute as LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's
+    dtype. Source: transformers/models/llama/modeling_llama.py."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -279,7 +279,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
+    """Do as transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
     cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
     def turn(x: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def _run_math(**operands: Any) -> Tensor:
 def _run_eager(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """As eager attention in transformers: scores in the tensors' dtype, softmax in float32."""
+    """Do as transformers' eager attention: scores in the tensors' dtype, softmax in float32."""
     key, value = _spread(key, query.shape[1]), _spread(value, query.shape[1])
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     seen = _seen(mask, causal, scores)
@@ -855,7 +855,7 @@ _K = 4
 
 
 def _run_moe_gating(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As Mixtral's and Qwen's routers in transformers: softmax in float32, then top-k."""
+    """Compute as Mixtral's and Qwen's routers in transformers: softmax in float32, then top-k."""
     weights, experts = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
 

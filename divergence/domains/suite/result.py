@@ -1,4 +1,4 @@
-"""What was found of operators by themselves, as typed data."""
+"""The results of operators by themselves, as typed data."""
 
 from __future__ import annotations
 

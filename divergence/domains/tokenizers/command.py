@@ -56,7 +56,7 @@ def tokens(
 
 
 def tokens_document(report: TokensReport) -> Document:
-    """What is shown of it."""
+    """Return what is shown of it."""
     num = report.num_texts - report.num_equal
     if report.equal:
         word, style = "IDENTICAL", "bold green"

@@ -1,4 +1,4 @@
-"""Where two tokenizers part, over texts.
+"""Finds where two tokenizers part, over texts.
 
 A text goes through a chat template, where it is a chat, a normaliser, a splitter and merges, and
 special tokens are put around it. The first of these that makes another thing of it is the cause;
@@ -178,7 +178,7 @@ def _start(a: list[str], b: list[str]) -> Fact:
 
 
 def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tuple[str, Fact, int]:
-    """Why the tokens between the special ones differ: what comes first in a tokenizer."""
+    """Say why the tokens between the special ones differ: what comes first in a tokenizer."""
     place = first_apart(a, b)
     for number, (name, tokens) in enumerate((("reference", a), ("candidate", b))):
         own, others = sides[number].get_added_vocab(), sides[1 - number].get_vocab()
@@ -217,7 +217,7 @@ def _pieces(backend: Any, text: str) -> list[tuple[str, tuple[int, int]]]:
 
 
 def _settings(a: Any, b: Any) -> list[Fact]:
-    """What the tokenizers say of themselves, where they do not say the same."""
+    """Return what the tokenizers say of themselves, where they do not say the same."""
     facts = [
         fact("tokenizers.setting", name=name, reference=_shown(x), candidate=_shown(y))
         for name in (*_SPECIAL, *_PLAIN)

@@ -1,4 +1,4 @@
-"""What `tokens` says of two tokenizers, as typed data."""
+"""The answer of `tokens` about two tokenizers, as typed data."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ EXIT_CODES = {
 
 
 def losses_document(report: LossReport) -> Document:
-    """What is shown of both curves."""
+    """Return what is shown of both curves."""
     low, high = report.bands
     style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[EXIT_CODES[report.verdict.kind]]
     about = [

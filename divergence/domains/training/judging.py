@@ -95,7 +95,7 @@ def jump_of(a: np.ndarray, b: np.ndarray) -> tuple[int, float] | None:
 
 
 def _last_digit(values: np.ndarray) -> float:
-    """Of decimal numbers, as logs write them; 0 where they have all digits."""
+    """Return the unit of the last digit that logs write; 0 where they have all digits."""
     for digits in range(7):
         if np.allclose(np.round(values, digits), values, rtol=1e-10, atol=0):
             return float(10.0**-digits)
@@ -306,7 +306,7 @@ def _interval(curve: dict[int, float]) -> float:
 def _verdict(
     loss: CurveDiff, a: dict[int, float], b: dict[int, float], common: list[int]
 ) -> LossVerdict:
-    """By the first of these that holds."""
+    """Decide by the first of these that holds."""
     bad_a, bad_b = loss.nonfinite_a, loss.nonfinite_b
     if bad_a != bad_b:
         first = bad_b is None or (bad_a is not None and bad_a < bad_b)

@@ -107,7 +107,7 @@ class TrainOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Options):
-    """What ``--dry-run --train`` alone is told: how a step would be kept and fed."""
+    """Says what ``--dry-run --train`` alone is told: how a step would be kept and fed."""
 
     micro_batch_size: int | None = _late(
         "--micro-batch-size N",
@@ -123,7 +123,7 @@ class PlanOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions(Options):
-    """What `compare` asks of two files of losses alone."""
+    """Says what `compare` asks of two files of losses alone."""
 
     warmup_steps: int | None = option(
         "--warmup-steps N",

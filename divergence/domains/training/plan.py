@@ -47,7 +47,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activations(msgspec.Struct, frozen=True, kw_only=True):
-    """What one forward and backward hold beyond the parameters and the optimizer's state."""
+    """Says what one forward and backward hold beyond the parameters and the optimizer's state."""
 
     checkpointing: bool
     """Is each block's forward run again in the backward, in place of keeping its activations?"""
@@ -182,8 +182,8 @@ def kept_parts(
     zero: int,
     num_ranks: int,
 ) -> list[Kept]:
-    """What stays in memory from step to step, on the rank that holds most. ``num_ranks``: N. Raises
-    UsageError for an optimizer or a stage that is not known."""
+    """Return what stays in memory from step to step, on the rank that holds most. ``num_ranks``: N.
+    Raises UsageError for an optimizer or a stage that is not known."""
     if optimizer not in MOMENTS:
         raise UsageError(
             f"--optimizer-step {optimizer}: its state is not known", hint=f"{' or '.join(MOMENTS)}"
@@ -323,8 +323,8 @@ def gradient_traffic(
     axes: dict[str, int],
     rate: float | None,
 ) -> list[Collective]:
-    """Of the axes dp and fsdp. ``rest``: those of ``pieces`` that stay whole between forward and
-    backward (ZeRO 3)."""
+    """Return the traffic of the axes dp and fsdp. ``rest``: those of ``pieces`` that stay whole
+    between forward and backward (ZeRO 3)."""
     trained = [piece for piece in pieces if piece.trained]
     dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
     if zero == 0:
@@ -355,7 +355,7 @@ def tensor_traffic(
     num_ranks: int,
     rate: float | None,
 ) -> list[Collective]:
-    """Of the axis tp: sums of outputs, sums of input gradients, outputs put together."""
+    """Return the traffic of axis tp: sums of outputs and of input gradients, outputs joined."""
     return [
         *_some("all-reduce", "activations_forward", "tp", num_ranks, forward_bytes, rate),
         *_some("all-reduce", "activations_backward", "tp", num_ranks, backward_bytes, rate),
@@ -465,7 +465,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, in the words of the options."""
+    """Says what is asked, in the words of the options."""
 
     batch: int
     """Sequences of one forward on a rank."""
@@ -486,7 +486,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step is divided."""
+    """Says how a step is divided."""
 
     zero: int = 0
     num_ranks: int = 1
@@ -537,8 +537,8 @@ class Sent:
 def run_step(
     loaded: LoadedModel, wanted: Wanted, layout: StepLayout, *, checkpointing: bool
 ) -> tuple[Activations, Sent]:
-    """What one step was seen to hold and send. The model lies on the meta device and is left there.
-    Raises what the model raises where its forward needs values."""
+    """Return what one step was seen to hold and send. The model lies on the meta device and is left
+    there. Raises what the model raises where its forward needs values."""
     module: Any = loaded.module
     live, sent = LiveBytes(), Sent()
     low = contextlib.nullcontext()
@@ -583,7 +583,7 @@ def run_step(
 
 
 def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Of the model where it computes one, else the sum of its first output."""
+    """Return the model's own loss where it computes one, else the sum of its first output."""
     module: Any = loaded.module
     parameters = inspect.signature(module.forward).parameters
     inputs: dict[str, Any] = {"input_ids": ids}
@@ -636,7 +636,7 @@ class _Sharing:
 
     @property
     def gathered_bytes(self) -> int:
-        """Between forward and backward."""
+        """Return the bytes that are gathered between forward and backward."""
         return _bytes_of(self._rest) if self._layout.divides_parameters else 0
 
     def finish(self) -> None:
@@ -652,7 +652,7 @@ class _Sharing:
             self._live.hold(("gradient", id(parameter)), self._own_bytes(parameter))
 
     def _own_bytes(self, parameter: torch.Tensor) -> int:
-        """Of its gradient, on this rank."""
+        """Return the bytes of its gradient on this rank."""
         count = self._layout.num_ranks
         if self._layout.divides_parameters:
             rows = parameter.shape[0] if parameter.ndim else 1
@@ -713,8 +713,8 @@ def _without_mask(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU in place of the meta device: operators then choose what they save as on a device
-    (attention without its matrix, for one)."""
+    """Lay the model on the CPU in place of the meta device: operators then choose what they save as
+    on a device (attention without its matrix, for one)."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     whole = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(fake, tensor.requires_grad) if whole else fake
@@ -733,7 +733,7 @@ def plan(
     *,
     forward_bytes: int,
 ) -> TrainingPlan | None:
-    """What ``capture --dry-run`` says of a training step; None where none is asked for."""
+    """Return what ``capture --dry-run`` says of a training step; None where none is asked for."""
     step = group_of(TrainOptions, request)
     if not step.train:
         for field in given_fields(options):
@@ -891,7 +891,7 @@ def _axes(mesh: str | None) -> dict[str, int]:
 def _steps(
     loaded: LoadedModel, wanted: Wanted, layout: StepLayout
 ) -> tuple[list[tuple[Activations, Sent]], list[Fact]]:
-    """Without and with checkpointing, as far as the model has it and can be run."""
+    """Run a step without and with checkpointing, as far as the model has it and can be run."""
     module: Any = loaded.module
     remarks: list[Fact] = []
     ways: Sequence[bool] = (False, True)

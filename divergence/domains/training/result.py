@@ -1,4 +1,4 @@
-"""What comparing two curves of losses found. Types alone."""
+"""The results of comparing two curves of losses. Types alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CurveDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossVerdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
-    """What the difference of two losses is."""
+    """Says what the difference of two losses is."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"summary": "headline"}
 

@@ -1,4 +1,4 @@
-"""What is shown of a training plan, from plain data."""
+"""Sections that show a training plan, from plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from divergence.layout import count, size
 
 
 def sections(plan: dict[str, Any]) -> list[Section]:
-    """What `capture --dry-run --train` says of a step. ``plan``: a TrainingPlan as plain data."""
+    """Show what `capture --dry-run --train` says of a step. ``plan``: a plan as plain data."""
     ranks = " × ".join(f"{name} {length}" for name, length in plan["axes"].items())
     low = "" if plan["autocast"] is None else f", autocast {plan['autocast']}"
     if plan["main_weights"]:

@@ -70,7 +70,7 @@ def steps(report: Report) -> Page:
 
 
 def whole(report: Report) -> Page:
-    """What `compare -v` prints."""
+    """Return what `compare -v` prints."""
     rows = [(line.text,) for line in report_lines(report, verbose=True)]
     return Page(title="report", table=Table(caption="report", columns=("",), rows=rows))
 

@@ -87,7 +87,7 @@ class ModuleMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """Where one module of transformers is found."""
+    """Says where one module of transformers is found."""
 
     theirs: str
     """Path of vLLM's module, as torch writes it."""
@@ -109,9 +109,9 @@ def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
 def places_of(
     map_: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module, model_type: str
 ) -> dict[str, ModulePlace]:
-    """By transformers' (escaped) path. ``structure``: transformers' model; ``module``: vLLM's.
-    Raises UsageError for a pattern of the map that matches nothing, with near names, and for a
-    model of which not even the blocks are found."""
+    """Return the places by transformers' (escaped) path. ``structure``: transformers' model;
+    ``module``: vLLM's. Raises UsageError for a pattern of the map that matches nothing, with near
+    names, and for a model of which not even the blocks are found."""
     ours = dict(structure.named_modules(remove_duplicate=False))
     modules = dict(module.named_modules(remove_duplicate=False))
     places = {ROOT: ModulePlace("")}
@@ -206,7 +206,7 @@ def identity_of(
     *,
     gather: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
 ) -> ModelIdentity:
-    """Who the model is, by the weights of ``module``, which vLLM has read and not yet packed.
+    """Say who the model is, by the weights of ``module``, which vLLM has not packed yet.
 
     ``twin``: transformers' model of the same checkpoint, without weights; ``more``: parameters
     whose modules have no place; ``gather``: every rank's part of a weight. A weight that is found
@@ -616,8 +616,8 @@ _PRODUCT = "_get_logits"
 
 
 def _names(module: Any) -> list[str]:
-    """Of the positional parameters. vLLM's kernels stand behind a forward that hides them, beside
-    one in torch's own operators."""
+    """Return the names of the positional parameters. vLLM's kernels stand behind a forward that
+    hides them, beside one in torch's own operators."""
     names = argument_names(module)
     native = getattr(module, "forward_native", None)
     if names or native is None:
@@ -626,7 +626,7 @@ def _names(module: Any) -> list[str]:
 
 
 def _hidden(given: dict[str, Any]) -> tuple[str, torch.Tensor]:
-    """What the module computes on, and its name: positions stand before it in some."""
+    """Return what the module computes on, and its name: positions stand before it in some."""
     tensors = [(name, value) for name, value in given.items() if isinstance(value, torch.Tensor)]
     for name, value in tensors:
         if name == "hidden_states":
@@ -747,8 +747,8 @@ class VllmRecorder(Recorder):
         return now if changed else None
 
     def _begin_forward(self, num_rows: int) -> None:
-        """Who is in the forward that begins, and a lane for each step that it does not make for the
-        whole batch."""
+        """Note who is in the forward that begins, and make a lane for each step that it does not
+        make for the whole batch."""
         forward = self._forward = forward_of(self._runner, self._samples)
         if num_rows != forward.num_rows:
             raise ModelError(
@@ -774,7 +774,7 @@ class VllmRecorder(Recorder):
             )
 
     def _end_parts(self, places: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """After a forward: records the steps that all prompts have made now."""
+        """Record, after a forward, the steps that all prompts have made now."""
         self._lanes.clear()
         for step, gathered in sorted(self._gathered.items()):
             if len(gathered.members) < self._batch:
@@ -937,8 +937,8 @@ class VllmSession(TorchSession):
 
 
 class PromptTokens:
-    """Of ``num`` prompts, ``count`` each. ``forced``: what to feed; ``ends``: after which a prompt
-    has ended; ``agree``: makes several ranks feed the same."""
+    """Holds the tokens of ``num`` prompts, ``count`` each. ``forced``: what to feed; ``ends``:
+    after which a prompt has ended; ``agree``: makes several ranks feed the same."""
 
     def __init__(
         self,
@@ -1032,7 +1032,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class VllmOptions(EngineOptions, frozen=True, kw_only=True):
-    """What vLLM is given."""
+    """Says what vLLM is given."""
 
     max_model_len: _Count | None = None
     """Tokens of a prompt and what follows it; None: the model's own, at most 4096."""
@@ -1237,7 +1237,7 @@ def _reason(error: Exception) -> str:
 
 
 def _facts(llm: Any, module: torch.nn.Module, variables: Mapping[str, str]) -> dict[str, str]:
-    """What was found set, in vLLM's own words."""
+    """Return what was found set, in vLLM's own words."""
     config = llm.llm_engine.vllm_config
     attention = {
         str(backend.get_name())
@@ -1281,8 +1281,8 @@ def _generation_config(loading: Loading) -> Any:
 
 @contextlib.contextmanager
 def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
-    """With these variables; afterwards the process has its own again, and the number of its threads
-    can be set as before (vLLM takes that away on a CPU)."""
+    """Run with these variables; afterwards the process has its own again, and the number of its
+    threads can be set as before (vLLM takes that away on a CPU)."""
     before = dict(os.environ)
     for name, value in variables.items():
         if name not in _QUIET or name not in os.environ:

@@ -1,4 +1,4 @@
-"""What vLLM imports by name: the extension of its worker, and a loader that shows the weights.
+"""vLLM imports these by name: the extension of its worker, and a loader that shows the weights.
 
 A kernel may want its weights in another form: vLLM then packs them, and lets go of what it read.
 So who a model is must be taken between reading and packing.
@@ -20,8 +20,8 @@ class WorkerExtension:
     """Methods that vLLM's worker gets (``worker_extension_cls``), to be called by name."""
 
     def divergence_runner(self) -> Any:
-        """What runs the model, and knows what each forward holds: in one process with the worker it
-        is handed over as it is."""
+        """Return what runs the model, and knows what each forward holds: in one process with the
+        worker it is handed over as it is."""
         return self.model_runner  # type: ignore[attr-defined]
 
 

@@ -44,13 +44,13 @@ class Adapter:
 
     @property
     def changes(self) -> StoredWeights:
-        """What it stores, by the parameters that it changes."""
+        """Return what it stores, by the parameters that it changes."""
         form = f"LoRA adapter, rank {self.rank}, alpha {self.alpha:g}"
         return StoredWeights(self.source, form, {**self.products, **self.whole})
 
     @property
     def text(self) -> str:
-        """What it is, once it is merged."""
+        """Return what it is, once it is merged."""
         return f"LoRA, rank {self.rank}, alpha {self.alpha:g}, merged into {self.base}"
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Adapter:
         return StoredWeights(self.source, f"{base.form} with {self.changes.form}", tensors)
 
     def base_folder(self) -> Path:
-        """Where the base lies: as the adapter names it, beside it, or as the hub's cache has it."""
+        """Find the base: as the adapter names it, beside it, or as the hub's cache has it."""
         for place in (Path(self.base).expanduser(), Path(self.source, self.base)):
             if place.is_dir():
                 return place
@@ -181,8 +181,8 @@ _LEAST_SIGNAL = 4.0
 
 
 def merged_relation(merged: Adapter, name: str, other: torch.Tensor) -> Relation | None:
-    """How often a checkpoint holds what the adapter adds to a parameter, by least squares; None
-    where it holds something else as well, or the rounding of its dtype hides it."""
+    """Return how often a checkpoint holds what the adapter adds to a parameter, by least squares;
+    None where it holds something else as well, or the rounding of its dtype hides it."""
     product = merged.products[name].read().double()
     base = open_checkpoint(str(merged.base_folder())).tensors[name].read()
     apart = other.double() - base.double()

@@ -1,4 +1,4 @@
-"""What a checkpoint stores, tensor by tensor: nothing of it is run, and one tensor at a time is
+"""A checkpoint's contents, tensor by tensor: nothing of it is run, and one tensor at a time is
 read."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StoredWeights:
 
     @property
     def num_elements(self) -> int:
-        """Of all tensors together."""
+        """Count the elements of all tensors together."""
         return sum(torch.Size(stored.shape).numel() for stored in self.tensors.values())
 
 

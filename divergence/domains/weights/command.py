@@ -43,7 +43,7 @@ def weights(
 
 
 def weights_document(report: WeightsReport) -> Document:
-    """What is shown of it."""
+    """Return what is shown of it."""
     total = count(report.num_compared, "parameter")
     others = report.others
     differing = sum(relation.num_parameters for relation in others if relation.name != "alone")
@@ -107,7 +107,7 @@ def _side(side: WeightsSide) -> str:
 
 
 def _spread(percent: list[float] | None) -> str:
-    """Of several that are not equally far apart."""
+    """Show the spread of several that are not equally far apart."""
     if percent is None or f"{percent[0]:.2g}" == f"{percent[1]:.2g}":
         return ""
     return f" (from {percent[0]:.2g} to {percent[1]:.2g}%)"

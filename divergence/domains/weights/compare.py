@@ -127,7 +127,7 @@ _LEFT = "preflight.left_over"
 def _left_over(
     a: StoredWeights, b: StoredWeights, pairs: dict[str, str]
 ) -> list[tuple[str, Relation]]:
-    """What has no partner by its name: fused with others there, a copy of a tied one, or alone."""
+    """Say what has no partner by name: fused with others, a copy of a tied one, or alone."""
     alone: dict[str, list[str]] = {
         "reference": [name for name in a.tensors if name not in pairs],
         "candidate": [name for name in b.tensors if name not in set(pairs.values())],
@@ -209,7 +209,7 @@ def _parts(
 
 
 def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress) -> WeightsReport:
-    """Where a side is a run: what its manifest tells of each parameter."""
+    """Add, where a side is a run, what its manifest tells of each parameter."""
     models: list[ModelIdentity] = []
     sides: list[WeightsSide] = []
     of_run = next(run.manifest.model for run in runs if run is not None)

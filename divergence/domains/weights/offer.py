@@ -1,4 +1,4 @@
-"""What tells how the weights of two runs are related, where their checkpoints are at hand."""
+"""Offers commands that relate the weights of two runs, where their checkpoints are at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two stored tensors belong together, as exactly as their values tell.
+"""The relations of two stored tensors, as exactly as their values tell.
 
 The first relation that holds is the one that is told, from exact ones (equal values, a rounding,
 another order of rows, a transpose) to those that are measured: one factor, one constant, a low
@@ -65,7 +65,7 @@ class Relation:
 
 
 def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
-    """What relates two tensors of one parameter, any shapes and dtypes."""
+    """Return what relates two tensors of one parameter, any shapes and dtypes."""
     if a.shape != b.shape:
         return _shape_relation(a, b)
     names = [format_of(tensor.dtype).name for tensor in (a, b)]
@@ -118,7 +118,7 @@ def _bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _shape_relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
-    """Of two shapes: the other way round, flattened, or with more rows."""
+    """Name the relation of two shapes: the other way round, flattened, or with more rows."""
     shapes: dict[str, Any] = {"reference": list(a.shape), "candidate": list(b.shape)}
     x, y = _wide(a), _wide(b)
     if x.ndim == y.ndim == 2 and x.shape == y.T.shape and torch.equal(x, y.T):
@@ -157,9 +157,9 @@ def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
 
 
 def _order(order: torch.Tensor) -> dict[str, Any]:
-    """How rows were put in that order: ``order[i]`` is A's number of B's row i. Within heads, pairs
-    next to one another became two halves (rotary tables of two conventions), or halves pairs; or
-    whole blocks of rows moved."""
+    """Return how rows were put in that order: ``order[i]`` is A's number of B's row i. Within
+    heads, pairs next to one another became two halves (rotary tables of two conventions), or halves
+    pairs; or whole blocks of rows moved."""
     for head, to, rotary in _rotary_orders(len(order)):
         if torch.equal(order, rotary):
             return {"to": to, "head": head}
@@ -178,7 +178,7 @@ def _rotary_orders(num: int) -> Iterator[tuple[int, str, torch.Tensor]]:
 
 
 def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Relation:
-    """What the difference is made of."""
+    """Return what the difference is made of."""
     x, y = x.double(), y.double()
     apart = y - x
     norm, other, error = (float(part.norm()) for part in (x, y, apart))
@@ -231,8 +231,8 @@ def _form(tensor: torch.Tensor) -> Format:
 
 
 def _grid(x: torch.Tensor) -> dict[str, Any] | None:
-    """In groups along the rows so few different numbers, or significands, that they were quantised:
-    to how many bits or which format, in groups of what size (None: whole rows)."""
+    """Find groups along the rows of so few different numbers, or significands, that they were
+    quantised: to how many bits or which format, in groups of what size (None: whole rows)."""
     if x.ndim != 2:
         return None
     rows = x[: max(1, 65_536 // x.shape[1])]

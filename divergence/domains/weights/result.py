@@ -1,4 +1,4 @@
-"""What `weights` says of two checkpoints, as typed data."""
+"""The answer of `weights` about two checkpoints, as typed data."""
 
 from __future__ import annotations
 

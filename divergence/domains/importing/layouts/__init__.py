@@ -1,4 +1,4 @@
-"""What a format is: a module of this folder has one, or several, and formats.py names them."""
+"""A format is a ``Layout``: modules of this folder have one or several; formats.py names them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
 def _read_graphs(
     folder: DumpFolder, graphs: dict[str, re.Match[str]], notes: Notes
 ) -> Iterator[DumpedForward]:
-    """Of captured graphs, whose files alone say what they are."""
+    """Read captured graphs, whose files alone say what they are."""
     notes.add("of operators were left out", len(folder.names) - len(graphs))
     steps: dict[int, dict[int, dict[tuple[str, int, str], dict[str, str]]]] = {}
     processes = {(match["before"], match["rank"]) for match in graphs.values()}

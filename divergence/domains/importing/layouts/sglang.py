@@ -1,4 +1,4 @@
-"""What SGLang dumps: by its forward hooks, and by its dumper.
+"""Dumps of SGLang: by its forward hooks, and by its dumper.
 
 The hooks (--debug-tensor-dump-output-folder; srt/debug_utils/tensor_dump_forward_hook.py) write
 ``TP0_PP0_Rank0_pid1/Pass00000.pt``, a dict of outputs by module path, of modules without children

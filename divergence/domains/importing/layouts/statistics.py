@@ -1,4 +1,4 @@
-"""What other tools keep in a tensor's place: norm, mean and extremes, or a checksum.
+"""Other tools' files that keep this in a tensor's place: norm, mean and extremes, or a checksum.
 
 Such a tensor is recorded as a capture with ``--store stats`` records one, and judged as that: its
 statistics show that two are apart, and never that they are near. Sums are what the tool made them:
@@ -154,7 +154,7 @@ def _summary(
 def _forwards(
     folder: DumpFolder, rows: Iterable[tuple[Any, str, Dumped | None]], notes: Notes
 ) -> Iterator[DumpedForward]:
-    """Of rows (forward, where, tensor), in order of forwards whatever they are called."""
+    """Yield the forwards of rows (forward, where, tensor), in order whatever they are called."""
     notes.say(_ONE_SIDED)
     forwards: dict[Any, list[Dumped]] = {}
     places: dict[Any, str] = {}
@@ -415,7 +415,7 @@ def _compared_rows(
 
 
 def _euclidean(row: dict[str, str]) -> float | None:
-    """From msprobe's ``EucDist``, ‖x - y‖, by the norm of the bench's tensor."""
+    """Read msprobe's ``EucDist``, ‖x - y‖, by the norm of the bench's tensor."""
     distance, norm = (number(row.get(name)) for name in ("EucDist", "Bench l2norm"))
     if distance is None or not norm:
         return None
@@ -423,7 +423,7 @@ def _euclidean(row: dict[str, str]) -> float | None:
 
 
 def _relative_of(item: dict[str, Any]) -> float | None:
-    """From SGLang's ``rel_diff``, Σ(x - y)² / (Σx² + Σy²) in float64."""
+    """Read SGLang's ``rel_diff``, Σ(x - y)² / (Σx² + Σy²) in float64."""
     diff = item.get("diff")
     relative = number(diff.get("rel_diff")) if isinstance(diff, dict) else None
     sizes = []

@@ -1,4 +1,4 @@
-"""What a server gives, found by asking it, and what can be concluded from that.
+"""The capabilities of a server, found by asking it, and what can be concluded from them.
 
 The kind of server comes from what it says of itself (``/v1/models``, ``/version``, ``/props`` ...);
 what it gives from one answer of one token to the first prompt. What it refuses is asked for less.
@@ -44,7 +44,7 @@ _DTYPES = {"bfloat16", "float16", "float32"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What it says of itself."""
+    """Holds what a server says of itself."""
 
     kind: str = UNKNOWN
     version: str = UNKNOWN
@@ -74,7 +74,7 @@ class Capabilities:
 
     @property
     def facts(self) -> dict[str, str]:
-        """For the manifest."""
+        """Return facts for the manifest."""
         return {
             "protocol": self.protocol,
             "token ids": "told" if self.token_ids else BY_TEXT,
@@ -91,7 +91,7 @@ class Capabilities:
 
     @property
     def given(self) -> Fact:
-        """What it gives, before anything is captured."""
+        """Return what it gives, before anything is captured."""
         gives = [
             fact("endpoints.logprobs", num_top=self.num_top) if self.logprobs else None,
             fact("endpoints.token_ids") if self.token_ids else None,

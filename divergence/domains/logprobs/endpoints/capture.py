@@ -318,7 +318,7 @@ class _Job:
         self._manifest.engine.facts["prompt tokens"] = " ".join(counts)
 
     def _copy(self, earlier: Run, writer: RunWriter) -> set[int]:
-        """What an earlier capture has already, by prompt."""
+        """Return what an earlier capture has already, by prompt."""
         done: set[int] = set()
         tokens, engine = earlier.manifest.tokens, earlier.manifest.engine
         self._vocabulary.take(tokens.texts)

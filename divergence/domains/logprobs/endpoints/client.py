@@ -192,8 +192,8 @@ class Client:
         )
 
     def _without_key(self, data: bytes) -> bytes:
-        """What a server answers, before anything is made of it: no report and no run has the key.
-        (A short one is a placeholder, such as EMPTY, and may be a word of an answer.)"""
+        """Return what a server answers, before anything is made of it: no report and no run has the
+        key. (A short one is a placeholder, such as EMPTY, and may be a word of an answer.)"""
         return data.replace(self._key, b"***") if len(self._key) >= _SECRET else data
 
 

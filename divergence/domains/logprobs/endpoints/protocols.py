@@ -1,4 +1,4 @@
-"""How servers are asked for log-probabilities, and where in their answers these stand.
+"""The protocols by which servers are asked for log-probabilities, and where these stand in answers.
 
     completions   POST /v1/completions        OpenAI's; vLLM adds prompt_logprobs and token ids
     chat          POST /v1/chat/completions   the same of conversations

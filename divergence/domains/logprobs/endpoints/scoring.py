@@ -1,4 +1,4 @@
-"""What a server is asked, how, and the scores that it gives of texts."""
+"""A server is asked for scores of texts: what, how, and what it gives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_options(options: CaptureOptions) -> None:
 
 
 def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
-    """In order. Raises UsageError or PromptError."""
+    """List what is asked, in order. Raises UsageError or PromptError."""
     of_server = group_of(ServerOptions, options)
     seed, top, num_answers = options.seed or 0, of_server.top_logprobs, of_server.answers
     if like is not None:
@@ -172,7 +172,7 @@ _MORE, _LONGEST = 64, 1_000
 
 
 def ask(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
-    """What the server says to one prompt. Raises EndpointError."""
+    """Return what the server says to one prompt. Raises EndpointError."""
     if asked.forced and caps.forces == STEPS:
         return _by_steps(client, caps, asked)
     extras = caps.extras
@@ -204,7 +204,7 @@ def _post(client: Client, caps: Capabilities, question: Question) -> ServerAnswe
 
 
 def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
-    """As if the prompt had been scored: nothing of the prompt itself, then each given token."""
+    """Score as if the prompt had been scored: nothing of itself, then each given token."""
     prompt, scored = list(asked.ids or ()), []
     for place, token in enumerate(asked.forced):
         whole = [*prompt, *asked.forced[:place]]

@@ -123,7 +123,7 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
-    """Without codes, what differs by more than rounding may be codes on ties."""
+    """Say that without codes what differs by more than rounding may be codes on ties."""
     if verdict.kind not in ("localized", "systematic", "drift") or verdict.confidence == "low":
         return []
     anchored = {site.site for site in measured.sites if site.pass_ == "anchored"}
@@ -163,8 +163,8 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 
 
 def _uncoded(measured: Measured) -> Iterator[Finding]:
-    """Where one side alone has no codes although it was asked for them: the first such place of
-    each. What it takes there is no code times its scale."""
+    """Yield where one side alone has no codes although it was asked for them: the first such place
+    of each. What it takes there is no code times its scale."""
     a, b = measured.reference, measured.candidate
     if a.manifest.plan.sites != b.manifest.plan.sites:
         return
@@ -189,8 +189,8 @@ def _uncoded(measured: Measured) -> Iterator[Finding]:
 
 
 def _place(site: str, *, entering: bool = True) -> Fact | str:
-    """What the codes of a site are of: the queries, keys or values of a module, or its input.
-    ``entering``: say of an input that it is one."""
+    """Return what the codes of a site are of: the queries, keys or values of a module, or its
+    input. ``entering``: say of an input that it is one."""
     path, _, port = site.partition(":")
     head = next((key for key, value in HEAD_CODES.items() if value == port), None)
     if head is not None:
@@ -244,7 +244,7 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
 
 
 def _lattice(codes: torch.Tensor) -> torch.Tensor:
-    """How many codes from zero; of floats, the number of floats between."""
+    """Return how many codes it is from zero; of floats, the number of floats between."""
     import torch
 
     if not codes.is_floating_point():

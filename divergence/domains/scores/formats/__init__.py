@@ -96,8 +96,8 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
 
 
 def prompts_of(format: str, series: Series, places: Collection[int]) -> dict[int, Prompt]:
-    """What the model was given for the rows at these places, as far as the format holds it. Raises
-    DumpError."""
+    """Return what the model was given for the rows at these places, as far as the format holds it.
+    Raises DumpError."""
     form, folder = FORMATS[format], DumpFolder(series.file)
     with read_as(form.words, where=series.file):
         return dict(form.prompts(folder, folder.names[0], places))

@@ -132,8 +132,8 @@ def _asked(item: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _settings(root: Path | None, evaluation: Evaluation) -> dict[str, str]:
-    """Of ``configs/task_config.yaml``, by the YAML reader that comes with transformers. Everything
-    stays the text that it is: nothing is computed or merged."""
+    """Read the settings of ``configs/task_config.yaml``, by the YAML reader that comes with
+    transformers. Everything stays the text that it is: nothing is computed or merged."""
     path = part_of(root, "configs/task_config.yaml")
     if path is None:
         return {}

@@ -50,7 +50,7 @@ _SETTINGS = (
 
 
 def recognise(folder: DumpFolder) -> bool:
-    """By name; a file of another name by its first line."""
+    """Recognise it by name; a file of another name by its first line."""
     if any(_SAMPLES.fullmatch(PurePosixPath(name).name) for name in folder.names):
         return True
     if len(folder.names) != 1 or not folder.names[0].endswith(".jsonl"):
@@ -106,7 +106,7 @@ def _samples(folder: DumpFolder, result: Evaluation) -> dict[str, tuple[str, str
 
 
 def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
-    """By date: the results files in the folder, or beside a single file of samples."""
+    """List, by date, the results files in the folder, or beside a single file of samples."""
     if folder.path.is_file():
         match = _SAMPLES.fullmatch(folder.path.name)
         beside = part_of(folder.path.parent, f"results_{match[2]}.json") if match else None
@@ -187,7 +187,7 @@ def _task(
 
 
 def settings_of(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:
-    """Of a task, whose first line is ``item``."""
+    """Read the settings of a task, whose first line is ``item``."""
     config = table_of(table_of(report.get("configs")).get(task))
     settings = (
         {"task version": text_of(table_of(report.get("versions")).get(task))} if report else {}
@@ -215,7 +215,7 @@ def settings_of(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -
 
 
 def weight(metric: str, text: str) -> float:
-    """By what the metric multiplies a choice's log-likelihood before it ranks the choices."""
+    """Tell by what the metric multiplies a choice's log-likelihood before it ranks choices."""
     return 1 / max(len(text.strip()), 1) if metric == "acc_norm" else 1.0
 
 

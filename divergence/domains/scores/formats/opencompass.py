@@ -131,7 +131,7 @@ def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, di
 
 
 def _num_once(tables: list[dict[str, Any]]) -> int:
-    """Of how many documents the table is made, which may stand there several times over."""
+    """Tell of how many documents the table is made, which may stand there several times over."""
     keys = [(text_of(table.get("prompt")), text_of(table.get("references"))) for table in tables]
     if not all("prompt" in table for table in tables):
         return max(len(keys), 1)
@@ -158,7 +158,7 @@ def _judge(tables: list[dict[str, Any]], result: Mapping[str, Any], num: int) ->
 
 
 def _predictions(folder: DumpFolder, name: str) -> dict[str, dict[str, Any]]:
-    """By number: those of ``predictions/`` beside ``results/``, whole or in parts."""
+    """Read, by number, those of ``predictions/`` beside ``results/``, whole or in parts."""
     root, path = root_of(folder, name, "results"), Path(folder.where(name))
     stem = f"predictions/{path.parent.name}/{path.stem}"
     whole = part_of(root, f"{stem}.json")

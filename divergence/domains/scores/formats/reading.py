@@ -1,4 +1,4 @@
-"""What all formats need: which series are wanted, numbers, hashes, counts of what is left out."""
+"""All formats need these: which series are wanted, numbers, hashes, counts of what is left out."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ResultFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What is asked for. Empty: everything."""
+    """Says what is asked for. Empty: everything."""
 
     tasks: Sequence[str] = ()
     metrics: Sequence[str] = ()
@@ -122,7 +122,7 @@ class ReadRequest:
         return wanted
 
     def cluster_of(self, fields: Any) -> str | None:
-        """Of a document's fields. One without the field is a cluster of its own."""
+        """Return the cluster of a document's fields. Without the field it is one of its own."""
         if self.cluster is None or not isinstance(fields, Mapping):
             return None
         cluster = fields.get(self.cluster)
@@ -170,7 +170,7 @@ def only_model(folder: DumpFolder, names: Sequence[str], *, hint: str) -> str | 
 
 
 def is_higher_better(metric: str) -> bool:
-    """By the words of its name, for formats that do not tell: ``val_loss``, ``WER (%)``."""
+    """Tell by the words of its name, for formats that do not tell: ``val_loss``, ``WER (%)``."""
     words = _WORD.findall(metric.lower())
     lower = "_".join(words) in _LOWER_NAMES or not _LOWER.isdisjoint(words)
     return not lower or not _HIGHER.isdisjoint(words)
@@ -200,7 +200,7 @@ def table_of(value: Any) -> dict[str, Any]:
 
 
 def answer_of(value: Any) -> str | None:
-    """As much of an answer as tells answers apart."""
+    """Return as much of an answer as tells answers apart."""
     return None if value is None else text_of(value)[:200]
 
 
@@ -209,5 +209,5 @@ def text_of(value: Any) -> str:
 
 
 def hashed(value: Any) -> str:
-    """Of a prompt or a target, whatever it is made of."""
+    """Hash a prompt or a target, whatever it is made of."""
     return xxhash.xxh3_64_hexdigest(str(value).encode("utf-8", "surrogatepass"))

@@ -77,7 +77,7 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
-    """What a verdict about gradients of parameters means."""
+    """Return what a verdict about gradients of parameters means."""
     onset = verdict.onset
     if onset is None or not is_of_parameter(onset.site):
         return []

@@ -121,7 +121,7 @@ class DividedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Of this rank's own parameters alone."""
+        """Return the state of this rank's own parameters alone."""
         return {key: value for part in self._parts for key, value in part.optim.state.items()}
 
 
@@ -225,7 +225,7 @@ class Stepping:
             parameter.grad = None
 
     def _sums_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        """In which its gradients are added up."""
+        """Return the dtype in which its gradients are added up."""
         named = self.training.accumulate_dtype
         if named is None or parameter.dtype == torch.float64:  # a truth
             return parameter.dtype
@@ -344,7 +344,7 @@ class Stepping:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Of a number that ranks hold parts of, their sum."""
+    """Return the sum of a number that ranks hold parts of."""
     whole: torch.Tensor = getattr(value, "full_tensor", lambda: value)()
     return whole
 

@@ -1,4 +1,4 @@
-"""What ``capture --train`` is asked for: its labels, its stage of ZeRO, and what goes with it."""
+"""The options of ``capture --train``: its labels, its stage of ZeRO, and what goes with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LABEL_HINT = (
 
 
 class LabelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one line of a file says: the labels of one prompt."""
+    """Says what one line of a file says: the labels of one prompt."""
 
     labels: tuple[Label, ...] | None = None
     completion_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -48,8 +48,8 @@ class LabelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine]]:
-    """What they are to be called, and those of each prompt: of a file, or of a list of what its
-    lines hold. Raises PromptError."""
+    """Return what they are to be called, and those of each prompt: of a file, or of a list of what
+    its lines hold. Raises PromptError."""
     if isinstance(labels, str | Path):
         lines = text_lines(expanded(labels), LABEL_HINT)
         return str(labels), [_line(line, where) for where, line in lines]

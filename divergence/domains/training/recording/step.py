@@ -306,7 +306,7 @@ class TrainingOperators(OperatorRecorder):
 
 
 def _nothing(site: str, item: CapturedTensor, call: Any = None) -> None:
-    """In place of a record."""
+    """Stands in place of a record."""
 
 
 def _is_in(module: str, root: str) -> bool:
@@ -757,7 +757,7 @@ class TrainingSession:
 
     @property
     def precision(self) -> StepPrecision | None:
-        """Of the free pass, once it is made."""
+        """Return the precision of the free pass, once it is made."""
         return None if self._recorded is None else self._recorded.precision
 
     def run_group(self, recorder: Recorder, samples: list[SampleTokens], **_: Any) -> GroupResult:
@@ -801,7 +801,7 @@ class TrainingSession:
         return GroupResult(none, none, none)
 
     def __getattr__(self, name: str) -> Any:
-        """What a step changes nothing of: the model's identity, the engine's note, its end."""
+        """Return what a step leaves alone: the model's identity, the engine's note, its end."""
         return getattr(self._inner, name)
 
 

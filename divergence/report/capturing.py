@@ -9,11 +9,10 @@ from typing import Any
 from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domain import hook_places, placed
 from divergence.layout import count, shape_text, size
-from divergence.report.environment import changes, fallbacks, repeats, switch_sentences
 from divergence.report.inspection import (
     following,
+    happened,
     model_facts,
-    skipped,
     stored,
     training_text,
     truth_name,
@@ -50,13 +49,7 @@ def captured_document(
         facts.append(named("ranks", str(manifest.mesh)))
     if plan.truth is not None and any(plan.truth.num_steps):  # else a note says why
         facts.append(named(truth_name(plan.truth), truth_text(plan.truth, manifest)))
-    facts += changes(plan.plants, plan.substitutes)
-    for item in manifest.overrides:
-        facts.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
-    facts += repeats(manifest.repeatability)
-    if any(item.status in ("refused", "absent") for item in settings.switches):
-        facts += switch_sentences(settings.switches, more=command_line("inspect", path, v=True))
-    facts += [*fallbacks(settings), *skipped(manifest)]
+    facts += happened(manifest, more=command_line("inspect", path, v=True))
     if manifest.training.train:
         facts.append(named("training", f"{training_text(manifest)}{_loss(records)}"))
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"

@@ -83,38 +83,30 @@ def run_document(
         top.append(named("", text))
     top += [named("command", requoted(manifest.command))] if manifest.command else []
     top += [named("like", manifest.like)] if manifest.like else []
-    for item in manifest.overrides:
-        top.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
-    top += changes(plan.plants, plan.substitutes)
+    top += happened(manifest)
     about = model_facts(manifest)
     top += [named(*item) for item in about if verbose or item[0] not in _OF_MODEL]
-    sections = []
-    if verbose and (config := manifest.model.config):
-        config_rows = [(key, str(value)) for key, value in config.items()]
-        digest = manifest.model.config_digest[:12]
-        table = Table(columns=("", ""), rows=config_rows, num_left=2)
-        sections.append(Section(title="config", detail=digest, body=[table]))
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
     made = (
         f"device {settings.device}, {wide}{'' if settings.deterministic else 'not '}deterministic, "
         f"seed {settings.seed}, at most {count(settings.max_new_tokens, 'new token')}"
         f"{', prompts in one batch' if settings.batch else ''}"
     )
-    body: list[Block] = [_setting("made with", made)]
+    body: list[Block] = [named("made with", made, indent=2, width=14)]
+    body += [
+        named("warned", text, indent=2, width=14) for text in settings.nondeterministic_warnings
+    ]
+    body += switch_sentences(settings.switches, verbose=True)
+    sections = [Section(title="settings", body=body)]
     if manifest.training.train:
-        body.append(_setting("training", training_text(manifest)))
-    body += repeats(manifest.repeatability)
+        top.append(named("training", training_text(manifest)))
     if plan.replayed_pass is not None:
-        body.append(_setting("replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}"))
-    body += skipped(manifest)
-    body += [_setting("warned", text) for text in settings.nondeterministic_warnings]
-    body += [*fallbacks(settings), *switch_sentences(settings.switches, verbose=verbose)]
-    sections.append(Section(title="settings", body=body))
+        top.append(named("replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}"))
     if manifest.mesh is not None:
         unlike = ", on unlike machines; this is the first's" if manifest.mesh.environments else ""
         top.append(named("ranks", f"{manifest.mesh}{unlike}"))
     sections.append(machine_section(manifest.environment))
-    sections += arithmetic_sections(manifest.arithmetic, verbose=verbose)
+    sections += arithmetic_sections(manifest.arithmetic, verbose=True)
     if manifest.model.task != "operators":
         sections.append(_prompts(manifest))
     sections.append(_records(records))
@@ -122,6 +114,11 @@ def run_document(
     top += [named(item.title, item.detail) for item in sections if item.detail]
     if plan.truth is not None:
         top.append(named(truth_name(plan.truth), truth_text(plan.truth, manifest)))
+    if config := manifest.model.config:
+        config_rows = [(key, str(value)) for key, value in config.items()]
+        digest = manifest.model.config_digest[:12]
+        table = Table(columns=("", ""), rows=config_rows, num_left=2)
+        sections.insert(0, Section(title="config", detail=digest, body=[table]))
     sections = [dataclasses.replace(item, verbose=True) for item in sections]
     sections += audit_sections(audit, alone=True, every=verbose)
     if audit is not None and audit.rows and sections[-1].verbose:
@@ -138,8 +135,17 @@ def run_document(
     )
 
 
-def _setting(name: str, text: str) -> Sentence:
-    return named(name, text, indent=2, width=14)
+def happened(manifest: Manifest, *, more: str = "-v") -> list[Sentence]:
+    """What was done to a run on purpose, and what did not go as was asked. ``more``: what lists all
+    switches."""
+    plan, settings = manifest.plan, manifest.settings
+    sentences = changes(plan.plants, plan.substitutes)
+    for item in manifest.overrides:
+        sentences.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
+    sentences += repeats(manifest.repeatability)
+    if any(item.status in ("refused", "absent") for item in settings.switches):
+        sentences += switch_sentences(settings.switches, more=more)
+    return [*sentences, *fallbacks(settings), *_skipped(manifest)]
 
 
 def following(run: str, manifest: Manifest) -> list[str]:
@@ -204,7 +210,7 @@ def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
     )
 
 
-def skipped(manifest: Manifest) -> list[Sentence]:
+def _skipped(manifest: Manifest) -> list[Sentence]:
     """Operator calls that were left out, by reason."""
     return [
         Sentence(f"{count(number, 'operator call')}: {reason}", "left out", indent=2, hang=14)

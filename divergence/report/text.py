@@ -28,7 +28,7 @@ _STYLES = {
     "good": "green",
     "blocks": "red",
 }
-_MOST_NAMED = 5
+_MOST_NAMED = 6
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 _LEAST, _LEAST_NAME = 30, 8
 """Letters of a row's last words before they go on below, and of a name that is cut."""

@@ -19,6 +19,7 @@ from divergence.analyses.blocks.units import (
     Family,
     Unit,
     Why,
+    block_outputs,
     find_family,
     is_table,
     made_before,
@@ -116,6 +117,8 @@ def made_at(
         elif scope is not None:  # else its members are off there, too, within their limits
             every = len(alike) >= len(family.members)
             scope = scope.with_values(comma=True) if every else None
+        start = order_of(first.first)  # a block before it is off by another fault
+        before = [u for u in block_outputs(flagged) if order_of(u.first) < start]
         tokens = _tokens_of(structures, alike)
         if tokens:
             scope = (scope or _SCOPE).with_values(**tokens)
@@ -128,7 +131,7 @@ def made_at(
                 scope=scope,
                 cause=cause,
             ),
-            *_elsewhere([u for u in flagged if {u.side, first.side} == set(SIDES)], first),
+            *_elsewhere([u for u in flagged if {u.side, first.side} == set(SIDES)] + before, first),
         ]
         step = only_step(measured) if scope is None else None
         headline += [] if step is None else [fact("blocks.only_step", step=step)]

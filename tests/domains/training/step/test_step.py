@@ -275,6 +275,17 @@ def test_another_optimizer_is_seen_and_said(change, line, step):
     assert any(one.check == line and one.status == "differs" for one in report.preflight)
 
 
+def test_a_block_that_is_off_before_all_steps_are_is_named_too(step):
+    """The optimizer's fault in all parameters does not hide that of one block's backward."""
+    a = step("llama", optimizer="adamw")
+    plant = "model.layers.1#backward:out=scale:1.1"
+    verdict = divergence.compare(
+        a, step("llama", like=a, learning_rate=2e-3, plants=[plant])
+    ).verdict
+    assert verdict.onset.phase == "optimizer"
+    assert verdict.summary.endswith("; another in model.layers.1")
+
+
 def test_the_model_is_as_before(step, tiny_model):
     """A step is made of the free pass and of the anchored one, from the same weights."""
     a = step("llama", optimizer="sgd", learning_rate=0.1)

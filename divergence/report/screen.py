@@ -41,7 +41,7 @@ _WRONG = ("onset", "odd", "flagged", "wrong")
 
 def screen_lines(report: Report, *, more: str = "add -v", num_above: int = 0) -> list[Line]:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
-    ``num_above`` lines before it too, then fewer reasons."""
+    or there are ``num_above`` lines before it, then fewer reasons where it alone is long."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make = _without_blocks if without_blocks else _screen
     width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
@@ -49,7 +49,8 @@ def screen_lines(report: Report, *, more: str = "add -v", num_above: int = 0) ->
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
         lines = document_lines(make(report, whole, num_rows, more))
         width = width if num_rows > 1 else MAX_WIDTH
-        if num_above + sum(len(fold(item, width)) for item in lines) <= HEIGHT:
+        height = HEIGHT - num_above * (num_rows > 1)
+        if sum(len(fold(item, width)) for item in lines) <= height:
             break
     return lines
 

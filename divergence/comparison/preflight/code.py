@@ -401,16 +401,24 @@ def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 def numbers_stated(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
     """Lists the numbers that B's modules hold against both configurations, which are one: A's value
-    stands there, or is 1/√ of what does (the scale of attention), and B's does not."""
+    stands there, by its name or as what is no 0, 1 or whole number, which stand there for much
+    else, or is 1/√ of what does (the scale of attention); and B's does not, nor is it 1/√ of a
+    quotient."""
     numbers = _even_numbers(a, b, block)
     if not numbers or a.model.config_digest != b.model.config_digest:
         return []
-    values = a.model.config.values()
-    stated = {str(value) for value in values}
-    stated |= {str(value**-0.5) for value in values if isinstance(value, int) and value > 0}
-    return [
-        item for item in numbers if item["reference"] in stated and item["candidate"] not in stated
-    ]
+    config = a.model.config
+    sizes = [value for value in config.values() if type(value) is int and value > 1]
+    stated = {str(v) for v in config.values() if type(v) is float and abs(v) not in (0.0, 1.0)}
+    stated |= {str(value**-0.5) for value in sizes}
+    derived = {str(value) for value in config.values()} | stated
+    derived |= {str((size / part) ** -0.5) for size in sizes for part in sizes}
+
+    def is_stated(item: Fact) -> bool:
+        named = {str(v) for key, v in config.items() if key.rpartition(".")[2] == item["key"]}
+        return item["reference"] in stated | named and item["candidate"] not in derived
+
+    return [item for item in numbers if is_stated(item)]
 
 
 def _even_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:

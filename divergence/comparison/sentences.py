@@ -72,7 +72,7 @@ SENTENCES: Mapping[str, str] = {
     "scope": (
         "{comma:yes=,|no=}{alone:yes=|no= seen}[[ in {parts:list  and }]]"
         "[[ from decode step {since} on]]{token:none=|*=, at token {token}}"
-        "{onward:none=|*=, from token {onward} on}"
+        "{last:yes=, at the last token of each prompt|no=}{onward:none=|*=, from token {onward} on}"
     ),
     "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
     "numbers_there": (

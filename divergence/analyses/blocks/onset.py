@@ -122,7 +122,7 @@ def made_at(
         tokens = _tokens_of(structures, alike)
         if tokens:
             scope = (scope or _SCOPE).with_values(**tokens)
-            cause = fact("cause_special") if "token" in tokens else cause
+            cause = cause if "onward" in tokens else fact("cause_special")
         headline = [
             fact(
                 "every_differs",
@@ -248,13 +248,23 @@ def _scope(unit: Unit, structures: Sequence[Fact] = (), *, named: bool) -> list[
     return [scope.with_values(comma=named or not scope["alone"], **tokens)]
 
 
-_SCOPE = fact("scope", parts=[], since=None, alone=True, comma=False, token=None, onward=None)
+_SCOPE = fact(
+    "scope",
+    parts=[],
+    since=None,
+    alone=True,
+    comma=False,
+    token=None,
+    last=False,
+    onward=None,
+)
 """All forwards, all tokens."""
 
 
 def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, int]:
     """Tells the ``token`` that holds the difference at the onset, and the largest in each of the
-    units; or ``onward``: the one from which on the difference is."""
+    units; or ``last``, where that is the last one of each prompt; or ``onward``: the one from which
+    on the difference is."""
     positions = [unit.first.ratio_position for unit in units]
     for item in structures:
         token, places = item["token"], [at for at in positions if at is not None]
@@ -271,8 +281,15 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
     ]
     tokens = {look.result.ratio_position for look in looks}
     several = len({look.sample for look in looks}) > 1
-    token = tokens.pop() if several and len(tokens) == 1 else None
-    return {} if token is None or not all(unit.of_token for unit in units) else {"token": token}
+    if not several or not all(unit.of_token for unit in units):
+        return {}
+    if len(tokens) > 1 and all(
+        look.result.ratio_position == look.num_rows - 1 and not look.result.prompts
+        for look in looks
+    ):
+        return {"last": True}
+    token = tokens.pop()
+    return {} if tokens or token is None else {"token": token}
 
 
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:

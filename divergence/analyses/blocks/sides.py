@@ -613,11 +613,14 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
     columns = min(num_columns(result) for result in unit.results)
     width = spread(columns) * few_numbers(max(unit.results, key=worst_of))
     typical, token = thresholds.typical, max(thresholds.token, 2 * thresholds.typical)
-    alone = token
+    alone = in_equal = token
     if unit.mostly_equal and unit.pass_ != "free":  # the same kernels ran, which round alike
         typical = alone = thresholds.standout
+        # a prompt all of whose tokens differ may have run other kernels, as long ones do
+        if max(unit.looks, key=lambda look: look.worst).typical == 0:
+            in_equal = alone
     leads_up = max(unit.tail, *(look.typical for look in unit.looks))
-    unit.worst_limit = (alone if unit.worst > CLEAR * leads_up else token) * width * wider
+    unit.worst_limit = (in_equal if unit.worst > CLEAR * leads_up else token) * width * wider
     # the only look of a unit is judged as the unit is
     for look in unit.looks if len(unit.looks) > 1 else ():
         few_rows = look.num_rows < FEW_ROWS
@@ -640,7 +643,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         if looks := [k.limit * (k.result.floor or floor) for k in unit.looks if k.limit]:
             unit.visible["forward"] = statistics.median(looks)
         if not in_routed:
-            unit.visible["row"] = alone * width * wider * floor
+            unit.visible["row"] = in_equal * width * wider * floor
         unit.visible = narrowed(unit.visible)
     used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]
     if not in_routed:

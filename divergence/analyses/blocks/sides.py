@@ -543,7 +543,10 @@ def flag_units(
             ratios = samples.ratios(unit.pass_, unit.site, unit.phase)
             unit.tail = tail_of(ratios)
             differing = len(ratios) and int(np.count_nonzero(ratios))
-            unit.mostly_equal = 0 < 2 * differing < sum(map(num_rows, unit.results))
+            rows = sum(map(num_rows, unit.results))
+            unit.mostly_equal = unit.pass_ != "free" and 0 < 2 * differing < rows
+    for family in families_of(units):
+        _find_odd(family, thresholds)
     # In a free pass a block is allowed what it may make of an error that came in, the first one
     # nothing: their ratios are no measure for each other.
     _ask_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
@@ -557,6 +560,21 @@ def flag_units(
     if samples is not None:
         _ask_truth(units, samples, routed, thresholds)
     return [unit for unit in units if unit.why is not None]
+
+
+def _find_odd(family: Sequence[Unit], thresholds: Thresholds) -> None:
+    """Sets which looks of a kind, of units most of whose rows are equal bit for bit, have tokens
+    that are off by no kernel's rounding: only single tokens of the forward differ, and its siblings
+    are equal there, most of them, or most are beyond rounding, too. Where they differ by less,
+    another kernel ran, as in long prompts, and sharp attention enlarges its rounding of a token."""
+    for looks in grouped(
+        (look for unit in family for look in unit.looks), lambda look: look.place
+    ).values():
+        usual = statistics.median_low(look.worst for look in looks)
+        for look in looks:
+            single = look.typical == 0 or look.num_rows < FEW_ROWS
+            same = usual == 0 or usual > thresholds.truth_confirm**2
+            look.is_odd = single and same and len(looks) >= FEWEST
 
 
 def _difference_of(unit: Unit, thresholds: Thresholds) -> TruthStats:
@@ -613,14 +631,13 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
     columns = min(num_columns(result) for result in unit.results)
     width = spread(columns) * few_numbers(max(unit.results, key=worst_of))
     typical, token = thresholds.typical, max(thresholds.token, 2 * thresholds.typical)
-    alone = in_equal = token
-    if unit.mostly_equal and unit.pass_ != "free":  # the same kernels ran, which round alike
-        typical = alone = thresholds.standout
-        # a prompt all of whose tokens differ may have run other kernels, as long ones do
-        if max(unit.looks, key=lambda look: look.worst).typical == 0:
-            in_equal = alone
+    alone = token
+    if unit.mostly_equal:  # the same kernels ran, which round alike
+        typical = thresholds.standout
+        if max(unit.looks, key=lambda look: look.worst).is_odd:
+            alone = typical
     leads_up = max(unit.tail, *(look.typical for look in unit.looks))
-    unit.worst_limit = (in_equal if unit.worst > CLEAR * leads_up else token) * width * wider
+    unit.worst_limit = (alone if unit.worst > CLEAR * leads_up else token) * width * wider
     # the only look of a unit is judged as the unit is
     for look in unit.looks if len(unit.looks) > 1 else ():
         few_rows = look.num_rows < FEW_ROWS
@@ -631,7 +648,8 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         limit = typical * width
         beside = forwards.get(look.place, math.inf)
         if few_rows:  # then the typical row is a single token
-            limit = min(alone, thresholds.token) * width * few_numbers(look.result)
+            single = typical if unit.mostly_equal and look.is_odd else thresholds.token
+            limit = single * width * few_numbers(look.result)
             if unit.phase == "decode":  # as hard as tokens of the prefill may be there
                 beside = max(beside, CLEAR * hardest)
         look.limit = min(limit, beside) * wider
@@ -643,7 +661,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         if looks := [k.limit * (k.result.floor or floor) for k in unit.looks if k.limit]:
             unit.visible["forward"] = statistics.median(looks)
         if not in_routed:
-            unit.visible["row"] = in_equal * width * wider * floor
+            unit.visible["row"] = alone * width * wider * floor
         unit.visible = narrowed(unit.visible)
     used = [unit.typical / unit.limit, *(look.usage for look in unit.looks)]
     if not in_routed:

@@ -398,6 +398,8 @@ class Look:
     """Its worst token's ratio."""
     of_token: float = 0.0
     """The share of a single token's limit that its worst token uses."""
+    is_odd: bool = False
+    """Is a single token that differs here no other kernel's rounding? (blocks.sides)"""
 
     @property
     def place(self) -> PromptStep:
@@ -557,7 +559,7 @@ class Unit:
     tail: float = 0.0
     """The largest ratio of its rows that no gap parts from the typical one (``tail_of``)."""
     mostly_equal: bool = False
-    """Are most of its rows equal bit for bit?"""
+    """Are most of its rows equal bit for bit, where inputs were equal?"""
     stats: TruthStats | None = None
     """The site against the truth, where one was given."""
     judged: tuple[JudgedFamily, int] | None = None

@@ -314,7 +314,12 @@ def match_parameters(
             break
         prefix_a, prefix_b = "", ""
         if not (names_b.issuperset(names_a) or names_b.issubset(names_a)):
-            prefix_a, prefix_b = find_prefix(names_a, names_b) or ("", "")
+            # as sites, whose prefixes end before the module: all modules have a weight
+            sites_a, sites_b = (
+                [":".join(name.rpartition(".")[::2]) for name in some]
+                for some in (names_a, names_b)
+            )
+            prefix_a, prefix_b = find_prefix(sites_a, sites_b) or ("", "")
         matched = {
             name: prefix_b + name[len(prefix_a) :]
             for name in names_a

@@ -187,3 +187,14 @@ def test_a_map_comes_before_prefixes():
     assert found.is_one_to_one and found.mapped
     assert found.pairs["layers.1.w"] == "h.1.w"
     assert found.pairs["norm.weight"] == "norm.weight"
+
+
+def test_every_module_has_a_weight_and_no_prefix_ends_behind_one():
+    """Of two architectures nothing but the head has a like name: no embedding is read as a norm."""
+    llama = ["model.embed_tokens", "model.layers.0.mlp.up_proj", "model.norm", "lm_head"]
+    gpt2 = ["transformer.wte", "transformer.h.0.mlp.c_fc", "transformer.ln_f", "lm_head"]
+    a, b = ({f"{path}.weight": path for path in paths} for paths in (llama, gpt2))
+    matching = match_parameters(a, b)
+    assert (matching.pairs, matching.prefixes) == ({"lm_head.weight": "lm_head.weight"}, [])
+    inner = {name.removeprefix("model."): digest for name, digest in a.items()}
+    assert match_parameters(a, inner).prefixes == [("model.", "")]

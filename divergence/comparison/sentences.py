@@ -144,8 +144,9 @@ SENTENCES: Mapping[str, str] = {
         "(limit {limit:.1f} ×); rel L2 {rel_l2:.2e}"
     ),
     "both_off": (
-        "{site} ({phase}): both are {value:figure} × what rounding makes away from the truth "
-        "(limit {limit:.1f} ×)"
+        "{site} ({phase}): [[A's error is {reference:figure} ×, B's {candidate:figure} × what "
+        "rounding makes]]{reference:none=both are {value:figure} × what rounding makes away from "
+        "the truth|*=} (limit {limit:.1f} ×)"
     ),
     "typical_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s"

@@ -108,7 +108,7 @@ def made_at(
             if len(shared.beyond) > len(family.members):
                 off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
         no_rounding = structures or _passes_prefill(member, units)
-        bits = None if no_rounding else _input_bits(family)
+        bits = None if no_rounding else _input_bits(family, units)
         cause = cause if bits is None else fact("cause_inputs", bits=bits)
         scope = None if everywhere else only_in(*alike)
         if scope is not None and scope["alone"]:
@@ -156,10 +156,19 @@ def made_at(
     )
 
 
-def _input_bits(family: Family) -> int | None:
+def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
     """Tells the fraction bits of the shorter format to which products' inputs were rounded, where
-    all blocks in float32 are off as such products are."""
-    first = family.members[0].first
+    all blocks in float32 are off as such products are, and no product is healthy."""
+    member = family.members[0]
+    first = member.first
+    kind = member.pass_, member.of, member.phase
+    products = (unit for unit in units if (unit.pass_, unit.of, unit.phase) == kind)
+    if any(
+        unit.why is None
+        for unit in products
+        if unit.kind[:2] == ("block", "") or unit.kind[3] in ("Linear", "Conv1D")
+    ):
+        return None
     float32 = {first.reference_dtype, first.candidate_dtype} == {"float32"}
     if first.role != "block" or not float32 or len(family.members) < family.num_all:
         return None
@@ -500,8 +509,11 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     sample, step = (None, None) if blame.place is None else blame.place
     forward = {"step": at.step or None, "forward": at.phase}
     units = {"in_units": blame.in_units}
+    own = dict[str, float | None](dict.fromkeys(SIDES))
+    if unit.stats is not None and max(unit.stats.typical.values()) > CLEAR * blame.value:
+        own.update(unit.stats.typical)
     more: dict[Why, dict[str, Any]] = {
-        "both": {},
+        "both": own,
         "typical": {
             **units,
             "own": errors.get(blame.side),

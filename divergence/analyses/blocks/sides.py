@@ -249,9 +249,15 @@ def questions(
     assert first is not None
     typical = _blame_of(judged.sites, member, 0, "typical", first, widened)
     blames = []
+    own_too = False
     if not is_table(first):
         limit = thresholds.typical * spread(stats.num_values) * widened
-        blames.append(Blame("both", "both", min(stats.typical.values()), 1.0, limit, first))
+        nearer = min(SIDES, key=lambda side: stats.typical[side])
+        least = stats.typical[nearer]
+        blames.append(Blame("both", "both", least, 1.0, limit, first))
+        # the side that is nearer is not excused by the other: its own error is no sibling's
+        usual = statistics.median(each.typical[nearer] for each in judged.stats)
+        own_too = least > limit * max(1.0, usual)
     answers = forwards_of(judged, member, widened)
     blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
     if judged.rows is not None:
@@ -302,7 +308,9 @@ def questions(
     )
     narrower = median < whole / 2 and beyond & {"forward", "token", "channel"}
     slight = typical.value / typical.control < thresholds.truth_systematic and "gain" in beyond
-    return blames if narrower or slight else [typical, *blames]
+    if narrower or slight or own_too:
+        return blames
+    return [typical, *blames]
 
 
 def _blame_of(
@@ -545,14 +553,15 @@ def flag_units(
             differing = len(ratios) and int(np.count_nonzero(ratios))
             rows = sum(map(num_rows, unit.results))
             unit.mostly_equal = unit.pass_ != "free" and 0 < 2 * differing < rows
-    for family in families_of(units):
-        _find_odd(family, thresholds)
-    # In a free pass a block is allowed what it may make of an error that came in, the first one
-    # nothing: their ratios are no measure for each other.
-    _ask_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
     in_prefill = {
         (unit.pass_, unit.of, unit.site): unit.worst for unit in units if unit.phase == "prefill"
     }
+    for family in families_of(units):
+        tokens = (in_prefill.get((unit.pass_, unit.of, unit.site), 0.0) for unit in family)
+        _find_odd(family, statistics.median_low(tokens), thresholds)
+    # In a free pass a block is allowed what it may make of an error that came in, the first one
+    # nothing: their ratios are no measure for each other.
+    _ask_kinds([unit for unit in units if unit.pass_ != "free"], frozenset(), thresholds)
     for unit in units:
         hardest = in_prefill.get((unit.pass_, unit.of, unit.site), 0.0)
         _hold(unit, hardest, unit.chooses(routed), thresholds)
@@ -562,18 +571,22 @@ def flag_units(
     return [unit for unit in units if unit.why is not None]
 
 
-def _find_odd(family: Sequence[Unit], thresholds: Thresholds) -> None:
+def _find_odd(family: Sequence[Unit], hardest: float, thresholds: Thresholds) -> None:
     """Sets which looks of a kind, of units most of whose rows are equal bit for bit, have tokens
     that are off by no kernel's rounding: only single tokens of the forward differ, and its siblings
-    are equal there, most of them, or most are beyond rounding, too. Where they differ by less,
-    another kernel ran, as in long prompts, and sharp attention enlarges its rounding of a token."""
+    are equal there, most of them, or most are beyond rounding, too, and a decode step beyond the
+    ``hardest`` token of the prefill. Where they differ by less, another kernel ran, as in long
+    prompts, and sharp attention enlarges its rounding of a token."""
+    beyond = thresholds.truth_confirm**2
+    if family[0].phase == "decode":
+        beyond = max(beyond, hardest)
     for looks in grouped(
         (look for unit in family for look in unit.looks), lambda look: look.place
     ).values():
         usual = statistics.median_low(look.worst for look in looks)
         for look in looks:
             single = look.typical == 0 or look.num_rows < FEW_ROWS
-            same = usual == 0 or usual > thresholds.truth_confirm**2
+            same = usual == 0 or usual > beyond
             look.is_odd = single and same and len(looks) >= FEWEST
 
 

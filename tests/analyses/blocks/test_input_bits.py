@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+
+from divergence import capture
 
 PROMPTS = [[(13 * n + 7 * k) % 200 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
 FORMATS = {10: "10 bits (TF32)", 7: "7 bits (bfloat16)"}
@@ -78,3 +81,24 @@ def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, answer):
     a = run_of("llama", "full")
 
     assert "float32 inputs keep" not in answer(a, prepare).verdict.summary
+
+
+def test_a_fault_of_some_products_is_no_format(answer, tmp_path):
+    """All blocks of a decoder are as far off as TF32 makes them, and the encoder's products are
+    not: a setting of all products would be seen there, too."""
+    torch.manual_seed(0)
+    size = {"d_model": 96, "d_kv": 16, "d_ff": 192, "num_layers": 3, "num_heads": 6}
+    config = transformers.T5Config(vocab_size=256, decoder_start_token_id=0, **size)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "m")
+
+    def crossed(model):
+        for block in model.decoder.block:
+            own = block.layer[1].EncDecAttention.o
+            own.forward = lambda x, own=own, forward=own.forward: forward(x) * 1.01
+
+    how = {"prompts": PROMPTS, "max_new_tokens": 2, "dtype": "float32", "truth": "no"}
+    a = capture(str(tmp_path / "m"), out=tmp_path / "a", probe=False, **how)
+    verdict = answer(a, crossed).verdict
+
+    assert verdict.kind == "systematic"
+    assert "float32 inputs" not in verdict.summary

@@ -41,3 +41,22 @@ def test_healthy_prompts_are_not_blamed(pair, answer):
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")
     assert verdict.onset.sample == 4
     assert "in prompts 4, 5, 6, 7 (of 8)" in verdict.summary
+
+
+def test_the_side_that_is_nearer_is_not_excused_by_the_other(pair, tmp_path):
+    """Both are far off in one block, A twenty times as far: each is named with its own number."""
+    healthy, true = pair
+    narrow = healthy.manifest.model.dtype == "bfloat16"
+    a, b = (
+        capture(
+            like=healthy,
+            out=tmp_path / name,
+            plants=[f"{LAYERS[2]}:out=scale:{1 + size}"],
+            probe=False,
+        )
+        for name, size in (("a", 0.8 if narrow else 2e-2), ("b", 0.15 if narrow else 1e-3))
+    )
+    verdict = compare(a, b, truth=true).verdict
+    assert (verdict.side, verdict.onset.block) == ("both", LAYERS[2])
+    off = next(item for item in verdict.evidence if item.code == "both_off")
+    assert off["reference"] > 4 * off["candidate"] > 24

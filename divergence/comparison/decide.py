@@ -463,9 +463,9 @@ def _codes_verdict(verdict: Verdict, codes: PreflightLine, differing: list[Fact]
         side=None,
         commands=[],
         evidence=[
-            fact("codes_cost_where", told_by=told_by),
             fact("codes_hide_faults", what=unnamed),
             *verdict.evidence,
+            fact("codes_cost_where", told_by=told_by),
         ],
     )
 

@@ -83,7 +83,7 @@ def made_at(
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
             *([] if everywhere else _scope(first, structures, named=by is not None)),
-            *([] if table is not None else _elsewhere(flagged, first)),
+            *([] if table is not None else _elsewhere(flagged, first, units)),
         ]
         evidence += _others(flagged, first)
         if all(unit.in_tail and unit.margin <= CLEAR for unit in flagged):  # rounding, or a fault
@@ -131,7 +131,9 @@ def made_at(
                 scope=scope,
                 cause=cause,
             ),
-            *_elsewhere([u for u in flagged if {u.side, first.side} == set(SIDES)] + before, first),
+            *_elsewhere(
+                [u for u in flagged if {u.side, first.side} == set(SIDES)] + before, first, units
+            ),
         ]
         step = only_step(measured) if scope is None else None
         headline += [] if step is None else [fact("blocks.only_step", step=step)]
@@ -204,7 +206,11 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         headline = [fact("every_off_below", name=family.name)]
     else:
         made = fact("made_at", seems=False, site=first.first.site, before=None, by=by)
-        headline = [made, *_scope(first, named=by is not None), *_elsewhere(flagged, first)]
+        headline = [
+            made,
+            *_scope(first, named=by is not None),
+            *_elsewhere(flagged, first, escalation.units),
+        ]
         headline.append(fact("below_floor"))
     return Finding(
         claim="error_below_floor",
@@ -331,12 +337,20 @@ def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
     )
 
 
-def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
-    """The other blocks in which an error is made, where each was given equal inputs, by side: that
-    of ``first`` comes first."""
+def _elsewhere(flagged: list[Unit], first: Unit, units: Sequence[Unit]) -> list[Fact]:
+    """The other blocks in which an error is made, where each was given equal inputs, and modules
+    behind them that are given what passes, by side: that of ``first`` comes first."""
     blocks: dict[SideOrBoth | None, dict[str, None]] = {first.side: {}}
+    outer = [unit for unit in units if unit.kind[0] == "trunk" or unit.kind[1] == ""]
+    outer.sort(key=lambda unit: unit.results[0].order)
     for unit in flagged:
         block = unit.results[0].block
+        if block is None and unit.site != first.site and unit.kind[2] == "out":
+            kind, order = (unit.pass_, unit.phase), unit.results[0].order
+            before = [u for u in outer if (u.pass_, u.phase) == kind and u.results[0].order < order]
+            blocks_before = [u for u in before if u.kind[0] == "block"]
+            if blocks_before and before[-1].why is None and blocks_before[-1].why is None:
+                block = module_of(unit.site)
         if block not in (None, first.results[0].block) and unit.pass_ != "free":
             blocks.setdefault(unit.side, {})[str(block)] = None
     return [
@@ -377,14 +391,16 @@ def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
 
 def _may_be_elsewhere(unit: Unit, beyond: Collection[PromptStep]) -> bool:
     """May the error be in forwards that are not among those ``beyond`` a limit? It may where the
-    sides differ by half as much there, or where log W is over half of that beyond the limit: few
-    numbers convict none, and the truth may not hold those forwards."""
+    sides differ by half as much there, or at all where most is equal bit for bit; or where log W is
+    over half of that beyond the limit: few numbers convict none, and the truth may not hold those
+    forwards."""
     sizes = {look.place: look.worst if unit.of_token else look.typical for look in unit.looks}
     off, rest = (
         [size for place, size in sizes.items() if (place in beyond) == inside]
         for inside in (True, False)
     )
-    if min(off, default=0.0) <= CLEAR * max(rest, default=0.0):
+    nearest = max(rest, default=0.0)
+    if min(off, default=0.0) <= CLEAR * nearest or (unit.mostly_equal and nearest > 0):
         return True
     if unit.of_token or unit.side not in ("reference", "candidate"):
         return False
@@ -511,7 +527,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     units = {"in_units": blame.in_units}
     own = dict[str, float | None](dict.fromkeys(SIDES))
     if unit.stats is not None and max(unit.stats.typical.values()) > CLEAR * blame.value:
-        own.update(unit.stats.typical)
+        own |= {side: unit.stats.typical[side] for side in SIDES}
     more: dict[Why, dict[str, Any]] = {
         "both": own,
         "typical": {

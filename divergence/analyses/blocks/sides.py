@@ -256,8 +256,8 @@ def questions(
         least = stats.typical[nearer]
         blames.append(Blame("both", "both", least, 1.0, limit, first))
         # the side that is nearer is not excused by the other: its own error is no sibling's
-        usual = statistics.median(each.typical[nearer] for each in judged.stats)
-        own_too = least > limit * max(1.0, usual)
+        level = statistics.median(each.typical[nearer] for each in judged.stats)
+        own_too = least > limit * max(1.0, level)
     answers = forwards_of(judged, member, widened)
     blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
     if judged.rows is not None:

@@ -148,6 +148,20 @@ def test_the_worst_token_of_a_prompt_that_ran_other_kernels_is_no_fault(referenc
     assert report.verdict.kind == "within_floor", report.verdict.summary
 
 
+def test_a_prompt_is_not_off_alone_where_others_differ_there(reference, answer):
+    """One block's token of every prompt is off, of one prompt most; all else is equal bit for
+    bit."""
+
+    def change(output):
+        output = output.clone()
+        if output.shape[1] > 1:
+            output[:, 4] *= 1 + (2e-5 if output.shape[1] == 33 else 2e-6)
+        return output
+
+    verdict = answer(reference("float32", truth="no"), in_mlp(change, [4])).verdict
+    assert "at model.layers.4:out, seen in prompt 1 (of 4), at token 4" in verdict.summary
+
+
 def test_a_bad_token_beside_a_massive_activation_is_no_equally_good_answer(reference, answer):
     """Its error hangs on one number, which convicts no side; the sides differ by far more than
     rounding makes."""

@@ -60,3 +60,15 @@ def test_the_side_that_is_nearer_is_not_excused_by_the_other(pair, tmp_path):
     assert (verdict.side, verdict.onset.block) == ("both", LAYERS[2])
     off = next(item for item in verdict.evidence if item.code == "both_off")
     assert off["reference"] > 4 * off["candidate"] > 24
+
+
+@pytest.mark.parametrize(("block", "head"), [(1, True), (3, False)])
+def test_a_fault_of_the_head_is_told_beside_a_blocks(pair, tmp_path, block, head):
+    """What is given what passes makes its own error; what follows a bad last block inherits it."""
+    a, true = pair
+    plants = [f"{LAYERS[block]}:out=scale:1.3", *["lm_head:out=scale:1.3"] * head]
+    b = capture(like=a, out=tmp_path / "b", plants=plants, probe=False)
+    verdict = compare(a, b, truth=true).verdict
+    assert (verdict.side, verdict.onset.block) == ("candidate", LAYERS[block])
+    assert ("; another in lm_head" in verdict.summary) == head
+    assert ";" not in verdict.summary or head

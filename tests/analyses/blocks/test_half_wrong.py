@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from divergence import capture, compare
+
 PROMPTS = [[7 * n + k * (n + 1) for k in range(3, 19)] for n in range(8)]
 LAYERS = [f"model.layers.{number}" for number in range(4)]
 BLOCKS = [f"{LAYERS[number]}:out=scale:1.1" for number in (0, 2)]
@@ -63,12 +65,11 @@ def test_the_side_that_is_nearer_is_not_excused_by_the_other(pair, tmp_path):
 
 
 @pytest.mark.parametrize(("block", "head"), [(1, True), (3, False)])
-def test_a_fault_of_the_head_is_told_beside_a_blocks(pair, tmp_path, block, head):
+def test_a_fault_of_the_head_is_told_beside_a_blocks(pair, answer, block, head):
     """What is given what passes makes its own error; what follows a bad last block inherits it."""
     a, true = pair
     plants = [f"{LAYERS[block]}:out=scale:1.3", *["lm_head:out=scale:1.3"] * head]
-    b = capture(like=a, out=tmp_path / "b", plants=plants, probe=False)
-    verdict = compare(a, b, truth=true).verdict
+    verdict = answer(a, truth=true, plants=plants).verdict
     assert (verdict.side, verdict.onset.block) == ("candidate", LAYERS[block])
     assert ("; another in lm_head" in verdict.summary) == head
     assert ";" not in verdict.summary or head

@@ -348,26 +348,20 @@ def test_numbers_that_differ_leave_open_whose_are_meant(drawn_model, tmp_path):
     }
 
 
-def test_a_number_that_stands_in_the_configuration_by_chance_names_no_side(tmp_path):
+def test_a_number_that_stands_in_the_configuration_by_chance_names_no_side(
+    drawn_model, answer, tmp_path
+):
     """A forgot the scale of attention: its 1.0 is in every configuration, for something else. B's
     right one is 1/√ of a size that this configuration does not hold."""
-    torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(
-        vocab_size=128,
-        hidden_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=128,
-        initializer_range=0.08,
-    )
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "m")
+    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 128}
+    model = drawn_model("GPTNeoX", **sizes)
 
     def unscaled(model):
         for layer in model.gpt_neox.layers:
             layer.attention.scaling = 1.0
 
     a = capture(
-        str(tmp_path / "m"),
+        str(model),
         out=tmp_path / "a",
         prompts=[list(range(3, 24))],
         max_new_tokens=1,
@@ -376,6 +370,6 @@ def test_a_number_that_stands_in_the_configuration_by_chance_names_no_side(tmp_p
         truth="full",
         prepare=unscaled,
     )
-    verdict = compare(a, capture(like=a, out=tmp_path / "b", probe=False)).verdict
+    verdict = answer(a).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("systematic", None, "medium")
     assert "code.numbers_in_doubt" in {item.code for item in verdict.evidence}

@@ -136,7 +136,7 @@ def run_document(
 
 
 def happened(manifest: Manifest, *, more: str = "-v") -> list[Sentence]:
-    """What was done to a run on purpose, and what did not go as was asked. ``more``: what lists all
+    """Say what was done to a run on purpose, and what did not go as asked. ``more``: what lists all
     switches."""
     plan, settings = manifest.plan, manifest.settings
     sentences = changes(plan.plants, plan.substitutes)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.numerics.logits import measure_logits, top_choices
+from divergence.numerics.logits import measure_logits, row_costs, top_choices
 
 
 def _logits(shape, seed=0, *, scale=3.0):
@@ -150,3 +150,14 @@ def test_kl_is_never_negative(pairs):
     found = measure_logits(a, b)
     assert found.kl_max >= 0.0
     assert found.kl_max == pytest.approx(max(0.0, _kl(a[0], b[0])), rel=1e-6, abs=1e-28)
+
+
+def test_costs_are_those_of_each_row():
+    """By hand, of every row: KL, whether the likeliest id is the same, log p of what follows."""
+    a, b = (torch.randn(5, 7, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    costs = row_costs(a, b, [3, 0, -1, 6, 2])
+    p, q = (side.double().log_softmax(-1) for side in (a, b))
+    assert costs.kl == pytest.approx((p.exp() * (p - q)).sum(-1).numpy())
+    assert costs.same_top.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
+    assert costs.logprob_a[[0, 1, 3, 4]] == pytest.approx(p[[0, 1, 3, 4], [3, 0, 6, 2]].numpy())
+    assert [math.isnan(x) for x in costs.logprob_b] == [False, False, True, False, False]

@@ -304,3 +304,15 @@ def test_a_run_is_not_overwritten(llama, tmp_path):
     (tmp_path / "thesis" / "text").write_text("x")
     with pytest.raises(RunExistsError):
         capture(str(llama), out=tmp_path / "thesis", force=True, **options)
+
+
+def test_each_forward_is_told_as_it_ends(llama, tmp_path):
+    """By its step, which is 0 for the prefill, of how many there are to be."""
+    seen = []
+
+    def progress(event, done, total, detail):
+        if event == "free":
+            seen.append((done, total, detail))
+
+    capture(str(llama), out=tmp_path / "a", prompts=["x"], max_new_tokens=3, progress=progress)
+    assert seen[1:] == [(1, 3, "step 0"), (2, 3, "step 1"), (3, 3, "step 2")]

@@ -379,6 +379,10 @@ def test_a_way_within_the_floor_says_what_differs_in_bits(answer_of, lines_of, b
     made_of |= {"num_prompts": 1, "num_prompt_tokens": 4, "max_new_tokens": 3, "truth": False}
     answer = answer_of("selfcheck", tool_version="0", model="m", lines=[way], **made_of)
     assert any(line.endswith(text) for line in lines_of(answer)), lines_of(answer)
+    untold = {"name": "cache", "against": "base", "same_bits": False, "status": "undetermined"}
+    untold |= {"summary": "one token alone"}
+    answer = answer_of("selfcheck", tool_version="0", model="m", lines=[untold], **made_of)
+    assert any(line.endswith("not told: one token alone") for line in lines_of(answer))
 
 
 def test_the_page_of_selfcheck(answer_of):

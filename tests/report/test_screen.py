@@ -223,3 +223,15 @@ def test_of_no_model_tensors_are_counted(reports, screen):
     more = [*sites, reports.make_site("case.0/suite.mul:out", step=1)]
     lines = screen(reports.make_report(sites=more, coverage=coverage, tokens=None))
     assert "compared    everything: 1 prompt × 2 steps" in lines
+
+
+def test_what_stops_a_comparison_stands_among_the_reasons_and_in_no_line_of_settings(
+    reports, screen
+):
+    """Where nothing stops it, the line says that all is the same."""
+    same = PreflightLine(check="cpu", status="same", reference="x", candidate="x")
+    assert "settings    all the same" in screen(reports.make_report(preflight=[same]))
+    stops = PreflightLine(check="weights", status="blocking", reference="x", candidate="y")
+    verdict = reports.make_verdict("incomparable", summary="other weights")
+    stopped = screen(reports.make_report(verdict=verdict, preflight=[stops, same]))
+    assert not [line for line in stopped if line.startswith("settings")]

@@ -327,10 +327,15 @@ def test_numbers_that_differ_leave_open_whose_are_meant(drawn_model, tmp_path):
     def one_changed(model):
         model.model.layers[2].input_layernorm.variance_epsilon = 1e-2
 
+    def scaled(model):
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 1.5  # it was 1/√ of head_dim, which stands in the config
+
     sides = {}
     for name, first, second, prepare in (
         ("other config", "wrong", "right", None),
         ("every module", "right", None, changed),
+        ("every scale", "right", None, scaled),
         ("one module", "right", None, one_changed),
     ):
         out = tmp_path / name
@@ -344,6 +349,7 @@ def test_numbers_that_differ_leave_open_whose_are_meant(drawn_model, tmp_path):
     assert sides == {
         "other config": (None, "medium", False),
         "every module": ("candidate", "medium", True),
+        "every scale": ("candidate", "medium", True),
         "one module": ("candidate", "high", False),
     }
 

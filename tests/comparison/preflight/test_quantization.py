@@ -126,3 +126,12 @@ def test_the_same_simulated_scheme_is_the_same(plain):
     same = {"calibration": {"limits": {"h.1": [-1.5, 2.0]}}, "smooth": 0.5, "scheme": "w8a16"}
     lines = {line.check: line for line in preflight(*(simulated(plain, **same) for _ in "ab"))}
     assert lines["quantization"].status == "same"
+
+
+@pytest.mark.parametrize("dequantized", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_codes_of_a_cache_are_activations_unless_they_became_numbers(cached, dequantized):
+    """Rounding flips a code of what passes, not one of the weights."""
+    cache = QuantizedNumbers(kind="float", bits=8, per="tensor") if cached else None
+    note = QuantizationNote(method="gguf", kv_cache=cache, dequantized=dequantized)
+    assert note.has_activations == (cached and not dequantized)

@@ -1,0 +1,23 @@
+"""How far rounding moves a row, by the model of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.numerics.floor import floor_weights
+from divergence.numerics.formats import format_named
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_grow_with_their_length_and_in_a_block_with_its_widest(dtype):
+    """Four products of four times the width in a block, and one of the width itself outside."""
+
+    def sums(role):
+        short, long = (
+            floor_weights(format_named(dtype), num_features=n, role=role)[1] ** 2
+            for n in (64, 4096)
+        )
+        return long - short
+
+    assert sums("block") == pytest.approx(16 * sums("trunk"))
+    assert sums("inner") == pytest.approx(sums("block"))

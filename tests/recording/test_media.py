@@ -44,6 +44,7 @@ SEEN = {
     "gemma3": "<start_of_image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_audio": "<|AUDIO|>",
+    "mllama": "<|image|>",
 }
 
 
@@ -137,6 +138,26 @@ def build_qwen(version: str = "2"):
     return hf.Qwen2_5_VLForConditionalGeneration(config), processor
 
 
+def build_mllama():
+    ids = tokenizer(["<pad>", "<s>", "</s>", SEEN["mllama"]])
+    processor = hf.MllamaProcessor(
+        hf.MllamaImageProcessorPil(size={"height": 32, "width": 32}, max_image_tiles=2),
+        ids,
+        chat_template=template("mllama"),
+    )
+    tower = dict(hidden_size=32, intermediate_size=64, attention_heads=2, image_size=32)
+    tower |= dict(patch_size=8, num_hidden_layers=2, num_global_layers=1, max_num_tiles=2)
+    tower |= dict(vision_output_dim=64, intermediate_layers_indices=[1])
+    turning = {"rope_type": "default", "rope_theta": 10000.0}
+    text = dict(TEXT, vocab_size=len(ids), cross_attention_layers=[1], rope_parameters=turning)
+    config = hf.MllamaConfig(
+        vision_config=dict(tower, supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]]),
+        text_config=dict(text, pad_token_id=0),
+        image_token_index=ids.convert_tokens_to_ids(SEEN["mllama"]),
+    )
+    return hf.MllamaForConditionalGeneration(config), processor
+
+
 def build_whisper():
     ids = tokenizer(["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>"])
     processor = hf.WhisperProcessor(hf.WhisperFeatureExtractor(feature_size=8, chunk_length=2), ids)
@@ -183,6 +204,7 @@ BUILT = {
     "gemma3": build_gemma3,
     "qwen2_vl": build_qwen,
     "qwen2_5_vl": lambda: build_qwen("2.5"),
+    "mllama": build_mllama,  # transformers has a class for its text alone as well
     "qwen2_audio": build_qwen2_audio,
     "whisper": build_whisper,
 }

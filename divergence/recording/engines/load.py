@@ -566,15 +566,18 @@ _WITH_TEXT = {
 def _factory(config: PretrainedConfig, task: Task) -> Any:
     import transformers as hf
 
+    names = config.architectures or [""]
     if task == "causal-lm":
-        if type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
-            return hf.AutoModelForCausalLM
+        reads_text = type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING
         # pictures or sound beside text: of prompts of text, the text alone is run
         for name in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-            if type(config) in getattr(hf, f"MODEL_FOR_{name}_MAPPING", ()):
+            classes = getattr(hf, f"MODEL_FOR_{name}_MAPPING", {})
+            # some have a class for text alone as well, which the checkpoint is not of
+            if type(config) in classes and (
+                not reads_text or getattr(classes[type(config)], "__name__", "") == names[0]
+            ):
                 return getattr(hf, _WITH_TEXT[name])
         return hf.AutoModelForCausalLM
-    names = config.architectures or [""]
     if task == "encoder-decoder":
         speech = type(config) in hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
         return hf.AutoModelForSpeechSeq2Seq if speech else hf.AutoModelForSeq2SeqLM

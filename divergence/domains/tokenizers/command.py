@@ -15,12 +15,14 @@ from divergence.options.option import option
 
 def tokens(
     *,
-    reference: str = option("A", "A tokenizer: a directory, or a name on the hub.", default=...),
+    reference: str = option(
+        "A", "A tokenizer: a directory, or a name on the hub; or a file of examples.", default=...
+    ),
     candidate: str = option("B", "Another one.", default=...),
-    texts: Path = option(
+    texts: Path | None = option(
         "--texts FILE",
-        "Texts: .txt (one a line), .jsonl or .json with text or messages.",
-        default=...,
+        "Texts for two tokenizers: .txt (one a line), .jsonl or .json with text or messages.",
+        default=None,
     ),
     chat: bool = option("--chat", "Put texts through the chat templates.", default=False),
     trust_remote_code: bool = TRUST,
@@ -29,12 +31,14 @@ def tokens(
 ) -> None:
     """No model is loaded. Each text that becomes other token ids is put down to the first
     thing that makes another of it: the template, the normaliser, the split, the merges, an
-    added token; special tokens around it are told beside.
+    added token; special tokens around it are told beside. Two files of examples (JSON lines with
+    input_ids, and labels or a mask of them) are held against one another as they are.
 
     Examples:
     divergence tokens ./hf-model ./converted --texts prompts.txt
     divergence tokens Qwen/Qwen3-0.6B ./fine-tuned --texts chats.jsonl     # with messages
     divergence tokens old new --texts prompts.txt --chat --exit-code || echo "other tokens"
+    divergence tokens ours.jsonl theirs.jsonl             # label masks, truncation, padding
 
     Exit codes: 0 done, whatever was found; 1 with --exit-code where a text differs; 2 a
     tokenizer or the texts cannot be read.
@@ -66,6 +70,8 @@ def tokens_document(report: TokensReport) -> Document:
         text = f"in {num} of {count(report.num_texts, 'text')}"
         if report.causes:
             text += f"; in {report.causes[0].num_texts} of them {report.causes[0].text}"
+    if report.reference.kind == "examples":
+        text = text.replace("become", "hold")
     sides = [
         named(name, f"{side.source}: {side.kind}, {side.num_tokens:,} tokens")
         for name, side in (("A", report.reference), ("B", report.candidate))

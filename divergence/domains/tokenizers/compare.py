@@ -8,12 +8,14 @@ special tokens, which hide nothing else, are told beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from divergence._version import __version__
-from divergence.domains.tokenizers.result import TokenizerSide, TokensCause, TokensReport
+from divergence.domains.tokenizers.examples import causes_of, compare_examples
+from divergence.domains.tokenizers.result import TokenizerSide, TokensReport
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
 from divergence.recording.engines.hub import hub_out_of_reach
@@ -26,7 +28,7 @@ _NAMED = 20
 """Names of tokens in a fact, at most."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PLAIN = ("padding_side", "truncation_side", "model_max_length", "clean_up_tokenization_spaces")
-_PARTS = ("normalizer", "pre_tokenizer", "post_processor")
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
 
 
 @with_sentences
@@ -34,14 +36,15 @@ def compare_tokens(
     reference: str | Path,
     candidate: str | Path,
     *,
-    texts: str | Path | Sequence[str],
+    texts: str | Path | Sequence[str] | None = None,
     chat: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> TokensReport:
-    """Compare what two tokenizers make of ``texts``.
+    """Compare what two tokenizers make of ``texts``, or two files of what they made.
 
-    ``reference``, ``candidate``: directories or hub ids with a tokenizer. ``texts``: a file of
+    ``reference``, ``candidate``: directories or hub ids with a tokenizer; or JSON lines of examples
+    (``input_ids``, and ``labels`` or a mask of them), which need no texts. ``texts``: a file of
     prompts (.txt, a text a line; .jsonl or .json with ``text`` or ``messages``), or a list of them.
     ``chat``: texts are a user's turn, and go through each side's chat template, as ``messages`` do.
 
@@ -49,6 +52,14 @@ def compare_tokens(
     for a chat without a template.
     """
     on_progress = progress or silent
+    are_files = [Path(source).is_file() for source in (reference, candidate)]
+    if all(are_files) and texts is None:
+        return compare_examples(Path(reference), Path(candidate), on_progress)
+    if texts is None or any(are_files):
+        raise UsageError(
+            "two tokenizers are compared over texts, and two files of examples without",
+            hint="--texts FILE; or two files of JSON lines with input_ids",
+        )
     if isinstance(texts, str | Path):
         prompts = collect_prompts([], texts)
     else:
@@ -56,6 +67,7 @@ def compare_tokens(
     if any(prompt.input_ids is not None for prompt in prompts):
         raise UsageError("token ids cannot be tokenised", hint="give text or messages")
     sides = [_loaded(str(source), trust_remote_code) for source in (reference, candidate)]
+    settings = _settings(*sides)  # a call changes what they say of truncation
     by_name: dict[str, tuple[list[int], Fact]] = {}
     num_equal, num_tokens = 0, [0, 0]
     excerpts: dict[str, str] = {}
@@ -79,17 +91,8 @@ def compare_tokens(
         num_texts=len(prompts),
         num_equal=num_equal,
         num_tokens=num_tokens,
-        facts=_settings(*sides),
-        causes=[
-            TokensCause(
-                name=name,
-                num_texts=len(numbers),
-                first=numbers[0],
-                shown=excerpts[name],
-                facts=[item],
-            )
-            for name, (numbers, item) in sorted(by_name.items(), key=lambda pair: -len(pair[1][0]))
-        ],
+        facts=settings,
+        causes=causes_of(by_name, excerpts),
     )
 
 
@@ -129,7 +132,7 @@ def _causes(
         # what the tokenizers make of one rendered text is another question
         ids = [side(rendered[0], add_special_tokens=False)["input_ids"] for side in sides]
     a, b = (side.convert_ids_to_tokens(each) for side, each in zip(sides, ids, strict=True))
-    special = [{*side.all_special_tokens} for side in sides]
+    special = [{*side.all_special_tokens} - {side.unk_token} for side in sides]
     starts, ends = [], []
     for tokens, own in zip((a, b), special, strict=True):
         start = next((n for n, token in enumerate(tokens) if token not in own), len(tokens))
@@ -180,27 +183,49 @@ def _start(a: list[str], b: list[str]) -> Fact:
 def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tuple[str, Fact, int]:
     """Say why the tokens between the special ones differ: what comes first in a tokenizer."""
     place = first_apart(a, b)
-    for number, (name, tokens) in enumerate((("reference", a), ("candidate", b))):
-        own, others = sides[number].get_added_vocab(), sides[1 - number].get_vocab()
-        alone = next((token for token in tokens[place:] if token in own.keys() - others), None)
+    added = [side.added_tokens_decoder.values() for side in sides]
+    flags = [{str(token): _flags(token) for token in tokens} for tokens in added]
+    for number, (name, own, other) in enumerate((("reference", a, b), ("candidate", b, a))):
+        only = flags[number].keys() - flags[1 - number].keys() - {*other}
+        alone = next((token for token in own[place:] if token in only), None)
         if alone is not None:
             return "added", fact("tokenizers.added", token=alone, side=name), text.find(alone)
+    for token in flags[0].keys() & flags[1].keys():
+        if token in text and flags[0][token] != flags[1][token]:
+            (key, *_), x, y = _leaf(flags[0][token], flags[1][token])
+            item = fact("tokenizers.flag", token=token, name=key, reference=x, candidate=y)
+            return "added", item, text.find(token)
     backends = [getattr(side, "backend_tokenizer", None) for side in sides]
     if None not in backends:
-        normal = [_normalised(backend, text) for backend in backends]
+        parts = _between(text, set().union(*flags))
+        normal = [[_normalised(backend, part) for part in parts] for backend in backends]
         if normal[0] != normal[1]:
-            at = first_apart(*normal)
-            shown = [_quoted(each[max(0, at - 5) :]) for each in normal]
+            x, y = next(pair for pair in zip(*normal, strict=True) if pair[0] != pair[1])
+            at = first_apart(x, y)
+            shown = [_quoted(each[max(0, at - 5) :]) for each in (x, y)]
             item = fact("tokenizers.normaliser", reference=shown[0], candidate=shown[1])
-            return "normaliser", item, at
-        pieces = [_pieces(backend, each) for backend, each in zip(backends, normal, strict=True)]
-        if pieces[0] != pieces[1]:
-            at = first_apart(*pieces)
-            spans = [[piece for piece, _ in each[at : at + 3]] for each in pieces]
-            item = fact("tokenizers.split", reference=spans[0], candidate=spans[1])
-            return "split", item, pieces[0][at][1][0] if at < len(pieces[0]) else len(text)
+            return "normaliser", item, at + max(0, text.find(parts[normal[0].index(x)]))
+        for part in normal[0]:
+            pieces = [_pieces(backend, part) for backend in backends]
+            if pieces[0] != pieces[1]:
+                at = first_apart(*pieces)
+                spans = [[piece for piece, _ in each[at : at + 3]] for each in pieces]
+                item = fact("tokenizers.split", reference=spans[0], candidate=spans[1])
+                begin = pieces[0][at][1][0] if at < len(pieces[0]) else len(part)
+                return "split", item, begin + max(0, text.find(part))
     item = fact("tokenizers.merges", reference=a[place : place + 4], candidate=b[place : place + 4])
     return "merges", item, max(0, text.find("".join(a[place : place + 1]).lstrip("Ġ▁#")))
+
+
+def _flags(token: Any) -> dict[str, bool]:
+    return {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+
+
+def _between(text: str, tokens: set[str]) -> list[str]:
+    """What stands between added tokens: nothing else of a text is normalised and split."""
+    if not tokens:
+        return [text]
+    return [part for part in re.split("|".join(map(re.escape, tokens)), text) if part]
 
 
 def _quoted(text: str) -> str:
@@ -232,13 +257,15 @@ def _settings(a: Any, b: Any) -> list[Fact]:
     if moved:
         moved.sort(key=vocab_a.__getitem__)
         facts.append(fact("tokenizers.other_ids", num=len(moved), names=moved[:_NAMED]))
-    parts_a, parts_b = _parts(a), _parts(b)
+    parts_a, parts_b = _parts(a, vocab_b), _parts(b, vocab_a)
     for name, (content, x) in parts_a.items():
         other, y = parts_b.get(name, (content, x))  # a tokenizer of Python code tells none
         if content != other:
-            facts.append(
-                fact("tokenizers.part", name=name, reference=x, candidate=None if x == y else y)
-            )
+            values: dict[str, Any] = {"candidate": y, "key": None, "old": None, "new": None}
+            if x == y:
+                key, old, new = _leaf(content, other)
+                values = {"candidate": None, "key": ".".join(key), "old": old, "new": new}
+            facts.append(fact("tokenizers.part", name=name, reference=x, **values))
     templates = [getattr(side, "chat_template", None) for side in (a, b)]
     if templates[0] != templates[1]:
         shown = [None if template is None else str(template) for template in templates]
@@ -247,20 +274,46 @@ def _settings(a: Any, b: Any) -> list[Fact]:
     return facts
 
 
-def _parts(tokenizer: Any) -> dict[str, tuple[Any, str]]:
-    """(content, in short) of each part of a fast tokenizer."""
+def _parts(tokenizer: Any, others: Mapping[str, int]) -> dict[str, tuple[Any, str]]:
+    """(content, in short) of each part of a fast tokenizer. ``others``: the vocabulary of the other
+    one, whose lack of an added token is told already."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return {}
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: (state.get(name), _types(state.get(name))) for name in _PARTS}
-    kind, merges = state["model"].get("type"), state["model"].get("merges") or []
-    return parts | {"model": (kind, str(kind)), "merges": (merges, f"{len(merges):,}")}
+    model = state["model"]
+    merges, vocab = model.pop("merges", None) or [], model.pop("vocab")
+    if isinstance(vocab, list):  # of a unigram model each token has a score
+        model["scores"] = dict(vocab)
+    added = {item["content"]: item | {"id": 0} for item in state["added_tokens"]}
+    parts["added_tokens"] = {key: added[key] for key in added if key in others}, "flags"
+    return parts | {
+        "model": (model, str(model.get("type"))),
+        "merges": (merges, f"{len(merges):,}"),
+    }
+
+
+def _leaf(x: Any, y: Any) -> tuple[tuple[str, ...], str, str]:
+    """The first value of two JSON values that differs: its keys, and what it is on each side."""
+    if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
+        x, y = dict(enumerate(x)), dict(enumerate(y))
+    if isinstance(x, dict) and isinstance(y, dict):
+        for key in x | y:
+            if x.get(key) != y.get(key):
+                keys, *values = _leaf(x.get(key), y.get(key))
+                return (str(key), *keys), values[0], values[1]
+    shown = ["none" if value is None else value for value in (x, y)]
+    texts = [json.dumps(value, ensure_ascii=False).strip('"') for value in shown]
+    begin = max(0, first_apart(*texts) - 10)
+    return (), shortened(texts[0][begin:], _EXCERPT), shortened(texts[1][begin:], _EXCERPT)
 
 
 def _types(part: Any) -> str:
     """``Sequence (Prepend, Replace)``"""
     if not isinstance(part, dict):
         return "none"
+    if "type" not in part:  # truncation and padding have none
+        return ", ".join(f"{key} {value}" for key, value in part.items())
     inner = next((value for value in part.values() if isinstance(value, list)), [])
     names = [each["type"] for each in inner if isinstance(each, dict) and "type" in each]
     return str(part.get("type")) + (f" ({', '.join(names)})" if names else "")

@@ -15,11 +15,11 @@ class TokenizerSide(msgspec.Struct, frozen=True, kw_only=True):
     """One tokenizer."""
 
     source: str
-    """The directory or hub id."""
+    """The directory or hub id, or the file of examples."""
     kind: str
-    """Its class."""
+    """Its class; ``examples`` of a file of them."""
     num_tokens: int
-    """How many it knows, added ones too."""
+    """How many it knows, added ones too; of examples, how many different ones they hold."""
 
 
 class TokensCause(msgspec.Struct, Worded, frozen=True, kw_only=True):
@@ -29,7 +29,9 @@ class TokensCause(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
     name: str
     """The first thing that makes another of a text: ``template``, ``normaliser``, ``split``,
-    ``merges``, ``added`` or ``ids``; or what stands around it: ``start``, ``end``."""
+    ``merges``, ``added`` or ``ids``; or what stands around it: ``start``, ``end``. Of examples
+    ``start``, ``end``, ``cut`` (truncation), ``tokens``, ``padding``, or labels that one side alone
+    has: ``labels before``, ``labels within``, ``labels behind`` the other's, else ``labels``."""
     num_texts: int
     first: int
     """The first of these texts, counted from 0."""

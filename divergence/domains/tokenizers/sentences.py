@@ -2,8 +2,10 @@
 
 SENTENCES = {
     # what the tokenizers say
-    "setting": "{name}: {reference:none=none} / {candidate:none=none}",
-    "part": "{name}: {reference}{candidate:none=, otherwise set|*= / {candidate}}",
+    "setting": (
+        "{name}: {reference:none=none|*={reference}} / {candidate:none=none|*={candidate}}"
+    ),
+    "part": "{name}: {reference}{key:none= / {candidate}|*=, with {key} {old} / {new}}",
     "template_file": "chat template: another one from character {place} on",
     "only": "{num:,} {num:plural token} only in {side:letter}: {names:names}",
     "other_ids": "{num:,} {num:plural token} under other ids: {names:names}",
@@ -23,6 +25,29 @@ SENTENCES = {
     "normaliser": "the text is normalised otherwise: {reference} against {candidate}",
     "split": "it is split otherwise: {reference:list  | } / {candidate:list  | }",
     "added": "{token} is one token on {side:letter} alone",
+    "flag": "the added token {token} has {name} {reference} / {candidate}",
     "merges": "other tokens of the same piece: {reference:list  | } / {candidate:list  | }",
     "ids": "{token} is {reference} on A, {candidate} on B",
+    # what two files of examples hold
+    "more": (
+        "{side:letter} {end:start=begins|end=ends} with {num:,} {num:plural token} more"
+        "{twice:yes=, the same again|no=}: {ids:names}"
+    ),
+    "cut": "{side:letter} is cut off at {length:,} tokens, on the {end:start=left|end=right}",
+    "moved": (
+        "cut off on two sides: B begins {num:,} {num:plural token} {end:start=behind|end=before} A"
+    ),
+    "padded": "pads left and right: {reference:list  and } / {candidate:list  and }",
+    "other_token": "token {place} is {reference} on A, {candidate} on B",
+    "no_labels": "no token has a label on {side:letter}, {num:,} on the other side",
+    "labels_moved": "{side:letter}'s labels stand one token too early: they are moved already",
+    "labels_of_pads": "{num:,} {num:plural label} on {side:letter} where attention_mask is 0",
+    "labels_before": "{num:,} {num:plural token} more of the prompt have labels on {side:letter}",
+    "labels_behind": (
+        "{num:,} {num:plural token} more at the end have labels on {side:letter}: {ids:names}"
+    ),
+    "labels_within": (
+        "{num:,} {num:plural token} between have labels on {side:letter} alone: {ids:names}"
+    ),
+    "labels_values": "the label of token {place} is {reference} on A, {candidate} on B",
 }

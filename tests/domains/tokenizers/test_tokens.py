@@ -178,3 +178,135 @@ def test_what_has_no_tokenizer_or_no_text_is_refused(original, tmp_path):
         divergence.compare_tokens(original, original, texts=ids)
     with pytest.raises(PromptError):
         divergence.compare_tokens(original, original, texts=tmp_path / "none.txt")
+
+
+def set_to(*keys, value):
+    """One value of tokenizer.json, by its keys, is another one."""
+
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return change
+
+
+def also_added(content):
+    token = next(token for token in content["model"]["vocab"] if token.isalpha() and len(token) > 3)
+    number = content["model"]["vocab"][token]
+    last = dict(content["added_tokens"][-1], id=number, content=token, special=False)
+    content["added_tokens"].append(last)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (set_to("model", "dropout", value=0.5), "model: BPE, with dropout none / 0.5"),
+        (set_to("pre_tokenizer", "use_regex", value=False), "with use_regex true / false"),
+        (set_to("added_tokens", 0, "lstrip", value=True), ".lstrip false / true"),
+        (
+            set_to(
+                "truncation",
+                value=dict(direction="Left", max_length=4, strategy="LongestFirst", stride=0),
+            ),
+            "truncation: none / direction Left, max_length 4",
+        ),
+    ],
+)
+def test_what_a_file_sets_otherwise_is_told_with_its_value(original, changed, change, text):
+    """Whether a text shows it or not."""
+    report = divergence.compare_tokens(original, changed(change), texts=["one"])
+    assert any(text in setting for setting in report.settings), report.settings
+
+
+def test_a_length_that_one_side_sets_is_told(original, changed):
+    """A value of the tokenizer's configuration that the other one has not."""
+
+    def limited(folder):
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(config | {"model_max_length": 64}), encoding="utf-8")
+
+    report = divergence.compare_tokens(original, changed(lambda c: None, limited), texts=["one"])
+    assert any("model_max_length: " in text and text.endswith("64") for text in report.settings)
+
+
+def test_a_token_that_is_added_on_one_side_alone_is_named(original, changed):
+    """Though the other side's vocabulary has it as well, and makes other pieces of the text."""
+    folder = changed(also_added)
+    token = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"][-1]
+    report = divergence.compare_tokens(original, folder, texts=[f"one a{token['content']}b two"])
+    (cause,) = report.causes
+    assert cause.text == f"{token['content']} is one token on B alone"
+
+
+EXAMPLES = [[7, *range(20, 20 + num), 8] for num in (12, 17, 25)]
+
+
+def example(ids, prompt=5, behind=0, pads=(0, 0), first=0):
+    """A line as trainers write it: labels behind the prompt alone, pads outside of the mask."""
+    labels = [-100] * prompt + ids[prompt : len(ids) - behind] + [-100] * behind
+    left, right = ([2] * num for num in pads)
+    return {
+        "input_ids": (left + ids + right)[first:],
+        "attention_mask": [0] * pads[0] + [1] * len(ids) + [0] * pads[1],
+        "labels": ([-100] * pads[0] + labels + [-100] * pads[1])[first:],
+    }
+
+
+def cut(ids, part):
+    line = example(ids)
+    return {key: values[part] for key, values in line.items()}
+
+
+def moved(ids):
+    line = example(ids)
+    return {**line, "labels": [*line["labels"][1:], -100]}
+
+
+def on_pads(ids):
+    line = example(ids, pads=(0, 3))
+    return {**line, "labels": [*line["labels"][:-3], 2, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "text"),
+    [
+        (lambda ids: example(ids, prompt=0), "labels before", "5 tokens more of the prompt have"),
+        (lambda ids: example(ids, behind=1), "labels behind", "at the end have labels on A: 8"),
+        (moved, "labels", "B's labels stand one token too early"),
+        (on_pads, "labels", "3 labels on B where attention_mask is 0"),
+        (lambda ids: example(ids, pads=(2, 0)), "padding", "left and right: 0 and 0 / 2 and 0"),
+        (lambda ids: cut(ids, slice(14)), "cut", "B is cut off at 14 tokens, on the right"),
+        (lambda ids: cut(ids, slice(-14, None)), "cut", "B is cut off at 14 tokens, on the left"),
+        (lambda ids: cut(ids, slice(1, None)), "start", "A begins with 1 token more: 7"),
+        (lambda ids: example([7, *ids]), "start", "B begins with 1 token more, the same again: 7"),
+        (lambda ids: example([*ids[:9], 3, *ids[10:]]), "tokens", "token 9 is 28 on A, 3 on B"),
+        (lambda ids: {**example(ids), "labels": [-100] * len(ids)}, "labels", "no token has a lab"),
+    ],
+)
+def test_examples_of_two_programs_are_held_against_one_another(tmp_path, invoke, line, name, text):
+    """Label masks, truncation, padding and special tokens, without a tokenizer."""
+    for file, how in (("a", example), ("b", line)):
+        lines = [json.dumps(how(ids)) for ids in EXAMPLES]
+        (tmp_path / f"{file}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    answer = json.loads(invoke("tokens", a, b, "--json")[1])
+    assert name in [cause["name"] for cause in answer["causes"]]
+    assert text in next(each["text"] for each in answer["causes"] if each["name"] == name)
+    assert divergence.compare_tokens(a, a).equal
+
+
+def test_what_is_no_file_of_examples_says_so(original, tmp_path):
+    """Lines without ids, other numbers of examples, and tokenizers without texts."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    lines = [[{"text": "one"}], [example(EXAMPLES[0])], [example(ids) for ids in EXAMPLES]]
+    for file, rows in zip(files, lines, strict=True):
+        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(PromptError, match="has no input_ids"):
+        divergence.compare_tokens(files[0], files[1])
+    with pytest.raises(UsageError, match="holds 1 examples"):
+        divergence.compare_tokens(files[1], files[2])
+    for other in (original, files[1]):
+        with pytest.raises(UsageError, match="over texts"):
+            divergence.compare_tokens(original, other)

@@ -1,0 +1,212 @@
+"""Two files of examples, as two programs tokenised them: their ids, and which tokens have labels.
+
+Examples are held side by side in the order of the files. Where ids differ only at one end, that end
+is told; labels are held against one another where ids are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from divergence._version import __version__
+from divergence.domains.tokenizers.result import TokenizerSide, TokensCause, TokensReport
+from divergence.errors import PromptError, UsageError
+from divergence.facts import Fact, fact
+from divergence.run.foreign import DumpFolder
+from divergence.words import SIDES, Progress, Side, first_apart
+
+_NO_LABEL = -100
+_NAMED, _LEAST_COMMON = 8, 4
+_MASKS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """``ids``: without pads; ``pads``: how many stand (left, right) of them. ``labels``: of ids,
+    None where the file holds none. ``num_of_pads``: labels that stand on pads."""
+
+    ids: list[int]
+    pads: list[int]
+    labels: list[int | None] | None
+    num_of_pads: int
+
+
+def compare_examples(reference: Path, candidate: Path, progress: Progress) -> TokensReport:
+    """The report on two files. Raises UsageError where they hold other numbers of examples,
+    DumpError and PromptError for lines that are none."""
+    sides = [_examples(path) for path in (reference, candidate)]
+    if len(sides[0]) != len(sides[1]):
+        raise UsageError(
+            f"{reference} holds {len(sides[0]):,} examples, {candidate} {len(sides[1]):,}",
+            hint="the same examples in the same order: leave out on both sides what one leaves out",
+        )
+    longest = [max((len(example.ids) for example in side), default=0) for side in sides]
+    by_name: dict[str, tuple[list[int], Fact]] = {}
+    excerpts: dict[str, str] = {}
+    num_equal = 0
+    for number, (a, b) in enumerate(zip(*sides, strict=True)):
+        progress("examples", number, len(sides[0]), "")
+        causes = _ids(a, b, longest) if a.ids != b.ids else _labels(a, b)
+        num_equal += not causes
+        for name, item, place in causes:
+            numbers, _ = by_name.setdefault(name, ([], item))
+            numbers.append(number)
+            near = a.ids[max(0, place - 2) : place + 6]
+            excerpts.setdefault(name, f"… {' '.join(map(str, near))} …")
+    return TokensReport(
+        tool_version=__version__,
+        reference=_side(reference, sides[0]),
+        candidate=_side(candidate, sides[1]),
+        chat=False,
+        num_texts=len(sides[0]),
+        num_equal=num_equal,
+        num_tokens=[sum(len(example.ids) for example in side) for side in sides],
+        facts=[],
+        causes=causes_of(by_name, excerpts),
+    )
+
+
+def causes_of(
+    by_name: Mapping[str, tuple[list[int], Fact]], excerpts: Mapping[str, str]
+) -> list[TokensCause]:
+    """The most frequent first. ``by_name``: of each cause the numbers of its texts, and what it is
+    in the first of them."""
+    return [
+        TokensCause(
+            name=name,
+            num_texts=len(numbers),
+            first=numbers[0],
+            shown=excerpts[name],
+            facts=[item],
+        )
+        for name, (numbers, item) in sorted(by_name.items(), key=lambda pair: -len(pair[1][0]))
+    ]
+
+
+def _side(path: Path, examples: list[_Example]) -> TokenizerSide:
+    num = len({token for example in examples for token in example.ids})
+    return TokenizerSide(source=str(path), kind="examples", num_tokens=num)
+
+
+def _examples(path: Path) -> list[_Example]:
+    folder = DumpFolder(path)
+    examples = []
+    for item, where in folder.objects(".jsonl", ".json"):
+        ids = _whole(item, "input_ids", where)
+        if ids is None:
+            raise PromptError(
+                "the line has no input_ids",
+                where=where,
+                hint="JSON lines as datasets' to_json writes them: input_ids, labels",
+            )
+        num = len(ids)
+        mask = _whole(item, "attention_mask", where, num) or [1] * num
+        begin = next((n for n, on in enumerate(mask) if on), num)
+        end = num - next((n for n, on in enumerate(reversed(mask)) if on), num - begin)
+        labels: list[int | None] | None = None
+        if (values := _whole(item, "labels", where, num)) is not None:
+            labels = [None if value == _NO_LABEL else value for value in values]
+        else:
+            name = next((name for name in _MASKS if name in item), None)
+            chosen = None if name is None else _whole(item, name, where, num)
+            if chosen is not None:
+                labels = [token if on else None for token, on in zip(ids, chosen, strict=True)]
+        outside = [] if labels is None else [*labels[:begin], *labels[end:]]
+        examples.append(
+            _Example(
+                ids=ids[begin:end],
+                pads=[begin, num - end],
+                labels=None if labels is None else labels[begin:end],
+                num_of_pads=sum(label is not None for label in outside),
+            )
+        )
+    return examples
+
+
+def _whole(item: Any, name: str, where: str, num: int | None = None) -> list[int] | None:
+    value = item.get(name) if isinstance(item, dict) else None
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+        raise PromptError(f"{name} is no list of whole numbers", where=where)
+    if num is not None and len(value) != num:
+        raise PromptError(f"{name} has {len(value)} numbers for {num} tokens", where=where)
+    return [int(each) for each in value]
+
+
+def _ids(a: _Example, b: _Example, longest: list[int]) -> list[tuple[str, Fact, int]]:
+    """Why ids differ: (name, what it is, from which token on)."""
+    for side, short, long, most in (
+        (SIDES[1], a.ids, b.ids, longest[0]),
+        (SIDES[0], b.ids, a.ids, longest[1]),
+    ):
+        num, other = len(long) - len(short), SIDES[side == SIDES[0]]
+        for end, cut in (("start", long[num:]), ("end", long[: len(short)])):
+            if num <= 0 or cut != short:
+                continue
+            if len(short) == most and num > 1:  # as long as the longest of its file
+                what = fact("tokenizers.cut", side=other, length=most, end=end)
+                return [("cut", what, 0 if end == "start" else len(short))]
+            more = long[:num] if end == "start" else long[len(short) :]
+            twice = num == 1 and (long[0] == long[1] if end == "start" else long[-1] == long[-2])
+            ids = [str(token) for token in more[:_NAMED]]
+            what = fact("tokenizers.more", side=side, end=end, num=num, ids=ids, twice=twice)
+            return [(end, what, 0 if end == "start" else len(short))]
+    if len(a.ids) == len(b.ids) == min(longest):
+        for num in range(1, len(a.ids) - _LEAST_COMMON):
+            for end, x, y in (("start", a.ids, b.ids), ("end", b.ids, a.ids)):
+                if x[: len(x) - num] == y[num:]:
+                    return [("cut", fact("tokenizers.moved", num=num, end=end), 0)]
+    place = first_apart(a.ids, b.ids)
+    values = [str(ids[place]) if place < len(ids) else "-" for ids in (a.ids, b.ids)]
+    what = fact("tokenizers.other_token", place=place, reference=values[0], candidate=values[1])
+    return [("tokens", what, place)]
+
+
+def _labels(a: _Example, b: _Example) -> list[tuple[str, Fact, int]]:
+    """How labels of the same ids differ, and pads around them."""
+    causes: list[tuple[str, Fact, int]] = []
+    sides: tuple[tuple[Side, _Example, _Example], ...] = ((SIDES[0], a, b), (SIDES[1], b, a))
+    if a.pads != b.pads:
+        what = fact("tokenizers.padded", reference=a.pads, candidate=b.pads)
+        causes.append(("padding", what, 0))
+    for side, own, other in sides:
+        if own.num_of_pads and own.num_of_pads != other.num_of_pads:
+            what = fact("tokenizers.labels_of_pads", side=side, num=own.num_of_pads)
+            causes.append(("labels", what, len(own.ids)))
+    if a.labels is None or b.labels is None or a.labels == b.labels:
+        return causes
+    places = [
+        {n for n, label in enumerate(labels) if label is not None}
+        for labels in (a.labels, b.labels)
+    ]
+    for number, (side, own, other) in enumerate(sides):
+        assert own.labels is not None
+        assert other.labels is not None
+        if not places[number]:
+            what = fact("tokenizers.no_labels", side=side, num=len(places[1 - number]))
+            return [*causes, ("labels", what, 0)]
+        if own.labels[:-1] == other.labels[1:]:
+            return [*causes, ("labels", fact("tokenizers.labels_moved", side=side), 0)]
+    for number, (side, own, _) in enumerate(sides):
+        only, there = sorted(places[number] - places[1 - number]), places[1 - number]
+        groups = {
+            "before": [n for n in only if n < min(there)],
+            "within": [n for n in only if min(there) < n < max(there)],
+            "behind": [n for n in only if n > max(there)],
+        }
+        for where, at in groups.items():
+            if at:
+                ids = [str(own.ids[n]) for n in at[:_NAMED]]
+                what = fact(f"tokenizers.labels_{where}", side=side, num=len(at), ids=ids)
+                causes.append((f"labels {where}", what, at[0]))
+    if places[0] == places[1]:
+        pairs = zip(a.labels, b.labels, strict=True)
+        place = next(n for n, (x, y) in enumerate(pairs) if x != y)
+        x, y = a.labels[place], b.labels[place]
+        what = fact("tokenizers.labels_values", place=place, reference=x, candidate=y)
+        causes.append(("labels", what, place))
+    return causes

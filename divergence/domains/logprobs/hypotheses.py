@@ -11,7 +11,7 @@ side's numbers from the other's, with one fitted value at most:
 - *Top-k, top-p, min-p*: behind them the likeliest tokens hold all of the probability, so that each
   is told by -log S nats too high, where S is what they held before. A list tells how many tokens
   were kept at each place; the rule is the one that kept that many at every place.
-- *Another logarithm*, of base 10 or 2; *a mean* in place of each token's own.
+- *Another logarithm*, of base 10 or 2; *a mean*, or *a sum*, in place of each token's own.
 - *Another place*: other prompts' rows, the row of the token before or behind.
 - *Another token*: the likeliest one, the one before or behind, the id beside.
 
@@ -55,6 +55,10 @@ _LEAST_COMMON = 8
 """Tokens by which two prompts' rows are told apart."""
 _SAME_FACTOR = 0.005
 """How far off a factor may be, as a share, and still be that of another base."""
+_NEAR = 10
+"""Times the squares of the numbers themselves, at most, that differences count as."""
+_MOST_TOKENS, _ROUNDED = 300_000, 1e-6
+"""Of a vocabulary; and what the sum of rounded probabilities may lack of 1."""
 _TAIL = 0.02
 """Probability that a list may leave out where all of it is needed."""
 
@@ -62,11 +66,13 @@ _TAIL = 0.02
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A closed one, fitted. ``before``: differences of the two sides; ``after``: from what it
-    predicts, nan where it predicts nothing."""
+    predicts, nan where it predicts nothing. ``numbers``: what it explains, where that may be far
+    smaller than the differences."""
 
     what: Fact
     before: np.ndarray
     after: np.ndarray
+    numbers: np.ndarray | None = None
 
     @property
     def left(self) -> float:
@@ -78,7 +84,10 @@ class Hypothesis:
         squares = np.square(self.before[finite])
         if squares.sum() ** 2 < _LEAST_HOLDING * np.square(squares).sum():
             return math.inf
-        return float(np.square(self.after[finite]).sum() / squares.sum()) + _DIGITS
+        total = float(squares.sum())
+        if self.numbers is not None:
+            total = min(total, float(np.square(self.numbers[finite]).sum()) * _NEAR)
+        return float(np.square(self.after[finite]).sum()) / max(total, _DIGITS) + _DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +155,7 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
 def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
     """A temperature, and what a rule keeps at that temperature: the list of the side that is before
     both tells what the other one says, where it holds nearly all. Else two lists tell the first."""
-    full, (ratio, x, y) = False, _ratio_of_lists(tokens)
+    fits, (ratio, x, y) = False, _ratio_of_lists(tokens)
     for wide, side in enumerate(SIDES[::-1]):
         listed = {n: lists[wide].log for n, lists in tokens.lists.items()}
         listed = {n: log[np.isfinite(log)] for n, log in listed.items()}
@@ -156,7 +165,7 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
         at = np.array(sorted(listed), np.int64)
         if len(at) < max(LEAST_TOKENS, MOST * len(tokens.lists)):
             continue
-        full, logs = True, [listed[int(n)] for n in at]
+        logs = [listed[int(n)] for n in at]
         source, target = tokens.values[wide, at], tokens.values[1 - wide, at]
         if ratio is None:
             scale = _scale_of(logs, source, target)
@@ -178,15 +187,21 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
             what = fact("logprobs.temperature", rule=None, value=None, **of_b)
             alone = Hypothesis(what, target - source, target - before)
             if exponent != 1:
+                fits |= alone.left <= _LEAVES
                 yield alone
             code = "logprobs.kept" if exponent == 1 else "logprobs.temperature"
+            # flattened, what rounding leaves of a tail is no small part of all
+            tails = [_ROUNDED * np.exp((exponent - 1) * log.min()) for log in logs]
+            if exponent < 1 and np.median(tails) > _TAIL:
+                continue
             likely = [np.exp(exponent * log - norm) for log, norm in zip(logs, norms, strict=True)]
             for rule, value, kept in _rules(likely, before - target):
                 what = fact(code, rule=rule, value=value, **values)
                 both = Hypothesis(what, target - source, target - before + np.log(kept))
                 if both.left < _CLEARLY * alone.left:
+                    fits |= both.left <= _LEAVES
                     yield both
-    if ratio is not None and abs(ratio - 1) >= _OTHER and not full:
+    if ratio is not None and abs(ratio - 1) >= _OTHER and not fits:
         what = fact(
             "logprobs.temperature",
             temperature=1 / ratio,
@@ -217,8 +232,9 @@ def _ratio_of_lists(tokens: _Tokens) -> tuple[float | None, np.ndarray, np.ndarr
 
 def _normaliser(log: np.ndarray, exponent: float) -> float:
     """log Σ p^exponent. What the list leaves out is taken to be as likely as its last."""
-    out = max(0.0, 1.0 - float(np.exp(log).sum()))
-    rest = out * math.exp((exponent - 1) * float(log.min())) if out > 1e-9 else 0.0
+    out, last = max(0.0, 1.0 - float(np.exp(log).sum())), float(log.min())
+    num = min(out * math.exp(-last), _MOST_TOKENS) if out > _ROUNDED else 0.0
+    rest = num * math.exp(exponent * last)
     return math.log(float(np.exp(exponent * log).sum()) + rest)
 
 
@@ -274,7 +290,8 @@ def _rules(
 
 
 def _numbers(tokens: _Tokens) -> Iterator[Hypothesis]:
-    """Each number of one side is the other's times a constant: of another base, or a mean."""
+    """Each number of one side is the other's times a constant, of another base or a mean; or the
+    sum of all up to it."""
     answers = [len(pair.reference.ids) - pair.answer_begins for pair in tokens.pairs]
     length = np.array(answers, np.float64)[tokens.prompt]
     for source, side in enumerate(SIDES[::-1]):
@@ -282,10 +299,13 @@ def _numbers(tokens: _Tokens) -> Iterator[Hypothesis]:
         for base in (10, 2):
             # a temperature may lie near, and is another number
             if abs(float(x @ y) / float(x @ x) * math.log(base) - 1) < _SAME_FACTOR:
-                yield Hypothesis(
-                    fact("logprobs.base", base=base, side=side), y - x, y - x / math.log(base)
-                )
-        yield Hypothesis(fact("logprobs.per_length", side=side), y - x, y - x / length)
+                what = fact("logprobs.base", base=base, side=side)
+                yield Hypothesis(what, y - x, y - x / math.log(base), y)
+        yield Hypothesis(fact("logprobs.per_length", side=side), y - x, y - x / length, y)
+        sums = np.empty_like(x)
+        for prompt in np.unique(tokens.prompt):  # tokens of a prompt stand in order
+            sums[tokens.prompt == prompt] = np.cumsum(x[tokens.prompt == prompt])
+        yield Hypothesis(fact("logprobs.summed", side=side), y - x, y - sums, y)
 
 
 def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
@@ -319,7 +339,7 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
         if apart.min() < apart[row]:
             order[row] = int(apart.argmin())
     others = np.flatnonzero(order != np.arange(num))
-    if len(others) and len(set(order.tolist())) == num:
+    if len(others):
         rows = order[tokens.prompt]
         other = np.array(
             [
@@ -332,8 +352,9 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
             ]
         )
         first, other_first = others[0], order[others[0]]
+        is_order = len(set(order.tolist())) == num
         what = fact(
-            "logprobs.permuted",
+            "logprobs.permuted" if is_order else "logprobs.repeated",
             num_moved=len(others),
             num_prompts=num,
             sample=tokens.pairs[first].sample,

@@ -131,6 +131,11 @@ SENTENCES = {
     "per_length": (
         "{side:letter}'s log-probabilities are divided by the length of their answer once too often"
     ),
+    "summed": "each of {side:letter}'s log-probabilities is the sum of all up to its token",
+    "repeated": (
+        "B's rows stand at other prompts, {num_moved} of {num_prompts:count prompt}: prompt "
+        "{sample} has the log-probabilities of A's prompt {other}"
+    ),
     "beside": (
         "B's log-probabilities stand {step:1=one token too early|*=one token too late}: each is "
         "A's of the token {step:1=behind|*=before}"

@@ -129,6 +129,11 @@ PLACES = {
     "base 10": (lambda x, p, ids: x / math.log(10), "B's log-probabilities are logarithms of base"),
     "base 2": (lambda x, p, ids: x / math.log(2), "B's log-probabilities are logarithms of base 2"),
     "length": (lambda x, p, ids: x / LENGTH, "B's log-probabilities are divided by the length"),
+    "sums": (lambda x, p, ids: x.cumsum(-1), "each of B's log-probabilities is the sum of all up"),
+    "repeated": (
+        lambda x, p, ids: x[[0, 0, 0, *range(3, NUM_PROMPTS)]],
+        "B's rows stand at other prompts, 2 of 12 prompts: prompt 1 has the log-probabilities of",
+    ),
     "late": (lambda x, p, ids: x.roll(1, -1), "token too late: each is A's of the token before"),
     "early": (lambda x, p, ids: x.roll(-1, -1), "too early: each is A's of the token behind"),
     "two rows": (
@@ -229,3 +234,26 @@ def test_a_small_difference_that_goes_with_log_p_is_no_rounding(sides):
     assert verdict.kind == "undetermined"
     assert "as another temperature makes it" in verdict.summary
     assert sides(tokens, noisy(before, 1e-3), before).verdict.kind == "within_floor"
+
+
+def test_numbers_that_are_nearly_nothing_are_no_mean(sides):
+    """A thousandth of what they are to be is explained by no length."""
+    logits, tokens = model()
+    values = chosen(logits.log_softmax(-1), tokens)
+    noise = torch.rand(values.shape, generator=torch.Generator().manual_seed(4)).double()
+    report = sides(tokens, values, -0.002 * noise)
+    assert "length" not in report.verdict.summary
+
+
+@pytest.mark.parametrize(("temperature", "sharp"), [(0.25, 1), (2.0, 2)])
+def test_a_temperature_is_no_rule_of_sampling_as_well(sides, temperature, sharp):
+    """Lists that hold nearly all, of sharp distributions, whose tails are rounding alone."""
+    logits, _ = model()
+    before = (sharp * logits).log_softmax(-1)
+    after = (before / temperature).log_softmax(-1)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.multinomial(after.exp().reshape(-1, VOCABULARY), 1, generator=generator)
+    tokens = tokens.reshape(NUM_PROMPTS, LENGTH)
+    top = [before, after] if temperature < 1 else [before, None]
+    report = sides(tokens, chosen(before, tokens), noisy(chosen(after, tokens), 0.001), *top)
+    assert f"at temperature {temperature:g} (fitted" in report.verdict.summary

@@ -115,25 +115,24 @@ def open_adapter(source: str) -> Adapter | None:
         return None
     config = json_value(read_bytes(file, error=UsageError), where=str(file), error=UsageError)
     try:
+        _check_kind(source, config)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         base = str(config["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file} is no configuration of LoRA: {error}") from error
-    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
-        kind = "DoRA" if config.get("use_dora") else config["peft_type"]
-        raise UsageError(
-            f"{source} is an adapter of kind {kind}, and LoRA is known here",
-            hint="merge it with PEFT (merge_and_unload) and compare that",
-        )
     factors: dict[str, dict[str, Stored]] = {}
     whole: dict[str, Stored] = {}
+    embeddings: set[str] = set()
     for name, stored in open_checkpoint(source).tensors.items():
         path = name.removeprefix(_PREFIX)
         match = _FACTOR.search(path)
         if match is None:
             whole[path.replace(".modules_to_save.", ".").replace(".base_layer.", ".")] = stored
         else:
-            factors.setdefault(path[: match.start()], {})[match[1]] = stored
+            module = path[: match.start()]
+            factors.setdefault(module, {})[match[1]] = stored
+            if "lora_embedding" in match[0]:
+                embeddings.add(module)
     products = {}
     for module, pair in factors.items():
         if pair.keys() != {"A", "B"}:
@@ -143,13 +142,39 @@ def open_adapter(source: str) -> Adapter | None:
         scale = own_alpha / (math.sqrt(own_rank) if config.get("use_rslora") else own_rank)
         a, b = pair["A"], pair["B"]
         shape = (b.shape[0], a.shape[-1])
-        if config.get("fan_in_fan_out"):
+        turned = bool(config.get("fan_in_fan_out")) or module in embeddings
+        if turned:
             shape = (shape[1], shape[0])
-        turned = bool(config.get("fan_in_fan_out"))
         products[f"{module}.weight"] = Stored(
             shape, "float32", partial(_product, a.read, b.read, scale, turned)
         )
     return Adapter(source, base, rank, alpha, products, whole)
+
+
+_OTHERWISE = {
+    "use_dora": "DoRA",
+    "target_parameters": "LoRA of single parameters (target_parameters)",
+    "trainable_token_indices": "LoRA with tokens of its own (trainable_token_indices)",
+    "lora_bias": "LoRA with biases (lora_bias)",
+    "layer_replication": "LoRA with layers that are there twice (layer_replication)",
+    "alora_invocation_tokens": "aLoRA, which runs behind its tokens alone",
+}
+_REBUILT = ("pissa", "olora", "corda", "loftq")
+"""Ways to begin that change the base's weights too."""
+
+
+def _check_kind(source: str, config: Mapping[str, Any]) -> None:
+    kind = next((kind for key, kind in _OTHERWISE.items() if config.get(key)), None)
+    start = str(config.get("init_lora_weights", "")).lower()
+    if config.get("peft_type", "LORA") != "LORA":
+        kind = str(config["peft_type"])
+    elif kind is None and start.startswith(_REBUILT):
+        kind = f"LoRA that began as {start}, which changes the base too"
+    if kind is not None:
+        raise UsageError(
+            f"{source} is an adapter of kind {kind}, and plain LoRA is known here",
+            hint="merge it with PEFT (merge_and_unload) and compare that",
+        )
 
 
 def _module_value(pattern: Mapping[str, Any] | None, module: str, usual: float) -> float:

@@ -3,8 +3,9 @@ read."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor of a checkpoint. ``dtype``: torch's name, or GGUF's of a type of its own, whose
-    numbers ``read`` gives in float32."""
+    numbers ``read`` gives in float32. ``row``: reads one number of the first axis alone."""
 
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], torch.Tensor]
+    row: Callable[[int], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,18 @@ def open_checkpoint(source: str) -> StoredWeights:
     for index in _INDEXES:
         if (path / index).is_file():
             return _stored_in(source, _sharded(path / index))
-    for pattern in ("*.safetensors", "*.gguf", "pytorch_model*.bin", "*.pt", "*.pth", "*.bin"):
+    patterns = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "*.pt", "*.pth", "*.bin", "*.ckpt")
+    for pattern in (*patterns, *(f"mp_rank_*/{name}" for name in patterns)):
         if files := sorted(path.glob(pattern)):
             return _stored_in(source, files)
+    if len(steps := sorted(path.glob("iter_*"))) == 1:
+        return open_checkpoint(str(steps[0]))
+    if files := sorted(path.glob("*.distcp")):
+        raise UsageError(
+            f"{source} is a checkpoint of torch.distributed.checkpoint, which is not read here",
+            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY "
+            "model.pt makes one file of it",
+        )
     raise UsageError(
         f"{source} holds no weights",
         hint="files of safetensors, GGUF or torch.save: model.safetensors, *.gguf, *.bin, *.pt",
@@ -101,18 +112,104 @@ def _stored_in(source: str, files: list[Path]) -> StoredWeights:
             raise UsageError(f"{source} holds {len(files)} GGUF files", hint="name one of them")
         return _gguf(source, files[0])
     read = _safetensors if kind == ".safetensors" else _torch
-    tensors: dict[str, Stored] = {}
-    for file in files:
-        for name, stored in read(file):
-            if name in tensors:
-                raise UsageError(f"{source}: {name} is stored twice, again in {file.name}")
-            tensors[name] = stored
+    ranks = [_RANK.search(str(file.relative_to(files[0].parents[1]))) for file in files]
+    if None not in ranks and len(files) > 1:
+        tensors = _of_ranks([rank[0] for rank in ranks if rank], [dict(read(f)) for f in files])
+    else:
+        tensors = {}
+        for file in files:
+            for name, stored in read(file):
+                if name in tensors:
+                    raise UsageError(f"{source}: {name} is stored twice, again in {file.name}")
+                tensors[name] = stored
+    tensors = _scaled(tensors)
     if not tensors:
         raise UsageError(f"{source} stores no tensors")
     form = "safetensors" if kind == ".safetensors" else "torch.save"
     return StoredWeights(
         source, form + (f", {len(files)} files" if len(files) > 1 else ""), tensors
     )
+
+
+_RANK = re.compile(r"mp_rank_(\d+)(_(\d+))?|consolidated\.(\d+)")
+_BLOCK = re.compile(r"\blayers\.(\d+)\.")
+
+
+def _of_ranks(names: list[str], shards: list[dict[str, Stored]]) -> dict[str, Stored]:
+    """Ranks of tensor parallelism joined, stages of pipeline parallelism one after another: each
+    counts its blocks from 0."""
+    stages: dict[str, list[dict[str, Stored]]] = {}
+    for name, shard in zip(names, shards, strict=True):
+        match = _RANK.fullmatch(name)
+        stages.setdefault((match and match[3]) or "", []).append(shard)
+    tensors: dict[str, Stored] = {}
+    for _, stage in sorted(stages.items()):
+        blocks = [int(number) for name in tensors for number in _BLOCK.findall(name)]
+        before = max(blocks, default=-1) + 1
+        for name, stored in _of_stage(stage).items():
+            number = _BLOCK.search(name)
+            if number is not None:
+                name = _BLOCK.sub(f"layers.{int(number[1]) + before}.", name)
+            tensors.setdefault(name, stored)
+    return tensors
+
+
+_CUT_IN_COLUMNS = re.compile(
+    r"\.(linear_proj|linear_fc2|dense|dense_4h_to_h|o_proj|down_proj|wo|w2|tok_embeddings)\.weight$"
+)
+_GATED = re.compile(r"\.(linear_fc1|dense_h_to_4h)\.")
+
+
+def _of_stage(shards: list[dict[str, Stored]]) -> dict[str, Stored]:
+    """Ranks of tensor parallelism as one: layers are cut in columns where they sum over ranks, else
+    in rows; what is equal on all, and has one axis, was not cut."""
+    whole: dict[str, Stored] = {}
+    for name, first in shards[0].items():
+        parts = [shard[name] for shard in shards if name in shard]
+        if len(parts) < len(shards) or not first.shape:
+            whole[name] = first
+            continue
+        axis = 1 if _CUT_IN_COLUMNS.search(name) and len(first.shape) == 2 else 0
+        is_norm = len(first.shape) == 1 and ("norm" in name or _CUT_IN_COLUMNS.search(name))
+        if is_norm or name.endswith((".gate.weight", "router.weight")):
+            whole[name] = first
+            continue
+        shape = list(first.shape)
+        shape[axis] = sum(part.shape[axis] for part in parts)
+        read = partial(_joined, parts, axis, 2 if _GATED.search(name) else 1)
+        whole[name] = replace(first, shape=tuple(shape), read=read, row=None)
+    return whole
+
+
+def _joined(parts: list[Stored], axis: int, num: int) -> torch.Tensor:
+    """``num``: of a gate and what it gates each rank has a part of its own."""
+    tensors = [part.read().chunk(num, axis) for part in parts]
+    return torch.cat([each for column in zip(*tensors, strict=True) for each in column], axis)
+
+
+_SCALE = re.compile(r"_scale(_inv)?$")
+
+
+def _scaled(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Codes of 8 bits with the scale that stands beside them: one number, of each row, or of blocks
+    of rows and columns."""
+    scales = {name: _SCALE.sub("", name) for name in tensors if _SCALE.search(name)}
+    whole = dict(tensors)
+    for name, own in scales.items():
+        codes = tensors.get(own)
+        if codes is not None and codes.dtype.startswith(("float8", "int8")):
+            whole[own] = replace(codes, read=partial(_times, codes, tensors[name]), row=None)
+            del whole[name]
+    return whole
+
+
+def _times(codes: Stored, scale: Stored) -> torch.Tensor:
+    values, factors = codes.read().float(), scale.read().float()
+    if factors.numel() > 1:
+        for axis, size in enumerate(factors.shape):
+            repeats = -(-values.shape[axis] // size)
+            factors = factors.repeat_interleave(repeats, axis).narrow(axis, 0, values.shape[axis])
+    return values * factors
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
@@ -123,7 +220,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
             part = opened.get_slice(name)
             dtype = format_named(part.get_dtype()).name
-            yield name, Stored(tuple(part.get_shape()), dtype, partial(opened.get_tensor, name))
+            read, row = partial(opened.get_tensor, name), part.__getitem__
+            yield name, Stored(tuple(part.get_shape()), dtype, read, row)
     except (SafetensorError, OSError) as error:
         raise UsageError(
             f"{file} cannot be read: {error}", hint="a download that was cut short? get it again"
@@ -159,7 +257,8 @@ def _gguf(source: str, file: Path) -> StoredWeights:
 
     def read(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
         values = np.require(gguf.dequantize(tensor.data, tensor.tensor_type), requirements="W")
-        return torch.from_numpy(values).reshape(shape)
+        form = getattr(torch, names.get(tensor.tensor_type.name, "float32"))
+        return torch.from_numpy(values).reshape(shape).to(form)
 
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
     tensors = {}

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -19,6 +20,8 @@ from divergence._version import __version__
 from divergence.comparison.preflight.lines import match_parameters, related
 from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
 from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
+from divergence.domains.weights.fused import FusedRows, find_layout
+from divergence.domains.weights.naming import IN_GROUPS, apart, renamed, wanted_of
 from divergence.domains.weights.relations import Relation, relation, row_digests
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
 from divergence.errors import UsageError
@@ -30,8 +33,12 @@ from divergence.run.site import starred
 from divergence.words import SIDES, Progress, silent
 
 _BLOCK = re.compile(r"^(.*\.\d+)\.")
-_TABLES = re.compile(r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias)$")
-"""What some checkpoints hold beside their weights, and loaders make anew."""
+_TABLES = re.compile(
+    r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias|(input|output|[qkv])_scale"
+    r"|_extra_state)$"
+)
+"""What some checkpoints hold beside their weights: loaders make it anew, or quantise activations
+by it."""
 
 
 @with_sentences
@@ -65,7 +72,15 @@ def compare_weights(
             open_checkpoint(source) if adapter is None else adapter.merged()
             for source, adapter in zip(sources, adapters, strict=True)
         )
+    a, names_a, program_a = renamed(a)
+    b, names_b, program_b = renamed(b)
+    a, b = apart(a, b), apart(b, a)
     pairs, facts = _matched(a, b)
+    facts += [
+        fact("weights.program", side=side, program=program)
+        for side, program in zip(SIDES, (program_a, program_b), strict=True)
+        if program is not None
+    ]
     facts += [
         fact(
             "weights.adapter",
@@ -80,10 +95,16 @@ def compare_weights(
         if adapter is not None
     ]
     relations: list[tuple[str, Relation]] = []
+    digests: dict[str, tuple[bytes, bytes]] = {}
     for number, (name, other) in enumerate(pairs.items()):
         on_progress("weights", number, len(pairs), name)
-        values = a.tensors[name].read(), b.tensors[other].read()
-        how = relation(*values)
+        stored = a.tensors[name], b.tensors[other]
+        values = stored[0].read(), stored[1].read()
+        how = _stored_as(relation(*values), name, stored, (a, b), (program_a, program_b))
+        if not how.same:
+            digests[name] = row_digests(values[0][None])[0], row_digests(values[1][None])[0]
+        if how.name in ("unrelated", "near") and not _BLOCK.match(name):
+            how = _copied(a, b, name, other) or how
         if how.name != "equal" and None not in adapters:
             how = product_relation(*values) or how
         elif how.name != "equal":
@@ -91,7 +112,13 @@ def compare_weights(
                 if adapter is not None and own in adapter.products:
                     how = merged_relation(adapter, own, value) or how
         relations.append((name, how))
-    relations += _left_over(a, b, pairs)
+    places = {digest: name for name, (digest, _) in digests.items()}
+    for number, (name, how) in enumerate(relations):
+        other_name = places.get(digests[name][1], name) if name in digests else name
+        if other_name != name and how.name in ("unrelated", "near"):
+            moved = fact("weights.moved", other=other_name)
+            relations[number] = name, Relation("moved", False, moved)
+    relations += _left_over(a, b, pairs, names_a | names_b)
     if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
         relations = [
             (name, Relation(how.name, True, how.fact) if how.name == "transposed" else how)
@@ -124,10 +151,62 @@ def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[F
 _LEFT = "preflight.left_over"
 
 
+def _stored_as(
+    how: Relation,
+    name: str,
+    stored: tuple[Stored, Stored],
+    sides: tuple[StoredWeights, ...],
+    programs: Sequence[str | None],
+) -> Relation:
+    """With what the files say of it: GGUF's type of codes, and the order that a program wants."""
+    for side, own in zip(SIDES, stored, strict=True):
+        rest = how.fact["rest"] if how.name == "reordered" else how.fact
+        is_coded = not own.dtype.islower() or own.dtype.startswith(("float8", "int8"))
+        if is_coded and isinstance(rest, Fact) and rest.code in _COARSE:
+            codes = fact("weights.coded", side=side, percent=rest["percent"], form=own.dtype)
+            if how.name == "reordered":
+                how = Relation("reordered", False, how.fact.with_values(rest=codes))
+            else:
+                how = Relation("quantised", False, codes)
+    programs = [
+        f"llama.cpp's {side.architecture[0]}" if side.architecture is not None else own
+        for side, own in zip(sides, programs, strict=True)
+    ]
+    both = [wanted_of(program, name) for program in programs]
+    wanted, program = next(((w, p) for w, p in zip(both, programs, strict=True) if w), ("", None))
+    if both[0] == both[1]:
+        return how
+    kind, value = {"pairs": ("reordered", "to"), "shifted": ("shifted", "constant")}[wanted]
+    if how.name == kind and how.fact[value] == _WANTED[wanted][both[0] is not None]:
+        rest = how.fact["rest"]
+        same = not isinstance(rest, Fact) or rest.code == "weights.rounded"
+        return Relation("turned", same, fact("weights.turned", rest=how.fact, program=program))
+    if how.name in ("equal", "dtype", "rounded", "quantised", "near"):
+        code = "weights.unturned" if wanted == "pairs" else "weights.unshifted"
+        return Relation("unturned", False, fact(code, rest=how.fact, program=program))
+    return how
+
+
+_COARSE = ("weights.near", "weights.rounding", "weights.low_rank", "weights.scaled")
+"""What a quantisation may look like whose groups are too small to tell it."""
+_WANTED = {"pairs": ("pairs", "halves"), "shifted": (1.0, -1.0)}
+"""What becomes of A's where B, and where A, is stored so."""
+
+
+def _copied(a: StoredWeights, b: StoredWeights, name: str, other: str) -> Relation | None:
+    """One side's is a copy of another parameter of that side: tied there, and not on the other."""
+    for side, weights, own in ((SIDES[0], a, name), (SIDES[1], b, other)):
+        key = _copy_of(weights.tensors, own)
+        if key is not None:
+            return Relation("copy", False, fact("weights.copy", side=side, key=key))
+    return None
+
+
 def _left_over(
-    a: StoredWeights, b: StoredWeights, pairs: dict[str, str]
+    a: StoredWeights, b: StoredWeights, pairs: dict[str, str], own_names: dict[str, str]
 ) -> list[tuple[str, Relation]]:
-    """Say what has no partner by name: fused with others, a copy of a tied one, or alone."""
+    """Say what has no partner by name: fused with others, a copy of a tied one, or alone.
+    ``own_names``: what names are called in files whose names were read as others."""
     alone: dict[str, list[str]] = {
         "reference": [name for name in a.tensors if name not in pairs],
         "candidate": [name for name in b.tensors if name not in set(pairs.values())],
@@ -135,77 +214,76 @@ def _left_over(
     sides: dict[str, StoredWeights] = {"reference": a, "candidate": b}
     relations: list[tuple[str, Relation]] = []
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
-        for name in list(alone[side]):
-            parts = _parts(sides[side].tensors, name, sides[other].tensors, alone[other])
-            if parts is None:
+        layouts: dict[str, FusedRows] = {}
+        # matrices first: a bias is cut as its matrix is
+        for name in sorted(alone[side], key=lambda name: -len(sides[side].tensors[name].shape)):
+            layout = find_layout(
+                name, sides[side].tensors, alone[other], sides[other].tensors, layouts
+            )
+            if layout is None:
                 continue
-            names, mixed = parts
             alone[side].remove(name)
-            alone[other] = [part for part in alone[other] if part not in names]
+            alone[other] = [part for part in alone[other] if part not in layout.names]
+            file_name, names = own_names.get(name, name), list(layout.names)
+            whole, parts = sides[side].tensors[name].read(), []
+            for part, own in layout.cut(whole):
+                there = sides[other].tensors[part].read()
+                if layout.parts_flipped and there.ndim == 2:
+                    there = there.T
+                both = (there, own) if side == "candidate" else (own, there)
+                parts.append((part, relation(*both), there))
+            is_plain = layout.num_groups == 1 or IN_GROUPS.search(file_name) is not None
+            order: list[Any] = [] if is_plain else [fact("weights.fused_mixed")]
+            if layout.num_groups > 1:
+                each = [num // layout.num_groups for num in layout.rows]
+                groups = fact("weights.fused_groups", num=layout.num_groups, rows=each)
+                order += [", "] * (not is_plain) + [groups]
+            if any(how.name in ("near", "unrelated") for _, how, _ in parts):
+                rows = row_digests(whole.T if layout.flipped else whole)
+                each_rows = [row_digests(own) for *_, own in parts]
+                if sum(map(Counter, each_rows), Counter[bytes]()) == Counter(rows):
+                    is_plain, order, parts = False, [fact("weights.fused_mixed")], []
+                    first = [rows.index(own[0]) for own in each_rows]
+                    names = [name for _, name in sorted(zip(first, names, strict=True))]
             how = fact(
                 "weights.fused",
                 side=side,
                 other=other,
-                whole=name.rpartition(".")[0].rpartition(".")[2],
+                whole=file_name.rpartition(".")[0].rpartition(".")[2],
                 names=[part.rpartition(".")[0].rpartition(".")[2] for part in names],
-                order=[fact("weights.fused_mixed")] if mixed else None,
+                order=order or None,
             )
-            relations.append((name, Relation("fused", not mixed, how)))
+            relations.append((name, Relation("fused", is_plain, how)))
+            relations += [(part, how) for part, how, _ in parts if not how.same]
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         tensors = sides[side].tensors
         for name in alone[side]:
             key = None if _BLOCK.match(name) else _copy_of(tensors, name)
+            kind = next((kind for end, kind in _PACKED if name.endswith(end)), None)
             if key is not None:
                 how = fact("weights.tied", side=side, other=other, key=key)
                 relations.append((name, Relation("tied", True, how)))
+            elif kind is not None:
+                how = fact("weights.packed", side=side, kind=kind)
+                relations.append((name, Relation("packed", False, how)))
             else:
                 table = _TABLES.search(name) is not None
                 relations.append((name, Relation("alone", table, fact("weights.alone", side=side))))
     return relations
 
 
+_PACKED = (
+    (".qweight", "GPTQ or AWQ"),
+    (".weight_packed", "compressed-tensors"),
+    ("_blocks", "MXFP4"),
+    (".quant_map", "bitsandbytes"),
+)
+
+
 def _copy_of(tensors: dict[str, Stored], name: str) -> str | None:
     own = tensors[name]
     alike = [key for key, other in tensors.items() if key != name and other.shape == own.shape]
     return next((key for key in alike if torch.equal(own.read(), tensors[key].read())), None)
-
-
-def _parts(
-    tensors_a: dict[str, Stored], name: str, tensors_b: dict[str, Stored], alone: Sequence[str]
-) -> tuple[list[str], bool] | None:
-    """Tensors of the other side, of the same block and kind, whose rows (or columns, of a layer
-    that stores its matrix transposed) are together those of ``name``; and whether in turn."""
-    shape, block = tensors_a[name].shape, _BLOCK.match(name)
-    kind = name.rpartition(".")[2]
-    near = [
-        other
-        for other in alone
-        if other.rpartition(".")[2] == kind
-        and (there := _BLOCK.match(other)) is not None
-        and block is not None
-        and re.findall(r"\d+", there[1]) == re.findall(r"\d+", block[1])
-        and len(tensors_b[other].shape) == len(shape)
-    ]
-    if len(near) < 2 or not shape:
-        return None
-    whole = tensors_a[name].read()
-    for flipped in (False, True) if len(shape) == 2 else (False,):
-        rows = row_digests(whole.T if flipped else whole)
-        have = Counter(rows)
-        chosen: dict[str, list[bytes]] = {}
-        for other in near:
-            tensor = tensors_b[other].read()
-            if tensor.shape[1:] != (whole.T if flipped else whole).shape[1:]:
-                continue
-            part = row_digests(tensor.to(whole.dtype) if whole.itemsize < 4 else tensor)
-            if not Counter(part) - have:
-                chosen[other] = part
-        together = sum(map(Counter, chosen.values()), Counter[bytes]())
-        if len(chosen) > 1 and together == have:
-            ordered = sorted(chosen, key=lambda other: rows.index(chosen[other][0]))
-            in_turn = [digest for other in ordered for digest in chosen[other]] == rows
-            return ordered, not in_turn
-    return None
 
 
 def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress) -> WeightsReport:
@@ -290,6 +368,7 @@ def _report(
 ) -> WeightsReport:
     """Relations of one kind and the same values but for how far apart, together."""
     groups: dict[Fact, list[tuple[str, Relation]]] = {}
+    everywhere = Counter(starred(name) for name, _ in relations)
     for name, how in relations:
         if how.name != "equal":
             groups.setdefault(how.kind, []).append((name, how))
@@ -303,7 +382,7 @@ def _report(
                 same=how.same,
                 num_parameters=len(members),
                 first=first,
-                names=list(dict.fromkeys(starred(name) for name, _ in members)),
+                names=_named([name for name, _ in members], everywhere),
                 facts=[how.fact],
                 percent=[min(percents), max(percents)] if percents else None,
             )
@@ -317,3 +396,22 @@ def _report(
         facts=facts,
         relations=sorted(rows, key=lambda row: (row.same, -row.num_parameters)),
     )
+
+
+def _named(names: list[str], everywhere: Counter[str]) -> list[str]:
+    """By kind: ``*`` for the numbers of all, else the numbers, where they are few."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(starred(name), []).append(name)
+    shown = []
+    for kind, members in kinds.items():
+        numbers = [re.findall(r"(?<=\.)\d+(?=\.)", name) for name in members]
+        if len(members) == 1:
+            kind = members[0]
+        elif len(members) < everywhere[kind] and kind.count("*") == 1 and len(members) <= _FEW:
+            kind = kind.replace("*", "{" + ",".join(number for (number, *_) in numbers) + "}")
+        shown.append(kind)
+    return shown
+
+
+_FEW = 6

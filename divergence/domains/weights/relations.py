@@ -36,7 +36,17 @@ _ROUNDINGS = 2.0
 """What is left may be so many times the squared error that storing both sides makes."""
 
 
-_OF_ONE = ("percent", "cosine", "moved", "total")
+_FEW = 0.5
+"""Up to this share of rows some were changed, and from it on all were."""
+_SHOWN = 4
+"""Places of these that are named."""
+_SAMPLED = 64
+"""Rows by which it is asked first whether rows are in another order."""
+
+
+_STRANGERS = ("unrelated", "nonfinite", "zeros", "codes")
+"""Relations of tensors that need not be one parameter's."""
+_OF_ONE = ("percent", "cosine", "moved", "total", "lost", "over", "num", "places", "of", "other")
 """Values of a relation that are one parameter's own."""
 
 
@@ -83,8 +93,22 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
         for form in _NARROWER:
             if torch.equal(wide.to(format_named(form).torch_dtype).to(wide.dtype), short):
                 as_stored = form == format_of(own.dtype).name
-                how = fact("weights.rounded", side=side, form=form, stored=as_stored)
-                return Relation("rounded", as_stored, how)
+                over, lost = (
+                    int(part.sum())
+                    for part in (~short.isfinite() & wide.isfinite(), (short == 0) & (wide != 0))
+                )
+                apart = float((wide.double() - short.double()).norm() / wide.double().norm())
+                # below its smallest normal number a format rounds to more than its precision
+                coarse = over > 0 or not apart <= format_named(form).unit_roundoff
+                how = fact(
+                    "weights.rounded",
+                    side=side,
+                    form=form,
+                    stored=as_stored,
+                    over=over or None,
+                    lost=lost if coarse and lost else None,
+                )
+                return Relation("rounded", as_stored and not coarse, how)
     for side, values in (("reference", x), ("candidate", y)):
         if num := int((~values.isfinite()).sum()):
             return Relation("nonfinite", False, fact("weights.nonfinite", side=side, num=num))
@@ -100,7 +124,24 @@ def relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
             side = "reference" if narrow == forms[0] else "candidate"
             rest = fact("weights.rounded", side=side, form=narrow.name, stored=True)
             return Relation("reordered", False, moved.fact.with_values(rest=rest))
-    return _measured(a, b, x, y)
+    return _few_rows(a, b, x, y) or _measured(a, b, x, y)
+
+
+def _few_rows(
+    a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> Relation | None:
+    """Some rows, or columns, alone were changed: new tokens, a shard, an outlier."""
+    for what, own, other in (("rows", x, y), ("columns", x.T, y.T)) if x.ndim == 2 else ():
+        places = (own != other).any(1).nonzero().flatten()
+        if 0 < len(places) <= _FEW * len(own):
+            flip = what == "columns"
+            parts = [part.T[places] if flip else part[places] for part in (a, b, x, y)]
+            rest = _measured(*parts) if parts[2].any() and parts[3].any() else None
+            values: dict[str, Any] = {"num": len(places), "of": len(own), "what": what}
+            values |= {"places": places[:_SHOWN].tolist(), "more": len(places) > _SHOWN}
+            how = fact("weights.some", **values, rest=None if rest is None else rest.fact)
+            return Relation("some", False, how)
+    return None
 
 
 def row_digests(tensor: torch.Tensor) -> list[bytes]:
@@ -121,8 +162,11 @@ def _shape_relation(a: torch.Tensor, b: torch.Tensor) -> Relation:
     """Name the relation of two shapes: the other way round, flattened, or with more rows."""
     shapes: dict[str, Any] = {"reference": list(a.shape), "candidate": list(b.shape)}
     x, y = _wide(a), _wide(b)
-    if x.ndim == y.ndim == 2 and x.shape == y.T.shape and torch.equal(x, y.T):
-        return Relation("transposed", True, fact("weights.transposed", **shapes))
+    if x.ndim == y.ndim == 2 and x.shape == y.T.shape:
+        turned = relation(a, b.T)
+        if turned.name not in _STRANGERS:
+            shapes["rest"] = None if turned.name == "equal" else turned.fact
+            return Relation("transposed", turned.same, fact("weights.transposed", **shapes))
     if x.numel() == y.numel() and torch.equal(x.reshape(-1), y.reshape(-1)):
         return Relation("reshaped", True, fact("weights.reshaped", **shapes))
     if x.ndim and x.ndim == y.ndim and x.shape[1:] == y.shape[1:]:
@@ -140,7 +184,7 @@ def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
     if x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.T, y):
         shapes: dict[str, Any] = {"reference": list(x.shape), "candidate": list(y.shape)}
         # whoever loads it takes it as it is: no shape tells that it was turned
-        return Relation("transposed", False, fact("weights.transposed", **shapes))
+        return Relation("transposed", False, fact("weights.transposed", **shapes, rest=None))
     for what, own, other in (("rows", x, y), ("columns", x.T, y.T) if x.ndim == 2 else ("", x, x)):
         first, second = row_digests(own), row_digests(other) if what else []
         if Counter(first) != Counter(second):
@@ -151,30 +195,54 @@ def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
         values: dict[str, Any] = {"what": what, "moved": moved, "total": len(order)}
         if len(places) == len(first):  # no two alike
             values |= _order(order)
-        how = {"to": None, "head": None, "blocks": None, "rest": None} | values
+        how = _PLAIN_ORDER | values
         return Relation("reordered", False, fact("weights.reordered", **how))
     return None
+
+
+_PLAIN_ORDER = dict.fromkeys(("to", "head", "turned", "blocks", "rest"))
 
 
 def _order(order: torch.Tensor) -> dict[str, Any]:
     """Return how rows were put in that order: ``order[i]`` is A's number of B's row i. Within
     heads, pairs next to one another became two halves (rotary tables of two conventions), or halves
     pairs; or whole blocks of rows moved."""
-    for head, to, rotary in _rotary_orders(len(order)):
+    for head, size, to, rotary in _rotary_orders(len(order)):
         if torch.equal(order, rotary):
-            return {"to": to, "head": head}
+            return {"to": to, "head": head, "turned": size if size < head else 0}
     steps = (order[1:] != order[:-1] + 1).nonzero().flatten() + 1
     size = math.gcd(len(order), *steps.tolist())
     return {"blocks": size} if size > 1 else {}
 
 
-def _rotary_orders(num: int) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """(size of a head, what became of its rows, their order) of rotary tables of two kinds."""
-    for head in _HEADS:
-        if num % head == 0:
-            rows = torch.arange(num)
-            yield head, "halves", rows.view(-1, head // 2, 2).transpose(1, 2).reshape(-1)
-            yield head, "pairs", rows.view(-1, 2, head // 2).transpose(1, 2).reshape(-1)
+def _rotary_orders(num: int) -> Iterator[tuple[int, int, str, torch.Tensor]]:
+    """(size of a head, how many of its rows are turned, what became of them, their order) of rotary
+    tables of two kinds: of whole heads, or of their first or last part."""
+    for part in (1, 2, 4, 3):
+        for head in _HEADS:
+            size = head // part
+            if num % head or head % part or size % 2:
+                continue
+            rows = torch.arange(num).view(-1, head)
+            for first in (True, False) if part > 1 else (True,):
+                own = rows[:, :size] if first else rows[:, head - size :]
+                for to, turned in (
+                    ("halves", own.reshape(-1, size // 2, 2).transpose(1, 2)),
+                    ("pairs", own.reshape(-1, 2, size // 2).transpose(1, 2)),
+                ):
+                    kept = rows[:, size:] if first else rows[:, : head - size]
+                    whole = [turned.reshape(-1, size), kept]
+                    yield head, size, to, torch.cat(whole if first else whole[::-1], 1).reshape(-1)
+
+
+def _matching_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+    """The order of A's rows in which each is nearly B's; None where some rows have none."""
+    x, y = (part / part.norm(dim=1, keepdim=True).clamp_min(1e-30) for part in (x, y))
+    some = torch.linspace(0, len(y) - 1, min(len(y), _SAMPLED)).long()
+    if float((y[some] @ x.T).max(1).values.median()) < _ALIKE:
+        return None
+    order = torch.cat([(part @ x.T).argmax(1) for part in y.split(1024)])
+    return order if len(order.unique()) == len(x) else None
 
 
 def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Relation:
@@ -190,29 +258,39 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
     cosine = factor * norm / other
     share = 100 * error / norm
     if float((y - factor * x).square().sum()) <= rounding < error**2:
+        factor = _shortest(factor, 4 * math.sqrt(rounding / x.numel()) / norm)
         return Relation("scaled", False, fact("weights.scaled", factor=factor))
     constant = float(apart.mean())
     if float((apart - constant).square().sum()) <= rounding < error**2:
+        constant = _shortest(constant, 4 * math.sqrt(rounding) / x.numel())
         return Relation("shifted", False, fact("weights.shifted", constant=constant))
     if error**2 <= rounding:
         return Relation("rounding", False, fact("weights.rounding", percent=share))
+    is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and cosine < _ALIKE
+    if is_square and float((x.T * y).sum()) > _ALIKE * norm * other:
+        kept = _measured(a.T, b, x.T, y).fact
+        shape = list(x.shape)
+        how = fact("weights.transposed", reference=shape, candidate=shape, rest=kept)
+        return Relation("transposed", False, how)
+    if x.ndim == 2 and cosine < _ALIKE:
+        for what, own, there in (("rows", x, y), ("columns", x.T, y.T)):
+            order = _matching_rows(own, there)
+            moved = 0 if order is None else int((order != torch.arange(len(order))).sum())
+            if order is None or not moved:
+                continue
+            turned = [part[order] if what == "rows" else part[:, order] for part in (a, x)]
+            shown: dict[str, Any] = {**_PLAIN_ORDER, "what": what, "moved": moved}
+            shown |= {"total": len(order), **_order(order)}
+            shown["rest"] = _measured(turned[0], b, turned[1], y).fact
+            return Relation("reordered", False, fact("weights.reordered", **shown))
     if abs(cosine) < _UNRELATED:
-        for head, to, order in _rotary_orders(len(x)) if x.ndim == 2 else ():
-            if float((x[order] * y).sum()) > _ALIKE * norm * other:
-                rest = _measured(a[order], b, x[order], y)
-                moved = int((order != torch.arange(len(order))).sum())
-                how = fact(
-                    "weights.reordered",
-                    what="rows",
-                    moved=moved,
-                    total=len(order),
-                    to=to,
-                    head=head,
-                    blocks=None,
-                    rest=rest.fact,
-                )
-                return Relation("reordered", False, how)
         return Relation("unrelated", False, fact("weights.unrelated", cosine=cosine))
+    if (
+        x.ndim == 2
+        and len(x) > _SHOWN
+        and float((apart - apart.mean(0)).square().sum()) <= rounding
+    ):
+        return Relation("one_vector", False, fact("weights.one_vector", percent=share))
     for side, values in (("candidate", y), ("reference", x)):
         if grid := _grid(values):
             how = fact("weights.quantised", side=side, percent=share, **grid)
@@ -220,6 +298,12 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
     if rank := _rank(apart, rounding):
         return Relation("low_rank", False, fact("weights.low_rank", rank=rank, percent=share))
     return Relation("near", False, fact("weights.near", percent=share))
+
+
+def _shortest(value: float, error: float) -> float:
+    """The number of fewest digits that is no farther off than rounding may have moved it."""
+    texts = (f"{value:.{digits}g}" for digits in range(1, 17))
+    return next((float(text) for text in texts if abs(float(text) - value) <= error), value)
 
 
 def _form(tensor: torch.Tensor) -> Format:

@@ -29,15 +29,15 @@ class WeightsRelation(msgspec.Struct, Worded, frozen=True, kw_only=True):
     TEXTS: ClassVar[Mapping[str, str]] = {"text": "facts"}
 
     name: str
-    """``equal``, ``dtype``, ``rounded``, ``reordered``, ``transposed``, ``reshaped``, ``padded``,
-    ``fused``, ``tied``, ``scaled``, ``shifted``, ``rounding``, ``low_rank``, ``quantised``,
-    ``near``, ``unrelated``, ``zeros``, ``nonfinite``, ``codes``, ``shapes``, ``other`` or
-    ``alone``."""
+    """``equal``, ``dtype``, ``rounded``, ``reordered``, ``turned``, ``unturned``, ``transposed``,
+    ``reshaped``, ``padded``, ``fused``, ``tied``, ``copy``, ``moved``, ``scaled``, ``shifted``,
+    ``one_vector``, ``rounding``, ``low_rank``, ``quantised``, ``some``, ``near``, ``unrelated``,
+    ``zeros``, ``nonfinite``, ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
     same: bool
     """Do they hold the same weights, stored otherwise?"""
     num_parameters: int
     names: list[str]
-    """A's names (of what B alone stores, B's), ``*`` for numbers."""
+    """A's names (of what B alone stores, B's), ``*`` for the numbers of all, ``{0,2}`` of some."""
     first: str
     """The first of these parameters."""
     facts: list[Fact]

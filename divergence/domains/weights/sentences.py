@@ -8,8 +8,12 @@ SENTENCES: Mapping[str, str] = {
     # the same weights, stored otherwise
     "equal": "equal bit for bit",
     "dtype": "equal values, {reference} / {candidate}",
-    "rounded": "rounded to {form} on {side:letter}{stored:yes=|no=, and stored wider}",
-    "transposed": "transposed, {reference:lengths} / {candidate:lengths}",
+    "rounded": (
+        "rounded to {form} on {side:letter}{stored:yes=|no=, and stored wider}"
+        "[[, {over:,} of them too large for it: not finite there]]"
+        "[[, {lost:,} of them too small for it: 0 there]]"
+    ),
+    "transposed": "transposed, {reference:lengths} / {candidate:lengths}[[, and {rest}]]",
     "reshaped": "the same numbers in another shape, {reference:lengths} / {candidate:lengths}",
     "padded": (
         "the first {rows:,} rows are equal, and {side:letter} has {num:,} more"
@@ -17,6 +21,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "fused": "{names:list  + } of {other:letter} are {whole} of {side:letter}[[, {order}]]",
     "fused_mixed": "their rows mixed",
+    "fused_groups": "in {num:,} groups of {rows:list  + } rows",
     "tied": "written out on {side:letter}, where it equals {key}; {other:letter} has that alone",
     "merged": "the adapter is merged, up to rounding",
     "product": "the same product of other factors",
@@ -26,7 +31,8 @@ SENTENCES: Mapping[str, str] = {
     "merged_times": "the adapter is merged {factor:.2g} times over",
     "reordered": (
         "the same {what} in another order[[: {to:halves=pairs of neighbours became halves|"
-        "pairs=halves became pairs of neighbours} within heads of {head}]]"
+        "pairs=halves became pairs of neighbours} within {turned:0=|*={turned} rows of }"
+        "heads of {head}]]"
         "[[: blocks of {blocks} moved]] ({moved:,} of {total:,} moved)[[, and {rest}]]"
     ),
     "scaled": "B = {factor:.6g} × A",
@@ -41,6 +47,17 @@ SENTENCES: Mapping[str, str] = {
         "{percent:.2g}% apart, {side:letter}'s on a grid of {form:none={bits} bits|*={form}} "
         "{group:none=a row|*=in groups of {group}}"
     ),
+    "some": (
+        "{num:,} of {of:,} {what} differ ({places:names}{more:yes=, …|no=}), the others are equal"
+        "[[; these {rest}]]"
+    ),
+    "one_vector": (
+        "one vector is added to every row, {percent:.2g}% of A's: of a head, the same number to "
+        "all logits of a token, which no probability shows"
+    ),
+    "moved": "{other} of A is there",
+    "copy": "{side:letter} has {key} there as well, as if tied; the other side does not",
+    "coded": "{percent:.2g}% apart, stored as {form} on {side:letter}",
     "near": "{percent:.2g}% apart",
     "unrelated": "unrelated (cosine {cosine:.2g}), as of another initialisation or another model",
     "zeros": "all zeros on {side:letter}",
@@ -49,7 +66,15 @@ SENTENCES: Mapping[str, str] = {
     "shapes": "{reference:lengths} / {candidate:lengths}",
     "other": "other values, as far as digests tell",
     "alone": "only on {side:letter}",
+    "packed": "packed codes of {kind} on {side:letter}, which are not unpacked here",
+    "unturned": (
+        "{rest}, with the rows of halves, where {program} takes pairs of neighbours within each "
+        "head"
+    ),
+    "unshifted": "{rest}, where {program} takes norms with 1 added",
+    "turned": "{rest}; as {program} wants it",
     # how names were read
+    "program": "names of {side:letter} are {program}'s, read as transformers' own",
     "gguf": "names of GGUF were read as those of its architecture {architecture}",
     "digests": "{side:letter} is a run: it holds digests of its weights, and no weights",
 }

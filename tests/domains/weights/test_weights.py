@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -136,6 +138,38 @@ def mixed(tensors):
     return merged
 
 
+def swapped_blocks(tensors):
+    """The first block in the place of the second."""
+    other = {".0.": ".1.", ".1.": ".0."}
+    return {re.sub(r"\.[01]\.", lambda m: other[m[0]], name): t for name, t in tensors.items()}
+
+
+def partly_turned(weight):
+    """The first half of each head in pairs."""
+    heads = weight.reshape(-1, 16, weight.shape[1]).clone()
+    heads[:, :8] = heads[:, :8].reshape(len(heads), 2, 4, -1).transpose(1, 2).flatten(1, 2)
+    return heads.reshape(weight.shape)
+
+
+def with_scales(tensors):
+    """Codes of float8 and a scale of each row, as checkpoints of that kind are stored."""
+    for name in [name for name in tensors if "mlp" in name]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors[name + "_scale"] = scale
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+
+
+def fused_and_turned(tensors):
+    """Fused, the queries' rows in pairs."""
+    return fused(every("q_proj", to_pairs)(tensors))
+
+
+def one_row(weight):
+    weight = weight.clone()
+    weight[5] += 0.1
+    return weight
+
+
 SAME = [
     (
         "bfloat16",
@@ -226,6 +260,25 @@ OTHER = [
         3,
         "q_proj + k_proj + v_proj of A are qkv_proj of B, their rows mixed",
     ),
+    ("fused, turned", fused_and_turned, "reordered", 3, "halves became pairs of neighbours"),
+    ("row", of(UP, one_row), "some", 1, "1 of 128 rows differ (5), the others are equal"),
+    (
+        "head centred",
+        of("lm_head.weight", lambda t: t - t.mean(0)),
+        "one_vector",
+        1,
+        "to all logits of a token, which no probability shows",
+    ),
+    (
+        "head tied",
+        lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        "copy",
+        1,
+        "B has model.embed_tokens.weight there as well, as if tied",
+    ),
+    ("blocks swapped", swapped_blocks, "moved", 18, "model.layers.1.input_layernorm.weight of A"),
+    ("in part", every("q_proj", partly_turned), "reordered", 3, "within 8 rows of heads of 16"),
+    ("scales", with_scales, "quantised", 9, "on a grid of float8_e4m3 a row"),
     ("scaled", of(UP, lambda t: -0.5 * t), "scaled", 1, "B = -0.5 × A"),
     ("one plus", every("norm", lambda t: t + 1), "shifted", 7, "B = A + 1"),
     ("adapter", every("v_proj", with_adapter), "low_rank", 3, "a difference of rank 4"),
@@ -356,10 +409,119 @@ def test_names_of_gguf_are_read_as_the_model_s(original, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     report = divergence.compare_weights(original, tmp_path / "b.gguf")
-    assert report.num_equal == 24
+    assert report.num_equal == 24 and report.same
     (relation,) = report.relations
     assert relation.names == [PROJ.format("*", "k"), PROJ.format("*", "q")]
     assert "halves became pairs of neighbours within heads of 16" in relation.text
+    assert relation.text.endswith("as llama.cpp's llama wants it")
+
+
+def test_rows_that_llama_cpp_takes_in_another_order_are_told(original, tmp_path):
+    """A file of eight bits whose queries and keys nobody turned."""
+    gguf = pytest.importorskip("gguf")
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    writer.add_block_count(3)
+    for name, tensor in load_file(original / "model.safetensors").items():
+        there, form = table.get_name(name, try_suffixes=(".weight",)), None
+        values = tensor.numpy()
+        if "proj" in name:
+            form = gguf.GGMLQuantizationType.Q8_0
+            values = gguf.quants.quantize(values, form)
+        elif "embed" in name:
+            values = values.astype("float16")
+        writer.add_tensor(there, values, raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    report = divergence.compare_weights(original, tmp_path / "b.gguf")
+    rows = {row.name: row for row in report.relations}
+    assert rows["unturned"].num_parameters == 6
+    assert "stored as Q8_0 on B, with the rows of halves, where llama.cpp" in rows["unturned"].text
+    assert "apart, stored as Q8_0 on B" in rows["quantised"].text
+    assert rows["rounded"].same and rows["rounded"].text == "rounded to float16 on B"
+
+
+def test_what_a_narrower_format_does_not_hold_is_no_rounding(changed):
+    """Too large, and too small, for float16."""
+    for factor, text in ((1e7, "too large for it: not finite there"), (1e-7, "small for it: 0 ")):
+        wide = {"x.weight": factor * torch.randn(64, 64).bfloat16()}
+        folder = changed(lambda tensors, wide=wide: wide)
+        short = folder.parent / "short.safetensors"
+        save_file({name: t.half() for name, t in wide.items()}, short)
+        report = divergence.compare_weights(folder, short)
+        assert not report.same and text in report.relations[0].text
+        shutil.rmtree(folder)
+
+
+def megatron(tensors, rank):
+    """What one of two ranks of Megatron stores."""
+    kept = {}
+    for name, tensor in tensors.items():
+        path, end = name.removeprefix("model.").rsplit(".", 1)
+        path = f"decoder.{path}" if "layers." in path else path
+        if "q_proj" in name:
+            parts = [tensors[name.replace("q_proj", f"{p}_proj")] for p in "qkv"]
+            whole = torch.cat([part.view(2, -1, 64) for part in parts], 1).reshape(-1, 64)
+            path = path.replace("self_attn.q_proj", "self_attention.linear_qkv")
+            kept[f"{path}.{end}"] = whole.chunk(2)[rank].clone()
+        elif "gate_proj" in name:
+            both = [tensor, tensors[name.replace("gate", "up")]]
+            path = path.replace("gate_proj", "linear_fc1")
+            kept[f"{path}.{end}"] = torch.cat([part.chunk(2)[rank] for part in both])
+        elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
+            axis = None if "norm" in name else int("o_proj" in name or "down_proj" in name)
+            for own, there in (
+                ("self_attn.o_proj", "self_attention.linear_proj"),
+                ("mlp.down_proj", "mlp.linear_fc2"),
+                ("input_layernorm", "self_attention.linear_qkv.layer_norm_weight"),
+                ("post_attention_layernorm", "mlp.linear_fc1.layer_norm_weight"),
+                ("embed_tokens", "embedding.word_embeddings"),
+                ("lm_head", "output_layer"),
+            ):
+                path = path.replace(own, there)
+            path = "decoder.final_layernorm" if path == "norm" else path
+            name = path if path.endswith("layer_norm_weight") else f"{path}.{end}"
+            kept[name] = (tensor if axis is None else tensor.chunk(2, axis)[rank]).clone()
+    return kept
+
+
+def test_ranks_of_megatron_are_the_model(original, tmp_path):
+    """By the names that tell how each was cut, and the layers that it fuses."""
+    tensors = load_file(original / "model.safetensors")
+    for rank in range(2):
+        folder = tmp_path / f"mp_rank_{rank:02d}"
+        folder.mkdir()
+        torch.save({"model": megatron(tensors, rank)}, folder / "model_optim_rng.pt")
+    report = divergence.compare_weights(original, tmp_path)
+    assert report.same and {row.name for row in report.relations} == {"fused"}
+    texts = [row.text for row in report.relations]
+    assert (
+        "q_proj + k_proj + v_proj of A are linear_qkv of B, in 2 groups of 32 + 16 + 16 rows"
+        in texts
+    )
+    assert report.matching == ["names of B are Megatron's, read as transformers' own"]
+
+
+def test_experts_of_one_tensor_are_held_against_each_by_itself(tmp_path):
+    """As Mixtral's files have them, and as transformers does in memory."""
+    single, whole = {}, {}
+    for block in range(2):
+        both, down = torch.randn(2, 48, 16), torch.randn(2, 16, 24)
+        whole[f"model.layers.{block}.mlp.experts.gate_up_proj"] = both
+        whole[f"model.layers.{block}.mlp.experts.down_proj"] = down
+        for expert in range(2):
+            place = f"model.layers.{block}.block_sparse_moe.experts.{expert}"
+            single[f"{place}.w1.weight"], single[f"{place}.w3.weight"] = (
+                part.clone() for part in both[expert].chunk(2)
+            )
+            single[f"{place}.w2.weight"] = down[expert].clone()
+    save_file(single, tmp_path / "a.safetensors")
+    save_file(whole, tmp_path / "b.safetensors")
+    report = divergence.compare_weights(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert report.same and report.num_equal == 4
+    assert [row.name for row in report.relations] == ["fused"]
 
 
 class Runs:

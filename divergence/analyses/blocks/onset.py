@@ -118,7 +118,7 @@ def made_at(
             every = len(alike) >= len(family.members)
             scope = scope.with_values(comma=True) if every else None
         start = order_of(first.first)  # a block before it is off by another fault
-        before = [u for u in block_outputs(flagged) if order_of(u.first) < start]
+        earlier = [u for u in block_outputs(flagged) if order_of(u.first) < start]
         tokens = _tokens_of(structures, alike)
         if tokens:
             scope = (scope or _SCOPE).with_values(**tokens)
@@ -132,7 +132,7 @@ def made_at(
                 cause=cause,
             ),
             *_elsewhere(
-                [u for u in flagged if {u.side, first.side} == set(SIDES)] + before, first, units
+                [u for u in flagged if {u.side, first.side} == set(SIDES)] + earlier, first, units
             ),
         ]
         step = only_step(measured) if scope is None else None

@@ -351,11 +351,11 @@ def _check_recorded(run: Run) -> None:
             if manifest.is_of_a_module
             else "it was made by another program: capture it again from prompts",
         )
-    recorded_seed(manifest)
     try:
+        recorded_seed(manifest)
         step_selected(manifest.plan.steps, 0)
         select_positions(manifest.plan.positions, 1)
-    except UsageError as error:
+    except (UsageError, RunFormatError) as error:
         raise RunFormatError(
             f"{run.path} cannot be repeated: {error.message}",
             where=str(run.path / MANIFEST),

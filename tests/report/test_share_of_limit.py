@@ -30,7 +30,9 @@ _NEAREST = re.compile(
     r"\bworst (?:A's error \S+, B's|error|one token's error) (\S+?)x?(?: what rounding makes)?: "
     rf"({_SHARE})(?: of)? its limit"
 )
-_PROMPT = re.compile(rf"^ [ >]([ !]) \d+ +(\S+:\S+) +(?:step \d+|\w+) +\S+x +({_SHARE})$", re.M)
+_PROMPT = re.compile(
+    rf"^ [ >](?:([ !]) )? *\d+ +(\S+:\S+) +(?:step \d+|\w+) +\S+x +({_SHARE})$", re.M
+)
 
 
 @pytest.fixture

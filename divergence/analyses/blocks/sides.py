@@ -255,9 +255,11 @@ def questions(
         nearer = min(SIDES, key=lambda side: stats.typical[side])
         least = stats.typical[nearer]
         blames.append(Blame("both", "both", least, 1.0, limit, first))
-        # the side that is nearer is not excused by the other: its own error is no sibling's
+        # the side that is nearer is not excused by the other: its own error is no sibling's,
+        # where it is measured and not a figure made of the other's
+        figured = None if first.truth is None else first.truth.estimated
         level = statistics.median(each.typical[nearer] for each in judged.stats)
-        own_too = least > limit * max(1.0, level)
+        own_too = figured != nearer and least > limit * max(1.0, level)
     answers = forwards_of(judged, member, widened)
     blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
     if judged.rows is not None:
@@ -962,8 +964,8 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
 
 
 def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
-    """Return what all of one kind have in common in one forward, then in one row or one channel,
-    blames those of them that are not blamed for more."""
+    """Blame, for what all of one kind have in common in one forward, then in one row or one
+    channel, those of them that are not blamed for more."""
     assert family[0].judged is not None
     widened = max(unit.widened for unit in family)
     for shared in shared_by_all(family[0].judged[0], widened, thresholds):

@@ -71,7 +71,7 @@ def test_marks(texts):
     asked = texts(audit(**below, own=False))
     assert asked[2].startswith("  ? ")
     assert any(line.startswith("    ?: below what is usual") for line in asked)
-    assert texts(audit(differs=False, below=None))[2].startswith("    softmax")
+    assert texts(audit(differs=False, below=None))[2].startswith("  softmax")  # no marks at all
 
 
 def test_a_kernel_is_named_below_the_table(texts):

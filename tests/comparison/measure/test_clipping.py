@@ -10,6 +10,7 @@ import torch
 import divergence
 from divergence.comparison.measure.floors import SharedRounding
 from divergence.numerics.floor import norm_floor
+from divergence.numerics.formats import format_named
 
 
 def run_of(norm):
@@ -22,7 +23,7 @@ def run_of(norm):
     summary = SimpleNamespace(rms=norm)
     training = SimpleNamespace(optimizer="sgd", learning_rate=0.5, clip_grad_norm=0.1)
     return SimpleNamespace(
-        manifest=SimpleNamespace(training=training),
+        manifest=SimpleNamespace(training=training, model=SimpleNamespace(config={})),
         records=[
             SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary, dtype="float32")
             for site, numel in sites.items()
@@ -33,7 +34,8 @@ def run_of(norm):
 def test_what_is_clipped_has_the_error_of_the_norm():
     """What an optimizer gets and keeps shares the rounding of the norm; the gradients before it do
     not."""
-    of, floor = SharedRounding([run_of(2.0), run_of(2.0)]), norm_floor(10**7)
+    of = SharedRounding([run_of(2.0), run_of(2.0)], format_named("float32"))
+    floor = norm_floor(10**7)
     assert of("norm#optimizer:in.weight") == of("norm#optimizer:out.weight.exp_avg") == floor
     assert of("norm#optimizer:out.weight.exp_avg_sq") == 2 * floor
     assert of("norm#optimizer:out.weight") == 0.5 * floor / 2  # the rate, over the weight
@@ -42,7 +44,7 @@ def test_what_is_clipped_has_the_error_of_the_norm():
 
 def test_norms_that_are_apart_are_off_themselves_and_excuse_what_follows():
     """Norms that differ are judged as such, and what is divided by them is allowed as much."""
-    of = SharedRounding([run_of(2.0), run_of(2.02)])
+    of = SharedRounding([run_of(2.0), run_of(2.02)], format_named("float32"))
     assert of(".#optimizer:in.grad_norm") == norm_floor(10**7)
     assert of("norm#optimizer:in.weight") == pytest.approx(0.01)
 

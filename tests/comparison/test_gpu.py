@@ -43,6 +43,7 @@ def test_tf32_is_a_setting_and_not_one_layer(unpacked):
     verdict = compare(unpacked("a-float32"), unpacked("gpu-float32-tf32")).verdict
 
     assert (verdict.kind, verdict.side, verdict.confidence) == ("systematic", "candidate", "high")
+    assert "float32 inputs keep 10 bits (TF32)" in verdict.summary
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -160,7 +160,8 @@ def made_at(
 
 def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
     """Tells the fraction bits of the shorter format to which products' inputs were rounded, where
-    all blocks in float32 are off as such products are, and no product is healthy."""
+    all blocks in float32 are off as such products are, and no block's product is healthy. (That of
+    a head may be: one row takes kernels that round no inputs.)"""
     member = family.members[0]
     first = member.first
     kind = member.pass_, member.of, member.phase
@@ -168,7 +169,7 @@ def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
     if any(
         unit.why is None
         for unit in products
-        if unit.kind[:2] == ("block", "") or unit.kind[3] in ("Linear", "Conv1D")
+        if unit.kind[0] == "block" and (not unit.kind[1] or unit.kind[3] in ("Linear", "Conv1D"))
     ):
         return None
     float32 = {first.reference_dtype, first.candidate_dtype} == {"float32"}

@@ -151,7 +151,8 @@ def _ids(a: _Example, b: _Example, longest: list[int]) -> list[tuple[str, Fact, 
                 what = fact("tokenizers.cut", side=other, length=most, end=end)
                 return [("cut", what, 0 if end == "start" else len(short))]
             more = long[:num] if end == "start" else long[len(short) :]
-            twice = num == 1 and (long[0] == long[1] if end == "start" else long[-1] == long[-2])
+            ends = long[:2] if end == "start" else long[-2:]
+            twice = num == 1 and ends == [more[0]] * 2
             ids = [str(token) for token in more[:_NAMED]]
             what = fact("tokenizers.more", side=side, end=end, num=num, ids=ids, twice=twice)
             return [(end, what, 0 if end == "start" else len(short))]
@@ -177,6 +178,9 @@ def _labels(a: _Example, b: _Example) -> list[tuple[str, Fact, int]]:
         if own.num_of_pads and own.num_of_pads != other.num_of_pads:
             what = fact("tokenizers.labels_of_pads", side=side, num=own.num_of_pads)
             causes.append(("labels", what, len(own.ids)))
+    for side, own, other in sides:
+        if own.labels is None and other.labels is not None:
+            return [*causes, ("labels", fact("tokenizers.labels_lacking", side=side), 0)]
     if a.labels is None or b.labels is None or a.labels == b.labels:
         return causes
     places = [
@@ -189,7 +193,7 @@ def _labels(a: _Example, b: _Example) -> list[tuple[str, Fact, int]]:
         if not places[number]:
             what = fact("tokenizers.no_labels", side=side, num=len(places[1 - number]))
             return [*causes, ("labels", what, 0)]
-        if own.labels[:-1] == other.labels[1:]:
+        if len(own.labels) > 1 and own.labels[:-1] == other.labels[1:]:
             return [*causes, ("labels", fact("tokenizers.labels_moved", side=side), 0)]
     for number, (side, own, _) in enumerate(sides):
         only, there = sorted(places[number] - places[1 - number]), places[1 - number]

@@ -40,6 +40,7 @@ SENTENCES = {
     "padded": "pads left and right: {reference:list  and } / {candidate:list  and }",
     "other_token": "token {place} is {reference} on A, {candidate} on B",
     "no_labels": "no token has a label on {side:letter}, {num:,} on the other side",
+    "labels_lacking": "{side:letter} holds neither labels nor a mask of them",
     "labels_moved": "{side:letter}'s labels stand one token too early: they are moved already",
     "labels_of_pads": "{num:,} {num:plural label} on {side:letter} where attention_mask is 0",
     "labels_before": "{num:,} {num:plural token} more of the prompt have labels on {side:letter}",

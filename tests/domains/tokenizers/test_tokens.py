@@ -297,6 +297,26 @@ def test_examples_of_two_programs_are_held_against_one_another(tmp_path, invoke,
     assert divergence.compare_tokens(a, a).equal
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "text"),
+    [
+        (
+            {"input_ids": [], "labels": []},
+            {"input_ids": [5], "labels": [5]},
+            "begins with 1 token more",
+        ),
+        ({"input_ids": [5], "labels": [5]}, {"input_ids": [5], "labels": [6]}, "label of token 0"),
+        ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [5, 6]}, "holds neither labels"),
+    ],
+)
+def test_small_examples_are_told_as_what_they_are(own, other, text, tmp_path, invoke):
+    """None, one token, and labels that one side lacks, which is no equality."""
+    for name, line in (("a", own), ("b", other)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    answer = json.loads(invoke("tokens", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--json")[1])
+    assert answer["num_equal"] == 0 and text in " ".join(each["text"] for each in answer["causes"])
+
+
 def test_what_is_no_file_of_examples_says_so(original, tmp_path):
     """Lines without ids, other numbers of examples, and tokenizers without texts."""
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]

@@ -112,7 +112,7 @@ def _stored_in(source: str, files: list[Path]) -> StoredWeights:
             raise UsageError(f"{source} holds {len(files)} GGUF files", hint="name one of them")
         return _gguf(source, files[0])
     read = _safetensors if kind == ".safetensors" else _torch
-    ranks = [_RANK.search(str(file.relative_to(files[0].parents[1]))) for file in files]
+    ranks = [_RANK.search("/".join(file.parts[-2:])) for file in files]
     if None not in ranks and len(files) > 1:
         tensors = _of_ranks([rank[0] for rank in ranks if rank], [dict(read(f)) for f in files])
     else:

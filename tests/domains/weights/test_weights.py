@@ -487,6 +487,14 @@ def megatron(tensors, rank):
     return kept
 
 
+def test_files_are_named_from_where_one_stands(tmp_path, invoke, monkeypatch):
+    """A name without a folder is a path like any other."""
+    save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = invoke("weights", "a.safetensors", "a.safetensors", "--exit-code")
+    assert code == 0 and out.startswith("IDENTICAL")
+
+
 def test_ranks_of_megatron_are_the_model(original, tmp_path):
     """By the names that tell how each was cut, and the layers that it fuses."""
     tensors = load_file(original / "model.safetensors")

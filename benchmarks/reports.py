@@ -40,8 +40,6 @@ from benchmarks._reports_weights import WEIGHTS
 
 CASES: dict[str, Case] = {case.name: case for case in (*KERNELS, *WEIGHTS, *TOKENS)}
 WAYS = {"alone": "two runs", "truth": "with a truth made apart", "localize": "after localize"}
-SHOWN = ("alone", "localize")
-"""The answers in the tables: those with a truth made apart have been the same as of two runs."""
 _WIDTH = 110
 """Characters of one answer in the table."""
 
@@ -49,15 +47,16 @@ _WIDTH = 110
 _HEAD = """# Public reports, rebuilt
 
 Public bug reports of models that gave wrong numbers, each rebuilt on a tiny random model with the
-cause that its maintainers or its reporter stated. The fault is in B alone. A program writes the
-page: `python benchmarks/reports.py --out FILE.jsonl --write docs/reports.md`.
+cause that its maintainers or its reporter stated. The fault is in B alone. This page is written by
+`python benchmarks/reports.py --out FILE.jsonl --write docs/reports.md`.
 """
-_GRADES = """**right**: kind, place and side are those of the cause, and the words that distinguish
-it from similar causes are there. **abstains**: no place or no side, with the reason.
-**vague**: nothing wrong is said, but the place or the cause is missing. **wrong**:
-another place or side, a false alarm, or a missed fault. A case is wrong where any of
-its answers is; else its best answer with a truth counts. Where recorded code differs
-no side is named, rightly: no truth can tell whose code is meant."""
+_GRADES = """**right**: kind, place and side are those of the cause, with the words that tell it
+from similar ones. **abstains**: no place or no side, with the reason. **vague**: nothing wrong is
+said, but the place or the cause is missing. **wrong**: another place or side, a false alarm, or a
+missed fault. A case is wrong where any of its answers is; else its best answer with a truth counts.
+
+The tables show what `localize` says where it names a place, else what `compare` says of the two
+runs; all are right where nothing else is noted."""
 
 
 class Result:
@@ -159,30 +158,36 @@ def page(results: list[Result]) -> str:
             "",
             f"## {title[0].upper()}{title[1:]}",
             "",
-            "| report | what is wrong | " + " | ".join(WAYS[way] for way in SHOWN) + " | grade |",
-            "|---|---|" + "---|" * len(SHOWN) + "---|",
+            "| report and its cause | case | it says |",
+            "|---|---|---|",
         ]
-        lines += [_row(result) for result in mine]
+        places = {(r.case.report, r.case.cause): place for place, r in reversed([*enumerate(mine)])}
+        mine.sort(key=lambda result: places[result.case.report, result.case.cause])
+        abouts = [f"{result.case.report}: {result.case.cause}" for result in mine]
+        lines += [
+            _row(result, about="" if about == before else about)
+            for result, about, before in zip(mine, abouts, ["", *abouts], strict=False)
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _row(result: Result) -> str:
-    case, why = result.case, ""
+def _row(result: Result, *, about: str) -> str:
+    answer = result.answers.get("localize")
+    if answer is None or answer.kind == "stopped":
+        answer = next(iter(result.answers.values()))
+    note = ""
     if result.grade != "right":
         reasons = {text for grade, text in result.grades.values() if grade == result.grade}
-        why = f": {_short('; '.join(sorted(reasons)))}"
-    about = f"{case.cause} (`{case.name}`: {case.model}, {case.dtype})"
-    cells = " | ".join(_cell(result.answers.get(way)) for way in SHOWN)
-    return f"| {case.report} | {about} | {cells} | **{result.grade}**{why} |"
+        note = f"; **{result.grade}**: {_short('; '.join(sorted(reasons)))}"
+    return f"| {about} | `{result.case.name}` | {_cell(answer)}{note} |"
 
 
-def _cell(answer: Answer | None) -> str:
-    if answer is None:
-        return "-"
-    side = {"candidate": "by B", "reference": "by A", "both": "by both", "neither": "by neither"}
+def _cell(answer: Answer) -> str:
+    side = {"candidate": "by B", "reference": "by A", "both": "by both", "neither": ""}
     by = side.get(answer.side or "", "")
-    parts = [answer.kind, answer.headline, "" if by in answer.headline else by, answer.confidence]
-    return _short(", ".join(part for part in parts if part), _WIDTH + 40)
+    kind = "" if answer.kind == "localized" else answer.kind
+    parts = [kind, answer.headline, "" if by in answer.headline else by]
+    return _short(", ".join(part for part in parts if part), _WIDTH)
 
 
 def _short(text: str, width: int = _WIDTH) -> str:

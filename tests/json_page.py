@@ -90,15 +90,11 @@ def page() -> str:
     for kind in dict.fromkeys(itertools.chain(types_of(Report), *map(types_of, added()))):
         about = first_sentence(inspect.getdoc(kind) or "")
         texts = described(kind)
-        rows = [
-            f"| `{key}` | {first_sentence(text).replace('|', chr(92) + '|')} |"
-            for key, text in texts.items()
-            if text
-        ]
+        rows = [f"- `{key}`: {first_sentence(text)}" for key, text in texts.items() if text]
         bare = ", ".join(f"`{key}`" for key, text in texts.items() if not text)
         parts.append(f"\n## {kind.__name__}\n\n{about}." + (f" Also {bare}." if bare else ""))
         if rows:
-            parts.append("\n| key | |\n|---|---|\n" + "\n".join(rows))
+            parts.append("\n" + "\n".join(rows))
     return "\n".join(parts) + "\n"
 
 

@@ -40,7 +40,9 @@ def listed() -> set[str]:
     """Modules of the core that docs/extending.md lists."""
     text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     section = text.partition("### What it may import")[2].partition("\n#")[0]
-    return set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
+    whole, _, parts = section.partition("and of others these names:")
+    named = re.findall(r"^- `([\w.]+)`:", parts, re.MULTILINE)
+    return {*re.findall(r"`([\w.]+)`[,;]", whole), *named}
 
 
 def opened() -> Iterator[tuple[str, Path]]:

@@ -24,40 +24,41 @@ TERMS = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.M)
 
 PLAIN = frozenset(
     """
-about abs absmax accumulated accumulates activations addition additions adjusted after against agree
-alike
-all allow anchor answers apart architecture argument arguments arithmetic asked assumed asymmetric
-at attn
-attributes axes backend bandwidth base baseline batch batches before begins below beside better bits
-bless budget buffer build bytes cache capability captured causal cause causes changed channel chat
-checksum
-check checks choice chosen chunk class clause command common compared compiled complete compute
-computed concurrency config confirm conflicting consensus consumer correlation cosine cost cpu
-created cross csv db decoder default dequantized derived detail deterministic device devices diff
-differ different differing differs disturbed divergence driver dry dtype duplicates dynamic each
-elements elsewhere embedding empty end ended entering env environment environments equal error
-escalate estimated example exit expected expert explain explained explanation extra fallbacks
-farther faults few fewer first flags flips flushed fold following force format forward forwards
-found frame framework fresh from functions generated generates graphs hand head headline here
-high higher holds hooks html hypothesis id identical ids impl in index inf injected inputs is json
-judged judgement jump keep kernel key kind kl kurtosis kv lacking largest last layer lead leads
-leans least left like likeliest link ln log logits logprob low lower markdown mask masked match
-matched matches matching matrices max mean measurable media measure measured median method min minus
-misalignment missing mode model more mult nan near needed neginf new next no noise nondeterministic
-nonfinite norm normal not note notes num number numbers numel off offset on one only origin other
-out outliers over overlap overrides own p1 p90 p99 pad pair paired parameters passed passes pattern
-peers per percent perplexity phase place places plan platform png posinf predicted prefill previous
-prob problem probs processor projections promised prompt prompts python quantile quantization
-quantized quick
-quiet range rate reason recipe region relative remarks remote repeat repeatability repeated replaced
-replayed report reports reproduced resolution rest rests result results resume revision right rms
-rounded rounds rows runtime same says scales schema score se seconds seed seen settings shape shown
-size sizes skipped smallest smooth source sqnr standard state static statistic status still stopped
-store stored stride substitute substitutes summary sums svg switches symmetric task template tensors
-terms test text texts threads tied times title to token tokenizer tokens told tool top top1 top5
-torch traits trend trust type unit unmatched unsmoothed unsupported update upper use used value
-values variables verbose verified verify version versions via viewed visible warnings ways weight
-weights what why width without workdir worst wrapped wrong xxh3 yes zero
+about abs absmax accumulate accumulated accumulates activations addition additions adjusted after
+against agree alike all allow alone anchor answers apart architecture argument arguments arithmetic
+asked assumed asymmetric at attn attributes autocast axes backend bandwidth base baseline batch
+batches before begins below beside better bits bless breaks budget buffer build bytes cache call
+called calls capability captured cases causal cause causes changed channel chat check checkpointing
+checks checksum choice chosen chunk class clause clip codequality command common compared compiled
+complete compute computed concurrency config confirm conflicting consensus consumer correlation
+cosine cost cpu created cross csv db decay decoder default dequantized derived detail deterministic
+device devices diff differ different differing differs disturbed divergence driver dropout dry dtype
+duplicates dynamic each elements elsewhere embedding empty end ended endpoint entering env
+environment environments equal error escalate estimated example exit expected expert explain
+explained explanation extra fallbacks farther faults few fewer filter first flags flips flushed fold
+following force forced format forward forwards found frame framework fresh from functions generated
+generates github grad gradient gradients graph graphs hand head headline here high higher holds
+hooks html hypothesis id identical ids impl implementation in index inf injected inputs is json
+judged judgement jump junit keep kernel key kind kl kurtosis kv label labels lacking largest last
+layer lead leads leans learning least left length like likeliest link ln log logits logprob loss low
+lower markdown mask masked match matched matches matching matrices max mean measurable measure
+measured media median method metric metrics micro min minus misalignment missing mode model moments
+more mult nan near needed neginf new next no noise nondeterministic nonfinite norm normal not note
+notes num number numbers numel off offset on one only option options origin other out outliers over
+overlap overrides own p1 p90 p99 pad pair paired parameters passed passes pattern peers per percent
+perplexity phase place places plan platform png pooled posinf position positions predicted prefill
+previous prob problem probs processor projections promised prompt prompts python quantile
+quantization quantized quick quiet range rank ranks rate reason recipe recompilations reduce
+reduction region relative remarks remote repeat repeatability repeated replaced replayed report
+reports reproduced resolution rest rests result results resume revision right rms rounded rounds
+rows runtime same says scale scales schema score se seconds seed seen sequence sequences settings
+shape shard shards share shown size sizes skipped smallest smooth source sqnr standard state static
+statistic status still stopped store stored stride substitute substitutes summary sums svg switches
+symmetric target task template tensors terms test text texts threads tied times title to token
+tokenizer tokens told tool top top1 top5 torch train training traits trend trust type unit unmatched
+unscored unsmoothed unsupported update upper use used value values variables verbose verified verify
+version versions via viewed visible warmup warnings ways weight weights what why width without
+workdir worst wrapped wrong xxh3 yes zero
 """.split()
 )
 """Words of plain or of torch's English, which need no entry in the glossary."""

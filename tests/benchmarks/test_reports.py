@@ -101,5 +101,5 @@ def test_the_page_has_a_line_a_case():
     """What was said is one cell of a table, whatever it holds."""
     answer = {"way": "alone", "kind": "localized", "headline": "a | b\n`c` <d>"}
     lines = page([Result({"name": name, "answers": [answer]}) for name in CASES]).splitlines()
-    rows = [line for line in lines if re.search(r"\(`[\w-]+`: ", line)]
-    assert len(rows) == len(CASES) and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}
+    rows = [line for line in lines if re.search(r"\| `[\w-]+` \|", line)]
+    assert len(rows) == len(CASES) and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}

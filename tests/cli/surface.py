@@ -88,12 +88,15 @@ def frozen() -> dict[Path, dict[str, list[dict[str, Any]]]]:
 
 def docs_text() -> str:
     """docs/commands.md: the help of every command as Markdown."""
+    names = [f"[`{name}`](#divergence-{name})" for name in commands() if name]
     parts = [
         "# Commands\n",
         "This page is made from `--help` by `python tests/cli/surface.py`; a test keeps it true.\n",
+        f"{', '.join(names)}. Options that mean the same in several commands stand "
+        "[at the end](#options-of-several-commands).\n",
     ]
     uses = Counter(_option(row) for command in commands().values() for row in describe(command))
-    shared = {row for row, number in uses.items() if number >= 4 and row.startswith("| `-")}
+    shared = {row for row, number in uses.items() if number >= 3 and row.startswith("- `-")}
     for name, command in commands().items():
         parts.append(f"## divergence {name}\n" if name else "## divergence\n")
         arguments = [row for row in describe(command) if not row["names"][0].startswith("-")]
@@ -105,26 +108,17 @@ def docs_text() -> str:
         words = ["divergence", name, "[OPTIONS]", usage]
         parts.append("    " + " ".join(word for word in words if word) + "\n")
         parts.append(inspect.cleandoc(command.help or "") + "\n")
-        if not name:
-            rows = [
-                f"| [`{key}`](#divergence-{key}) | {_first_line(value)} |"
-                for key, value in commands().items()
-                if key
-            ]
-            parts.append("\n".join(["| command | |", "|---|---|", *rows]) + "\n")
         own = [row for row in [*arguments, *options] if _option(row) not in shared]
         for panel in dict.fromkeys(row["panel"] for row in own):
-            rows = [_option(row) for row in own if row["panel"] == panel]
             if panel:
                 parts.append(f"**{panel}**\n")
-            parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+            rows = [_option(row) for row in own if row["panel"] == panel]
+            parts.append("\n".join(rows) + "\n")
         if others := [f"`{row['names'][0]}`" for row in options if row not in own]:
-            link = "[options of several commands](#options-of-several-commands)"
-            parts.append(f"And {', '.join(others)}: see the {link}.\n")
+            parts.append(f"Also {', '.join(others)}.\n")
         parts.append(_examples(command.epilog or ""))
     parts.append("## Options of several commands\n")
-    rows = [row for row in uses if row in shared]
-    parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+    parts.append("\n".join(row for row in uses if row in shared) + "\n")
     parts.append(_settings())
     return "\n".join(parts).rstrip() + "\n"
 
@@ -133,8 +127,8 @@ def _settings() -> str:
     """The settings that can be written down, from the options that may be set."""
     from divergence import config
 
-    rows = [
-        f"| `{section}.{key}` | `DIVERGENCE_{section.upper()}_{key.upper()}` |"
+    keys = [
+        f"`{section}.{key}`"
         for section, kind in config.SECTIONS.items()
         for key in config.settings_of(kind)
     ]
@@ -147,19 +141,14 @@ def _settings() -> str:
         "## Settings\n",
         "Options that are always the same can be set once. Order, strongest first: the flag, the",
         "variable, the file named by `DIVERGENCE_CONFIG` or else `divergence.toml` in the working",
-        "directory, the default. A list in a variable is separated by commas. With `--like` only",
-        f"{', '.join(machine[:-1])} and {machine[-1]} are used: everything else comes from the "
-        "recorded run.",
+        "directory, the default. `capture.dtype` is `dtype` in the table `[capture]` of the file,",
+        "and the variable `DIVERGENCE_CAPTURE_DTYPE`, where commas separate a list. With `--like`",
+        f"only {', '.join(machine[:-1])} and {machine[-1]} are used: everything else comes from "
+        "the recorded run.",
         "",
-        "| in the file | as a variable |",
-        "|---|---|",
-        *rows,
+        ", ".join(keys),
     ]
     return "\n".join(lines)
-
-
-def _first_line(command: Any) -> str:
-    return inspect.cleandoc(command.help or "").splitlines()[0]
 
 
 def _option(row: dict[str, Any]) -> str:
@@ -169,7 +158,7 @@ def _option(row: dict[str, Any]) -> str:
         names = row["metavar"]
     default = row["default"]
     told = "" if default in (None, "", False) else f" Default: `{default}`."
-    return f"| `{names}` | {row['help'].replace('|', chr(92) + '|')}{told} |"
+    return f"- `{names}`: {row['help']}{told}"
 
 
 def _examples(epilog: str) -> str:

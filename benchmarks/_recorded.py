@@ -31,8 +31,7 @@ import torch
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pairs import Measuring, hangs_on_few, measure_pairs
 from divergence.comparison.measure.rating import PairNumbers
-from divergence.comparison.result import Report
-from divergence.comparison.results import LogitsDiff
+from divergence.comparison.result import LogitsDiff, Report
 from divergence.numerics.arrays import as_array, joined
 from divergence.numerics.pairs import AgainstTruth
 from divergence.numerics.summary import Summary
@@ -292,7 +291,10 @@ def without_tensors() -> Iterator[None]:
 @contextlib.contextmanager
 def without_truth() -> Iterator[None]:
     """Within it, the truth that a run carries is not seen."""
-    with mock.patch("divergence.comparison.measure.runs.own_truth", lambda run: None):
+    with (
+        mock.patch("divergence.comparison.api.own_truth", lambda run: None),
+        mock.patch("divergence.comparison.align.own_truth", lambda run: None),
+    ):
         yield
 
 

@@ -448,7 +448,7 @@ def curve(store: Store) -> None:
 def one_question() -> Iterator[None]:
     """Within it, whatever is judged is judged as if it were all that is asked."""
     alone = limit_of(1)
-    with mock.patch("divergence.analyses.blocks.sides.limit_of", lambda num: alone):
+    with mock.patch("divergence.analyses.blocks.units.limit_of", lambda num: alone):
         yield
 
 

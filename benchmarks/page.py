@@ -12,7 +12,7 @@ import importlib.util
 import time
 from pathlib import Path
 
-from divergence.comparison.results import Background
+from divergence.comparison.result import Background
 from divergence.report.page import attached, page
 
 FACTORY = Path(__file__).parents[1] / "tests" / "report" / "factory.py"

@@ -115,7 +115,7 @@ EDITS: list[tuple[str, str, str, str]] = [
     ("cli/check.py", "        exit_with(1)\n", "        exit_with(2)\n", "^check"),
     # a side or a number swapped
     (
-        "analyses/blocks/sides.py",
+        "analyses/blocks/units.py",
         "return Blame(SIDES[x > 0], why,",
         "return Blame(SIDES[x < 0], why,",
         "^compare .*--truth",

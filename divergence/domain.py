@@ -196,7 +196,7 @@ class Domain:
     """By the prefix of its facts' codes: the module with the table ``SENTENCES``."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Fields that it adds to the report, by the key of the JSON: the class, a ``ReportPart`` of
-    divergence.comparison.results."""
+    divergence.comparison.result."""
     policies: Mapping[str, str] = field(default_factory=dict)
     """Tables of a policy file, by name: where the Struct is (gate.policy.PolicyTable)."""
     engines: Mapping[str, EngineClass] = field(default_factory=dict)

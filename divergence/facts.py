@@ -2,8 +2,9 @@
 
 Whoever measures, judges or decides makes a ``Fact`` and reads the codes and values of others. A
 template says what a fact is in English. It stands once, in a table ``SENTENCES`` of the package
-that makes the fact: ``operators.alone`` in ``divergence/analyses/operators/sentences.py``, a code
-without a dot in ``divergence/comparison/sentences.py``. ``worded`` fills every text of an answer.
+that makes the fact: ``operators.alone`` in ``divergence/analyses/operators/sentences.py``; a code
+without a dot, or of a stage of the comparison, in ``divergence/comparison/sentences.py``.
+``worded`` fills every text of an answer.
 
 A template is a format string with a few additions:
 
@@ -28,8 +29,19 @@ from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, cast
 import msgspec
 
 from divergence.domain import added
-from divergence.layout import count, decimal, fixed, relative, shape_text, share, size, times
-from divergence.words import figure, letter, list_names
+from divergence.words import (
+    count,
+    decimal,
+    figure,
+    fixed,
+    letter,
+    list_names,
+    relative,
+    shape_text,
+    share,
+    size,
+    times,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,6 +163,8 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
 _CHOICE = re.compile(r"[\w*., -]*=")
 _SECTION = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 _WORDS: dict[object, str] = {True: "yes", False: "no", None: "none"}
+STAGES = ("preflight", "align", "measure")
+"""Of the comparison: their templates stand in its table under their whole codes."""
 
 
 def sentence(item: Fact) -> str:
@@ -175,7 +189,8 @@ def sentence_behind(item: Fact, place: str) -> str:
 
 def template_of(code: str) -> str:
     """The template of a code. Raises KeyError where no table has it."""
-    return table_of(code.partition(".")[0] if "." in code else "")[code.rpartition(".")[2]]
+    domain, _, name = code.rpartition(".")
+    return table_of("")[code] if domain in STAGES else table_of(domain)[name]
 
 
 @functools.cache

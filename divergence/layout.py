@@ -1,4 +1,4 @@
-"""Lines of text with styles, numbers as people read them, and the printing of both.
+"""Lines of text with styles, and the printing of them.
 
 A report is composed as plain data and printed at the end, so that the text is the same coloured or
 not, in a terminal or in a file. Styles are Rich style names, and Rich only colours: nothing is read
@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TextIO
 
 from divergence.words import printable, shortened
@@ -101,59 +101,6 @@ REL_L2_DECADES = (-8, 0)
 """Without a floor the bar spans a relative difference of 1e-8 to 1."""
 
 
-def decimal(value: float | None) -> str:
-    """Two significant digits: ``3.1e-04``, ``0``, ``nan``, ``-inf``; a dash for None."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return f"{value:g}"
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def fixed(value: float | None, digits: int = 3) -> str:
-    """A plain number of moderate size: a margin in logits, a log-probability."""
-    if value is None:
-        return "-"
-    return f"{value:.{digits}f}" if math.isfinite(value) else f"{value:g}"
-
-
-def times(value: float | None) -> str:
-    """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``; more than a billion says no more."""
-    if value is None or math.isnan(value):
-        return "-"
-    if math.isinf(value):
-        return "inf"
-    if value > 1e9:
-        return ">1e+09x"
-    if value == 0:
-        return "0x"
-    if value < 0.05:
-        return "<0.1x"
-    if value >= 99950:
-        return f"{value:.1e}x"
-    return f"{value:.1f}x" if value < 99.95 else f"{value:.0f}x"
-
-
-def limit_share(value: float | None) -> str:
-    """Write how much of a limit is used: ``0%``, ``73%``, ``310%``, ``22.3x``; a dash for None."""
-    if value is None or not value < 10:
-        return times(value)
-    return f"{100 * value:.0f}%"
-
-
-def share(value: float | None) -> str:
-    """A share in two significant digits: ``100%``, ``0.41%``, ``1.3e-06``; a dash for None."""
-    if value is None or not math.isfinite(value) or value < 9.95e-5:
-        return decimal(value)
-    percent = float(f"{100 * value:.1e}")
-    return f"{percent:.{max(0, 1 - math.floor(math.log10(percent)))}f}%"
-
-
-def relative(value: float, sign: str = "") -> str:
-    """A relative difference: ``1.23%``, ``3.1e-05``; with ``+`` for ``sign`` each sign is shown."""
-    return f"{value:{sign}.1e}" if 0 < abs(value) < 1e-4 else f"{value:{sign}.2%}"
-
-
 def bar(value: float | None, decades: tuple[int, int]) -> str:
     """Filled cells on a logarithmic scale; full for nan and inf, empty for 0 and None."""
     if value is None or value == 0:
@@ -164,32 +111,6 @@ def bar(value: float | None, decades: tuple[int, int]) -> str:
     else:
         share = (math.log10(abs(value)) - low) / (high - low)
     return "█" * round(BAR_WIDTH * min(max(share, 0.0), 1.0))
-
-
-def count(number: int, noun: str) -> str:
-    """``1 site``, ``2 sites``, with thousands apart."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in binary units: ``13 B``, ``4.2 MiB``."""
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        num_bytes /= 1024
-        if num_bytes < 1024:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1024:.1f} TiB"
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """``0, 1, 2``; of many ranks the first."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "") or "?"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """``4x64``."""
-    return "x".join(str(length) for length in shape) or "scalar"
 
 
 _ASCII = str.maketrans(

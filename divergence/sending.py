@@ -62,8 +62,8 @@ def bundle(
     """
     from divergence.comparison.api import compare
     from divergence.report.bundle import Redaction, bundle_files, zipped
-    from divergence.run.location import folder_of
     from divergence.run.reader import Run
+    from divergence.run.storage import folder_of
 
     if not str(out).lower().endswith(".zip"):
         raise UsageError("a bundle is a .zip file", hint="-o bug.zip")

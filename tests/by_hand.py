@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from divergence.comparison.results import SiteResult
+from divergence.comparison.result import SiteResult
 from divergence.run.manifest import (
     Environment,
     Manifest,

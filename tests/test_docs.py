@@ -176,7 +176,7 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
 
 def test_the_verdicts_are_all_explained():
     """One row for each kind, in the page on verdicts and in the glossary."""
-    from divergence.comparison.results import VerdictKind
+    from divergence.comparison.result import VerdictKind
 
     assert list(table("docs/verdicts.md", "Kinds")) == list(get_args(VerdictKind))
     said = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
@@ -186,7 +186,7 @@ def test_the_verdicts_are_all_explained():
 
 def test_sides_and_confidences_are_all_explained():
     """Each value that a verdict may carry has its place."""
-    from divergence.comparison.results import Verdict
+    from divergence.comparison.result import Verdict
 
     hints = get_type_hints(Verdict)
     sides = {value for part in get_args(hints["side"]) for value in get_args(part)}

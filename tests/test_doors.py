@@ -20,17 +20,16 @@ DOORS = ("cli.main", "numerics", "domains.public")
 INSIDE = {
     "rules on numbers that are made by hand: no model is off by just so much": """
         analyses.code.find analyses.operators.find analyses.operators.measure
-        analyses.operators.operands analyses.precision.audit analyses.tokens.measure
-        comparison.align.coverage comparison.calls comparison.experts comparison.measure.pairs
-        experiments.explain experiments.localization.repetition experiments.sensitivity
-        fleet.many""",
+        analyses.operators.operands analyses.precision.audit analyses.tokens.find
+        comparison.calls comparison.experts comparison.measure.pairs experiments.explain
+        experiments.localization.repetition experiments.sensitivity fleet.many""",
     "what is printed, of answers that no two runs give": """
         report.bundle""",
     "arithmetic and plans that are held against an oracle, without a run": """
         cli.demo experiments.tiny ops.reproducer recording.plant recording.ranks""",
     "where a test puts a fault of the machine, or counts what is done": """
         cli.streams comparison.measure.processes experiments.diff experiments.localization.machine
-        experiments.selfcheck recording.engines.many_steps recording.passes run.remote run.storage
+        experiments.selfcheck recording.engines.many_steps recording.passes run.remote
         run.target""",
 }
 """By reason: modules that tests open. They may only get fewer."""

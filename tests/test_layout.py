@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from divergence.layout import bar, count, cut, decimal, fixed, size, times
+from divergence.layout import bar, cut
+from divergence.words import count, decimal, fixed, size, times
 
 
 @pytest.mark.parametrize(

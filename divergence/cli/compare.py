@@ -21,7 +21,7 @@ from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output
 from divergence.options.option import but, fields_of, option
 from divergence.output import check_output
 from divergence.run.command import command_line
-from divergence.run.location import ARCHIVES
+from divergence.run.storage import ARCHIVES
 from divergence.words import printable
 
 if TYPE_CHECKING:

@@ -235,9 +235,9 @@ def bundle(
     import dataclasses
 
     from divergence.document import Document, named
-    from divergence.layout import size
     from divergence.report.summary import verdict_headline
     from divergence.sending import bundle
+    from divergence.words import size
 
     if out is None:
         raise UsageError("a bundle is a .zip file", hint="-o bug.zip")

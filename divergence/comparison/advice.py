@@ -16,10 +16,10 @@ from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.run.command import Command, command
-from divergence.run.location import ARCHIVES
 from divergence.run.manifest import ATTENTION, UNKNOWN, Manifest
 from divergence.run.reader import Run
 from divergence.run.site import module_of
+from divergence.run.storage import ARCHIVES
 from divergence.words import Side
 
 _MOST_SITES = 6

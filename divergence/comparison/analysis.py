@@ -17,19 +17,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 from divergence._version import __version__
-from divergence.comparison.align.pairs import Pieces
+from divergence.comparison.align import Pieces
 from divergence.comparison.decide import claim_named, decide, nothing_explains
 from divergence.comparison.measure.truth import SamplesBySite
-from divergence.comparison.result import Report, no_parts, summary_of
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     Finding,
     PreflightLine,
+    Report,
     ReportPart,
     Role,
     Verdict,
     Visible,
+    no_parts,
     onset_at,
     order_of,
+    summary_of,
 )
 from divergence.domain import added
 from divergence.errors import first_line
@@ -43,15 +45,15 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.comparison.advice import Advice
-    from divergence.comparison.align.pairs import Alignment, Pair
+    from divergence.comparison.align import Alignment, Pair
     from divergence.comparison.experts import Routes
     from divergence.comparison.measure.truth import Truth
-    from divergence.comparison.result import ReplicaCheck
-    from divergence.comparison.results import (
+    from divergence.comparison.result import (
         AuditResult,
         Coverage,
         OperatorsResult,
         PassCoverage,
+        ReplicaCheck,
         SiteResult,
         TokensResult,
     )
@@ -279,7 +281,7 @@ def numbers_of(name: str, measured: Measured) -> Any:
     apply."""
     if not _module_of(name).applies(measured):
         return None
-    return _module_of(name, "measure").measure(measured)
+    return _module_of(name, "find").measure(measured)
 
 
 def limits_used(measured: Measured) -> Shown:

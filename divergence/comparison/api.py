@@ -15,33 +15,57 @@ from msgspec.structs import replace as replaced
 
 from divergence._version import __version__
 from divergence.comparison.advice import advise
-from divergence.comparison.align.coverage import not_exercised
-from divergence.comparison.align.pairs import NameMap, load_name_map
+from divergence.comparison.align import (
+    NameMap,
+    account,
+    load_name_map,
+    opened,
+    opened_truth,
+    renaming,
+    replayed_from,
+    run_notes,
+    tokens_row,
+    why_nothing,
+)
 from divergence.comparison.analysis import (
     AnalysisResult,
     Measured,
     applying,
+    numbers_of,
     report_of,
     whole_report,
 )
 from divergence.comparison.decide import decide, explained, nothing_explains, one_run_verdict
-from divergence.comparison.measure.pairs import HERE, Measuring, measuring_on
-from divergence.comparison.measure.runs import (
-    measure,
-    opened,
-    opened_truth,
+from divergence.comparison.experts import choices_in, routing_notes
+from divergence.comparison.measure.pairs import (
+    ESCALATED,
+    HERE,
+    Measuring,
+    aligned,
+    compare_escalated,
+    measure_tensors,
+    measuring_on,
 )
-from divergence.comparison.preflight.lines import MEDIA, preflight, prompt_headline
-from divergence.comparison.result import Report, no_parts, summary_of
-from divergence.comparison.results import Coverage, Finding, PreflightLine
+from divergence.comparison.measure.truth import Truth, inputs_of
+from divergence.comparison.preflight import MEDIA, preflight, prompt_headline
+from divergence.comparison.result import (
+    Coverage,
+    Finding,
+    PreflightLine,
+    Report,
+    SiteResult,
+    Unexercised,
+    no_parts,
+    summary_of,
+)
 from divergence.domain import hook_places, placed
-from divergence.errors import UsageError
-from divergence.facts import fact, with_sentences
+from divergence.errors import IncomparableError, UsageError
+from divergence.facts import fact, sentence, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.command import Command, command
-from divergence.run.reader import Run
-from divergence.run.site import one_or_more
+from divergence.run.reader import Run, own_truth
+from divergence.run.site import one_or_more, starred
 from divergence.words import Progress
 
 
@@ -152,15 +176,89 @@ def measure_runs(
     thresholds: Thresholds = THRESHOLDS,
     measuring: Measuring = HERE,
 ) -> Measured:
-    """Align and measure, with the limits that trusted runs widen. Parameters and errors are those
-    of ``compare``; ``lines``: preflight."""
+    """Everything that two runs have in common, aligned and measured: tensors, escalated passes,
+    operators, tokens; with the limits that trusted runs widen.
+
+    ``lines``: preflight. ``truth``: by default the one that the run carries whose inputs anchored
+    the comparison, or else, of free runs, the first that one of the two carries. Other parameters
+    are those of ``compare``. Raises IncomparableError where nothing is, UsageError for a truth of
+    other runs.
+    """
     # sums of float32 round by their order, and what a training step clips or updates shares the
     # errors of what it is given
     narrow = all(format_named(run.manifest.model.dtype).itemsize == 2 for run in (a, b))
     if narrow and not a.manifest.training.train and nothing_explains(a, b, lines):
         thresholds = thresholds.of_one_machine
-    measured = measure(
-        a, b, lines, names=names, truth=truth, thresholds=thresholds, measuring=measuring
+    # what both sides are held against: a truth, or the floor that one of them carries
+    inputs, own_floor = inputs_of(a, b), None
+    if truth is None and replayed_from(a.manifest, b.manifest) is None:
+        # of whose inputs both sides got, its own truth did too
+        free = [run for run in (a, b) if "truth_free" in run.manifest.plan.passes]
+        for run in [inputs, *free]:
+            if truth is None and run is not None and run.manifest.plan.truth is not None:
+                truth = own_truth(run)
+    if truth is None:  # the side that carries a floor for this comparison: the other repeats it
+        side = inputs or (b if a.manifest.like == b.manifest.id else a)
+        own_floor = side if "floor" in side.manifest.plan.passes else None
+    against = None if truth is None else Truth(opened_truth(truth), a, b)
+    # which tensor belongs to which, and the numbers of each pair
+    alignment = aligned(a, b, names)
+    rename = names or renaming(a, b, None)[0]
+    measured = measure_tensors(
+        a, b, alignment, truth=against, floor=own_floor, thresholds=thresholds, measuring=measuring
+    )
+    escalated: list[SiteResult] = []
+    if any("escalated" in run.manifest.plan.passes for run in (a, b)):
+        escalated, samples = compare_escalated(
+            a, b, against, thresholds, measuring, routes=measured.routes
+        )
+        measured.samples.take(samples)
+    sites = [*measured.sites, *escalated]
+    measured = replace(measured, sites=sites, preflight=lines, rename=rename)
+    # operators are measured before it is told what was compared, tokens with what is left
+    measured = replace(measured, operators=numbers_of("operators", measured))
+    if not alignment.pairs and measured.operators is None:
+        raise IncomparableError(
+            "nothing was compared: the two runs have no tensor in common "
+            f"({len(a.records)} and {len(b.records)} records)",
+            where=f"{a.path} and {b.path}",
+            hint=sentence(why_nothing(alignment)),
+        )
+    if escalated:  # the records that these are of were compared after all
+        used = {(r.sample, r.step, r.site) for r in escalated if r.of != "reference"}
+        left = [
+            item
+            for item in alignment.only_candidate
+            if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
+        ]
+        alignment = replace(alignment, only_candidate=left)
+    alignment, covered = account(
+        alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
+    )
+    tokens = numbers_of("tokens", measured)
+    # what to know of it: records that were left over, and what a truth cannot tell
+    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
+    notes = run_notes(a, b, alignment)
+    if sites and all(site.step > 0 for site in sites):
+        notes.append(fact("measure.no_prefill"))
+    if measured.experts:
+        notes += routing_notes(sites, measured.routes)
+    anchors = against is not None and against.anchors
+    if against is not None and not against.run.manifest.complete:
+        why = against.run.manifest.stopped_by or None
+        notes.append(fact("measure.truth_incomplete", why=why))
+    elif against is not None and not anchors:
+        notes.append(fact("measure.truth_of_free_runs"))
+    if against is not None and any(s.estimated or s.is_unmeasured for s in sites):
+        notes.append(fact("measure.truth_judges_full"))
+    measured = replace(
+        measured,
+        alignment=alignment,
+        tokens=tokens,
+        covered=[*covered, *tokens_row(tokens)],
+        missing=len(unmatched) + (0 if tokens is None else tokens.num_missing),
+        notes=notes,
+        advice=advise(a, b, against.run if against is not None and anchors else None),
     )
     if not floor:
         return measured
@@ -199,7 +297,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         for finding in analysis.explain(measured, decision.verdict, answers[analysis.name])
     ]
     verdict = explained(decision.verdict, explanations)
-    unreached = not_exercised(measured.reference)
+    unreached = _not_exercised(measured.reference)
     modules = [part.text for part in unreached if part.what == "module"]
     if modules and verdict.kind in ("identical", "within_floor"):
         rest = fact("not_exercised", modules=modules)
@@ -305,3 +403,46 @@ def _incomparable(
         ],
     )
     return report_of(a, b, finding, Coverage(num_compared=0), lines)
+
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_TOWERS = ("vision", "audio")
+
+
+def _not_exercised(run: Run) -> list[Unexercised]:
+    """Lists what no forward of a run used: modules, the largest share of the parameters first,
+    experts by block, where the choice and the router's logits were recorded, and windows."""
+    plan, config, tokens = run.manifest.plan, run.manifest.model.config, run.manifest.tokens
+    total = max(1, run.manifest.model.num_parameters)
+    shares: dict[str, int] = {}
+    for path, count in plan.not_called.items():
+        shares[starred(path)] = shares.get(starred(path), 0) + count
+    unreached = [
+        Unexercised(what="module", name=name, share=count / total)
+        for name, count in sorted(shares.items(), key=lambda item: -item[1])
+    ]
+    if any(note.routed for note in plan.modules.values()):
+        seen: dict[str, set[int]] = {}
+        num_experts: dict[str, int] = {}
+        for key, records in choices_in(run).items():
+            block = str(key[-1])
+            for record in records:
+                if len(key) == 5:
+                    num_experts[block] = record.shape[-1]
+                elif run.has_bytes(record):
+                    seen.setdefault(block, set()).update(run.array(record).reshape(-1).tolist())
+        for block, experts in seen.items():
+            num, rest = num_experts.get(block, 0), num_experts.get(block, 0) - len(experts)
+            if rest > 0:
+                unreached.append(Unexercised(what="experts", name=block, size=rest, of=num))
+    longest = max((len(s.prompt_ids) + len(s.generated_ids) for s in tokens.samples), default=0)
+    for name, size in config.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf not in _WINDOWS or isinstance(size, bool) or not isinstance(size, int):
+            continue
+        if prefix.partition("_config")[0] in _TOWERS:  # of patches or frames, not of tokens
+            continue
+        used = config.get(f"{prefix}.use_{leaf}".lstrip("."), True)
+        if used and size > 0 and longest and longest <= size:
+            unreached.append(Unexercised(what="window", name=name, size=size, of=longest))
+    return unreached

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from divergence.comparison.analysis import is_of_machine
-from divergence.comparison.limits import POOR_ULP
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results import PreflightLine
+from divergence.comparison.judge import POOR_ULP
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import FORMATS
 from divergence.run.manifest import ArithmeticFact, Manifest

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from divergence.comparison.align.pairs import Piece, Pieces, compared_passes, pieces_in, why_no_pair
-from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results import Background, Positions
+from divergence.comparison.align import Piece, Pieces, compared_passes, pieces_in, why_no_pair
+from divergence.comparison.result import Background, Positions, Report, RunSummary
 from divergence.errors import RunError, first_line
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.arrays import wide

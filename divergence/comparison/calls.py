@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from divergence.comparison.limits import SAME_VALUE
+from divergence.comparison.judge import SAME_VALUE
 from divergence.run.contents import call_passes
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Record, other_scalars

@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from divergence.comparison.limits import FEWEST
-from divergence.comparison.results import (
+from divergence.comparison.judge import FEWEST
+from divergence.comparison.result import (
     Check,
     Finding,
     PreflightLine,

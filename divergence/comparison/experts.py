@@ -10,9 +10,9 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pairs import Pair, Piece, piece_like
-from divergence.comparison.limits import RATE, ROUTER_TIE, WITNESSES
-from divergence.comparison.results import SiteResult
+from divergence.comparison.align import Pair, Piece, piece_like
+from divergence.comparison.judge import RATE, ROUTER_TIE, WITNESSES
+from divergence.comparison.result import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
 from divergence.numerics.formats import format_named, format_of

@@ -30,11 +30,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.comparison.align.pairs import Pair, Pieces, repeated, same_positions
+from divergence.comparison.align import Pair, Pieces, repeated, same_positions
 from divergence.comparison.decide import check, confidence_of
-from divergence.comparison.limits import EXPLAINS, FEW_ROWS, SEEN_BACK, WHOLE_SHIFT
-from divergence.comparison.result import Report
-from divergence.comparison.results import Finding, SiteResult, order_of
+from divergence.comparison.judge import EXPLAINS, FEW_ROWS, SEEN_BACK, WHOLE_SHIFT
+from divergence.comparison.result import Finding, Report, SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds

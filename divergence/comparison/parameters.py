@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from divergence.comparison.results import SiteResult
+from divergence.comparison.result import SiteResult
 from divergence.facts import Fact, fact
 from divergence.run.site import BACKWARD, is_norm, is_of_parameter
 

@@ -1,10 +1,347 @@
-"""The sentences of a comparison: one template for each code. See divergence.facts for the form."""
+"""The sentences of a comparison: one template for each code, in the order in which a comparison
+asks: preflight, alignment, measuring, the decision. See divergence.facts for the form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
+    # preflight: what is known of a setting that differs
+    # how a setting of one side is shown
+    "preflight.num_classes": "{num} classes of module",
+    "preflight.recorded": "{recorded:yes=recorded|no=not recorded}",
+    "preflight.prompts": "{num} {num:plural prompt}, {num_tokens} tokens",
+    "preflight.num_tokens": "{num} tokens",
+    "preflight.determinism": "{deterministic:yes=deterministic|no=not deterministic}",
+    "preflight.repeats": (
+        "{runs:none=not measured|*={runs} runs, {num:0=all bits equal|*={num} of {total} tensors "
+        "differ}}"
+    ),
+    "preflight.autocast": "{dtype} under autocast {autocast}",
+    "preflight.computed": "{dtype} computed in {computed}",
+    "preflight.batches": (
+        "{num} × batch {sizes:list /}[[, in chunks of {chunk}]]{cache:yes=|no=, no cache}"
+    ),
+    "preflight.labels_own": "each token its own",
+    "preflight.scales_migrated": "scales migrated by alpha {alpha:g}",
+    "preflight.static_range": "static range of {name} {what}{num_more:0=|*= and {num_more} more}",
+    "preflight.migrated_scales": (
+        "migrated scales of {name} {what}{num_more:0=|*= and {num_more} more}"
+    ),
+    # settings
+    "preflight.wider_dtype": "compared in the wider of the two",
+    "preflight.framework_differs": "the framework differs too: a cause beside the machine",
+    "preflight.no_kernel": "there the device has no kernel",
+    "preflight.unlike_ranks": "its ranks ran on unlike machines: {machines:list}",
+    "preflight.switches_otherwise": "set otherwise: {names:names}",
+    "preflight.switches_refused": "refused: {names:names}",
+    "preflight.nondeterministic": "nondeterministic operators: {names:names}",
+    "preflight.repeats_not": "a machine does not repeat itself, first at {site}[[; {begins}]]",
+    "preflight.begins": "it begins in {num} of {total} forwards: {places:names 3}",
+    "preflight.completeness": "{complete:yes=complete|no=incomplete ({why:none=killed|*={why}})}",
+    "preflight.only_what_both_hold": "only what both hold is compared",
+    # code
+    "preflight.code_differences": "{differences:names 3 ; }",
+    "preflight.replaced": "{what} on {side:letter}",
+    "preflight.replaced_of_torch": "{what:list ; } on {side:letter}",
+    "preflight.wrapped": "{name}: {what}, on {side:letter}",
+    "preflight.attribute": (
+        "{name}.{key} {reference} / {candidate}[[ in {where}]][[ in {num} modules]]"
+    ),
+    "preflight.attribute_changed": (
+        "{name}.{key} changed while running, on {side:letter}, while prompt {sample} ran"
+    ),
+    "preflight.compiled": (
+        "{name}: {reference:none=not compiled|*={reference}} on A, "
+        "{candidate:none=not compiled|*={candidate}} on B"
+    ),
+    "preflight.other_code": (
+        "{name}: other code of {functions:none=forward|*={functions:list}}[[ in {where:list}]]"
+        "[[ (replaced in both: {replaced})]]"
+    ),
+    "preflight.class_alone": (
+        "{name} ({origin}) only on {side:letter}[[ in place of {instead:list}]][[ ({how:list ; })]]"
+    ),
+    "preflight.version": "{name} {reference} / {candidate}",
+    "preflight.few_codes": "{differences:list ; }[[ ({versions:list})]]",
+    "preflight.many_codes": "other code in {num} classes[[ ({versions:list})]]: {names:names 3}",
+    # configuration
+    "preflight.config_differences": "{differences:names 6 ; }",
+    "preflight.config_value": (
+        "{key} {reference}[[ ({reference_place})]] / {candidate}[[ ({candidate_place})]]"
+        "[[ ({place}, there {other_place})]]"
+    ),
+    "preflight.config_only": "only in {side:letter}: {shown:names 6}",
+    "preflight.moved_keys": "the same values, {num} of them under other keys",
+    "preflight.config_not_recorded": "in what is not recorded of it",
+    # pictures and sound
+    "preflight.media": "{num} {num:plural file}, {digest}",
+    "preflight.media_differ": (
+        "{names:list} of prompt {sample}{num_more:0=|*= (and of {num_more} more)} differ: {cause}"
+    ),
+    "preflight.media_files": (
+        "other files: {reference:none=none|*={reference:list}} / "
+        "{candidate:none=none|*={candidate:list}}"
+    ),
+    "preflight.media_settings": "the same files, another processor: {differences:names 6 ; }",
+    "preflight.media_arithmetic": (
+        "the same files and the same settings, so the processor computed otherwise: another "
+        "version of it, another backend, or this machine's kernels"
+    ),
+    # tensors that modules made
+    "preflight.derived": "{names:names}: {how}",
+    "preflight.derived_changed": (
+        "changed while running, {side:none=on both sides, at different prompts|*=on {side:letter}, "
+        "while prompt {sample} ran}"
+    ),
+    "preflight.derived_dtypes": "{reference} / {candidate}, equal values but for rounding",
+    "preflight.derived_behind": "other values behind the first {num}",
+    "preflight.derived_constant": "{side:letter}'s is {value:g} from index {first} on",
+    "preflight.derived_values": "from index {first} on {reference:.6g} / {candidate:.6g}",
+    # parameters by name
+    "preflight.prefix_read": (
+        "{reference:none=(nothing)|*={reference}} read as {candidate:none=(nothing)|*={candidate}}"
+    ),
+    "preflight.by_map": "by the name map",
+    "preflight.left_over": "{num} only in {side:letter}: {names:names}",
+    "preflight.told_differ": "{num} of {total} parameters that both tell differ: {names:names}",
+    "preflight.told_equal": (
+        "{num:0=none can be told|*=the {num} parameters that both tell are equal}: not every "
+        "engine tells its weights"
+    ),
+    # weights
+    "preflight.missing": (
+        "{num} parameters were missing from the checkpoint and are random: {names:names}"
+    ),
+    "preflight.codes_against": "{reference} against {candidate}: not the same model",
+    "preflight.rounded": "the same weights, rounded from {wide} to {narrow}",
+    "preflight.other_parameters": "other parameters: {matching:list ; }",
+    "preflight.other_names": "the same values under other names: {matching:list ; }",
+    "preflight.other_weights": "other weights",
+    "preflight.digests_of_other_names": "digests of other names and dtypes cannot be compared",
+    "preflight.digests_of_dtypes": "digests of different dtypes cannot be compared",
+    "preflight.other_after_rounding": "other weights, also after rounding to one dtype",
+    "preflight.offloaded": "{num} offloaded parameters were not digested",
+    "preflight.undigested": (
+        "whether both have the same weights is not known: a side's digests are not recorded"
+    ),
+    "preflight.model_and_suite": (
+        "{a_is_suite:yes=B is a run of a model, and A|*=A is a run of a model, and B} of operators "
+        "alone"
+    ),
+    "preflight.no_digests": "the parameters' digests are not recorded",
+    "preflight.parameters_differ": "{num} of {total} parameters differ: {names:names 3}",
+    "preflight.dequantized": (
+        "the codes and scales are equal, and {num} of {total} modules are dequantised to other "
+        "weights: {names:names}"
+    ),
+    # how weights that are not equal belong together
+    "preflight.relations": "{relations:names 4 ; }",
+    "preflight.relation": "{names:names 2}: {apart:none=|*=about {apart:list  to } apart}[[{how}]]",
+    "preflight.initialised": "freshly initialised on {side:letter}, whose checkpoint lacks it",
+    "preflight.tied_alone": "the same values as {key} on {side:letter} alone, as of tied weights",
+    "preflight.shapes": "{reference:lengths} / {candidate:lengths}",
+    "preflight.values_in_dtypes": "{reference} / {candidate}, equal values",
+    "preflight.rounded_to": "{side:letter} = {other:letter} rounded to {form}",
+    "preflight.all_zeros": "all zeros on {side:letter}",
+    "preflight.dtypes_apart": "{reference} / {candidate}, as far apart as their rounding",
+    "preflight.rows_moved": "the same rows in another order",
+    "preflight.columns_moved": "the same columns in another order",
+    "preflight.scaled": "B = {factor:.6g} x A",
+    "preflight.as_quantised": ", as after quantising ({steps:list})",
+    "preflight.one_step": "{side:letter}'s numbers are multiples of one step",
+    "preflight.as_trained": ", as after training further",
+    "preflight.as_merged": (
+        ", no more than rounding to {dtype} makes: merged or rounded in another order, or trained "
+        "further"
+    ),
+    # guesses at a cause
+    "preflight.adapters": (
+        "{side:letter} holds {num} adapter weights ({adapter}{merged:yes=|no=, not merged})"
+    ),
+    "preflight.vocabulary": (
+        "{size:none=another vocabulary, or one padded otherwise|*=the vocabulary of {size:,} "
+        "tokens is padded otherwise}: {reference:,} rows of the {what:embedding=embedding|"
+        "head=output matrix} / {candidate:,}"
+    ),
+    "preflight.tied": "{names:list  and } are tied on {side:letter}, and differ on {other:letter}",
+    "preflight.one_layer": "all of them in {module}: as after training this layer further",
+    "preflight.one_kind": "only {names:list}, in every block: as after merging an adapter",
+    # tokenizers, templates, prompts
+    "preflight.same_example": "the same text for a short conversation",
+    "preflight.rendered": "rendered text differs {place}",
+    "preflight.texts_from": "from character {character} on: {reference} against {candidate}",
+    "preflight.tokenizer_sizes": "{reference:,} tokens / {candidate:,}",
+    "preflight.tokenizer_rules": "{size:,} tokens on both sides: other texts, merges or rules",
+    "preflight.number_of_prompts": "{reference} prompts against {candidate}",
+    "preflight.prompt_differs": (
+        "prompt {sample} differs from token {token} on: {reference:squared} against "
+        "{candidate:squared}[[{text}]]"
+        "[[; {edit}]]"
+    ),
+    "preflight.text_cause": (
+        " (the text is the same{edit:yes=: one side's tokenizer adds tokens to it|no=, so the "
+        "tokenizers differ})"
+    ),
+    "preflight.texts_differ": " (their texts differ {place})",
+    "preflight.prompts_of_numbers": "the prompts differ: {reference} against {candidate}",
+    "preflight.prompts_differ": "the prompts differ",
+    "preflight.edited": "the {what} differ; prompt {sample}: {edit}",
+    "preflight.parting": (
+        "the {what} differ; prompt {sample} parts at token {token}: {reference:squared} / "
+        "{candidate:squared}"
+    ),
+    "preflight.begins_twice": "{side:letter} begins with token {token} twice, {other:letter} once",
+    "preflight.has_more": (
+        "{place:begin={side:letter} begins with {tokens}, which {other:letter} lacks|"
+        "end={side:letter} ends with {tokens}, which {other:letter} lacks|"
+        "*=from token {place} on {side:letter} has more: {tokens}}"
+    ),
+    "preflight.tokens": "{num:1=token {ids:list}|*={num} tokens, {ids:squared}}",
+    "preflight.labels": (
+        "prompt {sample}, token {token}: label {reference:none=none|*={reference}} against "
+        "{candidate:none=none|*={candidate}}"
+    ),
+    "preflight.tokens_untold": "a side does not tell the tokens it was fed",
+    # tokens that were fed
+    "preflight.forced": "forced to the recorded tokens",
+    "preflight.fed_as_told": "as far as both sides tell what they were fed",
+    "preflight.forced_padding": "forced; padding follows where a prompt ended before its batch",
+    "preflight.other_tokens": "other tokens on each side",
+    # compared all the same, or stopped
+    "preflight.other": "other {checks:list  and other }",
+    "preflight.and": "; {what}",
+    "preflight.blocking": ("{check}: {details:none={reference} against {candidate}|*={details}}"),
+    # two truths
+    "preflight.truths_apart": (
+        "{site} (prompt {sample}, step {step}) differs by {rel_l2:.2e}, and two float64 runs of "
+        "one code by at most {limit:.0e}"
+    ),
+    # alignment: why a tensor has no partner, or is judged elsewhere
+    # no partner
+    "align.no_partner": "no partner",
+    "align.pass_without_partner": "pass without a partner",
+    "align.prompt_ended": (
+        "in {side:letter} prompt {sample} ended after {num_tokens} {num_tokens:plural token}"
+    ),
+    "align.parts_make_none": "in {side:letter} {reason}",
+    "align.not_in_pass": "not in B's {pass_} pass",
+    "align.unaccounted": "unaccounted for: a fault of this tool",
+    "align.replay_has_operators_alone": "a replay holds operators alone",
+    "align.no_whole_pass": "B has no whole pass there",
+    "align.no_such_pass": "B has no {pass_} pass{other_inputs:yes= to the same inputs|no=}",
+    "align.other_escalated_inputs": (
+        "the two escalated passes had other inputs; a truth (--truth) judges each by itself"
+    ),
+    "align.no_anchored_operators": (
+        "operators are compared where blocks had equal inputs, and B has no such pass"
+    ),
+    "align.no_operator_of": "B recorded no operator of {module} in its {pass_} pass",
+    "align.operators_not_compared": "its operators were not compared",
+    "align.no_such_module": "A has no module {module}",
+    "align.fewer_tokens": "B generated fewer tokens",
+    "align.not_in_whole": "not in the whole pass",
+    "align.token_not_in_whole": "its token is not in the whole pass",
+    "align.not_in_steps": "not in any decode step",
+    # a partner that it cannot be compared with
+    "align.other_tokens_before": (
+        "after the first different token the two sides were fed different tokens"
+    ),
+    "align.loss_scales": (
+        "gradients of a loss times {reference:g} and times {candidate:g}; those that "
+        "parameters get are compared"
+    ),
+    "align.shapes": "{reference:shape} against {candidate:shape}",
+    "align.positions": "token positions differ: {reference:squared} and {candidate:squared}",
+    "align.rows_are_no_tokens": (
+        "its rows are not tokens on axis 1: {whole:squared} whole, {step:squared} in the step"
+    ),
+    "align.repeated_without_bytes": "{why}, and one side keeps no bytes",
+    "align.rows_without_bytes": (
+        "bytes or sketches of the same rows are needed, and one side keeps none"
+    ),
+    "align.other_digests": "digests of other dtypes or shapes tell nothing",
+    "align.parts_cut_otherwise": (
+        "its parts are cut otherwise on the two sides, and digests are of parts"
+    ),
+    "align.two_kinds_of_digests": (
+        "the two sides keep digests of two kinds, of a host and of an accelerator"
+    ),
+    # judged elsewhere
+    "align.given": "inputs that the anchored pass puts in place",
+    "align.closer": "B's anchored pass got this run's own inputs instead",
+    "align.by_digest": "weights, by their digests in preflight",
+    "align.whole_alone": "a run's whole pass is held against its own decode steps: compare RUN",
+    "align.not_widened": "integers and masks, which no pass widens",
+    "align.other_calls": "computed by other operators there, judged where the two meet again",
+    "align.in_anchored_pass": "operators are compared in the anchored pass",
+    "align.other_text": "tokens that follow a difference continue another text",
+    # how names were matched, passes that are not used
+    "align.prefix": (
+        "prefix {reference:none=(none)|*={reference}} → {candidate:none=(none)|*={candidate}}"
+    ),
+    "align.name_map": "name map",
+    "align.anchored_to_others": (
+        "an anchored pass was recorded, but to another run's inputs: not used"
+    ),
+    "align.no_source_of_replay": (
+        "a replay is compared with the run whose operators it ran again, or with another replay of "
+        "the same pass of that run"
+    ),
+    "align.whole_and_free": (
+        "decode steps with the cache against one forward over the whole sequence: A is the whole "
+        "pass of {run}, B its free pass, whose inputs each block got in both"
+    ),
+    # nothing to compare
+    "align.all_skipped": "{num} were skipped, the first because: {why}",
+    "align.first_sites": (
+        "the first sites are {reference} and {candidate}; if they mean the same, give --map FILE"
+    ),
+    "align.empty_run": "one of the runs is empty",
+    # measuring: notes on runs, truths and trusted runs
+    "measure.no_prefill": (
+        "the prefill was not recorded: what goes wrong there is seen only as far as it shows in "
+        "later steps"
+    ),
+    "measure.truth_incomplete": (
+        "the truth is incomplete ({why:none=it was cut off|*={why}}): what it does not hold is "
+        "judged without it"
+    ),
+    "measure.truth_of_free_runs": (
+        "the truth has no anchored pass to these inputs: it judges free runs alone"
+    ),
+    "measure.truth_judges_full": "the truth judges only what both runs keep in full",
+    "measure.prefix_read": (
+        "sites were matched with the prefix {reference:none=(nothing)|*={reference}} read as "
+        "{candidate:none=(nothing)|*={candidate}}"
+    ),
+    "measure.torn_tail": "{side:letter}'s last record line was cut off and left out",
+    "measure.told_to_use": "{side:letter} was told to use {name} {used} instead of {reference}",
+    "measure.only_changed": (
+        "{side:letter} stores what differs from run {run} alone, which is not at hand: of the rest "
+        "digests and statistics are compared"
+    ),
+    "measure.rerouted": (
+        "{num} of {total} tokens went to other experts on one side ({blocks:list}): "
+        "rounding[[ (their router logits lay within {margin:.2g})]]; they are not judged there"
+    ),
+    "measure.mostly_rerouted": (
+        "{num} of {total} tokens of {module} ({phase}) went to other experts"
+    ),
+    # what trusted runs did to the limits
+    "measure.none_widened": (
+        "{runs:1=the trusted run|*=the {runs} trusted runs} stayed within the limits: none was "
+        "widened"
+    ),
+    "measure.widened": (
+        "{runs:1=the trusted run|*=the {runs} trusted runs} widened the limits of {num} sites, "
+        "most at {site} ({phase}), {times:.1f} times[[: from {before:.1f} to {limit:.1f} × the "
+        "floor]]{beyond:yes=; it is beyond the limits itself there, and is believed because you "
+        "named it|no=}"
+    ),
+    # runs that are opened again for a page
+    "measure.could_not_be_opened": "{run} could not be opened again: {message}",
+    "measure.holds_another": "{run} holds another run now, and is left out",
     "plain": "{text}",
     "several": "{facts:list ; }",
     # what decide says of the findings together

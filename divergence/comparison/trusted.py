@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from divergence.comparison.align.pairs import NameMap
+from divergence.comparison.align import NameMap, opened
 from divergence.comparison.analysis import Measured, Shown, limits_used
-from divergence.comparison.measure.pairs import Measuring
+from divergence.comparison.measure.pairs import Measuring, aligned, measure_tensors
 from divergence.comparison.measure.reduced import equal_contents
-from divergence.comparison.measure.runs import aligned, measure_tensors, opened
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results import SiteResult
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import SiteResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds

@@ -18,13 +18,11 @@ from dataclasses import replace
 import msgspec
 
 from divergence.comparison.advice import WithinAdvice
-from divergence.comparison.align.pairs import Alignment, Pair, Piece, is_given, why_nothing
+from divergence.comparison.align import Alignment, Pair, Piece, is_given, run_notes, why_nothing
 from divergence.comparison.analysis import Measured
-from divergence.comparison.measure.pairs import Measuring
-from divergence.comparison.measure.runs import measure_tensors, run_notes
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report
-from divergence.comparison.results import Skipped
+from divergence.comparison.measure.pairs import Measuring, measure_tensors
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import Report, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import Thresholds

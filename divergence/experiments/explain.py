@@ -29,10 +29,9 @@ import msgspec
 import numpy as np
 import torch
 
-from divergence.analyses.tokens.measure import comparable_places
-from divergence.comparison.align.pairs import PromptStep, align, load_name_map, logits_row
-from divergence.comparison.result import Report
-from divergence.comparison.results import Explanation, TokenChoice
+from divergence.analyses.tokens.find import comparable_places
+from divergence.comparison.align import PromptStep, align, load_name_map, logits_row
+from divergence.comparison.result import Explanation, Report, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
 from divergence.numerics.arrays import wide

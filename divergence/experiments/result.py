@@ -10,12 +10,15 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.result import Answer, JsonAnswer, Report, RunSummary
-from divergence.comparison.results import (
+from divergence.comparison.result import (
+    Answer,
     CausalCheck,
     Finding,
+    JsonAnswer,
     OperatorResult,
     OtherInput,
+    Report,
+    RunSummary,
     Verdict,
     VerdictKind,
 )

@@ -27,8 +27,7 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.api import compare
-from divergence.comparison.result import Report
-from divergence.comparison.results import VerdictKind
+from divergence.comparison.result import Report, VerdictKind
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.result import SelfcheckLine, SelfcheckResult, SelfcheckStatus
 from divergence.facts import Fact, fact, sentence, worded
@@ -37,9 +36,9 @@ from divergence.recording.api import make_run
 from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import Prompt, collect_prompts, tokenize
 from divergence.run.command import command_line
-from divergence.run.location import folder_of
 from divergence.run.reader import Run, own_truth
 from divergence.run.site import did_you_mean
+from divergence.run.storage import folder_of
 from divergence.words import Progress
 
 # The ways of running that a selfcheck tries: each one ordinary capture, like the base run.

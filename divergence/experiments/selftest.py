@@ -34,9 +34,9 @@ from divergence.output import output_folder
 from divergence.recording.api import make_run
 from divergence.recording.api import truth as make_truth
 from divergence.recording.machine import collect_environment, resolve_device
-from divergence.run.location import folder_of
 from divergence.run.manifest import Environment, Switch
 from divergence.run.reader import Run
+from divergence.run.storage import folder_of
 from divergence.words import Progress, letter, silent
 
 _PROMPTS = (

@@ -26,18 +26,15 @@ import msgspec
 from divergence._version import __version__
 from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.advice import Advice, beside
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align import Pair
 from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.decide import decide
-from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.pairs import Measurer, Measuring, measure_all
-from divergence.comparison.measure.rating import PairNumbers
-from divergence.comparison.measure.runs import compare_escalated
+from divergence.comparison.measure.pairs import Measurer, Measuring, compare_escalated, measure_all
+from divergence.comparison.measure.rating import ModelFloor, PairNumbers
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import Verdict
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import Report, Verdict, summary_of
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.localization.repetition import check_substituted, why_not_bits
 from divergence.experiments.result import Confirmation, FaultSize, Sensitivity

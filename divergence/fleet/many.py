@@ -18,11 +18,10 @@ import msgspec
 import xxhash
 
 from divergence._version import __version__
+from divergence.comparison.align import opened_truth
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pairs import Measuring, measuring_on
-from divergence.comparison.measure.runs import opened_truth
-from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import VerdictKind
+from divergence.comparison.result import Report, VerdictKind, summary_of
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.facts import Fact, fact, worded
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow

@@ -11,8 +11,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.result import Answer, Report, RunSummary
-from divergence.comparison.results import Onset, VerdictKind
+from divergence.comparison.result import Answer, Onset, Report, RunSummary, VerdictKind
 from divergence.facts import Fact, Worded
 from divergence.words import SideBothOrNeither
 

@@ -4,7 +4,7 @@ Every rule of the policy that is not met is one Failure. Runs that cannot be com
 of which nothing was compared, are an error and never a pass. A run is not checked against itself,
 nor against one that is no golden: a truth, or a run with planted faults or another run's results.
 
-Coverage must be reached in each pass, for tensors, operators and tokens apart (align.coverage):
+Coverage must be reached in each pass, for tensors, operators and tokens apart (comparison.align):
 what is missing in one is not made up for by another. Where the golden has a whole pass, that of the
 new run is held against its own decode steps (within.py) and must earn an allowed verdict too.
 """
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     Coverage,
     PreflightLine,
+    Report,
     TokenDifference,
     Verdict,
     VerdictKind,

@@ -32,9 +32,9 @@ from divergence.errors import (
 from divergence.facts import Fact, fact, plain, sentence
 from divergence.gate.result import Blessing
 from divergence.run.command import command_line
-from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.record import OWN_TRUTH
 from divergence.run.site import natural_key
+from divergence.run.storage import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.target import store_run
 from divergence.words import Progress
 

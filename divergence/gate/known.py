@@ -18,9 +18,8 @@ import datetime
 
 import msgspec
 
-from divergence.analyses.blocks.rounding import find_drifts
-from divergence.comparison.result import Report
-from divergence.comparison.results import SiteResult
+from divergence.analyses.blocks.find import find_drifts
+from divergence.comparison.result import Report, SiteResult
 from divergence.facts import Fact, fact
 from divergence.gate.policy import Known, Policy
 from divergence.gate.result import KnownUse

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
-from divergence.comparison.results import SiteResult, VerdictKind
+from divergence.comparison.result import SiteResult, VerdictKind
 from divergence.config import config_folders, decode, find_config, load_toml
 from divergence.domain import added, placed
 from divergence.errors import ConfigError, UsageError

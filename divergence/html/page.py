@@ -11,8 +11,7 @@ from divergence.document import Document, Section, Side
 from divergence.html import parts
 from divergence.html.parts import Element, Node, command, el, facts, name, prose_block
 from divergence.html.sections import capital, element, script_data, section_title
-from divergence.layout import count
-from divergence.words import HEADLINES, printable_json
+from divergence.words import HEADLINES, count, printable_json
 
 _STANDINGS = {"green": ("good", "✓"), "red": ("bad", "✕"), "magenta": ("unsure", "≠")}
 """By an answer's colour in a terminal: how it stands, and a sign that needs no colour."""

@@ -39,11 +39,11 @@ from divergence.recording.widening import Widening
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import command_line
 from divergence.run.contents import call_passes
-from divergence.run.location import location_of
 from divergence.run.manifest import NO_TENSOR, Manifest, Plan, plain_tensor
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, PassName, Record
 from divergence.run.site import compile_patterns, did_you_mean
+from divergence.run.storage import location_of
 from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent

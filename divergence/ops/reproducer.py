@@ -49,11 +49,11 @@ from divergence.ops.weights import Weights
 from divergence.output import write_output
 from divergence.recording.machine import resolve_device
 from divergence.run.command import command_line
-from divergence.run.location import folder_of
 from divergence.run.manifest import Environment, Manifest, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import Call, Record, other_scalars, scalar_words
 from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
+from divergence.run.storage import folder_of
 from divergence.words import Progress, printable, silent
 
 # What a script is made of: a run's values as Python source, and functions of domains.

@@ -34,7 +34,6 @@ from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
 from divergence.recording.selection import SiteSelection
 from divergence.recording.structure import describe_modules
-from divergence.run.location import location_of
 from divergence.run.manifest import (
     Manifest,
     ModelIdentity,
@@ -47,6 +46,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import Run
 from divergence.run.site import ROOT, join_site
+from divergence.run.storage import location_of
 from divergence.run.writer import RunWriter
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]

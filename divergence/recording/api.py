@@ -120,7 +120,6 @@ from divergence.recording.structure import (
 from divergence.recording.widening import check_device
 from divergence.run.captured import Buffer, BufferLimits
 from divergence.run.contents import first_nonfinite, nonfinite_text
-from divergence.run.location import Location, location_of
 from divergence.run.manifest import (
     Manifest,
     OwnTruth,
@@ -136,6 +135,7 @@ from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import INPUTS, OWN_TRUTH, expanded
 from divergence.run.site import ROOT
+from divergence.run.storage import Location, location_of
 from divergence.run.writer import RunWriter, reducer_for, wants_fold
 from divergence.words import Progress, silent
 

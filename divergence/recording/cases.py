@@ -31,7 +31,6 @@ import torch
 
 from divergence.domain import Suite, suites
 from divergence.errors import UsageError
-from divergence.layout import count
 from divergence.options.commands import CaptureOptions, TruthOptions
 from divergence.options.option import Options, given_fields
 from divergence.recording.machine import Determinism, deterministic_settings
@@ -39,7 +38,6 @@ from divergence.recording.new_run import PlannedSite, check_output, probed, prov
 from divergence.recording.processes import Ranks, started
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import command_line
-from divergence.run.location import Url, location_of
 from divergence.run.manifest import (
     SUITE,
     Manifest,
@@ -53,9 +51,10 @@ from divergence.run.manifest import (
 from divergence.run.reader import Run
 from divergence.run.record import Call, PassName, Placement
 from divergence.run.site import compile_patterns
+from divergence.run.storage import Url, location_of
 from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
-from divergence.words import Progress, silent
+from divergence.words import Progress, count, silent
 
 C = TypeVar("C")
 

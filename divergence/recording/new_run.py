@@ -13,7 +13,6 @@ from divergence.domain import hook_places, placed
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.recording.engines.identity import without_home
 from divergence.recording.machine import collect_environment
-from divergence.run.location import Location, archive_kind, same_location
 from divergence.run.manifest import (
     UNKNOWN,
     ArithmeticFact,
@@ -23,6 +22,7 @@ from divergence.run.manifest import (
     ModuleNote,
 )
 from divergence.run.reader import Run
+from divergence.run.storage import Location, archive_kind, same_location
 from divergence.run.target import check_target, partial_of
 from divergence.run.writer import new_run_id
 from divergence.words import Progress

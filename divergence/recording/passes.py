@@ -33,7 +33,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from divergence.errors import UsageError
-from divergence.layout import size
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import folds_of
@@ -48,7 +47,6 @@ from divergence.recording.structure import compiled_regions
 from divergence.recording.widening import Widening, check_device
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import why_no_bytes
-from divergence.run.location import Location, Url
 from divergence.run.manifest import (
     ModuleNote,
     Repeatability,
@@ -59,7 +57,9 @@ from divergence.run.manifest import (
 from divergence.run.reader import OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
 from divergence.run.site import is_of_parameter, is_scaled_with_loss, module_of
+from divergence.run.storage import Location, Url
 from divergence.run.writer import RunWriter
+from divergence.words import size
 
 OWN_KEPT_BYTES = 256 << 20
 """Widened weights that a capture's own truth keeps from forward to forward, where they are no more:

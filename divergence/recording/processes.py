@@ -40,10 +40,10 @@ import torch.distributed as dist
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.sums import set_device
 from divergence.run.command import quoted
-from divergence.run.location import Url, archive_kind, location_of
 from divergence.run.manifest import Environment, Manifest, Mesh, MeshAxis
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
+from divergence.run.storage import Url, archive_kind, location_of
 from divergence.run.writer import RunWriter
 
 AXES = ("pp", "dp", "fsdp", "tp")

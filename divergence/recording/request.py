@@ -28,12 +28,12 @@ from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.recording.selection import chosen_store, select_positions, step_selected
 from divergence.run.captured import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.contents import site_names
-from divergence.run.location import Location
 from divergence.run.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
 from divergence.run.site import ROOT, join_site, one_or_more
+from divergence.run.storage import Location
 from divergence.run.trust import (
     recorded_attention,
     recorded_revision,

@@ -8,7 +8,6 @@ from typing import Any
 
 from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domain import hook_places, placed
-from divergence.layout import count, shape_text, size
 from divergence.report.inspection import (
     following,
     happened,
@@ -23,7 +22,7 @@ from divergence.run.contents import prompt_names
 from divergence.run.manifest import UNKNOWN, Manifest
 from divergence.run.record import Record
 from divergence.run.site import LOSS, join_site
-from divergence.words import shortened
+from divergence.words import count, shape_text, shortened, size
 
 
 def captured_document(

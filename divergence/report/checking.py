@@ -17,11 +17,20 @@ from divergence.comparison.result import Report, strict_json
 from divergence.document import Column, Document, Headline, Sentence, Table, named
 from divergence.errors import DivergenceError
 from divergence.gate.result import Blessing, CheckResult, Failure
-from divergence.layout import BLANK, Line, count, cut, share, size
+from divergence.layout import BLANK, Line, cut
 from divergence.report.screen import screen_lines
 from divergence.report.summary import VERDICT_STYLES, report_lines, unseen
 from divergence.report.text import document_lines, headline_lines
-from divergence.words import HEADLINES, list_names, markdown_code, markdown_text, printable
+from divergence.words import (
+    HEADLINES,
+    count,
+    list_names,
+    markdown_code,
+    markdown_text,
+    printable,
+    share,
+    size,
+)
 
 # `check` and `check --bless` as lines.
 

@@ -15,12 +15,18 @@ from typing import Any
 
 import msgspec
 
-from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
-from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
+from divergence.comparison.result import (
+    REPORT_SCHEMA_VERSION,
+    LogitsDiff,
+    NonfiniteCount,
+    Report,
+    SiteResult,
+    TruthDiff,
+    strict_json,
+)
 from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
-from divergence.layout import count
 from divergence.numerics.sums import Estimate
 from divergence.run.manifest import (
     ArithmeticFact,
@@ -29,7 +35,7 @@ from divergence.run.manifest import (
     Settings,
     Switch,
 )
-from divergence.words import grouped, list_names, printable, shortened
+from divergence.words import count, grouped, list_names, printable, shortened
 
 # Reports for programs: strict, versioned JSON and CSV with full precision.
 #

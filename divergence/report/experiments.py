@@ -23,8 +23,7 @@ from divergence.experiments.result import (
     SelfcheckResult,
     Sensitivity,
 )
-from divergence.layout import count, limit_share, share
-from divergence.words import HEADLINES
+from divergence.words import HEADLINES, count, limit_share, share
 
 # What `divergence selfcheck` says: one sentence, one line a variation, what looks closer.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.analysis import is_of_machine
-from divergence.comparison.results import AuditResult, called_at
+from divergence.comparison.result import AuditResult, called_at
 from divergence.document import (
     Block,
     Column,
@@ -26,7 +26,6 @@ from divergence.document import (
 )
 from divergence.domain import sources, suites
 from divergence.errors import UsageError
-from divergence.layout import count, shape_text, size
 from divergence.numerics.summary import Summary
 from divergence.report.environment import (
     arithmetic_sections,
@@ -49,7 +48,7 @@ from divergence.run.contents import (
 from divergence.run.manifest import SUITE, Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
-from divergence.words import grouped, list_names, shortened
+from divergence.words import count, grouped, list_names, shape_text, shortened, size
 
 _OF_MODEL = ("  class", "  attention")
 """Facts of a model that -v shows."""

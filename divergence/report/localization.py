@@ -12,9 +12,8 @@ from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
-from divergence.layout import limit_share, times
 from divergence.run.command import quoted_words
-from divergence.words import HEADLINES, letter
+from divergence.words import HEADLINES, letter, limit_share, times
 
 _PLACED = "with the other side's result in its place"
 

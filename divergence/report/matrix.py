@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections import Counter
 
-from divergence.comparison.results import VerdictKind
+from divergence.comparison.result import VerdictKind
 from divergence.document import (
     Block,
     BlockPart,
@@ -26,9 +26,8 @@ from divergence.document import (
     named,
 )
 from divergence.fleet.result import Matrix, MatrixRow
-from divergence.layout import count, decimal, limit_share, share
 from divergence.report.summary import run_text
-from divergence.words import HEADLINES, letter
+from divergence.words import HEADLINES, count, decimal, letter, limit_share, share
 
 MAX_ROWS = 40
 NUM_FIRST = 4

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.analyses.blocks.sections import curves
-from divergence.comparison.result import Answer, Report, RunSummary
-from divergence.comparison.results import Background
+from divergence.comparison.result import Answer, Background, Report, RunSummary
 from divergence.document import Document, Side, named
 from divergence.domain import placed
 from divergence.errors import UsageError

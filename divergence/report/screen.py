@@ -15,7 +15,7 @@ from divergence.analyses.blocks.units import worst_of
 from divergence.comparison.result import Report
 from divergence.document import Block, Column, Document, Section, Sentence, Table, named
 from divergence.facts import sentence_behind
-from divergence.layout import MAX_WIDTH, Line, count, cut, decimal, fold, limit_share, times
+from divergence.layout import MAX_WIDTH, Line, cut, fold
 from divergence.report.summary import (
     document,
     is_quiet,
@@ -24,7 +24,7 @@ from divergence.report.summary import (
     run_facts,
 )
 from divergence.report.text import document_lines
-from divergence.words import shortened
+from divergence.words import count, decimal, limit_share, shortened, times
 
 WIDTH, HEIGHT = 80, 18
 _NUM_ROWS = 5

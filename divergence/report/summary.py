@@ -18,15 +18,14 @@ from msgspec.structs import replace
 
 from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
-from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results import Background, Coverage, PreflightLine
+from divergence.comparison.result import Background, Coverage, PreflightLine, Report, RunSummary
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
-from divergence.layout import Line, count, cut, share, size
+from divergence.layout import Line, cut
 from divergence.report.environment import changes
 from divergence.report.text import document_lines, headline_lines
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import is_of_parameter
-from divergence.words import HEADLINES, letter, list_names, shortened
+from divergence.words import HEADLINES, count, letter, list_names, share, shortened, size
 
 VERDICT_STYLES = {
     "identical": "bold green",

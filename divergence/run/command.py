@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from divergence.facts import Fact, plain, sentence
-from divergence.run.location import Url
+from divergence.run.storage import Url
 
 Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
 

@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.layout import size
 from divergence.numerics.arrays import as_array, as_tensor, from_bytes, joined, wide
 from divergence.numerics.formats import format_named, format_of
 from divergence.run.command import command_line
@@ -36,7 +35,6 @@ from divergence.run.contents import (
     sizes_of,
     why_no_bytes,
 )
-from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest, digest_array
 from divergence.run.record import (
     MANIFEST,
@@ -54,11 +52,14 @@ from divergence.run.storage import (
     Directory,
     Headers,
     LocalBlob,
+    Location,
     Shard,
     Store,
+    Url,
     archive_kind_of,
+    location_of,
 )
-from divergence.words import Progress, silent
+from divergence.words import Progress, silent, size
 
 if TYPE_CHECKING:
     import torch

@@ -28,9 +28,18 @@ from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from divergence.errors import DivergenceError, RunError, RunFormatError, UsageError
-from divergence.run.location import WITH_BUCKETS, Url, archive_kind
 from divergence.run.record import MANIFEST, SHARD_PATTERN, TENSORS, checked_name, is_records_name
-from divergence.run.storage import HEADER_BYTES, SPAN_BYTES, Archive, Blob, Store, archive_kind_of
+from divergence.run.storage import (
+    HEADER_BYTES,
+    SPAN_BYTES,
+    WITH_BUCKETS,
+    Archive,
+    Blob,
+    Store,
+    Url,
+    archive_kind,
+    archive_kind_of,
+)
 
 # A run below ``http://``: any machine may stand behind a URL, so what it may answer is bounded.
 #

@@ -25,14 +25,6 @@ from divergence.errors import RunExistsError, RunFormatError, RunWriteError, Usa
 from divergence.outside import lines as read_lines
 from divergence.run.captured import ShardEntry
 from divergence.run.command import command_line
-from divergence.run.location import (
-    ARCHIVES,
-    Location,
-    Url,
-    archive_kind,
-    location_of,
-    same_location,
-)
 from divergence.run.reader import Run, open_store
 from divergence.run.record import (
     MANIFEST,
@@ -44,7 +36,17 @@ from divergence.run.record import (
     records_name,
 )
 from divergence.run.remote import Object, Remote
-from divergence.run.storage import MAX_DEFLATED_BYTES, Bytes, write_shard
+from divergence.run.storage import (
+    ARCHIVES,
+    MAX_DEFLATED_BYTES,
+    Bytes,
+    Location,
+    Url,
+    archive_kind,
+    location_of,
+    same_location,
+    write_shard,
+)
 from divergence.words import Progress, silent
 
 # A run written to a directory of this machine: what is refused, what may be replaced.

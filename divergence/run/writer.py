@@ -42,7 +42,6 @@ from divergence.run.captured import (
 )
 from divergence.run.command import command_line
 from divergence.run.contents import Content, contents_of
-from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.record import (
     INPUTS,
@@ -55,6 +54,7 @@ from divergence.run.record import (
     records_name,
     shard_name,
 )
+from divergence.run.storage import Location, Url, location_of
 from divergence.run.target import open_target
 
 if TYPE_CHECKING:

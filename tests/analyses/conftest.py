@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence.comparison.api import measure_runs, report_on
-from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.preflight import preflight
 from divergence.facts import worded
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote, SampleTokens, Tokens

@@ -10,7 +10,7 @@ import pytest
 from benchmarks._reports import CLASSES, Answer, Case, grades_of, overall
 from benchmarks._reports_models import MODELS
 from benchmarks.reports import CASES, Result, page
-from divergence.comparison.results import VerdictKind
+from divergence.comparison.result import VerdictKind
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import divergence
-from divergence.comparison.results import Coverage
+from divergence.comparison.result import Coverage
 
 
 @pytest.fixture

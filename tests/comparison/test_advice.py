@@ -13,8 +13,8 @@ from divergence import RecordOptions, capture, compare
 from divergence import truth as make_truth
 from divergence.cli.main import app
 from divergence.comparison.advice import Advice, WithinAdvice, beside
-from divergence.run.location import Url
 from divergence.run.manifest import Mesh, MeshAxis
+from divergence.run.storage import Url
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 BLOCK = "model.layers.1"

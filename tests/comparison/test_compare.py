@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence import BatchOptions, capture, compare
-from divergence.comparison.align.pairs import find_prefix, load_name_map
+from divergence.comparison.align import find_prefix, load_name_map
 from divergence.errors import ConfigError, IncomparableError
 from divergence.run.site import module_of
 

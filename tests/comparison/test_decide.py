@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from divergence.comparison import decide as deciding
 from divergence.comparison.decide import CLAIMS, RANK, Decision, check, confidence_of, explained
-from divergence.comparison.results import Check, Finding, Onset, PreflightLine
+from divergence.comparison.result import Check, Finding, Onset, PreflightLine
 from divergence.domain import Claim, Domain
 from divergence.facts import plain, worded
 

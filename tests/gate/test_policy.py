@@ -10,7 +10,7 @@ import pytest
 
 import divergence
 from divergence import Report, check
-from divergence.comparison.results import Coverage, PassCoverage
+from divergence.comparison.result import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError
 from divergence.facts import plain

@@ -72,7 +72,7 @@ COMPARE = """
 import msgspec
 
 from divergence.comparison.analysis import report_of
-from divergence.comparison.results import Coverage, Finding, ReportPart
+from divergence.comparison.result import Coverage, Finding, ReportPart
 from divergence.facts import Fact, fact
 
 SENTENCES = {"differ": "{num} squares differ"}

@@ -7,14 +7,14 @@ import random
 import msgspec
 
 from divergence import Report
-from divergence.comparison.result import RunSummary
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     Coverage,
     Explanation,
     LogitsDiff,
     NonfiniteCount,
     Onset,
     PreflightLine,
+    RunSummary,
     SiteResult,
     Skipped,
     TokenChoice,

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.layout import MAX_WIDTH, share
+from divergence.layout import MAX_WIDTH
+from divergence.words import share
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 BLOCKS = ["model.layers.0", "model.layers.6", "model.layers.11"]

@@ -13,7 +13,7 @@ import pytest
 
 import divergence
 from divergence import capture, check, compare
-from divergence.comparison.results import Visible
+from divergence.comparison.result import Visible
 from divergence.gate.policy import Policy
 from divergence.options.commands import RecordOptions
 from divergence.report.bundle import Redaction, bundle_files

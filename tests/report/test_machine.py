@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from divergence.comparison.result import strict_json
-from divergence.comparison.results import TruthDiff
+from divergence.comparison.result import TruthDiff, strict_json
 from divergence.errors import UsageError
 from divergence.numerics.sums import Estimate
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     AuditResult,
     AuditRow,
     OperatorResult,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from divergence import DiffResult
-from divergence.comparison.results import TruthDiff
+from divergence.comparison.result import TruthDiff
 from divergence.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from divergence.comparison.results import Coverage, PreflightLine, TokensResult, Visible
+from divergence.comparison.result import Coverage, PreflightLine, TokensResult, Visible
 from divergence.run.command import command
 from divergence.words import HEADLINES
 

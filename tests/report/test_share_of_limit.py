@@ -13,8 +13,8 @@ import torch
 
 from divergence import BatchOptions, capture, compare
 from divergence.cli.main import app
-from divergence.layout import limit_share
 from divergence.numerics.floor import share_from_nothing
+from divergence.words import limit_share
 
 PROMPTS = [
     "A bridge is built twice: once on paper, where every beam is exact.",

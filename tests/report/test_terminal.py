@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.results import Coverage, Skipped
+from divergence.comparison.result import Coverage, Skipped
 from divergence.document import Table
 from divergence.facts import Fact
 from divergence.layout import MAX_WIDTH, fold, line, print_lines, prose, write_text

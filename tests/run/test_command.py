@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from divergence.run.command import command_line, command_words, quoted, requoted
-from divergence.run.location import Url
+from divergence.run.storage import Url
 
 PACKAGE = Path(__file__).parents[2] / "divergence"
 EVIL = [

@@ -17,7 +17,7 @@ from divergence.errors import RunExistsError, RunFormatError, RunWriteError, Usa
 from divergence.run import target as targets
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
-from divergence.run.location import Url
+from divergence.run.storage import Url
 from divergence.run.writer import RunWriter
 
 URL = "far://bucket/run"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from divergence.errors import UsageError
-from divergence.run.location import Url, archive_kind, folder_of, location_of, same_location
+from divergence.run.storage import Url, archive_kind, folder_of, location_of, same_location
 
 
 def test_a_path_stays_a_path():

@@ -134,7 +134,7 @@ def test_an_archive_in_a_bucket_is_a_run(s3, manifest, tmp_path, kind):
 
 def test_a_missing_bucket_is_named(s3, manifest):
     """For reading and for writing, before anything is computed."""
-    from divergence.run.location import location_of
+    from divergence.run.storage import location_of
     from divergence.run.target import check_target
 
     with pytest.raises(RunFormatError, match="there is nothing at s3://no-such-bucket/a"):

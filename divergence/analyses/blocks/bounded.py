@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from divergence.analyses.blocks.units import Escalation, is_table, next_commands
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results import Finding, SiteResult, onset_at, order_of
+from divergence.comparison.result import Finding, SiteResult, onset_at, order_of
 from divergence.facts import fact
 from divergence.numerics.formats import format_named
 from divergence.run.contents import is_mask

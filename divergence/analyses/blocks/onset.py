@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from divergence.analyses.blocks.rounding import only_step
 from divergence.analyses.blocks.structure import layer_type_of, structures_at
 from divergence.analyses.blocks.units import (
     Blame,
@@ -24,15 +23,16 @@ from divergence.analyses.blocks.units import (
     is_table,
     made_before,
     next_commands,
+    only_step,
     places_of,
 )
-from divergence.comparison.align.pairs import PromptStep
+from divergence.comparison.align import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.limits import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
+from divergence.comparison.judge import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
-from divergence.comparison.preflight.code import other_numbers
-from divergence.comparison.results import Check, Finding, VerdictKind, onset_at, order_of
+from divergence.comparison.preflight import other_numbers
+from divergence.comparison.result import Check, Finding, VerdictKind, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
 from divergence.run.site import module_of

@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background, SiteResult
+from divergence.comparison.result import Background, Report, SiteResult
 from divergence.document import (
     DECADES,
     FLOORS,
@@ -27,18 +26,9 @@ from divergence.document import (
     Table,
     named,
 )
-from divergence.layout import (
-    RATIO_DECADES,
-    REL_L2_DECADES,
-    bar,
-    count,
-    decimal,
-    limit_share,
-    shape_text,
-    times,
-)
+from divergence.layout import RATIO_DECADES, REL_L2_DECADES, bar
 from divergence.run.site import BACKWARD, PHASES, is_of_parameter
-from divergence.words import grouped
+from divergence.words import count, decimal, grouped, limit_share, shape_text, times
 
 # Which rows a table of blocks has: a block or trunk site each, prefill and decode apart.
 #

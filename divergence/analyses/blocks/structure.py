@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from divergence.analyses.blocks.units import is_table, layer_types_of
-from divergence.comparison.align.pairs import Pair, Pieces, same_positions
-from divergence.comparison.limits import BEGINS, CLEAR, EXPLAINS, FEW_ROWS, FEWEST
+from divergence.comparison.align import Pair, Pieces, same_positions
+from divergence.comparison.judge import BEGINS, CLEAR, EXPLAINS, FEW_ROWS, FEWEST
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.preflight.code import (
+from divergence.comparison.preflight import (
     code_differences,
     difference_texts,
     numbers_in_doubt,
@@ -19,7 +19,7 @@ from divergence.comparison.preflight.code import (
     replaced_in,
     truth_tells,
 )
-from divergence.comparison.results import Check, Finding, Verdict
+from divergence.comparison.result import Check, Finding, Verdict
 from divergence.facts import Fact, fact
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from divergence.comparison.align.pairs import Pair, Pieces, is_repeated, repeated
+from divergence.comparison.align import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
 from divergence.comparison.experts import logits_decide
-from divergence.comparison.results import SiteResult
+from divergence.comparison.result import SiteResult
 from divergence.numerics.arrays import wide
 from divergence.numerics.formats import format_named
 from divergence.run.contents import is_mask

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from divergence.comparison.result import Report
 from divergence.document import Column, Section, Table
-from divergence.layout import decimal, fixed
 from divergence.run.site import PHASES
+from divergence.words import decimal, fixed
 
 
 def _percent(value: float) -> str:

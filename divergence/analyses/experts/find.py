@@ -25,8 +25,8 @@ from divergence.comparison.experts import (
     routed_blocks,
     same_experts,
 )
-from divergence.comparison.limits import WITNESSES
-from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
+from divergence.comparison.judge import WITNESSES
+from divergence.comparison.result import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import rounded, wide
 from divergence.numerics.formats import Format, format_named

@@ -11,14 +11,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from divergence.analyses.operators.measure import operator_notes
+from msgspec.structs import replace
+
+from divergence.analyses.operators.measure import (
+    have_two_dtypes,
+    measure_operators,
+    operator_notes,
+    rate_operators,
+)
 from divergence.analyses.operators.operands import operand_facts
 from divergence.comparison.advice import Advice
+from divergence.comparison.align import anchored_passes
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.arithmetic import Explained, differences, explain_arithmetic, is_about
 from divergence.comparison.decide import check
-from divergence.comparison.limits import CLEAR
-from divergence.comparison.results import (
+from divergence.comparison.judge import CLEAR
+from divergence.comparison.result import (
     Finding,
     Onset,
     OperatorResult,
@@ -29,10 +37,56 @@ from divergence.comparison.results import (
 )
 from divergence.facts import Fact, fact
 from divergence.run.command import Command
-from divergence.run.manifest import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact, Manifest
 from divergence.words import SIDES, Side, other_side
 
 _MOST = 3
+_ESCALATED = "escalated"
+
+
+def measure(measured: Measured) -> OperatorsResult | None:
+    """The operators of the first pass in which one is off; else of the first that both recorded:
+    the anchored one, then the escalated one, which in float32 sees a wrong formula far below the
+    floor of a 16-bit dtype."""
+    a, b, truth = measured.reference, measured.candidate, measured.truth
+    truth = truth if truth is not None and truth.anchors else None
+    first: OperatorsResult | None = None
+    for passes in _passes(a.manifest, b.manifest):
+        operators = measure_operators(
+            a,
+            b,
+            passes,
+            truth=None if truth is None else truth.run,
+            rename=measured.rename,
+            truth_pass="anchored" if truth is None else truth.anchored_pass,
+        )
+        if operators is None:
+            continue
+        result = rate_operators(
+            operators,
+            notes=a.manifest.plan.modules,
+            thresholds=measured.thresholds,
+            two_dtypes=have_two_dtypes(a.manifest, b.manifest),
+        )
+        if passes[1] == _ESCALATED:
+            result = replace(result, pass_=_ESCALATED)
+        if result.onset is not None:
+            return result
+        first = first or result
+    return first
+
+
+def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
+    """(the reference's, the candidate's), the anchored ones first."""
+    if a.tokens.groups != b.tokens.groups:
+        return []  # of other batches: other shapes, and rows of other prompts
+    anchored = anchored_passes(a, b, [])
+    passes = [] if anchored is None else [anchored]
+    plans = (a.plan, b.plan)
+    same = a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to
+    if same and all(_ESCALATED in plan.passes for plan in plans):
+        passes.append((_ESCALATED, _ESCALATED))
+    return passes
 
 
 def find(measured: Measured) -> AnalysisResult:

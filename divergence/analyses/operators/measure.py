@@ -27,8 +27,6 @@ from divergence.analyses.operators.operands import (
     region_operands,
     regions_in,
 )
-from divergence.comparison.align.pairs import anchored_passes
-from divergence.comparison.analysis import Measured
 from divergence.comparison.calls import (
     CallNode,
     Forward,
@@ -44,6 +42,9 @@ from divergence.comparison.calls import (
     rerouted_in,
 )
 from divergence.comparison.judge import (
+    ENOUGH_ROWS,
+    NEAR_LIMIT,
+    SAME_VALUE,
     effective_numbers,
     farthest,
     in_step,
@@ -52,9 +53,8 @@ from divergence.comparison.judge import (
     observed,
     reach,
 )
-from divergence.comparison.limits import ENOUGH_ROWS, NEAR_LIMIT, SAME_VALUE
-from divergence.comparison.measure.floors import work_dtype
-from divergence.comparison.results import (
+from divergence.comparison.measure.rating import work_dtype
+from divergence.comparison.result import (
     OperatorResult,
     OperatorsResult,
     OtherInput,
@@ -1112,52 +1112,8 @@ def _moved_back(
 # The anchored pass, or where nothing is found there the escalated one, which in float32 sees a
 # wrong formula far below the floor of a 16-bit dtype. Both sides must have recorded operators.
 
-_ESCALATED = "escalated"
 
-
-def measure(measured: Measured) -> OperatorsResult | None:
-    a, b, truth = measured.reference, measured.candidate, measured.truth
-    truth = truth if truth is not None and truth.anchors else None
-    first: OperatorsResult | None = None
-    for passes in _passes(a.manifest, b.manifest):
-        operators = measure_operators(
-            a,
-            b,
-            passes,
-            truth=None if truth is None else truth.run,
-            rename=measured.rename,
-            truth_pass="anchored" if truth is None else truth.anchored_pass,
-        )
-        if operators is None:
-            continue
-        result = rate_operators(
-            operators,
-            notes=a.manifest.plan.modules,
-            thresholds=measured.thresholds,
-            two_dtypes=_two_dtypes(a.manifest, b.manifest),
-        )
-        if passes[1] == _ESCALATED:
-            result = replace(result, pass_=_ESCALATED)
-        if result.onset is not None:
-            return result
-        first = first or result
-    return first
-
-
-def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
-    """(the reference's, the candidate's), the anchored ones first."""
-    if a.tokens.groups != b.tokens.groups:
-        return []  # of other batches: other shapes, and rows of other prompts
-    anchored = anchored_passes(a, b, [])
-    passes = [] if anchored is None else [anchored]
-    plans = (a.plan, b.plan)
-    same = a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to
-    if same and all(_ESCALATED in plan.passes for plan in plans):
-        passes.append((_ESCALATED, _ESCALATED))
-    return passes
-
-
-def _two_dtypes(a: Manifest, b: Manifest) -> bool:
+def have_two_dtypes(a: Manifest, b: Manifest) -> bool:
     return a.model.dtype != b.model.dtype or work_dtype(a) != work_dtype(b)
 
 
@@ -1167,7 +1123,7 @@ def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[Fa
         name: sum(record.call is not None for record in run.records)
         for name, run in (("reference", a), ("candidate", b))
     }
-    if operators is not None and _two_dtypes(a.manifest, b.manifest):
+    if operators is not None and have_two_dtypes(a.manifest, b.manifest):
         return [fact("operators.two_dtypes")]
     if operators is not None or not any(counts.values()):
         return []

@@ -22,8 +22,8 @@ from divergence.comparison.calls import (
     maker_of,
     reached,
 )
-from divergence.comparison.limits import MOST_OF_CONSTANT, ROUNDED_TWICE
-from divergence.comparison.results import OtherInput, OtherOperand
+from divergence.comparison.judge import MOST_OF_CONSTANT, ROUNDED_TWICE
+from divergence.comparison.result import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.floor import THRESHOLDS, floor_weights
 from divergence.numerics.formats import format_named, format_of

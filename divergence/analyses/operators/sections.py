@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background, OperatorResult, OperatorsResult
+from divergence.comparison.result import Background, OperatorResult, OperatorsResult, Report
 from divergence.document import Block, BlockPart, Column, Section, Sentence, Table, named
-from divergence.layout import MAX_WIDTH, count, cut, decimal, limit_share, share, times
-from divergence.words import grouped, letter
+from divergence.layout import MAX_WIDTH, cut
+from divergence.words import count, decimal, grouped, letter, limit_share, share, times
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}

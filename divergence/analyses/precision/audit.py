@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.comparison.calls import CallNode, forwards_of, operator_passes
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     INSIDE,
     PARTS,
     AuditedPlace,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.precision.audit import PHASES, audit_runs, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.results import AuditResult, Finding, Verdict
+from divergence.comparison.result import AuditResult, Finding, Verdict
 from divergence.run.site import is_of_parameter
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import INSIDE, AuditedPlace, AuditResult, AuditRow
+from divergence.comparison.result import INSIDE, AuditedPlace, AuditResult, AuditRow, Report
 from divergence.document import Column, Section, Sentence, Table
-from divergence.layout import count
+from divergence.words import count
 
 
 def sections(report: Report, *, every: bool = False, **_: object) -> list[Section]:

@@ -15,13 +15,21 @@ import math
 
 import numpy as np
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.judge import limit_of, observed, outliers
-from divergence.comparison.preflight.code import floor_of, without_pads
-from divergence.comparison.result import ReplicaCheck, ReplicaDiff, ToldBy
-from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, order_of
+from divergence.comparison.preflight import floor_of, without_pads
+from divergence.comparison.result import (
+    Finding,
+    Onset,
+    ReplicaCheck,
+    ReplicaDiff,
+    SiteResult,
+    ToldBy,
+    Verdict,
+    order_of,
+)
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds

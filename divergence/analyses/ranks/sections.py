@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from divergence.comparison.result import Report
 from divergence.document import Section, named
-from divergence.layout import rank_names
-from divergence.words import letter
+from divergence.words import letter, rank_names
 
 
 def sections(report: Report, **_: object) -> list[Section]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     Background,
     Explanation,
+    Report,
     TokenChoice,
     TokenDifference,
     TokensResult,
@@ -28,9 +28,8 @@ from divergence.document import (
     Table,
     named,
 )
-from divergence.layout import count, decimal, fixed, times
 from divergence.run.manifest import SampleTokens
-from divergence.words import both_ends, figure, letter, list_names
+from divergence.words import both_ends, count, decimal, figure, fixed, letter, list_names, times
 
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128

@@ -1,4 +1,5 @@
-"""Measuring pairs: both tensors read and checked, numerics called, many pairs side by side."""
+"""Measuring pairs: both tensors read and checked, numerics called, many pairs side by side; and
+what all pairs of two runs show."""
 
 from __future__ import annotations
 
@@ -14,21 +15,35 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pairs import (
+from divergence.comparison.advice import advise
+from divergence.comparison.align import (
+    Alignment,
+    NameMap,
     Pair,
     Pieces,
+    align,
     is_repeated,
     piece_like,
+    pieces_in,
     repeated,
     same_positions,
+    why_no_pair,
 )
-from divergence.comparison.experts import Routing
-from divergence.comparison.limits import FEW_CHANNELS, FEW_ROWS
-from divergence.comparison.measure.floors import ModelFloor, SharedRounding, work_format
-from divergence.comparison.measure.rating import PairNumbers, Rater
-from divergence.comparison.measure.truth import Truth
-from divergence.comparison.results import LogitsDiff, SiteResult
+from divergence.comparison.analysis import Measured, is_of_machine
+from divergence.comparison.experts import Routes, Routing, unknown_blocks
+from divergence.comparison.judge import FEW_CHANNELS, FEW_ROWS
+from divergence.comparison.measure.rating import (
+    ModelFloor,
+    PairNumbers,
+    Rater,
+    SharedRounding,
+    has_gates,
+    work_format,
+)
+from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
+from divergence.comparison.result import LogitsDiff, SiteResult
 from divergence.errors import RunFormatError
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import Format, format_named, format_of, is_float
 from divergence.numerics.pairs import (
     MOST_NUMEL,
@@ -43,8 +58,8 @@ from divergence.numerics.pairs import (
 from divergence.numerics.sums import Kernel, kernel_for, num_threads, set_device
 from divergence.run.reader import Run, floor_of
 from divergence.run.record import Record
-from divergence.run.site import module_of
-from divergence.words import Progress, silent
+from divergence.run.site import BACKWARD, is_operator_site, module_of
+from divergence.words import Progress, Side, silent
 
 if TYPE_CHECKING:
     import torch
@@ -596,3 +611,142 @@ def _num_bytes(pair: Pair) -> int:
     """The bytes of both sides."""
     records = pair.reference.record, pair.candidate.record
     return sum(record.numel * format_named(record.dtype).itemsize for record in records)
+
+
+# What the pairs of two runs show, taken together: of the aligned passes, and of the escalated ones.
+
+ESCALATED = "escalated"
+
+
+def aligned(a: Run, b: Run, names: NameMap | None) -> Alignment:
+    """The pairs of which something can be known; the others are skipped, with the reason."""
+    alignment = align(a, b, name_map=names)
+    if all(
+        a.has_bytes(pair.reference.record) and b.has_bytes(pair.candidate.record)
+        for pair in alignment.pairs
+    ):
+        return alignment
+    from divergence.comparison.measure.reduced import without_unknowable
+
+    return without_unknowable(alignment, a, b)
+
+
+def measure_tensors(
+    a: Run,
+    b: Run,
+    alignment: Alignment,
+    *,
+    truth: Truth | None = None,
+    floor: Run | None = None,
+    inputs: Run | None = None,
+    thresholds: Thresholds = THRESHOLDS,
+    measuring: Measuring = HERE,
+) -> Measured:
+    """The numbers of the pairs of ``alignment`` alone. ``inputs``: the run whose inputs anchored
+    the candidate; found where it is not given."""
+    measurer = Measurer(
+        a, b, ModelFloor(thresholds), inputs=inputs or inputs_of(a, b), truth=truth, own_floor=floor
+    )
+    sites = measure_all(measurer, alignment.pairs, measuring)
+    if is_of_machine(a.manifest) and is_of_machine(b.manifest):
+        # their inputs cancel on purpose, and no model's floor fits
+        nothing = dict.fromkeys(("floor", "ratio", "ratio_max", "ratio_sink"))
+        sites = [msgspec.structs.replace(site, **nothing, prompts=[]) for site in sites]
+    forms = [format_named(run.manifest.model.dtype) for run in (a, b)]
+    routed: frozenset[str] = frozenset()
+    experts = any(note.routed for note in a.manifest.plan.modules.values())
+    if experts:
+        routed = unknown_blocks(a.manifest, sites)
+    if has_gates(a.manifest):
+        routed |= {BACKWARD}
+    return Measured(
+        reference=a,
+        candidate=b,
+        truth=truth,
+        floor=floor,
+        alignment=alignment,
+        sites=sites,
+        thresholds=thresholds,
+        advice=advise(a, b),
+        routes=measurer.rater.routes,
+        samples=measurer.rater.samples,
+        anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
+        routed=routed,
+        experts=experts,
+        narrow=any(form.kind == "float" and form.itemsize <= 2 for form in forms),
+    )
+
+
+def compare_escalated(
+    a: Run,
+    b: Run,
+    truth: Truth | None,
+    thresholds: Thresholds,
+    measuring: Measuring,
+    *,
+    routes: Routes | None = None,
+) -> tuple[list[SiteResult], SamplesBySite]:
+    """One result for each escalated record that has a partner, and the samples of their rows.
+
+    Passes of equal inputs are compared with each other, and held against a truth of these inputs.
+    Where they are not, or one side has none, each is held against the truth by itself (``of``).
+    ``routes`` takes what was seen of experts.
+    """
+    inputs, samples = inputs_of(a, b), SamplesBySite()
+    both: tuple[tuple[Side, Run], ...] = ("reference", a), ("candidate", b)
+    having = [(side, run) for side, run in both if ESCALATED in run.manifest.plan.passes]
+    # other weights were rounded otherwise: that is far beyond float32's floor
+    judging = [
+        (side, run)
+        for side, run in having
+        if truth is not None
+        and truth.anchors
+        and run.manifest.escalated_to == truth.run.manifest.plan.anchored_to
+        and run.manifest.model.dtype == truth.run.manifest.model.dtype
+    ]
+    results: list[SiteResult] = []
+
+    def measured(reference: Run, pass_: str, run: Run, of: Side | None, by: Truth | None) -> None:
+        pairs = []
+        split = reference.manifest.tokens.groups != run.manifest.tokens.groups
+        partners = pieces_in(reference, pass_, split=split)
+        for key, piece in pieces_in(run, ESCALATED, split=split).items():
+            other = partners.get(key)
+            if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
+                continue  # sums of gradients are made in another order where casts are: see calls
+            if format_named(piece.record.dtype).kind != "float":
+                continue
+            if other is None or why_no_pair(other, piece, exactly=True) is not None:
+                continue
+            pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
+        pairs.sort(
+            key=lambda pair: (
+                pair.reference.record.sample,
+                pair.reference.record.step,
+                pair.reference.record.order,
+            )
+        )
+        measurer = Measurer(
+            reference,
+            run,
+            ModelFloor(thresholds),
+            inputs=inputs,
+            truth=by,
+            work=format_named("float32"),
+        )
+        for result in measure_all(measurer, pairs, measuring):
+            results.append(msgspec.structs.replace(result, of=of))
+        if routes is not None:
+            routes.take(measurer.rater.routes, of)
+        samples.take(measurer.rater.samples)
+
+    if (
+        len(having) == 2
+        and a.manifest.model.dtype == b.manifest.model.dtype
+        and a.manifest.escalated_to == b.manifest.escalated_to
+    ):
+        measured(a, ESCALATED, b, None, truth if len(judging) == 2 else None)
+    elif truth is not None:
+        for side, run in judging:
+            measured(truth.run, "anchored", run, side, None)
+    return results, samples

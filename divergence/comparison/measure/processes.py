@@ -31,7 +31,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align import Pair
 from divergence.comparison.measure.pairs import Measurer, Measuring, measure_pairs, measuring_on
 from divergence.comparison.measure.rating import PairNumbers
 from divergence.errors import DivergenceError, FaultError, UsageError

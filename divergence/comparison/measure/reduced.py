@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pairs import (
+from divergence.comparison.align import (
     Alignment,
     Pair,
     Piece,
@@ -20,9 +20,9 @@ from divergence.comparison.align.pairs import (
     is_repeated,
     why_no_pair,
 )
-from divergence.comparison.limits import CASTS, SUMMARY_PRECISION
+from divergence.comparison.judge import CASTS, SUMMARY_PRECISION
 from divergence.comparison.measure.rating import PairNumbers
-from divergence.comparison.results import Skipped
+from divergence.comparison.result import Skipped
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import as_tensor
 from divergence.numerics.estimate import estimate_pair

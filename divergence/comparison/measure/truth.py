@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pairs import Pair, PromptStep, replayed_from
-from divergence.comparison.judge import made_of
-from divergence.comparison.limits import FEW_ROWS
-from divergence.comparison.preflight.code import other_code
-from divergence.comparison.preflight.lines import other_weights
-from divergence.comparison.results import SiteResult, TruthDiff
+from divergence.comparison.align import Pair, PromptStep, replayed_from
+from divergence.comparison.judge import FEW_ROWS, made_of
+from divergence.comparison.preflight import other_code, other_weights
+from divergence.comparison.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import ENOUGH
 from divergence.run.command import command_line
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 # It must repeat the run whose inputs anchor the comparison: only then did every block of
 # all three runs get the same input. Operators that were replayed are judged by a replay in
 # float64 of the same run and pass, and by nothing else. TruthSamples gather, site by site and phase
-# by phase, how far each side is from it: blocks.sides judges them.
+# by phase, how far each side is from it: blocks.units judges them.
 
 
 class Truth:
@@ -224,7 +222,7 @@ class SamplesBySite:
 
 # TruthStats: how one site stands to the truth, over all rows of a phase and forward by forward.
 #
-# Each side's errors are in floors of the rounding model. blocks.sides asks questions of them.
+# Each side's errors are in floors of the rounding model. blocks.units asks questions of them.
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from divergence.comparison.analysis import report_of
 from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.decide import check
-from divergence.comparison.result import Report
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     Check,
     Coverage,
     Finding,
     Onset,
+    Report,
     Skipped,
     VerdictKind,
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background
+from divergence.comparison.result import Background, Report
 from divergence.document import Block, Column, Section, Sentence, Table, each_in
 from divergence.domains.collectives.result import (
     BandwidthRow,
@@ -15,8 +14,7 @@ from divergence.domains.collectives.result import (
     CollectivesSide,
     OrderRow,
 )
-from divergence.layout import count, decimal, limit_share, rank_names, share, size
-from divergence.words import grouped, letter
+from divergence.words import count, decimal, grouped, letter, limit_share, rank_names, share, size
 
 _MOST_FAULTS = 8
 

@@ -21,14 +21,23 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.advice import advise
-from divergence.comparison.align.pairs import load_name_map
+from divergence.comparison.align import load_name_map, opened
 from divergence.comparison.api import compare
 from divergence.comparison.decide import tells
-from divergence.comparison.measure.runs import opened
-from divergence.comparison.preflight.code import CodeDifference, code_differences
-from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
-from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import Finding, PreflightLine, SiteResult, Verdict
+from divergence.comparison.preflight import (
+    CPU_OPERATORS,
+    CodeDifference,
+    code_differences,
+    preflight,
+)
+from divergence.comparison.result import (
+    Finding,
+    PreflightLine,
+    Report,
+    SiteResult,
+    Verdict,
+    summary_of,
+)
 from divergence.domain import added
 from divergence.domains.doctor.result import (
     Checkup,

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.result import JsonAnswer, RunSummary
-from divergence.comparison.results import Verdict
+from divergence.comparison.result import JsonAnswer, RunSummary, Verdict
 from divergence.facts import Fact, Worded
 
 PointName = Literal[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from divergence.comparison.measure.runs import opened
+from divergence.comparison.align import opened
 from divergence.domains.importing.building import manifest_of, write
 from divergence.domains.importing.dumped import Notes
 from divergence.domains.importing.formats import FORMATS, layout_of
@@ -15,9 +15,9 @@ from divergence.errors import DumpError, UsageError
 from divergence.outside import read_as
 from divergence.recording.new_run import check_output
 from divergence.run.foreign import DumpFolder
-from divergence.run.location import Url, location_of
 from divergence.run.reader import Run
 from divergence.run.site import near_names
+from divergence.run.storage import Url, location_of
 from divergence.run.writer import RunWriter
 from divergence.words import Progress
 

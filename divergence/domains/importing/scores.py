@@ -25,10 +25,10 @@ import msgspec
 
 from divergence.config import decode, load_toml
 from divergence.errors import ConfigError, DumpError
-from divergence.run.location import Location
 from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.run.scores import MAX_TOKEN, Scores, ScoreSource, put_scores, scores_manifest
+from divergence.run.storage import Location
 from divergence.run.writer import RunWriter
 
 MAX_TOKENS = 1 << 22

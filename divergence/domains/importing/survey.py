@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 
-from divergence.comparison.align.pairs import find_prefix
+from divergence.comparison.align import find_prefix
 from divergence.domains.importing.dumped import DumpedForward, Notes
 from divergence.errors import DumpError, UsageError
 from divergence.numerics.formats import format_of

@@ -15,15 +15,15 @@ from msgspec.structs import asdict, replace
 from divergence.comparison.analysis import report_of
 from divergence.comparison.api import compare
 from divergence.comparison.decide import check
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report
-from divergence.comparison.results import (
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import (
     Check,
     Coverage,
     Finding,
     Onset,
     PreflightLine,
     PreflightStatus,
+    Report,
     TokenChoice,
     VerdictKind,
 )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from divergence.comparison.align.pairs import Pieces, pieces_in
-from divergence.comparison.results import PreflightLine, PreflightStatus
+from divergence.comparison.align import Pieces, pieces_in
+from divergence.comparison.result import PreflightLine, PreflightStatus
 from divergence.errors import RunFormatError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.arrays import wide

@@ -12,7 +12,7 @@ import numpy as np
 
 from divergence.comparison.decide import check
 from divergence.comparison.judge import limit_of, observed, outliers, reach
-from divergence.comparison.results import Check
+from divergence.comparison.result import Check
 from divergence.comparison.trusted import refuse_compared
 from divergence.domains.logprobs.hypotheses import FEW, MOST, is_one_way, share_of_size
 from divergence.domains.logprobs.pairs import PromptPair, pair_runs, prompt_line

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.results import ReportPart, TokenChoice, VerdictKind
+from divergence.comparison.result import ReportPart, TokenChoice, VerdictKind
 from divergence.facts import Fact, Worded
 from divergence.numerics.statistics import Certainty, TwoSample
 from divergence.words import Side, SideBothOrNeither

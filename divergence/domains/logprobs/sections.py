@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background
+from divergence.comparison.result import Background, Report
 from divergence.document import Block, Column, Section, Sentence, Table, each_in
 from divergence.domains.logprobs.result import LogprobsResult
-from divergence.layout import count, decimal
+from divergence.words import count, decimal
 
 _MARKS = {"bad": "wrong", "raised": "differs"}
 

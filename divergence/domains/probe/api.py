@@ -14,9 +14,9 @@ from divergence.options.commands import CaptureOptions
 from divergence.recording.cases import CaseRequest
 from divergence.recording.machine import resolve_device
 from divergence.recording.new_run import check_output
-from divergence.run.location import location_of
 from divergence.run.manifest import Plan
 from divergence.run.reader import Run
+from divergence.run.storage import location_of
 from divergence.words import Progress, silent
 
 FULL_TERMS = (64, 1024, 4096)

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from divergence.cli.answers import progress_bars, show_made
 from divergence.document import Document, Headline, named
 from divergence.errors import UsageError
-from divergence.layout import count
 from divergence.options.commands import DEVICE, FORCE, LABEL, OUT, OUTPUT, Output
 from divergence.options.option import Options, option
 from divergence.report.environment import arithmetic_sections
 from divergence.run.command import command_line
 from divergence.run.manifest import Manifest
+from divergence.words import count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from divergence.comparison.analysis import AnalysisResult, Measured, is_of_machine
 from divergence.comparison.arithmetic import Explained, explain_arithmetic
 from divergence.comparison.decide import check
-from divergence.comparison.results import Finding, VerdictKind
+from divergence.comparison.result import Finding, VerdictKind
 from divergence.facts import fact
 
 

@@ -12,8 +12,7 @@ from divergence.domains.quantization.result import (
     QuantizationPolicy,
 )
 from divergence.facts import Fact, fact
-from divergence.layout import count
-from divergence.words import list_names
+from divergence.words import count, list_names
 
 
 def told_by() -> list[Fact]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.comparison.align.pairs import logits_row
-from divergence.comparison.results import PreflightLine, PreflightStatus
+from divergence.comparison.align import logits_row
+from divergence.comparison.result import PreflightLine, PreflightStatus
 from divergence.domains.scores.formats import lm_eval, prompts_of
 from divergence.domains.scores.result import (
     Candidate,

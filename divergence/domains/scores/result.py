@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.result import Answer
-from divergence.comparison.results import PreflightLine
+from divergence.comparison.result import Answer, PreflightLine
 from divergence.facts import Fact, Worded
 from divergence.run.command import Command
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.results import PreflightLine
+from divergence.comparison.result import PreflightLine
 from divergence.domains.scores.formats import FORMATS, read
 from divergence.domains.scores.formats.reading import ReadRequest
 from divergence.domains.scores.joining import (

@@ -22,8 +22,7 @@ from divergence.domains.scores.result import (
 )
 from divergence.domains.scores.rows import SeriesName
 from divergence.facts import sentence
-from divergence.layout import count
-from divergence.words import list_names, printable
+from divergence.words import count, list_names, printable
 
 _WORDS = {
     "equal": "EQUAL",

@@ -15,11 +15,11 @@ from divergence.comparison.advice import beside
 from divergence.comparison.analysis import report_of
 from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.decide import check
-from divergence.comparison.result import Report
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     Coverage,
     Finding,
     Onset,
+    Report,
     Skipped,
     VerdictKind,
 )

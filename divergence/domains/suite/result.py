@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.results import ReportPart
+from divergence.comparison.result import ReportPart
 from divergence.facts import Fact, Worded
 from divergence.words import SideOrBoth
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background
+from divergence.comparison.result import Background, Report
 from divergence.document import Block, Column, Section, Sentence, Table
 from divergence.domains.suite.result import SuiteCase, SuiteOperator, SuiteResult
-from divergence.layout import count, decimal, share, times
-from divergence.words import letter
+from divergence.words import count, decimal, letter, share, times
 
 _MARKS = {"wrong": "wrong", "flushed": "differs", "ties": "differs"}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from divergence.cli.answers import exit_with, progress_bars, show_document
 from divergence.document import Column, Document, Headline, Section, Sentence, Table, named
 from divergence.domains.tokenizers.result import TokensReport
-from divergence.layout import count
 from divergence.options.commands import TRUST, Output
 from divergence.options.option import option
+from divergence.words import count
 
 
 def tokens(

@@ -7,8 +7,8 @@ from functools import partial
 from divergence.cli.answers import exit_with, show_document
 from divergence.document import Column, Document, Headline, Section, Table, each_in, named
 from divergence.domains.training.result import CurveDiff, LossReport
-from divergence.layout import relative
 from divergence.options.commands import Output
+from divergence.words import relative
 
 
 def compare(

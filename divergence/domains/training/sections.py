@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from divergence.document import Section, Sentence, Table, named
-from divergence.layout import count, size
+from divergence.words import count, size
 
 
 def sections(plan: dict[str, Any]) -> list[Section]:

@@ -23,12 +23,10 @@ from divergence.analyses.blocks.sections import (
     phases,
     rows_table,
 )
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background, SiteResult
+from divergence.comparison.result import Background, Report, SiteResult
 from divergence.document import Table
-from divergence.layout import count, decimal, limit_share, times
 from divergence.report.summary import analysis_sections, report_lines, verdict_lines
-from divergence.words import both_ends, printable
+from divergence.words import both_ends, count, decimal, limit_share, printable, times
 
 # What the browser shows: pages of rows, each of which may open another page. No terminal here.
 #

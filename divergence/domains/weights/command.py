@@ -7,10 +7,9 @@ from functools import partial
 from divergence.cli.answers import exit_with, progress_bars, show_document
 from divergence.document import Column, Document, Headline, Section, Sentence, Table, named
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
-from divergence.layout import count
 from divergence.options.commands import Output
 from divergence.options.option import option
-from divergence.words import list_names
+from divergence.words import count, list_names
 
 
 def weights(

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.preflight.lines import match_parameters, related
+from divergence.comparison.preflight import match_parameters, related
 from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
 from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
 from divergence.domains.weights.fused import FusedRows, find_layout

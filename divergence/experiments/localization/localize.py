@@ -28,24 +28,24 @@ from msgspec.structs import replace
 from divergence.analyses.code.find import BY_CONFIGURATION, doubt_of_code, not_told
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.analyses.operators.operands import given_inputs, operands_text
+from divergence.comparison.align import opened_truth
 from divergence.comparison.api import compare
 from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.decide import RANK, check, confidence_of, decide
 from divergence.comparison.judge import farthest
-from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.preflight.code import (
+from divergence.comparison.preflight import (
     disagreement,
     numbers_in_doubt,
     other_code,
     without_pads,
 )
-from divergence.comparison.result import Report
-from divergence.comparison.results import (
+from divergence.comparison.result import (
     CausalCheck,
     Onset,
     OperatorResult,
     OtherInput,
+    Report,
     Verdict,
 )
 from divergence.errors import DivergenceError, UsageError
@@ -59,11 +59,11 @@ from divergence.ops.reproducer import repro
 from divergence.recording.plant import Substitute
 from divergence.run.command import command, command_line
 from divergence.run.contents import why_no_bytes
-from divergence.run.location import folder_of
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run, own_truth
 from divergence.run.record import Operand
 from divergence.run.site import BACKWARD, ROOT, is_of_parameter, is_operator_site, module_of
+from divergence.run.storage import folder_of
 from divergence.words import Progress, Side, SideBothOrNeither, silent
 
 # The proof of a localization: cause, operator alone, reproducer.

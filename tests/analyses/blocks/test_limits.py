@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from divergence import RecordOptions, capture, check, compare
-from divergence.comparison.results import PromptRatio
+from divergence.comparison.result import PromptRatio
 from divergence.numerics.floor import THRESHOLDS, spread
 from divergence.numerics.sums import Estimate
 from tests.by_hand import measured

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence import BatchOptions, capture, compare
-from divergence.comparison.results import NonfiniteCount
+from divergence.comparison.result import NonfiniteCount
 from tests.by_hand import measured
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks._recorded import without_truth
 from divergence import capture, compare
-from divergence.comparison.results import Visible
+from divergence.comparison.result import Visible
 from divergence.report.summary import unseen
 
 BLOCK = "model.layers.2"

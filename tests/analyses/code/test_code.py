@@ -7,8 +7,9 @@ import pytest
 
 from divergence import Run, capture, compare
 from divergence.analyses.code.find import code_evidence
-from divergence.comparison.preflight.code import code_differences, code_line
-from divergence.comparison.preflight.lines import (
+from divergence.comparison.preflight import (
+    code_differences,
+    code_line,
     config_differences,
     config_line,
     first_difference,

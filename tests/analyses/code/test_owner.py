@@ -12,8 +12,8 @@ from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
 from divergence.comparison.analysis import AnalysisResult
 from divergence.comparison.decide import decide, explained
-from divergence.comparison.preflight.code import disagreement, other_code, replaced_in
-from divergence.comparison.results import Finding, Onset, OperatorResult, OperatorsResult
+from divergence.comparison.preflight import disagreement, other_code, replaced_in
+from divergence.comparison.result import Finding, Onset, OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded
 

@@ -11,9 +11,9 @@ import torch
 import divergence.recording.engines.sessions as capture_api
 from divergence import RecordOptions, Run, capture, check, compare
 from divergence import truth as make_truth
-from divergence.comparison.align.pairs import logits_row
+from divergence.comparison.align import logits_row
 from divergence.comparison.api import measure_runs, report_on
-from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.preflight import preflight
 from divergence.facts import worded
 from divergence.numerics.arrays import wide
 

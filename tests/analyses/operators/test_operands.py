@@ -13,7 +13,7 @@ from divergence.analyses.operators import operands
 from divergence.analyses.operators.find import finding_of
 from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.comparison.decide import decide
-from divergence.comparison.results import Finding, OtherOperand
+from divergence.comparison.result import Finding, OtherOperand
 from divergence.facts import plain, sentence, worded
 from divergence.run.record import Call, Operand, other_scalars
 

@@ -6,7 +6,7 @@ import pytest
 
 from divergence.analyses.operators.find import behind_operator
 from divergence.comparison.arithmetic import Explained, subjects_of
-from divergence.comparison.results import OperatorResult
+from divergence.comparison.result import OperatorResult
 from divergence.facts import sentence
 from divergence.run.manifest import ArithmeticFact
 

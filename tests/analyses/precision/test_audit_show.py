@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from divergence.comparison.results import AuditedPlace, AuditResult, AuditRow
+from divergence.comparison.result import AuditedPlace, AuditResult, AuditRow
 
 PLACE = AuditedPlace(
     part="softmax",

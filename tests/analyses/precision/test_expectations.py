@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.analyses.precision.audit import expectation, is_below
-from divergence.comparison.results import PARTS
+from divergence.comparison.result import PARTS
 from tests.ops.conftest import manifest
 
 

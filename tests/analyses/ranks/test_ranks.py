@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from divergence import BatchOptions, Run, capture
 from divergence import truth as make_truth
-from divergence.comparison.align.pairs import Pair, Piece, align
+from divergence.comparison.align import Pair, Piece, align
 from divergence.comparison.measure import processes as ranks
-from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.pairs import Measurer, Measuring, measure_all
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
+from divergence.comparison.measure.rating import ModelFloor
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.run.captured import CapturedTensor

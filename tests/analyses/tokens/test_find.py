@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.results import TokensResult, TruthDiff
+from divergence.comparison.result import TokensResult, TruthDiff
 from tests.by_hand import measured
 
 

@@ -11,8 +11,8 @@ import torch
 
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
-from divergence.analyses.tokens import measure as flips
-from divergence.analyses.tokens.measure import compare_tokens
+from divergence.analyses.tokens import find as flips
+from divergence.analyses.tokens.find import compare_tokens
 from divergence.numerics.arrays import as_array, wide
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.logits import kl_divergence, logit_error
@@ -320,7 +320,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("tokens.measure", "ends.find"):
+    for module in ("tokens.find", "ends.find"):
         monkeypatch.setattr(f"divergence.analyses.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")

@@ -11,9 +11,8 @@ import torch
 
 from divergence import Run, capture, check, compare
 from divergence import truth as make_truth
-from divergence.comparison.align.coverage import UNACCOUNTED, tokens_row
-from divergence.comparison.align.pairs import kinds_of
-from divergence.comparison.results import TokensResult
+from divergence.comparison.align import UNACCOUNTED, kinds_of, tokens_row
+from divergence.comparison.result import TokensResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.run.manifest import ModuleNote
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.align.pairs import find_prefix
+from divergence.comparison.align import find_prefix
 from tests.counting import lines_of_python
 
 BLOCKS = [f"layers.{number}.mlp:out" for number in range(8)] + ["norm:out", "embed_tokens:out"]

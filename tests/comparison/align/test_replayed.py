@@ -6,7 +6,7 @@ import pytest
 
 from divergence import RecordOptions, Run, capture, compare, replay
 from divergence import truth as make_truth
-from divergence.comparison.align.pairs import align
+from divergence.comparison.align import align
 from divergence.errors import IncomparableError, UsageError
 from divergence.run.captured import CapturedTensor
 from divergence.run.writer import RunWriter

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import divergence
-from divergence.comparison.measure.floors import SharedRounding
+from divergence.comparison.measure.rating import SharedRounding
 from divergence.numerics.floor import norm_floor
 from divergence.numerics.formats import format_named
 

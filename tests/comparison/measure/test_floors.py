@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from divergence.comparison.measure.floors import ModelFloor, small_rows
+from divergence.comparison.measure.rating import ModelFloor, small_rows
 from divergence.numerics.formats import format_named
 from divergence.numerics.sums import RowMetrics
 

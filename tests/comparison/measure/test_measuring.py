@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from divergence import Run, capture, compare, compare_many
-from divergence.comparison.align.pairs import align
+from divergence.comparison.align import align
 from divergence.comparison.measure import pairs as measuring
-from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.pairs import (
     Measurer,
     measure_all,
     measure_pairs,
     results_of_pairs,
 )
+from divergence.comparison.measure.rating import ModelFloor
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.sums import has_compiled
 from divergence.run.captured import CapturedTensor

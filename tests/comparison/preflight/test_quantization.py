@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from divergence import Run
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results import schemes_apart
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import schemes_apart
 from divergence.facts import worded
 from divergence.run.manifest import (
     Calibration,

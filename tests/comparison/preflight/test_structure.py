@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from divergence import capture, check, compare
-from divergence.comparison.preflight.lines import match_parameters
+from divergence.comparison.preflight import match_parameters
 from divergence.errors import IncomparableError
 from divergence.gate.policy import Policy, PreflightPolicy
 

@@ -66,7 +66,7 @@ def test_prompts_and_steps_hold_their_own_blocks(reports, key, named):
 
 def test_a_prompt_of_a_batch_is_found(reports):
     """Prompts that ran together share their results."""
-    from divergence.comparison.results import PromptRatio
+    from divergence.comparison.result import PromptRatio
 
     shared = [PromptRatio(sample=n, ratio=1.0, num_rows=3) for n in (0, 1)]
     site = reports.make_site("m.0:out", block="m.0", role="block", prompts=shared)

@@ -12,7 +12,7 @@ import torch
 from divergence import RecordOptions, capture, compare, sensitivity
 from divergence import truth as make_truth
 from divergence.comparison.api import measure_runs
-from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.preflight import preflight
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.sensitivity import (
     FAULTS,

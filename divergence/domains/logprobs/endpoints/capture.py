@@ -32,10 +32,10 @@ from divergence.options.option import group_of
 from divergence.recording.new_run import check_output
 from divergence.run.answers import ServerAnswer, Vocabulary
 from divergence.run.captured import CapturedTensor
-from divergence.run.location import Location, Url, archive_kind, location_of
 from divergence.run.manifest import Manifest, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.scores import DRAWN, ScoreSource, put_scores, scores_manifest
+from divergence.run.storage import Location, Url, archive_kind, location_of
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.align.pairs import Pair, Pieces
+from divergence.comparison.align import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check, in_most
-from divergence.comparison.measure.floors import work_format
-from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
+from divergence.comparison.measure.rating import work_format
+from divergence.comparison.result import Finding, SiteResult, Verdict, order_of
 from divergence.domains.quantization.coding import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import as_tensor

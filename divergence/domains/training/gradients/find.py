@@ -23,9 +23,9 @@ from typing import Any
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.limits import EXPLAINS
+from divergence.comparison.judge import EXPLAINS
 from divergence.comparison.parameters import together
-from divergence.comparison.results import Finding, SiteResult, Verdict, order_of
+from divergence.comparison.result import Finding, SiteResult, Verdict, order_of
 from divergence.facts import fact
 from divergence.run.site import OPTIMIZER, is_of_parameter
 

@@ -327,7 +327,8 @@ class BlockPart:
     """Holds what an analysis knows of one block of the model: shown where the block is chosen."""
 
     block: str
-    facts: list[tuple[str, str]] = field(default_factory=list)
+    facts: Table | None = None
+    """What each column holds of it: a table of one row."""
     tables: list[Table] = field(default_factory=list)
 
 

@@ -30,6 +30,7 @@ import msgspec
 
 from divergence.domain import added
 from divergence.words import (
+    chance,
     count,
     decimal,
     figure,
@@ -39,6 +40,7 @@ from divergence.words import (
     relative,
     shape_text,
     share,
+    signed,
     size,
     times,
 )
@@ -155,6 +157,8 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "short": lambda value, _: f"{value:.1f}" if value < 100 else f"{value:.2g}",
     "size": lambda value, _: size(value),
     "relative": relative,
+    "signed": lambda value, _: signed(value),
+    "chance": lambda value, _: chance(value),
     "shape": lambda value, _: shape_text(value),
     "site": lambda value, _: f"the model's output ({value})" if value == ".:out" else str(value),
 }

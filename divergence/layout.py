@@ -85,13 +85,14 @@ def fold(item: Line, width: int) -> list[Line]:
     alone = width - used < 20  # what goes before leaves no room for a word
     pieces = textwrap.wrap(
         last.text,
-        width - (item.hang if alone else used),
+        width,
+        initial_indent=" " * (item.hang if alone else used),
+        subsequent_indent=" " * item.hang,
         break_long_words=False,
         break_on_hyphens=False,
     ) or [""]
-    begin, rest = ([], pieces) if alone else ([Span(pieces[0], last.style)], pieces[1:])
-    hang = Span(" " * item.hang)
-    return [Line((*lead, *begin)), *(Line((hang, Span(piece, last.style))) for piece in rest)]
+    begin, rest = ([], pieces) if alone else ([Span(pieces[0][used:], last.style)], pieces[1:])
+    return [Line((*lead, *begin)), *(Line((Span(piece, last.style),)) for piece in rest)]
 
 
 BAR_WIDTH = 10

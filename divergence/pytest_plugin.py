@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from divergence.document import Document
     from divergence.gate.policy import Policy
     from divergence.gate.result import CheckResult
-    from divergence.layout import Line
     from divergence.run.reader import Run
 
 _OPTION = "--divergence-bless"
@@ -109,10 +109,10 @@ class GoldenCheck:
             made = self._open(name, run, model, options)
             if self._bless:
                 from divergence.gate.golden import bless, golden_name
-                from divergence.report.checking import blessing_lines
+                from divergence.report.checking import blessing_documents
 
                 golden = self._folder / name / f"{golden_name(made)}.zip"
-                self._say(_text(blessing_lines(bless(golden, str(made.path)))))
+                self._say(_text(blessing_documents(bless(golden, str(made.path)))))
                 return None
             return self._check(name, made, policy, truth)
         except DivergenceError as error:
@@ -136,7 +136,7 @@ class GoldenCheck:
         from divergence.errors import UsageError
         from divergence.gate.check import check
         from divergence.gate.golden import choose_golden
-        from divergence.report.checking import check_lines
+        from divergence.report.checking import check_documents
 
         folder = self._folder / name
         chosen = choose_golden(folder, run)
@@ -145,12 +145,13 @@ class GoldenCheck:
         result = check(chosen.path, run, policy=policy, truth=truth)
         self._say(f"{'passed' if result.passed else 'FAILED'}: held against {chosen.text}")
         if not result.passed:
-            text = f"golden: {chosen.text}\n{_text(check_lines(result))}"
+            text = f"golden: {chosen.text}\n{_text(check_documents(result))}"
             pytest.fail(text, pytrace=False)
         return result
 
 
-def _text(lines: list[Line]) -> str:
+def _text(documents: list[Document]) -> str:
+    from divergence.report.text import document_lines
     from divergence.words import printable
 
-    return "\n".join(printable(line.text) for line in lines)
+    return "\n".join(printable(line.text) for line in document_lines(*documents))

@@ -181,6 +181,16 @@ def fixed(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else f"{value:g}"
 
 
+def signed(value: float | None) -> str:
+    """A difference with its sign, in four digits behind the point; ``0`` where there is none."""
+    return "-" if value is None else "0" if value == 0 else f"{value:+.4f}"
+
+
+def chance(value: float | None) -> str:
+    """A p value: two significant digits, ``<0.0001``."""
+    return "-" if value is None else f"{value:.2g}" if value >= 1e-4 else "<0.0001"
+
+
 def times(value: float | None) -> str:
     """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``; more than a billion says no more."""
     if value is None or math.isnan(value):

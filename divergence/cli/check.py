@@ -90,14 +90,16 @@ def check(
             hint="check first, then bless",
         )
     from divergence.layout import print_lines
+    from divergence.report.text import document_lines
 
     if bless:
         from divergence.gate import golden as goldens
-        from divergence.report.checking import blessing_lines
+        from divergence.report.checking import blessing_documents
         from divergence.report.environment import blessing_json
 
         def agree(blessing: Any) -> bool:
-            print_lines(blessing_lines(blessing, asked=True), file=sys.stderr)
+            question = document_lines(*blessing_documents(blessing, asked=True))
+            print_lines(question, file=sys.stderr)
             sys.stderr.write("replace it? [y/N] ")
             sys.stderr.flush()
             return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -116,13 +118,13 @@ def check(
         if output.json:
             show(blessing_json(blessing))
         elif not output.quiet:
-            print_lines(blessing_lines(blessing))
+            print_lines(document_lines(*blessing_documents(blessing)))
         return
 
     from divergence.gate.check import check
     from divergence.report.checking import (
         check_document,
-        check_lines,
+        check_documents,
         checked_page,
         stopped_page,
     )
@@ -156,7 +158,8 @@ def check(
             brief = check_document(result, brief=True)
             show_document(brief, output, json=lambda: check_json(result))
         else:
-            print_lines(check_lines(result, verbose=output.verbose))
+            documents = check_documents(result, verbose=output.verbose)
+            print_lines(document_lines(*documents, verbose=output.verbose))
     sinks.write(checked_page(result))
     if not result.passed:
         exit_with(1)

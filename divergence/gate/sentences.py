@@ -9,8 +9,7 @@ SENTENCES: Mapping[str, str] = {
     # rules that are not met
     "kind": "{word} ({kind})",
     "verdict_refused": (
-        "{kind}; the policy allows {allowed:list}"
-        "[[. Known differences do not excuse it: {why_not}]]"
+        "{kind}; allowed: {allowed:list}[[. Known differences do not excuse it: {why_not}]]"
     ),
     "whole_refused": "the new run's whole pass: {kind}: {what}",
     "other_inputs": (

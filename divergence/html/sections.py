@@ -203,7 +203,8 @@ def script_data(sections: Sequence[Section]) -> dict[str, Any]:
     blocks: dict[str, dict[str, Any]] = {}
     for part in (part for section in sections for part in section.parts):
         content = blocks.setdefault(part.block, {"facts": [], "tables": []})
-        content["facts"] += part.facts
+        for table in [] if part.facts is None else [part.facts]:
+            content["facts"] += zip(table.titles, *table.cells(), strict=True)
         content["tables"] += [
             {
                 "caption": its.caption,

@@ -1,4 +1,4 @@
-"""The answer of `check`: as lines, and for CI (annotations, summaries, JUnit, code quality)."""
+"""The answer of `check`: as documents, and for CI (annotations, summaries, JUnit, code quality)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from divergence.comparison.result import Report, strict_json
 from divergence.document import Column, Document, Headline, Sentence, Table, named
 from divergence.errors import DivergenceError
 from divergence.gate.result import Blessing, CheckResult, Failure
-from divergence.layout import BLANK, Line, cut
-from divergence.report.screen import screen_lines
-from divergence.report.summary import VERDICT_STYLES, report_lines, unseen
-from divergence.report.text import document_lines, headline_lines
+from divergence.layout import cut
+from divergence.report.screen import screen_document, screen_lines
+from divergence.report.summary import VERDICT_STYLES, report_document, unseen
+from divergence.report.text import document_lines
 from divergence.words import (
     HEADLINES,
     count,
@@ -32,19 +32,18 @@ from divergence.words import (
     size,
 )
 
-# `check` and `check --bless` as lines.
+# `check` and `check --bless` as documents.
 
 MAX_LISTED = 12
 _MOST_OF_RULE = 2
 
 
-def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:
+def check_documents(result: CheckResult, *, verbose: bool = False) -> list[Document]:
     """The answer, then the report that it rests on."""
-    report, lines = result.report, document_lines(check_document(result, verbose=verbose))
-    lines.append(BLANK)
+    answer, report = check_document(result, verbose=verbose), result.report
     if verbose:
-        return [*lines, *report_lines(report, verbose=True)]
-    return [*lines, *screen_lines(report, num_above=len(lines))]
+        return [answer, report_document(report, verbose=True)]
+    return [answer, screen_document(report, num_above=len(document_lines(answer)) + 1)]
 
 
 def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = False) -> Document:
@@ -54,7 +53,10 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
     page = checked_page(result)
     word, _, text = page.headline.partition(": ")
     entries = [("not seen", text, "") for text in unseen(result.report) if brief and result.passed]
-    for case in page.bad:
+    alone = len(page.bad) == len(result.failures) == 1
+    for failure in result.failures if alone else ():
+        text = f"{page.policy}, {failure.rule}: {failure.text}"
+    for case in () if alone else page.bad:
         if case.rule.startswith("known["):
             continue  # each stands below
         most = None if verbose else _MOST_OF_RULE
@@ -83,8 +85,8 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
     )
 
 
-def blessing_lines(blessing: Blessing, *, asked: bool = False) -> list[Line]:
-    """Say what became the golden, what it replaces and how they differ. ``asked``: what would."""
+def blessing_documents(blessing: Blessing, *, asked: bool = False) -> list[Document]:
+    """What became the golden, what it replaces and how they differ. ``asked``: what would."""
     word, becomes, style = "BLESSED", "is the golden now", "bold green"
     if asked:
         word, becomes, style = "REPLACE?", "would be another golden", "bold yellow"
@@ -92,7 +94,7 @@ def blessing_lines(blessing: Blessing, *, asked: bool = False) -> list[Line]:
     text = f"{blessing.golden} {becomes}{stored}"
     facts = []
     if blessing.verdict is None and blessing.reason is None:
-        return headline_lines(Headline(word, f"{text}; there was none before", style))
+        return [Document(headline=Headline(word, f"{text}; there was none before", style))]
     if blessing.replaced_bytes is not None:
         captured = blessing.replaced_created
         when = "" if captured is None else f", of a run captured {captured[:16].replace('T', ' ')}"
@@ -106,12 +108,12 @@ def blessing_lines(blessing: Blessing, *, asked: bool = False) -> list[Line]:
     for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
         listed = f": {list_names(sites, MAX_LISTED)}" if sites else ""
         facts.append(named(name, f"{count(len(sites), 'site')}{listed}"))
-    lines = headline_lines(Headline(word, text, style, facts))
+    answer = Document(headline=Headline(word, text, style, facts))
     if blessing.report is None:
-        return lines
+        return [answer]
     # the old golden is gone: nothing is to be done with the two
     verdict = replace(blessing.report.verdict, commands=[], next=[])
-    return [*lines, BLANK, *screen_lines(replace(blessing.report, verdict=verdict))]
+    return [answer, screen_document(replace(blessing.report, verdict=verdict))]
 
 
 # The answer of `check` as cases: what a CI server counts, lists and follows from build to build.

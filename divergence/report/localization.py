@@ -13,9 +13,7 @@ from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
 from divergence.run.command import quoted_words
-from divergence.words import HEADLINES, letter, limit_share, times
-
-_PLACED = "with the other side's result in its place"
+from divergence.words import HEADLINES, letter, limit_share, list_names, times
 
 
 def localization_document(result: Localization, *, every: bool = False) -> Document:
@@ -83,9 +81,11 @@ def headline_of(result: Localization) -> Headline:
     check = result.causal
     if check is not None:
         rest = "everything after it is" if check.num_after else "the block's output is"
-        off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
-        off += ": by another fault, or by the same one where it acts again"
-        answer = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
+        answer = f"yes: with the other side's result in its place, {rest} fine"
+        if not check.holds:
+            verb = "is" if len(check.still) == 1 else "are"
+            off = f"{list_names(check.still, 1)} {verb} still off: another fault, or this one again"
+            answer = f"no: with the other side's result there, {off}"
         facts.append(named("proven", answer))
     elif result.side is not None:
         unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)

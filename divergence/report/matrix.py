@@ -23,6 +23,7 @@ from divergence.document import (
     Section,
     Sentence,
     Table,
+    each_in,
     named,
 )
 from divergence.fleet.result import Matrix, MatrixRow
@@ -174,19 +175,21 @@ def _usage(matrix: Matrix) -> Plot:
     )
 
 
-def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
-    facts = [("verdict", row.summary or row.problem or row.verdict or "not compared")]
-    if row.confidence:
-        facts.append(("confidence", row.confidence))
-    if row.onset is not None:
-        facts.append(("onset", row.onset.site))
-    if row.run is not None:
-        facts.append(("machine", row.run.label))
-    if row.report is not None:
-        facts += [("because", fact.text) for fact in row.report.verdict.evidence[:5]]
-    elif row.report_path:
-        facts.append(("report", row.report_path))
-    return facts
+def _row_facts(row: MatrixRow) -> Table:
+    evidence = [] if row.report is None else row.report.verdict.evidence[:5]
+    return Table(
+        num_left=0,
+        sparse=True,
+        **each_in(
+            [row],
+            ("verdict", lambda row: row.summary or row.problem or row.verdict or "not compared"),
+            ("confidence", "confidence"),
+            ("onset", lambda row: row.onset and row.onset.site),
+            ("machine", lambda row: row.run and row.run.label),
+            *(("because", lambda _, text=fact.text: text) for fact in evidence),
+            ("report", lambda row: None if row.report else row.report_path),
+        ),
+    )
 
 
 def _among(matrix: Matrix) -> list[Section]:

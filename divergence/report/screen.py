@@ -39,7 +39,11 @@ _WRONG = ("onset", "odd", "flagged", "wrong")
 """Marks of the rows that a first screen shows."""
 
 
-def screen_lines(report: Report, *, more: str = "add -v", num_above: int = 0) -> list[Line]:
+def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
+    return document_lines(screen_document(report, more=more))
+
+
+def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0) -> Document:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
     or there are ``num_above`` lines before it, then fewer reasons where it alone is long."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
@@ -47,12 +51,12 @@ def screen_lines(report: Report, *, more: str = "add -v", num_above: int = 0) ->
     width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
     whole = document(report) if without_blocks else opening_of(report)
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
-        lines = document_lines(make(report, whole, num_rows, more))
+        screen = make(report, whole, num_rows, more)
         width = width if num_rows > 1 else MAX_WIDTH
         height = HEIGHT - num_above * (num_rows > 1)
-        if sum(len(fold(item, width)) for item in lines) <= height:
+        if sum(len(fold(item, width)) for item in document_lines(screen)) <= height:
             break
-    return lines
+    return screen
 
 
 def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -> Document:
@@ -111,6 +115,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     verdict = report.verdict
     # the first fact behind a verdict that is more than that all is well
     most = num_rows if verdict.kind in _BY_REASONS else min(1, num_rows)
+    most = 0 if verdict.kind == "nonfinite" else most  # the headline counts them
     items = [item["what"] for finding in report.findings for item in finding.headline]
     facts = (
         []
@@ -208,6 +213,8 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
         )
     ((row, place),) = shown
     onset = report.verdict.onset
+    if num_bad(row.worst) and onset is not None and onset.site == row.worst.site:
+        return []
     where = "" if onset and onset.site == row.worst.site else f"{cut(row.worst.site, 40)}, "
     sizes = [
         f"{name}{decimal(error)}"

@@ -89,10 +89,15 @@ def opening_of(report: Report) -> Document:
     )
 
 
+def report_document(report: Report, *, every: bool = False, verbose: bool = False) -> Document:
+    """The whole document for a terminal: the two runs stand where a first screen has what was
+    compared."""
+    whole = document(report, every=every, verbose=verbose)
+    return dataclasses.replace(whole, known=run_facts(report))
+
+
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
-    """The whole document as text: the two runs stand where a first screen has what was compared."""
-    whole = document(report, every=all_sites, verbose=verbose)
-    whole = dataclasses.replace(whole, known=run_facts(report))
+    whole = report_document(report, every=all_sites, verbose=verbose)
     return document_lines(whole, verbose=verbose, every=all_sites)
 
 

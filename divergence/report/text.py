@@ -34,9 +34,14 @@ _LEAST, _LEAST_NAME = 30, 8
 """Letters of a row's last words before they go on below, and of a name that is cut."""
 
 
-def document_lines(whole: Document, *, verbose: bool = False, every: bool = False) -> list[Line]:
-    """The answer, what it is about, why, each section, and what to run next. ``verbose``: also the
-    sections for who wants more; ``every``: all rows of tables."""
+def document_lines(
+    whole: Document, *others: Document, verbose: bool = False, every: bool = False
+) -> list[Line]:
+    """The answer, what it is about, why, each section, and what to run next; then those of
+    ``others``. ``verbose``: also the sections for who wants more; ``every``: all rows of tables."""
+    if others:
+        following = document_lines(*others, verbose=verbose, every=every)
+        return [*document_lines(whole, verbose=verbose, every=every), BLANK, *following]
     lines = headline_lines(whole.headline)
     if whole.known:
         lines += [BLANK, *map(sentence_line, whole.known)]

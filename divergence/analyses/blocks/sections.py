@@ -24,11 +24,12 @@ from divergence.document import (
     Section,
     Sentence,
     Table,
+    each_in,
     named,
 )
 from divergence.layout import RATIO_DECADES, REL_L2_DECADES, bar
 from divergence.run.site import BACKWARD, PHASES, is_of_parameter
-from divergence.words import count, decimal, grouped, limit_share, shape_text, times
+from divergence.words import Side, count, decimal, grouped, limit_share, shape_text, times
 
 # Which rows a table of blocks has: a block or trunk site each, prefill and decode apart.
 #
@@ -846,61 +847,56 @@ def _part(
     notes += [f"{count(left, 'more site')} in the JSON."] if left else []
     own = worst.get(f"{block}:out") or max(worst.values(), key=_pass_rank)
     dtypes = (own.reference_dtype, own.candidate_dtype)
-    has_limit, truth = None not in (own.ratio, own.limit), own.truth
-    where = [
-        None if place is None or own.identical else str(place)
-        for place in (own.worst_position, own.worst_channel)
-    ]
-    facts: list[tuple[str, str | None]] = [
-        ("class", own.kind or "-"),
-        ("dtype", " / ".join(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))),
-        ("relative L2", "equal bits" if own.identical else decimal(own.rel_l2)),
-        ("rounding floor", None if own.floor is None else decimal(own.floor)),
-        ("× floor, limit", f"{times(own.ratio)}, {times(own.limit)}" if has_limit else None),
-        ("from the truth, A", None if truth is None else decimal(truth.reference_error)),
-        ("from the truth, B", None if truth is None else decimal(truth.candidate_error)),
-        ("worst token", where[0]),
-        ("worst feature", where[1]),
-    ]
     beyond = {site: sum(each.flagged for each in group) for site, group in sites.items()}
-    if any(beyond.values()):
-        facts.append(("results beyond a limit", str(sum(beyond.values()))))
+    facts = Table(
+        num_left=0,
+        sparse=True,
+        **each_in(
+            [own],
+            ("class", "kind"),
+            (Column("dtype", " / ".join), lambda _: dict.fromkeys(map(_short_dtype, dtypes))),
+            (Column("relative L2", decimal), "rel_l2"),
+            ("bits", lambda site: "equal" if site.identical else None),
+            (Column("rounding floor", decimal), "floor"),
+            (Column("× floor", times), "ratio"),
+            (Column("limit", times), "limit"),
+            (Column("from the truth, A", decimal), lambda site: _error(site, "reference")),
+            (Column("from the truth, B", decimal), lambda site: _error(site, "candidate")),
+            ("worst token", lambda site: None if site.identical else site.worst_position),
+            ("worst feature", lambda site: None if site.identical else site.worst_channel),
+            ("results beyond a limit", lambda _: sum(beyond.values()) or None),
+        ),
+    )
     modules = Table(
         caption="Modules, the worst forward of each",
         num_left=3,
         names=True,
         note=" ".join(notes),
         sparse=True,
-        columns=(
-            "module",
-            "class",
-            Column("shape", shape_text),
-            "relative L2",
-            Column("× floor", times),
-            Column("worst token", times),
-            Column("1 − cosine", decimal),
-            Column("max |a−b|", decimal),
-            Column("B over A", times),
+        **each_in(
+            map(worst.__getitem__, shown),
+            ("module", lambda site: site.site.removeprefix(block).removeprefix(".") or site.site),
+            ("class", "kind"),
+            (Column("shape", shape_text), "shape"),
+            (Column("relative L2", decimal), "rel_l2"),
+            (Column("× floor", times), "ratio"),
+            (Column("worst token", times), "ratio_max"),
+            (Column("1 − cosine", decimal), "one_minus_cosine"),
+            (Column("max |a−b|", decimal), "max_abs"),
+            (Column("B over A", times), lambda site: site.truth and site.truth.w_median),
         ),
-        rows=[
-            (
-                name.removeprefix(block).removeprefix(".") or name,
-                site.kind,
-                site.shape,
-                "equal" if site.identical else decimal(site.rel_l2),
-                site.ratio,
-                site.ratio_max,
-                site.one_minus_cosine,
-                site.max_abs,
-                site.truth and site.truth.w_median,
-            )
-            for name in shown
-            for site in [worst[name]]
-        ],
         marks=["onset" if site == onset else "flagged" if beyond[site] else "" for site in shown],
     )
-    texts = [(name, text) for name, text in facts if text is not None]
-    return BlockPart(block=block, facts=texts, tables=[modules])
+    return BlockPart(block=block, facts=facts, tables=[modules])
+
+
+def _short_dtype(dtype: str) -> str:
+    return dtype.removeprefix("torch.")
+
+
+def _error(site: SiteResult, side: Side) -> float | None:
+    """How far a side is from the truth."""
+    return None if site.truth is None else getattr(site.truth, f"{side}_error")
 
 
 def _pass_rank(site: SiteResult) -> tuple[bool, bool, bool, float, float]:

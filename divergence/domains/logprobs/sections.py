@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from divergence.comparison.result import Background, Report
 from divergence.document import Block, Column, Section, Sentence, Table, each_in
 from divergence.domains.logprobs.result import LogprobsResult
+from divergence.facts import fact, sentence
 from divergence.words import count, decimal
 
 _MARKS = {"bad": "wrong", "raised": "differs"}
+_SHOWN = (
+    ("mean |Δ log p|", "delta", "shown_mean_abs"),
+    ("mean Δ log p", "delta", "shown_mean"),
+    ("of |Δ|", "delta", "shown_quantiles"),
+    ("layers show", "layers", "shown_layers"),
+    ("MMD²", "texts", "shown_texts"),
+    ("KL", "divergence", "shown_kl"),
+    ("KL of a token", "divergence", "shown_kl_quantiles"),
+    ("same top p", "divergence", "shown_same_top"),
+    ("total variation", "divergence", "shown_total_variation"),
+    ("Δp", "perplexity", "shown_delta_p"),
+    ("perplexity", "perplexity", "shown_perplexity"),
+)
+"""Each with the field that holds it, and its sentence."""
 
 
 def sections(report: Report, *, background: Background | None = None, **_: object) -> list[Section]:
@@ -17,72 +34,15 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     result = report.parts.get("logprobs")
     if not isinstance(result, LogprobsResult):
         return []
-    rows: list[tuple[str, ...]] = []
-    delta, kl = result.delta, result.divergence
-    if delta is not None:
-        rows += [
-            (
-                "mean |Δ log p|",
-                decimal(delta.mean_abs),
-                f"rounding explains {decimal(result.explained)} ({result.explained_by})",
-            ),
-            ("mean Δ log p", decimal(delta.mean), "B less A, nats"),
-            (
-                "p50, p90, p99, max",
-                ", ".join(
-                    decimal(value)
-                    for value in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
-                ),
-                f"of |Δ|, {count(delta.num_tokens, 'token')}",
-            ),
-        ]
-    if (layers := result.layers) is not None and layers.share is not None:
-        where = f", {layers.block}" if layers.block else ""
-        rows.append(
-            ("layers show", f"{layers.share:.0%}", f"of Δ log p; they are {layers.kind}{where}")
-        )
-    if (texts := result.texts) is not None:
-        seen = (
-            "no test" if texts.p_value is None else f"p = {texts.p_value:.2g} of one distribution"
-        )
-        rows.append(
-            ("MMD²", decimal(texts.mmd), f"{texts.num_answers:,} drawn answers each, {seen}")
-        )
-    if kl is not None:
-        upper = "unbounded" if kl.kl_upper is None else decimal(kl.kl_upper)
-        rows += [
-            (
-                "KL",
-                f"{decimal(kl.kl_lower)} to {upper}",
-                f"over common top lists, {kl.tail:.2%} of the probability outside",
-            ),
-            (
-                "KL p50, p99, max",
-                ", ".join(map(decimal, (kl.kl_median, kl.kl_p99, kl.kl_max))),
-                "of its lower bound, token by token",
-            ),
-            ("same top p", f"{kl.same_top:.2%}", "of tokens whose likeliest one is the same"),
-            ("total variation", f"{decimal(kl.tv_lower)} to {decimal(kl.tv_upper)}", ""),
-        ]
-    if (cost := result.perplexity) is not None:
-        correlation = (
-            "" if cost.ln_correlation is None else f", correlation {cost.ln_correlation:.2%}"
-        )
-        rows += [
-            (
-                "Δp",
-                f"{cost.delta_p_mean:+.3%}",
-                f"mean; RMS {cost.delta_p_rms:.3%}, 1% "
-                f"{cost.delta_p_p1:+.2%}, 99% {cost.delta_p_p99:+.2%}",
-            ),
-            (
-                "perplexity",
-                f"{cost.reference:.5g} -> {cost.candidate:.5g}",
-                f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{correlation}",
-            ),
-        ]
+    rows = []
+    for name, field, code in _SHOWN:
+        numbers = getattr(result, field)
+        if numbers is not None and (field != "layers" or numbers.share is not None):
+            whole = {"explained": result.explained, "explained_by": result.explained_by}
+            values = msgspec.structs.asdict(numbers) | whole
+            rows.append((name, fact(f"logprobs.{code}", **values)))
     body: list[Block] = [
-        Table(caption="How far apart", columns=("", "", ""), rows=rows, num_left=3)
+        Table(caption="How far apart", columns=("", Column("", sentence)), rows=rows, num_left=2)
     ]
     checks = {check.name: check for check in result.checks}
     if result.rollout:  # what trainers watch, then the rest of those numbers

@@ -224,6 +224,37 @@ SENTENCES = {
     "not_in_layers": (
         "what differs is not in what they ran (another build, other weights or settings)"
     ),
+    # the numbers, as they are shown
+    "shown_mean_abs": (
+        "{mean_abs:decimal} nats; rounding explains {explained:decimal} ({explained_by})"
+    ),
+    "shown_mean": "{mean:decimal} nats, B less A",
+    "shown_quantiles": (
+        "p50 {median_abs:decimal}, p90 {p90_abs:decimal}, p99 {p99_abs:decimal}, max "
+        "{max_abs:decimal}, of {num_tokens:count token}"
+    ),
+    "shown_layers": "{share:.0%} of Δ log p; they are {kind}[[, {block}]]",
+    "shown_texts": (
+        "{mmd:decimal}; {num_answers:,} drawn answers each, {p_value:none=no test|*=p = "
+        "{p_value:.2g} of one distribution}"
+    ),
+    "shown_kl": (
+        "{kl_lower:decimal} to {kl_upper:none=unbounded|*={kl_upper:decimal}} nats, over common "
+        "top lists; {tail:.2%} of the probability is outside"
+    ),
+    "shown_kl_quantiles": (
+        "p50 {kl_median:decimal}, p99 {kl_p99:decimal}, max {kl_max:decimal}, of its lower bound"
+    ),
+    "shown_same_top": "{same_top:.2%} of tokens have the same likeliest one",
+    "shown_total_variation": "{tv_lower:decimal} to {tv_upper:decimal}",
+    "shown_delta_p": (
+        "mean {delta_p_mean:+.3%}, RMS {delta_p_rms:.3%}, 1% {delta_p_p1:+.2%}, 99% "
+        "{delta_p_p99:+.2%}"
+    ),
+    "shown_perplexity": (
+        "{reference:.5g} -> {candidate:.5g}; ln ratio {ln_ratio:+.3g} ± {ln_ratio_error:decimal}"
+        "[[, correlation {ln_correlation:.2%}]]"
+    ),
     # what the two sides are
     "num_prompts": "{num_prompts} prompts",
     "num_tokens": "{num_tokens} tokens",

@@ -171,35 +171,51 @@ def _differ(a: str | None, b: str | None) -> bool:
     return a is not None and b is not None and a != b
 
 
+def left_out(pairing: Pairing) -> dict[str, list[Fact]]:
+    """How many documents are in no pair, by what is checked of them."""
+    sides = {"reference": pairing.num_reference_only, "candidate": pairing.num_candidate_only}
+    return {
+        "documents": [
+            fact("evaluations.only_in", num=num, side=side) for side, num in sides.items()
+        ],
+        "prompts": [fact("evaluations.other_words", num=pairing.num_other_prompt)],
+        "targets": [fact("evaluations.other_answer", num=pairing.num_other_target)],
+        "scores": [
+            fact("evaluations.unusable", num=pairing.num_unscored),
+            *(fact("evaluations.unusable_why", num=n, why=why) for why, n in pairing.whys.items()),
+        ],
+        "duplicates": [
+            fact("evaluations.duplicates", num=pairing.num_duplicates),
+            fact("evaluations.conflicting", num=pairing.num_conflicting),
+        ],
+    }
+
+
 def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     """Check what must be equal before any number is believed."""
     pairing = pairs.pairing
-    unusable = [fact("evaluations.unusable", num=pairing.num_unscored)] + [
-        fact("evaluations.unusable_why", num=num, why=why) for why, num in pairing.whys.items()
-    ]
+    left = left_out(pairing)
     all_usable = sentence(fact("evaluations.all_usable"))
     lines = [
         _line(
             "documents",
             [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
-            fact("evaluations.only_in", num=pairing.num_reference_only, side="reference"),
-            fact("evaluations.only_in", num=pairing.num_candidate_only, side="candidate"),
+            *left["documents"],
             same=not pairing.num_reference_only and not pairing.num_candidate_only,
             blocks=not pairing.num_paired,
         ),
-        _hashes("prompts", a, b, fact("evaluations.other_words", num=pairing.num_other_prompt)),
-        _hashes("targets", a, b, fact("evaluations.other_answer", num=pairing.num_other_target)),
+        _hashes("prompts", a, b, *left["prompts"]),
+        _hashes("targets", a, b, *left["targets"]),
         _line(
             "scores",
             ["", ""] if pairing.num_unscored else [all_usable] * 2,
-            *unusable,
+            *left["scores"],
             same=not pairing.num_unscored,
         ),
         _line(
             "duplicates",
             [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
-            fact("evaluations.duplicates", num=pairing.num_duplicates),
-            fact("evaluations.conflicting", num=pairing.num_conflicting),
+            *left["duplicates"],
             same=not pairing.num_duplicates and not pairing.num_conflicting,
         ),
         _line(

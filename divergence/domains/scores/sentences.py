@@ -24,9 +24,7 @@ SENTENCES = {
     ),
     "band": "{relative:yes={percent:g}% of A's score (±{width:.3g})|no=±{width:g}}",
     "in_no_pair": "; {num_documents:count document} {num_documents:1=is|*=are} in no pair",
-    "margins_moved": (
-        "; margins moved by {median_shift:.2g} nats (median), and {source} explains {limit:.2g}"
-    ),
+    "margins_moved": ("; margins moved by {median_shift:.2g} nats; {source} explains {limit:.2g}"),
     "no_task": "{side:letter} has no {task}",
     "not_the_same": "not the same evaluation: {reasons:list ; }",
     "scores": "of {num_scores} scores {counts:list}",
@@ -100,6 +98,57 @@ SENTENCES = {
     "run_off": (
         "{side:letter}'s run is off from {side:letter}'s own log by a median of {nats:.2g} nats: "
         "other weights, prompts or settings than were evaluated"
+    ),
+    # what is shown of a task
+    "shown_score": (
+        "{reference:fixed 4} -> {candidate:fixed 4}, difference {difference:signed}"
+        "[[ ± {standard_error:.3g} (standard error)]]{higher_is_better:yes=|no=; lower is better}"
+    ),
+    "shown_interval": (
+        "95%: {low:signed} to {high:signed}, of {num_paired:count paired document}"
+        "[[ in {clusters:,} clusters]]"
+        "{answers:yes=, {first:g} and {second:g} answers to each|no=}"
+    ),
+    "shown_interval_unpaired": (
+        "95%: {low:signed} to {high:signed}, of {num_reference:,} and {num_candidate:,} documents, "
+        "no pairs"
+    ),
+    "shown_chance": (
+        "p = {p_value:chance} ({test:mcnemar=exact McNemar|permutation=permutation of signs|"
+        "unpaired=two separate samples|*=t test}[[, {p_adjusted:chance} by Holm]])"
+    ),
+    "shown_band": (
+        "{band}: {equal:yes=equal|no=not shown}, p = {p_value:chance}"
+        "[[; some {needed:,} documents would settle it]]"
+    ),
+    "shown_can_tell": (
+        "a true difference {smallest_difference:none=only beyond what such scores can have: they "
+        "are too few|*=of {smallest_difference:.3g} in four of five such evaluations}"
+        "[[; the narrowest band it shows is ±{shown_band:.3g}]]"
+    ),
+    "shown_changes": (
+        "{fell:,} scores fell, {rose:,} rose[[; {num_changed:,} of {num_paired:,} answers changed]]"
+    ),
+    "shown_flips": (
+        "{num_lost:,} lost, {num_gained:,} gained"
+        "[[; {num_changed:,} of {num_paired:,} answers changed]]"
+    ),
+    "shown_why": (
+        "{num_ties:count flip} at near ties ({difference_of_ties:signed}) and {num_shifts:,} with "
+        "a real shift ({difference_of_shifts:signed}){verbose:yes=: a tie's margin moves by no "
+        "more than {limit:.2g} nats, by {limit_of}; the median moved by {median_shift:.2g}|no=}"
+    ),
+    "shown_in_runs": (
+        "{num:,} of {num_flips:,} flips: {num_ties:count near tie} "
+        "({difference_of_ties:signed}), {num_shifts:count real shift} "
+        "({difference_of_shifts:signed}){num_not_reproduced:0=|*=, {num_not_reproduced:,} not "
+        "reproduced}{num_not_told:0=|*=, {num_not_told:,} not told}; a tie's margin moves by no "
+        "more than {limit:.2g} nats, by {limit_of}"
+    ),
+    "shown_flip": (
+        "prompt {sample}, token {step}: {judgement:tie=a near tie|shift=a real shift|"
+        "not_reproduced=not reproduced|not_told=not told}[[, {tokens} by {reference_margin:.3g} "
+        "nats in A and {candidate_margin:.3g} in B]][[: {why}]]"
     ),
     # what goes deeper
     "to_begin": "the layer where it begins",

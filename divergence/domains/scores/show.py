@@ -6,23 +6,24 @@ import csv
 import dataclasses
 import io
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from divergence.document import Column, Document, Headline, Section, Sentence, Table, named
+from divergence.domains.scores.joining import left_out
 from divergence.domains.scores.judging import band_of
 from divergence.domains.scores.result import (
     Candidate,
     EvaluationSummary,
-    RunCauses,
-    RunFlip,
+    Pairing,
     ScoresReport,
     TaskScores,
 )
 from divergence.domains.scores.rows import SeriesName
-from divergence.facts import sentence
-from divergence.words import count, list_names, printable
+from divergence.facts import fact, sentence
+from divergence.words import chance, count, fixed, list_names, printable, signed
 
 _WORDS = {
     "equal": "EQUAL",
@@ -40,6 +41,8 @@ _STYLES = {
 }
 _DETAILED = 3
 """Tasks up to so many are all told in full; of more, those that are not equal."""
+_OF_EACH = ("interval", "chance")
+"""What stands below the answer of one of several candidates."""
 
 
 def name_of(task: TaskScores) -> str:
@@ -50,7 +53,8 @@ def headline(candidate: Candidate) -> Headline:
     task = candidate.tasks[0]
     words = candidate.summary
     if len(candidate.tasks) == 1 and task.difference is not None:
-        words = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {words}"
+        scores = f"{fixed(task.reference, 4)} -> {fixed(task.candidate, 4)}"
+        words = f"{name_of(task)} {scores}: {words}"
     return Headline(_WORDS[candidate.verdict], printable(words), _STYLES[candidate.verdict])
 
 
@@ -74,15 +78,18 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
                 (task for task in tasks if task.verdict in order),
                 key=lambda task: order.index(task.verdict),
             )[:_DETAILED]
-        several = len(candidate.tasks) > 1 or len(report.candidates) > 1
+        several, is_last = len(candidate.tasks) > 1, candidate is report.candidates[-1]
         table = Section(
             id=f"scores-{number}",
             heading=f"Scores of {candidate.side.path}",
             body=[score_table(candidate)],
         )
-        lines = [_side("A", report.reference), _side("B", candidate.side)]
+        lines = [_side("A", report.reference)] * (verbose or not number)
+        lines.append(_side("B", candidate.side))
         brief = not several and not verbose  # the headline has its name and verdict
-        lines += [named(*fact) for fact in facts_of(tasks[0]) if fact[0] != "verdict"] * brief
+        for name, text in facts_of(tasks[0]) if brief else ():
+            if name != "verdict" and (len(report.candidates) == 1 or name in _OF_EACH):
+                lines.append(named(name, text))
         details = [
             Section(
                 id=f"score-{number}-{place}",
@@ -98,13 +105,13 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         ]
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
         notes_shown = [named("note", note) for note in dict.fromkeys(notes)]
-        if report.captured is not None and candidate is report.candidates[-1]:
+        if report.captured is not None and is_last:
             prompts = count(report.captured.num_prompts, "prompt")
             notes_shown.append(named("captured", f"{prompts} recorded in {report.captured.path}"))
         if brief:
             lines, notes_shown = [*lines, *notes_shown], []
-        if brief and candidate.tasks[0].test != "unpaired":
-            rest = "every band, what such scores can tell: add -v"
+        if brief and is_last and candidate.tasks[0].test != "unpaired":
+            rest = "every band, every flip, what such scores can tell: add -v"
             lines.append(named("more", rest, "dim"))
         last = Section(id=f"notes-{number}", heading="Notes", body=notes_shown)
         documents.append(
@@ -112,7 +119,7 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
                 headline=top,
                 known=lines,
                 sections=[*[table] * (several or verbose), *details, *[last] * bool(notes_shown)],
-                next=report.next if candidate is report.candidates[-1] else (),
+                next=report.next if is_last else (),
             )
         )
     return documents
@@ -137,11 +144,11 @@ def score_table(candidate: Candidate) -> Table:
             "score",
             "verdict",
             "n",
-            Column("A", _score),
-            Column("B", _score),
-            Column("difference", _signed),
+            Column("A", partial(fixed, digits=4)),
+            Column("B", partial(fixed, digits=4)),
+            Column("difference", signed),
             "95% interval",
-            Column("p (Holm)", _p),
+            Column("p (Holm)", chance),
         ),
         rows=[
             (name_of(task), task.verdict, *[None] * 6)
@@ -153,7 +160,7 @@ def score_table(candidate: Candidate) -> Table:
                 task.reference,
                 task.candidate,
                 task.difference,
-                f"{_signed(task.low)} to {_signed(task.high)}",
+                f"{signed(task.low)} to {signed(task.high)}",
                 task.p_adjusted,
             )
             for task in candidate.tasks
@@ -164,64 +171,59 @@ def score_table(candidate: Candidate) -> Table:
 
 def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
     """A name and what it is, of one task."""
-    if task.difference is None or task.pairing is None:
-        yield "verdict", task.summary
-        if task.pairing is not None:
-            yield from _left_out(task)
-        return
     pairing = task.pairing
+
+    def shown(name: str, code: str, **values: Any) -> tuple[str, str]:
+        values = msgspec.structs.asdict(task) | values
+        return name, sentence(fact(f"evaluations.shown_{code}", **values))
+
     yield "verdict", task.summary
-    better = "" if task.higher_is_better else "; lower is better"
-    yield (
-        "score",
-        f"{_score(task.reference)} -> {_score(task.candidate)}, difference "
-        f"{_signed(task.difference)} ± {_number(task.standard_error)} (standard error){better}"
-        if task.standard_error is not None
-        else f"{_signed(task.difference)}{better}",
-    )
-    words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
-    holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
-    chance = f"p = {_p(task.p_value)} ({words.get(task.test or 't', 'two separate samples')}{holm})"
-    interval = f"95%: {_signed(task.low)} to {_signed(task.high)}"
-    if task.test == "unpaired":
-        if task.standard_error is not None:
-            counts = f"{pairing.num_reference:,} and {pairing.num_candidate:,} documents"
-            yield "interval", f"{interval}, of {counts}, no pairs"
-            yield "chance", chance
-            yield from _bands(task)
+    if pairing is None:
+        return
+    if task.difference is None:
+        yield from _left_out(pairing)
+        return
+    yield shown("score", "score")
+    first, second = pairing.repeats
+    clusters = None if pairing.num_clusters == pairing.num_paired else pairing.num_clusters
+    documents = msgspec.structs.asdict(pairing) | {
+        "clusters": clusters,
+        "answers": max(first, second) > 1,
+        "first": first,
+        "second": second,
+    }
+    unpaired = task.test == "unpaired"
+    if not unpaired or task.standard_error is not None:
+        yield shown("interval", "interval_unpaired" if unpaired else "interval", **documents)
+        adjusted = None if task.p_adjusted == task.p_value else task.p_adjusted
+        yield shown("chance", "chance", p_adjusted=adjusted)
+        for band in task.bands if unpaired or verbose else ():
+            yield shown("band", "band", **msgspec.structs.asdict(band), band=band_of(band))
+    if unpaired:
         yield from _notes(task, verbose=False)
         return
-    paired = count(pairing.num_paired, "paired document")
-    if pairing.num_clusters != pairing.num_paired:
-        paired += f" in {pairing.num_clusters:,} clusters"
-    if max(pairing.repeats) > 1:
-        paired += f", {pairing.repeats[0]:g} and {pairing.repeats[1]:g} answers to each"
-    yield "interval", f"{interval}, of {paired}"
-    yield "chance", chance
     if verbose:
-        yield from _bands(task)
-    least = "only beyond what such scores can have: they are too few"
-    if task.smallest_difference is not None:
-        least = f"of {_number(task.smallest_difference)} in four of five such evaluations"
-    narrowest = f"the narrowest band it shows is ±{_number(task.shown_band)}"
-    if verbose:
-        yield "can tell", f"a true difference {least}; {narrowest}"
-    changed = (
-        ""
-        if task.num_changed is None
-        else (f"; {task.num_changed:,} of {pairing.num_paired:,} answers changed")
-    )
+        yield shown("can tell", "can_tell")
+    num_paired = None if task.num_changed is None else pairing.num_paired
     if task.graded:
         # of a better score that is lower, num_lost counts those that rose
         fell, rose = (task.num_lost, task.num_gained)[:: 1 if task.higher_is_better else -1]
-        yield "changes", f"{fell:,} scores fell, {rose:,} rose{changed}"
+        yield shown("changes", "changes", fell=fell, rose=rose, num_paired=num_paired)
     else:
-        yield "flips", f"{task.num_lost:,} lost, {task.num_gained:,} gained{changed}"
+        yield shown("flips", "flips", num_paired=num_paired)
     if task.causes is not None:
-        yield "why", _why(task)
-    if task.run_causes is not None:
-        yield from _in_runs(task.run_causes, verbose=verbose)
-    yield from _left_out(task)
+        yield shown("why", "why", **msgspec.structs.asdict(task.causes), verbose=verbose)
+    if (causes := task.run_causes) is not None:
+        yield shown(
+            "in the runs", "in_runs", num=len(causes.flips), **msgspec.structs.asdict(causes)
+        )
+        for flip in causes.flips[: None if verbose else _DETAILED]:
+            margins = None not in (flip.reference_margin, flip.candidate_margin)
+            tokens = f"{flip.reference!r} over {flip.candidate!r}" if margins else None
+            yield shown("flip", "flip", **msgspec.structs.asdict(flip), tokens=tokens)
+        for note in causes.notes:
+            yield "note", note
+    yield from _left_out(pairing)
     yield from _notes(task, verbose=verbose)
 
 
@@ -234,94 +236,10 @@ def _notes(task: TaskScores, *, verbose: bool) -> Iterator[tuple[str, str]]:
             yield "preflight", f"{check.check} {check.status}: {detail}"
 
 
-def _bands(task: TaskScores) -> Iterator[tuple[str, str]]:
-    for band in task.bands:
-        state = "equal" if band.equal else "not shown"
-        more = "" if band.needed is None else f"; some {band.needed:,} documents would settle it"
-        yield "band", f"{sentence(band_of(band))}: {state}, p = {_p(band.p_value)}{more}"
-
-
-def _why(task: TaskScores) -> str:
-    causes = task.causes
-    assert causes is not None
-    parts = [
-        f"{count(causes.num_ties, 'flip')} at near ties ({_signed(causes.difference_of_ties)})",
-        f"{causes.num_shifts:,} with a real shift ({_signed(causes.difference_of_shifts)})",
-    ]
-    return (
-        f"{' and '.join(parts)}: a tie's margin moves by no more than {causes.limit:.2g} nats, by "
-        f"{causes.limit_of}; the median moved by {causes.median_shift:.2g}"
-    )
-
-
-def _in_runs(causes: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield what two runs tell of the flips, then the flips themselves."""
-    counts = {"not reproduced": causes.num_not_reproduced, "not told": causes.num_not_told}
-    parts = [
-        f"{count(causes.num_ties, 'near tie')} ({_signed(causes.difference_of_ties)})",
-        f"{count(causes.num_shifts, 'real shift')} ({_signed(causes.difference_of_shifts)})",
-        *(f"{number:,} {words}" for words, number in counts.items() if number),
-    ]
-    yield (
-        "in the runs",
-        f"{len(causes.flips):,} of {causes.num_flips:,} flips: {', '.join(parts)}; a tie's margin "
-        f"moves by no more than {causes.limit:.2g} nats, by {causes.limit_of}",
-    )
-    for flip in causes.flips[: None if verbose else _DETAILED]:
-        yield "flip", _flip(flip)
-    for note in causes.notes:
-        yield "note", note
-
-
-def _flip(flip: RunFlip) -> str:
-    words = {
-        "tie": "a near tie",
-        "shift": "a real shift",
-        "not_reproduced": "not reproduced",
-        "not_told": "not told",
-    }[flip.judgement]
-    margins = f"prompt {flip.sample}, token {flip.step}: {words}"
-    if flip.reference_margin is not None and flip.candidate_margin is not None:
-        margins += (
-            f", {flip.reference!r} over {flip.candidate!r} by {flip.reference_margin:.3g} nats in "
-            f"A and {flip.candidate_margin:.3g} in B"
-        )
-    return f"{margins}: {flip.why}" if flip.why else margins
-
-
-def _left_out(task: TaskScores) -> Iterator[tuple[str, str]]:
-    pairing = task.pairing
-    assert pairing is not None
-    counts = {
-        "only in A": pairing.num_reference_only,
-        "only in B": pairing.num_candidate_only,
-        "asked in other words": pairing.num_other_prompt,
-        "with another right answer": pairing.num_other_target,
-        "without a usable score": pairing.num_unscored,
-        "with two scores": pairing.num_conflicting,
-    }
-    reasons = [f"{number:,} {words}" for words, number in counts.items() if number]
-    if pairing.num_duplicates:
-        reasons.append(f"{pairing.num_duplicates:,} rows that repeat a document")
-    reasons += [f"{number:,} answers: {why}" for why, number in pairing.whys.items()]
+def _left_out(pairing: Pairing) -> Iterator[tuple[str, str]]:
+    reasons = [item for items in left_out(pairing).values() for item in items if item["num"]]
     if reasons:
-        yield "left out", "; ".join(reasons)
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else "0" if value == 0 else f"{value:+.4f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _p(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}" if value >= 1e-4 else "<0.0001"
+        yield "left out", sentence(fact("evaluations.parts", parts=reasons))
 
 
 def scores_csv(report: ScoresReport) -> str:

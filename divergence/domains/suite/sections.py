@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from divergence.comparison.result import Background, Report
 from divergence.document import Block, Column, Section, Sentence, Table
@@ -70,17 +71,19 @@ def _short(operator: str) -> str:
 
 def _titles(judged: bool) -> Sequence[Column | str]:
     case = Column("worst case", left=True)
+    ulp = Column("ulp p99", _numbers), Column("ulp max", _numbers)
     if not judged:
-        return ("operator", "differ", "rel L2", "ulp p99", "ulp max", case)
-    return ("operator", "worse", "differ", "W", "score", "ulp p99", "ulp max", case)
+        return ("operator", "differ", Column("rel L2", decimal), *ulp, case)
+    score = Column("score", partial(_numbers, digits=1))
+    return ("operator", "worse", "differ", Column("W", times), score, *ulp, case)
 
 
-def _case_row(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
+def _case_row(case: SuiteCase, *, judged: bool) -> tuple[object, ...]:
     status = case.status + (f": {letter(case.side)}" if case.side else "")
     return (_short(case.operator), status, *_figures(case, judged=judged))
 
 
-def _operator_row(op: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
+def _operator_row(op: SuiteOperator, *, judged: bool) -> tuple[object, ...]:
     differ = f"{op.num_cases - op.num_same}/{op.num_cases}"
     worse = {"wrong": letter(op.side or "both")}.get(op.status, "-")
     if op.status in ("flushed", "ties"):
@@ -97,33 +100,31 @@ def _ran_by(op: SuiteOperator) -> list[Sentence]:
     )
 
 
-def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
+def _figures(case: SuiteCase, *, judged: bool) -> tuple[object, ...]:
     where = case.site.partition("/")[0].partition(".")[2]
     port = case.site.rpartition(":out")[2]
     where += f" :out{port}" if port else ""
     if not judged:
-        return (decimal(case.rel_l2), _number(case.ulp_p99), _number(case.ulp_max), where)
+        return (case.rel_l2, [case.ulp_p99], [case.ulp_max], where)
     a, b = case.reference, case.candidate
     if a is None or b is None:
-        return ("-", "-", "-", "-", where)
+        return (*[None] * 4, where)
     if case.kind == "codes":
-        both = f"off by one {share(a.off_by_one)} / {share(b.off_by_one)}"
+        both = f"codes off by one {share(a.off_by_one)} / {share(b.off_by_one)}"
         more = f"more {share(a.off_by_more)} / {share(b.off_by_more)}"
-        return ("codes", "", "", "", f"{where}: {both}, {more}")
+        return (*[None] * 4, f"{where}: {both}, {more}")
     if case.kind == "indices":
         wrong = f"rows wrong {share(a.rows_wrong)} / {share(b.rows_wrong)}"
         tied = f"tied {share(a.rows_tied)} / {share(b.rows_tied)}"
-        return ("indices", "", "", "", f"{where}: {wrong}, {tied}")
-    return (
-        times(case.w),
-        f"{_number(a.score, 1)}/{_number(b.score, 1)}",
-        f"{_number(a.ulp_p99)}/{_number(b.ulp_p99)}",
-        f"{_number(a.ulp_max)}/{_number(b.ulp_max)}",
-        where,
+        return (*[None] * 4, f"{where}: {wrong}, {tied}")
+    both_ulps = ([a.ulp_p99, b.ulp_p99], [a.ulp_max, b.ulp_max])
+    return (case.w, [a.score, b.score], *both_ulps, where)
+
+
+def _numbers(values: Sequence[float | None], digits: int = 0) -> str:
+    """Of one side, or of both: ``0.9/1.2``."""
+    most = 999.5 if digits else 1e5
+    return "/".join(
+        f"{value:.{digits}f}" if value is not None and value < most else decimal(value)
+        for value in values
     )
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.{digits}f}" if value < (999.5 if digits else 1e5) else decimal(value)

@@ -179,7 +179,7 @@ def test_annotations_are_escaped_by_the_runners_rules(failing, hostile, ci):
     """One line each, ten at most, %, line ends and the property's own signs escaped."""
     (first, *_) = ci(failing).notes
     assert first.startswith(
-        "::error title=divergence check%3A verdicts::DIVERGED (localized); the policy allows "
+        "::error title=divergence check%3A verdicts::DIVERGED (localized); allowed: "
         "IDENTICAL (identical), OK (within_floor). Known differences do not excuse it"
     )
     lines = ci(hostile).notes

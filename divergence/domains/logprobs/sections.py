@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -38,9 +39,12 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     for name, field, code in _SHOWN:
         numbers = getattr(result, field)
         if numbers is not None and (field != "layers" or numbers.share is not None):
-            whole = {"explained": result.explained, "explained_by": result.explained_by}
-            values = msgspec.structs.asdict(numbers) | whole
-            rows.append((name, fact(f"logprobs.{code}", **values)))
+            whole: dict[str, Any] = {
+                "explained": result.explained,
+                "explained_by": result.explained_by,
+            }
+            shown = fact(f"logprobs.{code}", **msgspec.structs.asdict(numbers), **whole)
+            rows.append((name, shown))
     body: list[Block] = [
         Table(caption="How far apart", columns=("", Column("", sentence)), rows=rows, num_left=2)
     ]

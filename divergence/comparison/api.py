@@ -1,7 +1,8 @@
 """compare(): two runs → a Report.
 
-Everything flows one way: preflight, align and measure (measure.runs), findings of the
-analyses that apply, one decision, what explains it, the report.
+Everything flows one way, and reads so below: preflight, then align and measure (``measure_runs``),
+then the findings of the analyses that apply, one decision, what explains it, and the report
+(``report_on``).
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def compare(
     check_thresholds(thresholds)
     measuring = measuring_on(device, progress)
     a = opened(reference)
+    # one run: by itself, or its decode steps against its pass over the whole sequence
     if candidate is None:
         from divergence.comparison.within import check_alone, compare_within, explain_within
 
@@ -112,8 +114,9 @@ def compare(
             return report_alone(a, progress=progress)
         return explain_within(report_on(compare_within(a, thresholds, measuring), ("blocks",)))
     b = opened(candidate)
-    a.set_fallback(b)
+    a.set_fallback(b)  # of equal tensors one side may keep the bytes for both
     b.set_fallback(a)
+    # runs that are not compared site by site: suites, log-probabilities alone
     if (report_whole := whole_report("applies", "report_on", a, b)) is not None:
         report = report_whole(
             a,
@@ -138,14 +141,21 @@ def compare(
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
-    held_against: dict[str, Any] = {
-        "names": names,
-        "truth": truth,
-        "floor": floor,
-        "thresholds": thresholds,
-    }
+
+    def measured_beside(candidate: Run, measuring: Measuring) -> Measured:
+        return measure_runs(
+            a,
+            candidate,
+            lines,
+            names=names,
+            truth=truth,
+            floor=floor,
+            thresholds=thresholds,
+            measuring=measuring,
+        )
+
     # every pair of tensors, then the questions and the one decision
-    measured = measure_runs(a, b, lines, **held_against, measuring=measuring)
+    measured = measured_beside(b, measuring)
     report = report_on(measured)
     # may the same model be written otherwise? Then what the form explains is taken off first
     if report.verdict.kind in ("localized", "systematic", "drift"):
@@ -154,9 +164,11 @@ def compare(
         free = freed(measured, report)
         if free is not None:
             # it lies in the memory of this process
-            here = replace(measuring, measure=None, progress=None)
-            measured = measure_runs(a, free.candidate, lines, **held_against, measuring=here)
+            measured = measured_beside(
+                free.candidate, replace(measuring, measure=None, progress=None)
+            )
             report = free.report(report, report_on(measured), thresholds)
+    # what trusted runs did to the limits; and of a truth, or of one run twice, what that is worth
     if floor:
         from divergence.comparison.trusted import widening_notes
 
@@ -272,6 +284,7 @@ def measure_runs(
 def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     """The report: every analysis that applies is asked, one decision is made, and explained.
     ``names``: of these analyses alone."""
+    # what each analysis claims, and which claim is the verdict
     analyses = applying(measured, names)
     answers = {
         analysis.name: analysis.find(measured) if analysis.find else AnalysisResult()
@@ -279,6 +292,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     }
     findings = [finding for answer in answers.values() for finding in answer.findings]
     decision = decide(findings, measured.preflight, alike=measured.unexplained)
+    # what they fill of the report; the sites that the verdict rests on are flagged
     parts: dict[str, Any] = {}
     for answer in answers.values():
         parts.update(answer.parts)
@@ -290,6 +304,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
             site = replaced(site, flagged=True, **beyond)
         sites.append(site)
     measured = replace(measured, sites=sites)
+    # why it is so, and what no prompt reached
     explanations = [
         finding
         for analysis in analyses

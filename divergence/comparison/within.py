@@ -32,10 +32,21 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 
 
-def align_within(run: Run) -> Alignment:
-    """Pair each decode step's rows with the whole pass's rows of the same tokens.
+def check_alone(*, truth: object, floor: object, name_map: object) -> None:
+    """Raise UsageError for what only a comparison of two runs can use."""
+    given = {"--truth": truth, "--floor": floor, "--map": name_map}
+    named = [name for name, value in given.items() if value]
+    if named:
+        raise UsageError(
+            f"{' and '.join(named)} belongs to a comparison of two runs, and there is one",
+            hint="divergence compare A B, or leave it out",
+        )
 
-    Raises UsageError where the run has no whole pass.
+
+def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Measured:
+    """Measure each decode step's rows against the whole pass's rows of the same tokens.
+
+    Raises UsageError where the run has no whole pass, IncomparableError where the two share no row.
     """
     whole = {(r.sample, r.site): r for r in run.records if r.pass_ == "whole"}
     if not whole:
@@ -56,6 +67,7 @@ def align_within(run: Run) -> Alignment:
             )
             + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
         )
+    # a pair for each decode step's tensor of which the whole pass holds the same tokens' rows
     tokens = run.manifest.tokens
     members = {group[0]: group for group in tokens.groups}
     pairs: list[Pair] = []
@@ -75,7 +87,7 @@ def align_within(run: Run) -> Alignment:
             skipped.append(Skipped(*record.coordinates, "candidate", reason))
             continue
         pairs += _pairs(tokens, other, record, members[record.sample])
-    return Alignment(
+    alignment = Alignment(
         pairs=sorted(pairs, key=_order),
         only_reference=[
             Skipped(*record.coordinates, "reference", fact("align.not_in_steps"))
@@ -88,28 +100,13 @@ def align_within(run: Run) -> Alignment:
         anchored=True,
         notes=[fact("align.whole_and_free", run=str(run.path))],
     )
-
-
-def check_alone(*, truth: object, floor: object, name_map: object) -> None:
-    """Raise UsageError for what only a comparison of two runs can use."""
-    given = {"--truth": truth, "--floor": floor, "--map": name_map}
-    named = [name for name, value in given.items() if value]
-    if named:
-        raise UsageError(
-            f"{' and '.join(named)} belongs to a comparison of two runs, and there is one",
-            hint="divergence compare A B, or leave it out",
-        )
-
-
-def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Measured:
-    """The run's decode steps with the cache, measured against its whole pass."""
-    alignment = align_within(run)
     if not alignment.pairs:
         raise IncomparableError(
             "nothing was compared: the decode steps and the whole pass share no rows of tokens",
             where=str(run.path),
             hint=sentence(why_nothing(alignment)),
         )
+    # measured as an anchored pair is
     measured = measure_tensors(
         run, run, alignment, inputs=run, thresholds=thresholds, measuring=measuring
     )

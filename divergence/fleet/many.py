@@ -30,7 +30,7 @@ from divergence.output import output_folder, write_output
 from divergence.run.command import command_line
 from divergence.run.contents import Digests
 from divergence.run.manifest import Manifest
-from divergence.run.ranks import digests_of, unsharded
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import Record, expanded
 from divergence.run.site import one_or_more
@@ -110,7 +110,7 @@ def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
     """Return the contents by (sample, step, site). A suite's repeat holds as ``replayed`` what a
     fresh run holds as ``free``, and no run holds both of a site."""
     return {
-        (record.sample, record.step, record.site): (record, digests_of(run, record))
+        (record.sample, record.step, record.site): (record, run.digests(record))
         for record in run.records
         if record.pass_ in ("free", "replayed")
     }

@@ -190,7 +190,7 @@ def merged(summaries: Sequence[Summary], numels: Sequence[int]) -> Summary:
 # * ``shares``: the part of each rank, to find which one differs.
 #
 # A joined tensor has no digest, since its bytes are nowhere in one piece. It is compared by its
-# values; where its parts' bytes were not kept, by their digests (``digests_of``), with a run that
+# values; where its parts' bytes were not kept, by their digests (``digests``), with a run that
 # is divided alike or that has the bytes.
 
 
@@ -214,13 +214,6 @@ class RankDisagreement:
     @property
     def coordinates(self) -> Coordinates:
         return (self.pass_, self.sample, self.step, self.site)
-
-
-def digests_of(run: Run, record: Record) -> Digests:
-    """The recorded digests of a tensor."""
-    parts = run.shares(record) if isinstance(run, UnshardedRun) else []
-    records = [part.record for part in parts] or [record]
-    return Digests.of(records, tuple(part.index for part in parts) or ((),))
 
 
 def unsharded(run: Run) -> Run:
@@ -273,6 +266,13 @@ class UnshardedRun(View):
         if isinstance(whole, Record):
             return []
         return list(shares_of(whole, (slice(None),) * len(record.shape)))
+
+    def digests(self, record: Record) -> Digests:
+        """Those of each part, where it is in parts."""
+        parts = self.shares(record)
+        if not parts:
+            return super().digests(record)
+        return Digests.of([part.record for part in parts], tuple(part.index for part in parts))
 
     def files(self) -> dict[str, int]:
         return self.run.files()

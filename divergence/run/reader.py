@@ -20,6 +20,7 @@ from divergence.numerics.formats import format_named, format_of
 from divergence.run.command import command_line
 from divergence.run.contents import (
     Content,
+    Digests,
     Part,
     check_parts,
     count_passes,
@@ -268,6 +269,10 @@ class Run:
             return None
         partner = self._fallback.holding(record)
         return None if partner is None else (self._fallback, partner)
+
+    def digests(self, record: Record) -> Digests:
+        """The recorded digests of a tensor."""
+        return Digests.of([record])
 
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""

@@ -15,7 +15,7 @@ from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis
-from divergence.run.ranks import digests_of, unsharded
+from divergence.run.ranks import unsharded
 from divergence.run.writer import RunWriter
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(1, 4, 6) - 7.5
@@ -214,9 +214,9 @@ def test_a_record_is_known_by_its_value(ranks):
 def test_terms_have_no_digest(ranks):
     """Other terms may have the same sum, so that their digests tell nothing of it."""
     run = ranks({"tp": 2}, {r: (WHOLE, ("partial:sum",)) for r in (0, 1)})
-    found = digests_of(run, run.records[0])
+    found = run.digests(run.records[0])
     assert found.xxh3 is found.fold is None
-    assert digests_of(run.run, run.run.records[0]).xxh3 == (run.run.records[0].xxh3,)
+    assert run.run.digests(run.run.records[0]).xxh3 == (run.run.records[0].xxh3,)
 
 
 def test_copies_with_digests_of_two_kinds(ranks):

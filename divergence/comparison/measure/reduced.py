@@ -76,7 +76,7 @@ def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool |
 def _digest_test(a: Run, record_a: Record, b: Run, record_b: Record) -> Callable[[], bool] | None:
     """Return what tells by digests whether two tensors are equal; None where nothing does. A digest
     that one side alone has is made of the other's bytes."""
-    of_a, of_b = _digests(a, record_a), _digests(b, record_b)
+    of_a, of_b = a.digests(record_a), b.digests(record_b)
     for kind in _MAKERS if of_a.cuts == of_b.cuts else ():
         if getattr(of_a, kind) and getattr(of_b, kind):
             return functools.partial(operator.eq, getattr(of_a, kind), getattr(of_b, kind))
@@ -91,14 +91,6 @@ def _has_digests(run: Run, record: Record, digests: Digests, kind: str) -> bool:
     array = run.array(record)
     parts = [array[cut] for cut in digests.cuts]
     return bool(tuple(map(_MAKERS[kind], parts)) == getattr(digests, kind))
-
-
-def _digests(run: Run, record: Record) -> Digests:
-    if run.manifest.mesh is None:
-        return Digests.of([record])
-    from divergence.run.ranks import digests_of
-
-    return digests_of(run, record)
 
 
 def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | None:
@@ -127,7 +119,7 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | Non
             return None  # one-sided: they agree
     if record_a.checksum is not None and record_b.checksum is not None:
         return None
-    if _digests(a, record_a).cuts != _digests(b, record_b).cuts:
+    if a.digests(record_a).cuts != b.digests(record_b).cuts:
         return fact("align.parts_cut_otherwise")
     return fact("align.two_kinds_of_digests")
 

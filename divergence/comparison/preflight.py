@@ -40,96 +40,400 @@ from divergence.run.record import INPUTS, Record
 from divergence.run.site import is_operator_site, natural_key, starred, unescape_path
 from divergence.words import SIDES, Side, first_apart, list_names
 
-# Whose truth is it? A truth belongs to the code and the weights of the reference.
+# Preflight: were the two runs the same experiment at all?
 #
-# A float64 run repeats what the code says, so one that was made by faulty code has the fault, and
-# blames the side that lacks it. Two things tell whose it is: the digests of the code, where
-# manifests hold them (``code.other_code``), and the values.
-#
-# Two float64 runs of one code agree wherever both hold the same site, pass, sample and step. Sums
-# may be added in another order on another machine, so up to ``SHARP`` times the rounding model of
-# numerics.floor in float64 is allowed (its inputs are equal only where each block is given them, so
-# anchored passes alone are held against each other). ``SHARP``: attention turns a relative error of
-# its scores into |s| times as much of its probabilities, and trained models reach |s| of 10 and
-# more; 64 allows for some. That is near 1e-13 in small models and 1e-12 in large ones, five orders
-# below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
-#
-# What it cannot tell: code that is the same on both machines and wrong.
+# A difference that explains everything is reported before any number. Other weights and other
+# prompt tokens are blocking: what follows would compare two different computations. Everything else
+# that differs is shown, because it may be the cause. What a run without a model's digest (an
+# imported dump) leaves empty is neither equal nor different: it is unknown.
+
+CPU_OPERATORS = "operators on the CPU"
+"""The check that names operators which the device does not have."""
+_LIBRARIES = ("torch", "transformers")
+_UNKNOWN = "unknown"
+_NOTHING = ("", "-", "0", "none", "not recorded", "unknown: unknown")
+"""How lines show what a manifest leaves empty."""
 
 
-def disagreement(a: Run, b: Run, *, inside: str | None = None) -> tuple[int, Fact | None]:
-    """Hold two float64 runs that are anchored to the same run against each other, ``inside`` one
-    block where one is named: (at how many sites and forwards, the first where they differ)."""
-    if a.manifest.plan.anchored_to != b.manifest.plan.anchored_to:
-        return 0, None
-    num_compared, apart = 0, None
-    within = ("",) if inside is None else (f"{inside}.", f"{inside}:", f"{inside}#")
-    for record in sorted(a.records, key=lambda r: (r.sample, r.step, r.order)):
-        if record.pass_ != "anchored" or is_operator_site(record.site):
-            continue
-        other = b.find(record.coordinates) if record.site.startswith(within) else None
-        if other is None or other.positions != record.positions:
-            continue
-        num_compared += 1
-        if apart is None:
-            limit = SHARP * floor_of(a.manifest, record, dtype="float64")
-            distance = _distance(a, record, b, other)
-            if distance > limit:
-                apart = fact(
-                    "preflight.truths_apart",
-                    site=record.site,
-                    sample=record.sample,
-                    step=record.step,
-                    rel_l2=distance,
-                    limit=limit,
-                )
-    return num_compared, apart
+def preflight(
+    reference: Run, candidate: Run, *, names: NameMap | None = None
+) -> list[PreflightLine]:
+    """One line a check, in order of how much it explains. ``names``: the name map that the
+    comparison uses."""
+    a, b = reference.manifest, candidate.manifest
+    ref, cand = a.model, b.model
+    here, there = a.environment, b.environment
+    dtypes = fact("preflight.wider_dtype") if ref.dtype != cand.dtype else None
+    lines = [
+        *media_lines(reference, candidate),
+        code_line(a, b),
+        weights_line(a, b, names),
+        *block_lines(a, b, names),
+        _same("model class", ref.model_class, cand.model_class),
+        config_line(a, b),
+        *derived_lines(a, b),
+        quantization_line(a, b),
+        _prompt_ids(a, b),
+        *label_lines(a, b),
+        _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),
+        _digests(
+            "chat template",
+            ref.chat_template_digest,
+            cand.chat_template_digest,
+            template_cause(a, b),
+        ),
+        _generated_ids(a, b),
+        _same("dtype", _dtype(a, b), _dtype(b, a), dtypes),
+        _same("attention", attention_of(a), attention_of(b)),
+        _same("batch shape", shape_of(a), shape_of(b)),
+        _engines(a, b),
+        *(_same(*line) for line in a.training.beside(b.training)),
+        _switches(a, b),
+        _repeatable(a, b),
+        _same("device", _device(a), _device(b)),
+        *_fallbacks(a, b),
+        _same("driver", here.driver or "-", there.driver or "-"),
+        _same("runtime", here.runtime or "-", there.runtime or "-"),
+        _same("cpu", f"{here.cpu} {here.cpu_capability}", f"{there.cpu} {there.cpu_capability}"),
+        *_recorded("cpu model", here.cpu_model, there.cpu_model),
+        *_recorded("architecture", here.architecture, there.architecture),
+        *_build(a, b),
+        _same("threads", str(here.num_threads), str(there.num_threads)),
+        *_libraries(a, b),
+        _variables(a, b),
+        _named("planted faults", a.plan.plants, b.plan.plants),
+        # results of another run in the place of a run's own
+        *(
+            [_named("substituted operators", a.plan.substitutes, b.plan.substitutes)]
+            if a.plan.substitutes or b.plan.substitutes
+            else []
+        ),
+        *_meshes(a, b),
+        _complete(a, b),
+    ]
+    return [_unknown(line, a, b) for line in lines]
 
 
-def _distance(a: Run, record: Record, b: Run, other: Record) -> float:
-    """Relative L2 over what is no pad; 0 where nothing can be said, and infinity where what does
-    not round differs, or nan and inf stand at other places."""
-    if record.xxh3 is not None and record.xxh3 == other.xxh3:
-        return 0.0
-    if record.shape != other.shape or record.dtype != other.dtype:
-        return math.inf
-    if not (a.has_bytes(record) and b.has_bytes(other)):
-        return 0.0
-    x, y = (
-        without_pads(a.manifest, record, wide(run.array(own)))
-        for run, own in ((a, record), (b, other))
+def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
+    """The line, or that it is unknown where a side does not say it."""
+    shown = []
+    for manifest, value in ((a, line.reference), (b, line.candidate)):
+        if manifest.model.digest or manifest.model.task == "operators":
+            # an engine's kernels of attention may be its own, unnamed
+            named = manifest.engine is None or manifest.engine.name == "transformers"
+            tells = line.check != "attention" or value != "none" or named
+        elif line.check == "determinism":
+            tells = bool(manifest.settings.switches)
+        else:
+            tells = line.check != "weights" and value.strip() not in _NOTHING
+        shown.append(value if tells else _UNKNOWN)
+    return _same(line.check, shown[0], shown[1], status="unknown") if _UNKNOWN in shown else line
+
+
+def _engines(a: Manifest, b: Manifest) -> PreflightLine:
+    """Say what ran the model: engine, version, and which of its options and switches differ."""
+    if a.engine is None or b.engine is None:
+        shown = [
+            side.engine.name
+            if side.engine is not None
+            else _UNKNOWN
+            if side.environment.device_type == UNKNOWN  # somebody else's dump
+            else "transformers"  # before version 6 that alone
+            for side in (a, b)
+        ]
+        status: PreflightStatus | None = "unknown" if _UNKNOWN in shown else None
+        return _same("engine", shown[0], shown[1], status=status)
+    names = [
+        "transformers" if note.name == "transformers" else f"{note.name} ({note.version})"
+        for note in (a.engine, b.engine)
+    ]
+    detail = None
+    if a.engine.name == b.engine.name:
+        facts_a, facts_b = ({**note.options, **note.facts} for note in (a.engine, b.engine))
+        keys = [key for key in {**facts_a, **facts_b} if facts_a.get(key) != facts_b.get(key)]
+        for number, facts in enumerate((facts_a, facts_b)):
+            names[number] += "".join(f", {key} {facts.get(key, '-')}" for key in keys[:4])
+    else:
+        detail = fact("preflight.framework_differs")
+    return _same("engine", names[0], names[1], detail)
+
+
+def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Operators that a side's device does not have; nothing where there are none."""
+    lacking = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
+    shown = [list_names(names) or "none" for names in lacking]
+    line = _same(CPU_OPERATORS, shown[0], shown[1], fact("preflight.no_kernel"))
+    return [line] if any(lacking) else []
+
+
+def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Return how many processes made each run; nothing where one made both."""
+    meshes = [m.mesh for m in (a, b) if m.mesh is not None]
+    details = []
+    for mesh in [mesh for mesh in meshes if mesh.environments][:1]:
+        labels = list(dict.fromkeys(environment.label for environment in mesh.environments))
+        details.append(fact("preflight.unlike_ranks", machines=labels[:5]))
+    return [_same("ranks", a.processes, b.processes, *details)] if meshes else []
+
+
+def _same(
+    check: str,
+    a: str,
+    b: str,
+    *details: Fact | None,
+    same: bool | None = None,
+    status: PreflightStatus | None = None,
+) -> PreflightLine:
+    """A line of two texts. ``same``: are they, where the texts do not tell? ``status``: where there
+    is more to it."""
+    same = a == b if same is None else same
+    return PreflightLine(
+        check=check,
+        status=status or ("same" if same else "differs"),
+        reference=a,
+        candidate=b,
+        details=apart([item for item in details if item is not None]),
     )
-    if x is None or y is None:
-        return 0.0
-    finite = np.isfinite(x)
-    if not np.array_equal(finite, np.isfinite(y)):
-        return math.inf
-    gap, norm = (float(np.linalg.norm(part[finite])) for part in (x - y, x))
-    if not gap or not norm or format_named(record.dtype).kind != "float":
-        return math.inf if gap else 0.0
-    return gap / norm
 
 
-def without_pads(manifest: Manifest, record: Record, array: np.ndarray) -> np.ndarray | None:
-    """The array with the rows of pads set to 0: what stands there is no result (a row that sees
-    no key has one value in one kernel and another in the next). None where a batch has pads and
-    its axes are not (B, T, ...): which of its rows are pads is not known."""
-    pads = None if record.step else manifest.tokens.pads(record.sample)
-    if pads is None:
-        return array
-    if array.shape[:2] != pads.shape:
-        return None
-    return np.where(pads.reshape(*pads.shape, *[1] * (array.ndim - 2)), 0.0, array)
+def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:
+    return _same(check, ", ".join(a) or "none", ", ".join(b) or "none")
 
 
-def floor_of(manifest: Manifest, record: Record, *, dtype: str | None = None) -> float:
-    """Return how far two correct results of one code are typically apart at a site, by the rounding
-    model of its format, or of ``dtype`` (relative L2); 0 for what does not round."""
-    note = manifest.plan.modules.get(record.site.rpartition(":")[0])
-    role = "block" if note is None else note.role
-    features = record.shape[-1] if record.shape else 1
-    form = format_named(dtype or record.dtype)
-    return math.hypot(*floor_weights(form, num_features=features, role=role))
+def _digests(check: str, a: str | None, b: str | None, cause: Fact | None) -> PreflightLine:
+    digest_a, digest_b = ("none" if digest is None else digest[:12] for digest in (a, b))
+    return _same(check, digest_a, digest_b, cause if None not in (a, b) and a != b else None)
+
+
+def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
+    """A line where both runs say it."""
+    return [] if a is None or b is None else [_same(check, a, b)]
+
+
+def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Return what torch was built with: what differs, else its compiler and BLAS."""
+    ref, cand = a.environment.torch_build, b.environment.torch_build
+    if not ref or not cand:
+        return []
+    keys = [key for key in {**ref, **cand} if ref.get(key) != cand.get(key)] or ["compiler", "BLAS"]
+    shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (ref, cand)]
+    return [_same("torch build", shown[0] or "-", shown[1] or "-")]
+
+
+def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
+    """Other tokens are another experiment."""
+    ids = [[sample.prompt_ids for sample in manifest.tokens.samples] for manifest in (a, b)]
+    shown = [
+        sentence(fact("preflight.prompts", num=len(side), num_tokens=sum(map(len, side))))
+        for side in ids
+    ]
+    unseen = "operators" not in (a.model.task, b.model.task) and not all(map(all, ids))
+    detail = None
+    if ids[0] != ids[1]:
+        detail = prompt_difference(a, b, unseen=unseen)
+    status: PreflightStatus = "blocking"
+    # a step without tokens that is anchored was given the other's inputs (recording.any_module)
+    anchors = [manifest.plan.anchored_to for manifest in (a, b)]
+    given = a.id in anchors or b.id in anchors or anchors[0] == anchors[1] is not None
+    inputs = all(sample.inputs for manifest in (a, b) for sample in manifest.tokens.samples)
+    if detail is None and unseen and not (given and inputs):
+        status, detail = "unknown", fact("preflight.tokens_untold")
+    elif detail is None:
+        status = "same"
+    return _same("prompt ids", shown[0], shown[1], detail, status=status)
+
+
+def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
+    ids_a = [sample.generated_ids for sample in a.tokens.samples]
+    ids_b = [sample.generated_ids for sample in b.tokens.samples]
+    forced = b.tokens.forced_by or a.tokens.forced_by
+    same = ids_a == ids_b
+    detail = fact("preflight.forced") if forced and same else None
+    pairs = zip(ids_a, ids_b, strict=False)
+    goes_on = len(ids_a) == len(ids_b) and all(x[: len(y)] == y[: len(x)] for x, y in pairs)
+    if not same and goes_on and not (a.model.digest and b.model.digest):
+        same, detail = True, fact("preflight.fed_as_told")
+    elif not same and goes_on and forced and a.tokens.groups != b.tokens.groups:
+        same, detail = True, fact("preflight.forced_padding")
+    shown = [
+        sentence(fact("preflight.num_tokens", num=sum(map(len, ids)))) for ids in (ids_a, ids_b)
+    ]
+    if not same and shown[0] == shown[1]:
+        detail = fact("preflight.other_tokens")
+    return _same("generated ids", shown[0], shown[1], detail, same=same)
+
+
+def _dtype(manifest: Manifest, other: Manifest) -> str:
+    """A truth has the weights of one dtype and computes in another. Parameters that have another
+    than the ``other`` run's, where most have the same, are named."""
+    computed = manifest.settings.compute_dtype
+    dtype = manifest.model.dtype
+    if manifest.training.autocast is not None:
+        autocast = manifest.training.autocast
+        dtype = sentence(fact("preflight.autocast", dtype=dtype, autocast=autocast))
+    if computed is not None:
+        computed = computed.removeprefix("torch.")
+        return sentence(fact("preflight.computed", dtype=dtype, computed=computed))
+    parameters = other.model.parameters if other.model.dtype == manifest.model.dtype else {}
+    odd = {
+        f"{starred(name)} {note.dtype}": None
+        for name, note in manifest.model.parameters.items()
+        if note.dtype != dtype and name in parameters and parameters[name].dtype != note.dtype
+    }
+    return ", ".join([dtype, *list(odd)[:3]])
+
+
+def _switches(a: Manifest, b: Manifest) -> PreflightLine:
+    """Switches that one side has and the other refused, or set otherwise."""
+    # by name (what it was set to, or found at where it was left alone; "refused" or not)
+    found_a, found_b = (
+        {
+            switch.name: (
+                switch.found if switch.asked == "-" else switch.asked,
+                "set" if switch.status == "accepted" else switch.status,
+            )
+            for switch in side.settings.switches
+        }
+        for side in (a, b)
+    )
+    different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
+    stand = [*found_a.items(), *found_b.items()]
+    refused = {name for name, (_, status) in stand if status == "refused"}
+    noisy = {*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings}
+    details = []
+    if different:
+        details.append(fact("preflight.switches_otherwise", names=different))
+    elif refused:
+        details.append(fact("preflight.switches_refused", names=sorted(refused)))
+    if noisy:
+        details.append(fact("preflight.nondeterministic", names=sorted(noisy)))
+    shown = [
+        sentence(fact("preflight.determinism", deterministic=side.settings.deterministic))
+        for side in (a, b)
+    ]
+    same = shown[0] == shown[1] and not different
+    return _same("determinism", shown[0], shown[1], *details, same=same)
+
+
+def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
+    def say(manifest: Manifest) -> str:
+        repeated = manifest.repeatability
+        return sentence(
+            fact(
+                "preflight.repeats",
+                runs=repeated.num_runs if repeated.num_runs > 1 else None,
+                num=repeated.num_different,
+                total=repeated.num_compared,
+            )
+        )
+
+    noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
+    detail = None
+    if noisy:
+        seen = noisy[0]
+        num, total = sum(seen.begins.values()), seen.num_forwards
+        begins = fact("preflight.begins", num=num, total=total, places=seen.places)
+        detail = fact(
+            "preflight.repeats_not", site=seen.first_difference, begins=begins if num else None
+        )
+    return _same("repeatability", say(a), say(b), detail, same=not noisy)
+
+
+def _device(manifest: Manifest) -> str:
+    environment = manifest.environment
+    return f"{environment.device_type}: {environment.device_name}"
+
+
+def _libraries(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """A line for torch and for transformers, and for each library whose versions differ."""
+    ref, cand = a.environment.versions, b.environment.versions
+    names = [
+        name for name in sorted({*ref, *cand} - {*_LIBRARIES}) if ref.get(name) != cand.get(name)
+    ]
+    return [_same(name, ref.get(name, "-"), cand.get(name, "-")) for name in (*_LIBRARIES, *names)]
+
+
+def _variables(a: Manifest, b: Manifest) -> PreflightLine:
+    env_a, env_b = a.environment.variables, b.environment.variables
+    different = sorted(k for k in {*env_a, *env_b} if env_a.get(k) != env_b.get(k))
+
+    def say(values: dict[str, str]) -> str:
+        return ", ".join(f"{k}={values[k]}" for k in different if k in values) or "-"
+
+    return _same("environment variables", say(env_a), say(env_b), same=not different)
+
+
+def _complete(a: Manifest, b: Manifest) -> PreflightLine:
+    def say(manifest: Manifest) -> str:
+        why = manifest.stopped_by or None
+        return sentence(fact("preflight.completeness", complete=manifest.complete, why=why))
+
+    whole = a.complete and b.complete
+    detail = None if whole else fact("preflight.only_what_both_hold")
+    return _same("completeness", say(a), say(b), detail, same=whole)
+
+
+# What the models' processors made of pictures and sound: the same on both sides, and where not,
+# whether the files, the processor's settings or its arithmetic are to blame.
+
+MEDIA = "media inputs"
+
+
+def media_lines(a: Run, b: Run) -> list[PreflightLine]:
+    """A line where a run has pictures or sound. Other tensors are another experiment."""
+    tensors: list[dict[tuple[int, str], Record]] = [
+        {(item.sample, item.site): item for item in run.records if item.pass_ == INPUTS}
+        for run in (a, b)
+    ]
+    if not any(tensors):
+        return []
+    shown = [
+        sentence(
+            fact(
+                "preflight.media",
+                num=sum(len(sample.media) for sample in run.manifest.tokens.samples),
+                digest=digest_many((f"{n} {site}", str(r.xxh3)) for (n, site), r in own.items())[
+                    :12
+                ],
+            )
+        )
+        for run, own in zip((a, b), tensors, strict=True)
+    ]
+    tensors_a, tensors_b = tensors
+    differing: dict[int, list[str]] = {}
+    for sample, site in {**tensors_a, **tensors_b}:
+        record, other = tensors_a.get((sample, site)), tensors_b.get((sample, site))
+        if (
+            record is None
+            or other is None
+            or (record.xxh3, record.shape) != (other.xxh3, other.shape)
+        ):
+            differing.setdefault(sample, []).append(site.partition(":in.")[2])
+    if not differing:
+        return [_same(MEDIA, shown[0], shown[1])]
+    sample, names = next(iter(differing.items()))
+    detail = fact(
+        "preflight.media_differ",
+        sample=sample,
+        names=names,
+        num_more=len(differing) - 1,
+        cause=_media_cause(a, b, sample),
+    )
+    return [_same(MEDIA, shown[0], shown[1], detail, status="blocking")]
+
+
+def _media_cause(a: Run, b: Run, number: int) -> Fact:
+    """Say why what a processor made of a prompt's files differs."""
+    tokens = a.manifest.tokens, b.manifest.tokens
+    files = [part.samples[number : number + 1] for part in tokens]
+    media = [[(note.kind, note.digest) for note in side[0].media] if side else [] for side in files]
+    if media[0] != media[1]:
+        paths = [[note.path for note in side[0].media] if side else [] for side in files]
+        return fact("preflight.media_files", reference=paths[0], candidate=paths[1])
+    differences, _ = config_differences(tokens[0].processor, tokens[1].processor)
+    if differences:
+        return fact("preflight.media_settings", differences=differences)
+    return fact("preflight.media_arithmetic")
 
 
 # Did both runs run the same code? Class by class of module, from what their manifests say.
@@ -479,6 +783,112 @@ def _concerns(note: CodeNote, name: str, manifest: Manifest, block: str | None) 
     return not kinds or name in kinds or name.rpartition(".")[2] in kinds
 
 
+# Do both sides compute with the same weights? By digests of their parameters.
+
+
+def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
+    """The line of the weights. ``names``: the name map that the comparison uses."""
+    model_a, model_b = a.model, b.model
+    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
+    alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
+    if alike and not (model_a.missing or model_b.missing):
+        return _same("weights", shown[0], shown[1], same=True)
+    matching = match_parameters(model_a.digests, model_b.digests, names)
+    relations = related(model_a, model_b, matching.pairs)
+    status, details = _weights_differ(model_a, model_b, matching, relations)
+    if status == "blocking" and any(map(tells_in_part, (a, b))):
+        status, details = as_far_as_told(model_a, model_b, matching)
+    if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
+        guess = relations is None or not relations.facts
+        details = [*details, *weight_causes(model_a, model_b, guess=guess)]
+    return _same("weights", shown[0], shown[1], *details, status=status)
+
+
+def _weights_differ(
+    a: ModelIdentity, b: ModelIdentity, matching: Matching, relations: Relations | None
+) -> tuple[PreflightStatus, list[Fact]]:
+    """Compares weights: (status, details). ``matching``: their parameters by name;
+    ``relations``: of those that differ, where it is known."""
+
+    def say(
+        status: PreflightStatus, code: str, **values: Any
+    ) -> tuple[PreflightStatus, list[Fact]]:
+        return status, [fact(f"preflight.{code}", **values)]
+
+    same: tuple[PreflightStatus, list[Fact]] = "same", []
+    if missing := a.missing or b.missing:
+        same = say("same", "missing", num=len(missing), names=missing)
+    if a.digest == b.digest and a.dequantized == b.dequantized:
+        return same
+    if a.digest == b.digest:  # equal codes, which may have become other weights: no kernel ran yet
+        shared = [path for path in a.dequantized if path in b.dequantized and a.dtype == b.dtype]
+        names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
+        if not names:
+            return same
+        return say("blocking", "dequantized", num=len(names), total=len(shared), names=names)
+    digested = bool(a.digests and b.digests)
+    if a.quantization != b.quantization:
+        return say("differs", "codes_against", reference=_codes(a), candidate=_codes(b))
+    if a.dtype != b.dtype:
+        rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
+        if b.digest == rounded[0]:
+            return say("same", "rounded", wide=a.dtype, narrow=b.dtype)
+        if a.digest == rounded[1]:
+            return say("same", "rounded", wide=b.dtype, narrow=a.dtype)
+        if digested and not matching.is_one_to_one:
+            return say("blocking", "other_parameters", matching=matching.describe())
+        if relations is not None and digested:
+            return relations.status, relations.details or [fact("preflight.other_weights")]
+        if set(a.digests) != set(b.digests):
+            return say("differs", "digests_of_other_names")
+        if any(rounded):
+            return say("blocking", "other_after_rounding")
+        return say("differs", "digests_of_dtypes")
+    unknown = {name for name in a.digests if "offloaded" in (a.digests[name], b.digests.get(name))}
+    digested_names = a.digests.keys() - unknown
+    agree = all(a.digests[name] == b.digests.get(name) for name in digested_names)
+    if unknown and agree and a.digests.keys() == b.digests.keys():
+        return say("differs", "offloaded", num=len(unknown))
+    if not digested:
+        return say("blocking", "no_digests")
+    different = [
+        name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
+    ]
+    if different:
+        details = [] if relations is None else relations.details
+        if relations and details and relations.status == "differs" and matching.is_one_to_one:
+            return "differs", details
+        differ = fact(
+            "preflight.parameters_differ",
+            num=len(different),
+            total=len(matching.pairs),
+            names=different,
+        )
+        return "blocking", [*details, differ, *matching.describe()]
+    if not matching.is_one_to_one:
+        return say("blocking", "other_parameters", matching=matching.describe())
+    if matching.prefixes or matching.mapped:
+        return say("differs", "other_names", matching=matching.describe())
+    return "differs", matching.describe()
+
+
+def _codes(model: ModelIdentity) -> str:
+    return model.dtype if model.quantization is None else model.quantization.name
+
+
+def other_weights(a: Manifest, b: Manifest) -> bool:
+    """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
+    ref, cand = a.model, b.model
+    if ref.dtype != cand.dtype or ref.digest == cand.digest:
+        return False
+    if not (tells_in_part(a) or tells_in_part(b)):
+        relations = related(ref, cand, match_parameters(ref.digests, cand.digests).pairs)
+        return (
+            relations is None or not relations.only_dtypes or len(ref.digests) != len(cand.digests)
+        )
+    return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"
+
+
 # Which model each side ran: configuration, parameters, weights and codes.
 
 # How parameters that are not equal belong together: what two manifests tell of each pair.
@@ -617,64 +1027,6 @@ def _relation(
 
 def _size(sums: Sequence[float]) -> float:
     return math.sqrt(math.fsum(x * x for x in sums) / len(sums))
-
-
-# How each side is quantised, scales included: those that a simulated scheme took from calibration
-# or migrated stand in no note of the model, and other ones are another quantised model.
-
-
-def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
-    """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
-    that are not the other side's."""
-    shown = []
-    for manifest in (a, b):
-        note = manifest.engine
-        alpha = note.options.get("smooth") if note is not None and note.simulates else None
-        more = "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
-        shown.append(_with(str(manifest.model.quantization or "none"), more))
-    if shown[0] == shown[1]:
-        apart = _simulated_apart(a.engine, b.engine)
-        shown = [_with(text, own) for text, own in zip(shown, apart, strict=True)]
-    return _same("quantization", shown[0], shown[1])
-
-
-def _with(text: str, more: str) -> str:
-    """Adds a part to ``W8A8: ... (simulated)``, before who made the codes."""
-    sentence_part, by, name = text.rpartition(" (")
-    return f"{sentence_part}; {more}{by}{name}" if more and sentence_part else text
-
-
-def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
-    """Say what each side's simulation has alone, of two that follow one scheme."""
-    if a is None or b is None or not (a.simulates and b.simulates):
-        return "", ""
-    kept = [note.facts.get("kept", "") for note in (a, b)]
-    cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")
-    if kept[0] != kept[1] or cut:
-        patterns = [str(note.options.get("keep")) for note in (a, b)] if cut else kept
-        return [f"kept: {names.replace('; ', ' ')}" for names in patterns]
-    if a.calibration is None or b.calibration is None:
-        return "", ""
-    for code, here, there in (
-        ("static_range", a.calibration.limits, b.calibration.limits),
-        ("migrated_scales", a.calibration.scales, b.calibration.scales),
-    ):
-        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        texts = []
-        for kept_here, kept_there in ((here, there), (there, here)) if names else ():
-            own, other, what = kept_here.get(names[0]), kept_there.get(names[0]), "none"
-            if own is not None and len(own) == 2:  # a range as it is
-                what = f"{own[0]:g} to {own[1]:g}"
-            elif own is not None:  # of more numbers the first that differs
-                pairs = enumerate(zip(own, other or [], strict=False))
-                channel = next((k for k, (x, y) in pairs if x != y), 0)
-                what = f"{own[channel]:g} at channel {channel}"
-            more = len(names) - 1
-            first = fact(f"preflight.{code}", name=names[0], num_more=more, what=what)
-            texts.append(sentence(first))
-        if texts:
-            return texts
-    return "", ""
 
 
 # Two models, from what their manifests say: parameters by name, blocks by place, configurations.
@@ -1098,110 +1450,62 @@ def first_difference(a: str, b: str) -> Fact:
     return fact("preflight.texts_from", character=place, reference=parts[0], candidate=parts[1])
 
 
-# Do both sides compute with the same weights? By digests of their parameters.
+# How each side is quantised, scales included: those that a simulated scheme took from calibration
+# or migrated stand in no note of the model, and other ones are another quantised model.
 
 
-def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    """The line of the weights. ``names``: the name map that the comparison uses."""
-    model_a, model_b = a.model, b.model
-    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
-    alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
-    if alike and not (model_a.missing or model_b.missing):
-        return _same("weights", shown[0], shown[1], same=True)
-    matching = match_parameters(model_a.digests, model_b.digests, names)
-    relations = related(model_a, model_b, matching.pairs)
-    status, details = _weights_differ(model_a, model_b, matching, relations)
-    if status == "blocking" and any(map(tells_in_part, (a, b))):
-        status, details = as_far_as_told(model_a, model_b, matching)
-    if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
-        guess = relations is None or not relations.facts
-        details = [*details, *weight_causes(model_a, model_b, guess=guess)]
-    return _same("weights", shown[0], shown[1], *details, status=status)
+def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
+    """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
+    that are not the other side's."""
+    shown = []
+    for manifest in (a, b):
+        note = manifest.engine
+        alpha = note.options.get("smooth") if note is not None and note.simulates else None
+        more = "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
+        shown.append(_with(str(manifest.model.quantization or "none"), more))
+    if shown[0] == shown[1]:
+        apart = _simulated_apart(a.engine, b.engine)
+        shown = [_with(text, own) for text, own in zip(shown, apart, strict=True)]
+    return _same("quantization", shown[0], shown[1])
 
 
-def _weights_differ(
-    a: ModelIdentity, b: ModelIdentity, matching: Matching, relations: Relations | None
-) -> tuple[PreflightStatus, list[Fact]]:
-    """Compares weights: (status, details). ``matching``: their parameters by name;
-    ``relations``: of those that differ, where it is known."""
-
-    def say(
-        status: PreflightStatus, code: str, **values: Any
-    ) -> tuple[PreflightStatus, list[Fact]]:
-        return status, [fact(f"preflight.{code}", **values)]
-
-    same: tuple[PreflightStatus, list[Fact]] = "same", []
-    if missing := a.missing or b.missing:
-        same = say("same", "missing", num=len(missing), names=missing)
-    if a.digest == b.digest and a.dequantized == b.dequantized:
-        return same
-    if a.digest == b.digest:  # equal codes, which may have become other weights: no kernel ran yet
-        shared = [path for path in a.dequantized if path in b.dequantized and a.dtype == b.dtype]
-        names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
-        if not names:
-            return same
-        return say("blocking", "dequantized", num=len(names), total=len(shared), names=names)
-    digested = bool(a.digests and b.digests)
-    if a.quantization != b.quantization:
-        return say("differs", "codes_against", reference=_codes(a), candidate=_codes(b))
-    if a.dtype != b.dtype:
-        rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
-        if b.digest == rounded[0]:
-            return say("same", "rounded", wide=a.dtype, narrow=b.dtype)
-        if a.digest == rounded[1]:
-            return say("same", "rounded", wide=b.dtype, narrow=a.dtype)
-        if digested and not matching.is_one_to_one:
-            return say("blocking", "other_parameters", matching=matching.describe())
-        if relations is not None and digested:
-            return relations.status, relations.details or [fact("preflight.other_weights")]
-        if set(a.digests) != set(b.digests):
-            return say("differs", "digests_of_other_names")
-        if any(rounded):
-            return say("blocking", "other_after_rounding")
-        return say("differs", "digests_of_dtypes")
-    unknown = {name for name in a.digests if "offloaded" in (a.digests[name], b.digests.get(name))}
-    digested_names = a.digests.keys() - unknown
-    agree = all(a.digests[name] == b.digests.get(name) for name in digested_names)
-    if unknown and agree and a.digests.keys() == b.digests.keys():
-        return say("differs", "offloaded", num=len(unknown))
-    if not digested:
-        return say("blocking", "no_digests")
-    different = [
-        name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
-    ]
-    if different:
-        details = [] if relations is None else relations.details
-        if relations and details and relations.status == "differs" and matching.is_one_to_one:
-            return "differs", details
-        differ = fact(
-            "preflight.parameters_differ",
-            num=len(different),
-            total=len(matching.pairs),
-            names=different,
-        )
-        return "blocking", [*details, differ, *matching.describe()]
-    if not matching.is_one_to_one:
-        return say("blocking", "other_parameters", matching=matching.describe())
-    if matching.prefixes or matching.mapped:
-        return say("differs", "other_names", matching=matching.describe())
-    return "differs", matching.describe()
+def _with(text: str, more: str) -> str:
+    """Adds a part to ``W8A8: ... (simulated)``, before who made the codes."""
+    sentence_part, by, name = text.rpartition(" (")
+    return f"{sentence_part}; {more}{by}{name}" if more and sentence_part else text
 
 
-def _codes(model: ModelIdentity) -> str:
-    return model.dtype if model.quantization is None else model.quantization.name
-
-
-def other_weights(a: Manifest, b: Manifest) -> bool:
-    """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
-    ref, cand = a.model, b.model
-    if ref.dtype != cand.dtype or ref.digest == cand.digest:
-        return False
-    if not (tells_in_part(a) or tells_in_part(b)):
-        relations = related(ref, cand, match_parameters(ref.digests, cand.digests).pairs)
-        return (
-            relations is None or not relations.only_dtypes or len(ref.digests) != len(cand.digests)
-        )
-    return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"
+def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
+    """Say what each side's simulation has alone, of two that follow one scheme."""
+    if a is None or b is None or not (a.simulates and b.simulates):
+        return "", ""
+    kept = [note.facts.get("kept", "") for note in (a, b)]
+    cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")
+    if kept[0] != kept[1] or cut:
+        patterns = [str(note.options.get("keep")) for note in (a, b)] if cut else kept
+        return [f"kept: {names.replace('; ', ' ')}" for names in patterns]
+    if a.calibration is None or b.calibration is None:
+        return "", ""
+    for code, here, there in (
+        ("static_range", a.calibration.limits, b.calibration.limits),
+        ("migrated_scales", a.calibration.scales, b.calibration.scales),
+    ):
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        texts = []
+        for kept_here, kept_there in ((here, there), (there, here)) if names else ():
+            own, other, what = kept_here.get(names[0]), kept_there.get(names[0]), "none"
+            if own is not None and len(own) == 2:  # a range as it is
+                what = f"{own[0]:g} to {own[1]:g}"
+            elif own is not None:  # of more numbers the first that differs
+                pairs = enumerate(zip(own, other or [], strict=False))
+                channel = next((k for k, (x, y) in pairs if x != y), 0)
+                what = f"{own[channel]:g} at channel {channel}"
+            more = len(names) - 1
+            first = fact(f"preflight.{code}", name=names[0], num_more=more, what=what)
+            texts.append(sentence(first))
+        if texts:
+            return texts
+    return "", ""
 
 
 # The prompts' tokens, and the labels of a training step: the same on both sides, and where not,
@@ -1353,397 +1657,93 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     return [_same("labels", shown[0], shown[1], detail, status=status)]
 
 
-# What the models' processors made of pictures and sound: the same on both sides, and where not,
-# whether the files, the processor's settings or its arithmetic are to blame.
-
-MEDIA = "media inputs"
-
-
-def media_lines(a: Run, b: Run) -> list[PreflightLine]:
-    """A line where a run has pictures or sound. Other tensors are another experiment."""
-    tensors: list[dict[tuple[int, str], Record]] = [
-        {(item.sample, item.site): item for item in run.records if item.pass_ == INPUTS}
-        for run in (a, b)
-    ]
-    if not any(tensors):
-        return []
-    shown = [
-        sentence(
-            fact(
-                "preflight.media",
-                num=sum(len(sample.media) for sample in run.manifest.tokens.samples),
-                digest=digest_many((f"{n} {site}", str(r.xxh3)) for (n, site), r in own.items())[
-                    :12
-                ],
-            )
-        )
-        for run, own in zip((a, b), tensors, strict=True)
-    ]
-    tensors_a, tensors_b = tensors
-    differing: dict[int, list[str]] = {}
-    for sample, site in {**tensors_a, **tensors_b}:
-        record, other = tensors_a.get((sample, site)), tensors_b.get((sample, site))
-        if (
-            record is None
-            or other is None
-            or (record.xxh3, record.shape) != (other.xxh3, other.shape)
-        ):
-            differing.setdefault(sample, []).append(site.partition(":in.")[2])
-    if not differing:
-        return [_same(MEDIA, shown[0], shown[1])]
-    sample, names = next(iter(differing.items()))
-    detail = fact(
-        "preflight.media_differ",
-        sample=sample,
-        names=names,
-        num_more=len(differing) - 1,
-        cause=_media_cause(a, b, sample),
-    )
-    return [_same(MEDIA, shown[0], shown[1], detail, status="blocking")]
-
-
-def _media_cause(a: Run, b: Run, number: int) -> Fact:
-    """Say why what a processor made of a prompt's files differs."""
-    tokens = a.manifest.tokens, b.manifest.tokens
-    files = [part.samples[number : number + 1] for part in tokens]
-    media = [[(note.kind, note.digest) for note in side[0].media] if side else [] for side in files]
-    if media[0] != media[1]:
-        paths = [[note.path for note in side[0].media] if side else [] for side in files]
-        return fact("preflight.media_files", reference=paths[0], candidate=paths[1])
-    differences, _ = config_differences(tokens[0].processor, tokens[1].processor)
-    if differences:
-        return fact("preflight.media_settings", differences=differences)
-    return fact("preflight.media_arithmetic")
-
-
-# Preflight: were the two runs the same experiment at all?
+# Whose truth is it? A truth belongs to the code and the weights of the reference.
 #
-# A difference that explains everything is reported before any number. Other weights and other
-# prompt tokens are blocking: what follows would compare two different computations. Everything else
-# that differs is shown, because it may be the cause. What a run without a model's digest (an
-# imported dump) leaves empty is neither equal nor different: it is unknown.
-
-CPU_OPERATORS = "operators on the CPU"
-"""The check that names operators which the device does not have."""
-_LIBRARIES = ("torch", "transformers")
-_UNKNOWN = "unknown"
-_NOTHING = ("", "-", "0", "none", "not recorded", "unknown: unknown")
-"""How lines show what a manifest leaves empty."""
-
-
-def preflight(
-    reference: Run, candidate: Run, *, names: NameMap | None = None
-) -> list[PreflightLine]:
-    """One line a check, in order of how much it explains. ``names``: the name map that the
-    comparison uses."""
-    a, b = reference.manifest, candidate.manifest
-    ref, cand = a.model, b.model
-    here, there = a.environment, b.environment
-    dtypes = fact("preflight.wider_dtype") if ref.dtype != cand.dtype else None
-    lines = [
-        *media_lines(reference, candidate),
-        code_line(a, b),
-        weights_line(a, b, names),
-        *block_lines(a, b, names),
-        _same("model class", ref.model_class, cand.model_class),
-        config_line(a, b),
-        *derived_lines(a, b),
-        quantization_line(a, b),
-        _prompt_ids(a, b),
-        *label_lines(a, b),
-        _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),
-        _digests(
-            "chat template",
-            ref.chat_template_digest,
-            cand.chat_template_digest,
-            template_cause(a, b),
-        ),
-        _generated_ids(a, b),
-        _same("dtype", _dtype(a, b), _dtype(b, a), dtypes),
-        _same("attention", attention_of(a), attention_of(b)),
-        _same("batch shape", shape_of(a), shape_of(b)),
-        _engines(a, b),
-        *(_same(*line) for line in a.training.beside(b.training)),
-        _switches(a, b),
-        _repeatable(a, b),
-        _same("device", _device(a), _device(b)),
-        *_fallbacks(a, b),
-        _same("driver", here.driver or "-", there.driver or "-"),
-        _same("runtime", here.runtime or "-", there.runtime or "-"),
-        _same("cpu", f"{here.cpu} {here.cpu_capability}", f"{there.cpu} {there.cpu_capability}"),
-        *_recorded("cpu model", here.cpu_model, there.cpu_model),
-        *_recorded("architecture", here.architecture, there.architecture),
-        *_build(a, b),
-        _same("threads", str(here.num_threads), str(there.num_threads)),
-        *_libraries(a, b),
-        _variables(a, b),
-        _named("planted faults", a.plan.plants, b.plan.plants),
-        # results of another run in the place of a run's own
-        *(
-            [_named("substituted operators", a.plan.substitutes, b.plan.substitutes)]
-            if a.plan.substitutes or b.plan.substitutes
-            else []
-        ),
-        *_meshes(a, b),
-        _complete(a, b),
-    ]
-    return [_unknown(line, a, b) for line in lines]
+# A float64 run repeats what the code says, so one that was made by faulty code has the fault, and
+# blames the side that lacks it. Two things tell whose it is: the digests of the code, where
+# manifests hold them (``code.other_code``), and the values.
+#
+# Two float64 runs of one code agree wherever both hold the same site, pass, sample and step. Sums
+# may be added in another order on another machine, so up to ``SHARP`` times the rounding model of
+# numerics.floor in float64 is allowed (its inputs are equal only where each block is given them, so
+# anchored passes alone are held against each other). ``SHARP``: attention turns a relative error of
+# its scores into |s| times as much of its probabilities, and trained models reach |s| of 10 and
+# more; 64 allows for some. That is near 1e-13 in small models and 1e-12 in large ones, five orders
+# below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
+#
+# What it cannot tell: code that is the same on both machines and wrong.
 
 
-def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
-    """The line, or that it is unknown where a side does not say it."""
-    shown = []
-    for manifest, value in ((a, line.reference), (b, line.candidate)):
-        if manifest.model.digest or manifest.model.task == "operators":
-            # an engine's kernels of attention may be its own, unnamed
-            named = manifest.engine is None or manifest.engine.name == "transformers"
-            tells = line.check != "attention" or value != "none" or named
-        elif line.check == "determinism":
-            tells = bool(manifest.settings.switches)
-        else:
-            tells = line.check != "weights" and value.strip() not in _NOTHING
-        shown.append(value if tells else _UNKNOWN)
-    return _same(line.check, shown[0], shown[1], status="unknown") if _UNKNOWN in shown else line
+def disagreement(a: Run, b: Run, *, inside: str | None = None) -> tuple[int, Fact | None]:
+    """Hold two float64 runs that are anchored to the same run against each other, ``inside`` one
+    block where one is named: (at how many sites and forwards, the first where they differ)."""
+    if a.manifest.plan.anchored_to != b.manifest.plan.anchored_to:
+        return 0, None
+    num_compared, apart = 0, None
+    within = ("",) if inside is None else (f"{inside}.", f"{inside}:", f"{inside}#")
+    for record in sorted(a.records, key=lambda r: (r.sample, r.step, r.order)):
+        if record.pass_ != "anchored" or is_operator_site(record.site):
+            continue
+        other = b.find(record.coordinates) if record.site.startswith(within) else None
+        if other is None or other.positions != record.positions:
+            continue
+        num_compared += 1
+        if apart is None:
+            limit = SHARP * floor_of(a.manifest, record, dtype="float64")
+            distance = _distance(a, record, b, other)
+            if distance > limit:
+                apart = fact(
+                    "preflight.truths_apart",
+                    site=record.site,
+                    sample=record.sample,
+                    step=record.step,
+                    rel_l2=distance,
+                    limit=limit,
+                )
+    return num_compared, apart
 
 
-def _engines(a: Manifest, b: Manifest) -> PreflightLine:
-    """Say what ran the model: engine, version, and which of its options and switches differ."""
-    if a.engine is None or b.engine is None:
-        shown = [
-            side.engine.name
-            if side.engine is not None
-            else _UNKNOWN
-            if side.environment.device_type == UNKNOWN  # somebody else's dump
-            else "transformers"  # before version 6 that alone
-            for side in (a, b)
-        ]
-        status: PreflightStatus | None = "unknown" if _UNKNOWN in shown else None
-        return _same("engine", shown[0], shown[1], status=status)
-    names = [
-        "transformers" if note.name == "transformers" else f"{note.name} ({note.version})"
-        for note in (a.engine, b.engine)
-    ]
-    detail = None
-    if a.engine.name == b.engine.name:
-        facts_a, facts_b = ({**note.options, **note.facts} for note in (a.engine, b.engine))
-        keys = [key for key in {**facts_a, **facts_b} if facts_a.get(key) != facts_b.get(key)]
-        for number, facts in enumerate((facts_a, facts_b)):
-            names[number] += "".join(f", {key} {facts.get(key, '-')}" for key in keys[:4])
-    else:
-        detail = fact("preflight.framework_differs")
-    return _same("engine", names[0], names[1], detail)
-
-
-def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """Operators that a side's device does not have; nothing where there are none."""
-    lacking = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
-    shown = [list_names(names) or "none" for names in lacking]
-    line = _same(CPU_OPERATORS, shown[0], shown[1], fact("preflight.no_kernel"))
-    return [line] if any(lacking) else []
-
-
-def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """Return how many processes made each run; nothing where one made both."""
-    meshes = [m.mesh for m in (a, b) if m.mesh is not None]
-    details = []
-    for mesh in [mesh for mesh in meshes if mesh.environments][:1]:
-        labels = list(dict.fromkeys(environment.label for environment in mesh.environments))
-        details.append(fact("preflight.unlike_ranks", machines=labels[:5]))
-    return [_same("ranks", a.processes, b.processes, *details)] if meshes else []
-
-
-def _same(
-    check: str,
-    a: str,
-    b: str,
-    *details: Fact | None,
-    same: bool | None = None,
-    status: PreflightStatus | None = None,
-) -> PreflightLine:
-    """A line of two texts. ``same``: are they, where the texts do not tell? ``status``: where there
-    is more to it."""
-    same = a == b if same is None else same
-    return PreflightLine(
-        check=check,
-        status=status or ("same" if same else "differs"),
-        reference=a,
-        candidate=b,
-        details=apart([item for item in details if item is not None]),
+def _distance(a: Run, record: Record, b: Run, other: Record) -> float:
+    """Relative L2 over what is no pad; 0 where nothing can be said, and infinity where what does
+    not round differs, or nan and inf stand at other places."""
+    if record.xxh3 is not None and record.xxh3 == other.xxh3:
+        return 0.0
+    if record.shape != other.shape or record.dtype != other.dtype:
+        return math.inf
+    if not (a.has_bytes(record) and b.has_bytes(other)):
+        return 0.0
+    x, y = (
+        without_pads(a.manifest, record, wide(run.array(own)))
+        for run, own in ((a, record), (b, other))
     )
+    if x is None or y is None:
+        return 0.0
+    finite = np.isfinite(x)
+    if not np.array_equal(finite, np.isfinite(y)):
+        return math.inf
+    gap, norm = (float(np.linalg.norm(part[finite])) for part in (x - y, x))
+    if not gap or not norm or format_named(record.dtype).kind != "float":
+        return math.inf if gap else 0.0
+    return gap / norm
 
 
-def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:
-    return _same(check, ", ".join(a) or "none", ", ".join(b) or "none")
+def without_pads(manifest: Manifest, record: Record, array: np.ndarray) -> np.ndarray | None:
+    """The array with the rows of pads set to 0: what stands there is no result (a row that sees
+    no key has one value in one kernel and another in the next). None where a batch has pads and
+    its axes are not (B, T, ...): which of its rows are pads is not known."""
+    pads = None if record.step else manifest.tokens.pads(record.sample)
+    if pads is None:
+        return array
+    if array.shape[:2] != pads.shape:
+        return None
+    return np.where(pads.reshape(*pads.shape, *[1] * (array.ndim - 2)), 0.0, array)
 
 
-def _digests(check: str, a: str | None, b: str | None, cause: Fact | None) -> PreflightLine:
-    digest_a, digest_b = ("none" if digest is None else digest[:12] for digest in (a, b))
-    return _same(check, digest_a, digest_b, cause if None not in (a, b) and a != b else None)
-
-
-def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
-    """A line where both runs say it."""
-    return [] if a is None or b is None else [_same(check, a, b)]
-
-
-def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """Return what torch was built with: what differs, else its compiler and BLAS."""
-    ref, cand = a.environment.torch_build, b.environment.torch_build
-    if not ref or not cand:
-        return []
-    keys = [key for key in {**ref, **cand} if ref.get(key) != cand.get(key)] or ["compiler", "BLAS"]
-    shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (ref, cand)]
-    return [_same("torch build", shown[0] or "-", shown[1] or "-")]
-
-
-def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
-    """Other tokens are another experiment."""
-    ids = [[sample.prompt_ids for sample in manifest.tokens.samples] for manifest in (a, b)]
-    shown = [
-        sentence(fact("preflight.prompts", num=len(side), num_tokens=sum(map(len, side))))
-        for side in ids
-    ]
-    unseen = "operators" not in (a.model.task, b.model.task) and not all(map(all, ids))
-    detail = None
-    if ids[0] != ids[1]:
-        detail = prompt_difference(a, b, unseen=unseen)
-    status: PreflightStatus = "blocking"
-    # a step without tokens that is anchored was given the other's inputs (recording.any_module)
-    anchors = [manifest.plan.anchored_to for manifest in (a, b)]
-    given = a.id in anchors or b.id in anchors or anchors[0] == anchors[1] is not None
-    inputs = all(sample.inputs for manifest in (a, b) for sample in manifest.tokens.samples)
-    if detail is None and unseen and not (given and inputs):
-        status, detail = "unknown", fact("preflight.tokens_untold")
-    elif detail is None:
-        status = "same"
-    return _same("prompt ids", shown[0], shown[1], detail, status=status)
-
-
-def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
-    ids_a = [sample.generated_ids for sample in a.tokens.samples]
-    ids_b = [sample.generated_ids for sample in b.tokens.samples]
-    forced = b.tokens.forced_by or a.tokens.forced_by
-    same = ids_a == ids_b
-    detail = fact("preflight.forced") if forced and same else None
-    pairs = zip(ids_a, ids_b, strict=False)
-    goes_on = len(ids_a) == len(ids_b) and all(x[: len(y)] == y[: len(x)] for x, y in pairs)
-    if not same and goes_on and not (a.model.digest and b.model.digest):
-        same, detail = True, fact("preflight.fed_as_told")
-    elif not same and goes_on and forced and a.tokens.groups != b.tokens.groups:
-        same, detail = True, fact("preflight.forced_padding")
-    shown = [
-        sentence(fact("preflight.num_tokens", num=sum(map(len, ids)))) for ids in (ids_a, ids_b)
-    ]
-    if not same and shown[0] == shown[1]:
-        detail = fact("preflight.other_tokens")
-    return _same("generated ids", shown[0], shown[1], detail, same=same)
-
-
-def _dtype(manifest: Manifest, other: Manifest) -> str:
-    """A truth has the weights of one dtype and computes in another. Parameters that have another
-    than the ``other`` run's, where most have the same, are named."""
-    computed = manifest.settings.compute_dtype
-    dtype = manifest.model.dtype
-    if manifest.training.autocast is not None:
-        autocast = manifest.training.autocast
-        dtype = sentence(fact("preflight.autocast", dtype=dtype, autocast=autocast))
-    if computed is not None:
-        computed = computed.removeprefix("torch.")
-        return sentence(fact("preflight.computed", dtype=dtype, computed=computed))
-    parameters = other.model.parameters if other.model.dtype == manifest.model.dtype else {}
-    odd = {
-        f"{starred(name)} {note.dtype}": None
-        for name, note in manifest.model.parameters.items()
-        if note.dtype != dtype and name in parameters and parameters[name].dtype != note.dtype
-    }
-    return ", ".join([dtype, *list(odd)[:3]])
-
-
-def _switches(a: Manifest, b: Manifest) -> PreflightLine:
-    """Switches that one side has and the other refused, or set otherwise."""
-    # by name (what it was set to, or found at where it was left alone; "refused" or not)
-    found_a, found_b = (
-        {
-            switch.name: (
-                switch.found if switch.asked == "-" else switch.asked,
-                "set" if switch.status == "accepted" else switch.status,
-            )
-            for switch in side.settings.switches
-        }
-        for side in (a, b)
-    )
-    different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
-    stand = [*found_a.items(), *found_b.items()]
-    refused = {name for name, (_, status) in stand if status == "refused"}
-    noisy = {*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings}
-    details = []
-    if different:
-        details.append(fact("preflight.switches_otherwise", names=different))
-    elif refused:
-        details.append(fact("preflight.switches_refused", names=sorted(refused)))
-    if noisy:
-        details.append(fact("preflight.nondeterministic", names=sorted(noisy)))
-    shown = [
-        sentence(fact("preflight.determinism", deterministic=side.settings.deterministic))
-        for side in (a, b)
-    ]
-    same = shown[0] == shown[1] and not different
-    return _same("determinism", shown[0], shown[1], *details, same=same)
-
-
-def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
-    def say(manifest: Manifest) -> str:
-        repeated = manifest.repeatability
-        return sentence(
-            fact(
-                "preflight.repeats",
-                runs=repeated.num_runs if repeated.num_runs > 1 else None,
-                num=repeated.num_different,
-                total=repeated.num_compared,
-            )
-        )
-
-    noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
-    detail = None
-    if noisy:
-        seen = noisy[0]
-        num, total = sum(seen.begins.values()), seen.num_forwards
-        begins = fact("preflight.begins", num=num, total=total, places=seen.places)
-        detail = fact(
-            "preflight.repeats_not", site=seen.first_difference, begins=begins if num else None
-        )
-    return _same("repeatability", say(a), say(b), detail, same=not noisy)
-
-
-def _device(manifest: Manifest) -> str:
-    environment = manifest.environment
-    return f"{environment.device_type}: {environment.device_name}"
-
-
-def _libraries(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """A line for torch and for transformers, and for each library whose versions differ."""
-    ref, cand = a.environment.versions, b.environment.versions
-    names = [
-        name for name in sorted({*ref, *cand} - {*_LIBRARIES}) if ref.get(name) != cand.get(name)
-    ]
-    return [_same(name, ref.get(name, "-"), cand.get(name, "-")) for name in (*_LIBRARIES, *names)]
-
-
-def _variables(a: Manifest, b: Manifest) -> PreflightLine:
-    env_a, env_b = a.environment.variables, b.environment.variables
-    different = sorted(k for k in {*env_a, *env_b} if env_a.get(k) != env_b.get(k))
-
-    def say(values: dict[str, str]) -> str:
-        return ", ".join(f"{k}={values[k]}" for k in different if k in values) or "-"
-
-    return _same("environment variables", say(env_a), say(env_b), same=not different)
-
-
-def _complete(a: Manifest, b: Manifest) -> PreflightLine:
-    def say(manifest: Manifest) -> str:
-        why = manifest.stopped_by or None
-        return sentence(fact("preflight.completeness", complete=manifest.complete, why=why))
-
-    whole = a.complete and b.complete
-    detail = None if whole else fact("preflight.only_what_both_hold")
-    return _same("completeness", say(a), say(b), detail, same=whole)
+def floor_of(manifest: Manifest, record: Record, *, dtype: str | None = None) -> float:
+    """Return how far two correct results of one code are typically apart at a site, by the rounding
+    model of its format, or of ``dtype`` (relative L2); 0 for what does not round."""
+    note = manifest.plan.modules.get(record.site.rpartition(":")[0])
+    role = "block" if note is None else note.role
+    features = record.shape[-1] if record.shape else 1
+    form = format_named(dtype or record.dtype)
+    return math.hypot(*floor_weights(form, num_features=features, role=role))

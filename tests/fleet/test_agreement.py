@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from divergence import Run
 from divergence.facts import sentence
 from divergence.fleet.many import (
     agreement_of,
@@ -114,7 +116,7 @@ def record(site, digest, *, pass_="free", kind="xxh3", **changes):
 
 
 def run(*records):
-    return SimpleNamespace(records=records)
+    return Run(Path("run"), SimpleNamespace(), records)
 
 
 def test_fingerprints_are_equal_for_equal_digests_only():

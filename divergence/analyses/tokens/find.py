@@ -35,136 +35,12 @@ from divergence.numerics.sums import num_threads
 from divergence.run.reader import Run
 from divergence.words import SIDES, Side, other_side
 
-# Flips: whether rounding may turn one greedy choice into another, and what it says if not.
-#
-# A token flips where the error of a side's logits exceeds the gap between two tokens. In the
-# truth's logits R the gap is exact, |R_i - R_j|, i and j being the two sides' choices: the side
-# that chose otherwise than R must have erred by as much. The errors of two logits of a row are
-# taken as independent, of standard deviation s, so their difference has √2 s:
-#
-#     z = |R_i - R_j| / (√2 s),   s = rms(e - mean(e)),  e = the floor's logits - R, in this row
-#
-# The floor is the side that is nearer to the truth over all decided positions (by mean KL), so
-# that z does not depend on which run is called the reference, and a fault does not measure
-# itself. z <= 3 is a tie: three standard deviations of correct rounding cover it. The other side
-# may be a correct implementation with coarser kernels, W times as far from the truth; W up to 2.2
-# is taken as healthy, so a flip is a fault only beyond 3 W (the threshold ``flip``), and
-# between the two nothing is claimed.
-#
-# Without a truth s comes from the rounding model: what all blocks together may make
-# (measure.rating), times the spread of the row, times 2.2 for the coarsest kernels that are taken
-# as healthy, since no side is known to be as good as the model; the gap is the larger of the two
-# sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
-# Without either nothing is: in units of the two sides' own difference every flip is small.
-#
-# Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more
-# (below). A row is the last position's logits of one sample in one free forward.
-
-_TOP = 5
-"""Choices that are named of the first flip."""
-
-
-def difference_at(
-    reference: Run,
-    candidate: Run,
-    truth: Run | None,
-    place: PromptStep,
-    thresholds: Thresholds,
-    *,
-    floor_side: Side | None,
-    allowed: float | None,
-    tops: bool,
-) -> TokenDifference:
-    """One flip, judged. ``floor_side``: which side shows the floor, where a truth tells;
-    ``allowed``: what rounding may make of this row, for want of a truth; ``tops``: with the most
-    likely tokens of both sides."""
-    sample, step = place
-    runs = [run for run in (truth, candidate, reference) if run is not None]
-    texts = {key: text for run in runs for key, text in run.manifest.tokens.texts.items()}
-    token_a = reference.manifest.tokens.samples[sample].chosen_ids[step]
-    token_b = candidate.manifest.tokens.samples[sample].chosen_ids[step]
-    row_a, row_b = logits_row(reference, *place), logits_row(candidate, *place)
-    top_a, top_b = _top(row_a, texts), _top(row_b, texts)
-    margin = _margin(top_a)
-    difference = TokenDifference(
-        sample=sample,
-        step=step,
-        reference=_choice(token_a, row_a, texts),
-        candidate=_choice(token_b, row_b, texts),
-        margin=margin,
-        candidate_margin=_margin(top_b),
-        z=_deviations(margin, row_a, row_b),
-        reference_top=top_a if tops else [],
-        candidate_top=top_b if tops else [],
-    )
-    true_logits = None if truth is None else logits_row(truth, *place)
-    if truth is None or true_logits is None:
-        ids = (token_a, token_b)
-        unjudged = replace(difference, z_of=None if difference.z is None else "difference")
-        if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
-            return unjudged
-        spread_of_row = logit_error(row_a, np.zeros(row_a.shape))
-        a, b = wide(row_a), wide(row_b)
-        gap = max(float(a[ids[0]] - a[ids[1]]), float(b[ids[1]] - b[ids[0]]))
-        if not spread_of_row or not math.isfinite(gap):
-            return unjudged
-        # the coarsest side that is healthy makes TIE of the limit of a fault
-        z = TIE * gap / (math.sqrt(2) * thresholds.flip * allowed * spread_of_row)
-        return replace(difference, z=z, z_of="model", judgement="tie" if z <= TIE else None)
-    chosen = truth.manifest.tokens.samples[sample].chosen_ids
-    choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
-    flip = replace(difference, truth_choice=choice)
-    if max(token_a, token_b) >= true_logits.shape[-1]:
-        return flip
-    true_a, true_b = wide(true_logits[[token_a, token_b]])
-    gap = float(true_a - true_b)
-    floor, farther = (row_b, row_a) if floor_side == "candidate" else (row_a, row_b)
-    own, other = (_deviations(abs(gap), row, true_logits) for row in (floor, farther))
-    if own is None:
-        z_of = None if flip.z is None else "difference"
-        return replace(flip, truth_margin=gap, z_of=z_of)
-    judgement = "tie" if own <= TIE else "fault" if own > thresholds.flip else None
-    return replace(
-        flip, truth_margin=gap, z=own, z_of="floor", z_farther=other, judgement=judgement
-    )
-
-
-def _top(row: np.ndarray | None, texts: dict[str, str]) -> list[TokenChoice]:
-    return [
-        TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
-        for token, logprob in (() if row is None else top_choices(row, _TOP))
-    ]
-
-
-def _choice(token: int, row: np.ndarray | None, texts: dict[str, str]) -> TokenChoice:
-    in_vocabulary = row is not None and token < row.shape[0]
-    logprob = float(log_softmax(row)[token]) if row is not None and in_vocabulary else math.nan
-    return TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
-
-
-def _margin(top: list[TokenChoice]) -> float | None:
-    """Top-1 minus top-2: the same in logits and in log-probabilities."""
-    return top[0].logprob - top[1].logprob if len(top) > 1 else None
-
-
-def _deviations(
-    margin: float | None, row_a: np.ndarray | None, row_b: np.ndarray | None
-) -> float | None:
-    """The margin over √2 · rms(a - b), the row's mean difference taken off."""
-    if margin is None or row_a is None or row_b is None:
-        return None
-    error = logit_error(row_a, row_b)
-    if error is None or not 0 < error < math.inf:
-        return None
-    return margin / (math.sqrt(2) * error)
-
-
 # Tokens: where the two sides' greedy choices part, and by how much.
 #
 # Compared are choices, not what was fed: where the candidate was forced onto the
 # reference's tokens, every step is comparable, and a second difference does not
 # follow from the first. Log-probabilities come from the recorded logits. Each flip is
-# held against what rounding does to these logits (above), and with a truth so are
+# held against what rounding does to these logits (below), and with a truth so are
 # the distributions of all decided positions: KL sees more than flips, since a fault may
 # flip no token. It goes with the square of the error: see numerics.floor, ``kl``, for its
 # limit.
@@ -353,6 +229,130 @@ def _over(top: float, bottom: float) -> float:
 def _kl_limit(num_positions: float, thresholds: Thresholds) -> float:
     """Wider where few positions count. KL goes with the square of the error."""
     return thresholds.kl * spread(round(num_positions * KL_TOKENS)) ** 2
+
+
+# Flips: whether rounding may turn one greedy choice into another, and what it says if not.
+#
+# A token flips where the error of a side's logits exceeds the gap between two tokens. In the
+# truth's logits R the gap is exact, |R_i - R_j|, i and j being the two sides' choices: the side
+# that chose otherwise than R must have erred by as much. The errors of two logits of a row are
+# taken as independent, of standard deviation s, so their difference has √2 s:
+#
+#     z = |R_i - R_j| / (√2 s),   s = rms(e - mean(e)),  e = the floor's logits - R, in this row
+#
+# The floor is the side that is nearer to the truth over all decided positions (by mean KL), so
+# that z does not depend on which run is called the reference, and a fault does not measure
+# itself. z <= 3 is a tie: three standard deviations of correct rounding cover it. The other side
+# may be a correct implementation with coarser kernels, W times as far from the truth; W up to 2.2
+# is taken as healthy, so a flip is a fault only beyond 3 W (the threshold ``flip``), and
+# between the two nothing is claimed.
+#
+# Without a truth s comes from the rounding model: what all blocks together may make
+# (measure.rating), times the spread of the row, times 2.2 for the coarsest kernels that are taken
+# as healthy, since no side is known to be as good as the model; the gap is the larger of the two
+# sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
+# Without either nothing is: in units of the two sides' own difference every flip is small.
+#
+# Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more
+# (above). A row is the last position's logits of one sample in one free forward.
+
+_TOP = 5
+"""Choices that are named of the first flip."""
+
+
+def difference_at(
+    reference: Run,
+    candidate: Run,
+    truth: Run | None,
+    place: PromptStep,
+    thresholds: Thresholds,
+    *,
+    floor_side: Side | None,
+    allowed: float | None,
+    tops: bool,
+) -> TokenDifference:
+    """One flip, judged. ``floor_side``: which side shows the floor, where a truth tells;
+    ``allowed``: what rounding may make of this row, for want of a truth; ``tops``: with the most
+    likely tokens of both sides."""
+    sample, step = place
+    runs = [run for run in (truth, candidate, reference) if run is not None]
+    texts = {key: text for run in runs for key, text in run.manifest.tokens.texts.items()}
+    token_a = reference.manifest.tokens.samples[sample].chosen_ids[step]
+    token_b = candidate.manifest.tokens.samples[sample].chosen_ids[step]
+    row_a, row_b = logits_row(reference, *place), logits_row(candidate, *place)
+    top_a, top_b = _top(row_a, texts), _top(row_b, texts)
+    margin = _margin(top_a)
+    difference = TokenDifference(
+        sample=sample,
+        step=step,
+        reference=_choice(token_a, row_a, texts),
+        candidate=_choice(token_b, row_b, texts),
+        margin=margin,
+        candidate_margin=_margin(top_b),
+        z=_deviations(margin, row_a, row_b),
+        reference_top=top_a if tops else [],
+        candidate_top=top_b if tops else [],
+    )
+    true_logits = None if truth is None else logits_row(truth, *place)
+    if truth is None or true_logits is None:
+        ids = (token_a, token_b)
+        unjudged = replace(difference, z_of=None if difference.z is None else "difference")
+        if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
+            return unjudged
+        spread_of_row = logit_error(row_a, np.zeros(row_a.shape))
+        a, b = wide(row_a), wide(row_b)
+        gap = max(float(a[ids[0]] - a[ids[1]]), float(b[ids[1]] - b[ids[0]]))
+        if not spread_of_row or not math.isfinite(gap):
+            return unjudged
+        # the coarsest side that is healthy makes TIE of the limit of a fault
+        z = TIE * gap / (math.sqrt(2) * thresholds.flip * allowed * spread_of_row)
+        return replace(difference, z=z, z_of="model", judgement="tie" if z <= TIE else None)
+    chosen = truth.manifest.tokens.samples[sample].chosen_ids
+    choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
+    flip = replace(difference, truth_choice=choice)
+    if max(token_a, token_b) >= true_logits.shape[-1]:
+        return flip
+    true_a, true_b = wide(true_logits[[token_a, token_b]])
+    gap = float(true_a - true_b)
+    floor, farther = (row_b, row_a) if floor_side == "candidate" else (row_a, row_b)
+    own, other = (_deviations(abs(gap), row, true_logits) for row in (floor, farther))
+    if own is None:
+        z_of = None if flip.z is None else "difference"
+        return replace(flip, truth_margin=gap, z_of=z_of)
+    judgement = "tie" if own <= TIE else "fault" if own > thresholds.flip else None
+    return replace(
+        flip, truth_margin=gap, z=own, z_of="floor", z_farther=other, judgement=judgement
+    )
+
+
+def _top(row: np.ndarray | None, texts: dict[str, str]) -> list[TokenChoice]:
+    return [
+        TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
+        for token, logprob in (() if row is None else top_choices(row, _TOP))
+    ]
+
+
+def _choice(token: int, row: np.ndarray | None, texts: dict[str, str]) -> TokenChoice:
+    in_vocabulary = row is not None and token < row.shape[0]
+    logprob = float(log_softmax(row)[token]) if row is not None and in_vocabulary else math.nan
+    return TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
+
+
+def _margin(top: list[TokenChoice]) -> float | None:
+    """Top-1 minus top-2: the same in logits and in log-probabilities."""
+    return top[0].logprob - top[1].logprob if len(top) > 1 else None
+
+
+def _deviations(
+    margin: float | None, row_a: np.ndarray | None, row_b: np.ndarray | None
+) -> float | None:
+    """The margin over √2 · rms(a - b), the row's mean difference taken off."""
+    if margin is None or row_a is None or row_b is None:
+        return None
+    error = logit_error(row_a, row_b)
+    if error is None or not 0 < error < math.inf:
+        return None
+    return margin / (math.sqrt(2) * error)
 
 
 def find(measured: Measured) -> AnalysisResult:

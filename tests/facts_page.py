@@ -1,4 +1,4 @@
-"""The page of all facts: every code with its values, printed from the tables.
+"""The page of facts: what codes and values are, and the tables that hold them all.
 
 python tests/facts_page.py       rewrites docs/facts.md
 """
@@ -25,23 +25,21 @@ and the values, which stand beside each sentence in the JSON:
     {"code": "blocks.token_ratio", "values": {"site": "...", "ratio": 28.8, "limit": 12.0,
      "token": 3}, "text": "..."}
 
-Values have one meaning wherever they stand:
+Values have one meaning wherever they stand (a value may be a fact, or a list of facts, itself):
 
-| value | unit |
-|---|---|
-| `ratio`, `limit`, `control`, `typical`, `times`, `least` | multiples of the floor |
-| `rel_l2`, `error`, `own`, `other_error` | relative: L2 of a difference over the reference's |
-| `share`, `usage`, `limit_usage`, `tail` | between 0 and 1; of a limit, 1 is the limit |
-| `mean`, `nats`, `margin`, `kl_lower`, `shift` of log-probabilities | nats |
-| `num_...`, `total` | a count |
-| `..._bytes` | bytes |
-| `side`, `by`, `other` | `reference` (A), `candidate` (B), `both` or `neither` |
-| `sample`, `step`, `token`, `rank` | numbers from 0 (step 0 is the prefill) |
-| `site`, `module`, `operator`, `parameter` | names as in the run |
-| `p_value`, `z` | a probability; standard deviations |
+- `ratio`, `limit`, `control`, `typical`, `times`, `least`: multiples of the floor
+- `rel_l2`, `error`, `own`, `other_error`: relative, L2 of a difference over the reference's
+- `share`, `usage`, `limit_usage`, `tail`: between 0 and 1; of a limit, 1 is the limit
+- `mean`, `nats`, `margin`, `kl_lower`, `shift` of log-probabilities: nats
+- `num_...`, `total`: a count; `..._bytes`: bytes
+- `side`, `by`, `other`: `reference` (A), `candidate` (B), `both` or `neither`
+- `sample`, `step`, `token`, `rank`: numbers from 0 (step 0 is the prefill)
+- `site`, `module`, `operator`, `parameter`: names as in the run
+- `p_value`, `z`: a probability; standard deviations
 
-A value may be a fact, or a list of facts, itself. Below stands each code with its values; the
-templates of the sentences stand in the table that a section's title names.
+Each table below is code → sentence, whose fields are the values. What stands before a code's dot
+names its table; codes without a dot are in that of `comparison`.
+
 """
 
 
@@ -59,17 +57,11 @@ def tables() -> Iterator[tuple[str, Path, Mapping[str, str]]]:
 
 
 def page() -> str:
-    from divergence.facts import names_in
-
-    parts = [HEAD]
-    for prefix, file, table in sorted(tables(), key=lambda row: row[0]):
-        title = prefix.removesuffix(".") or "comparison"
-        parts.append(f"\n## {title}\n\n[{file}](../{file})\n\n```text")
-        parts += [
-            f"{prefix}{code}({', '.join(sorted(names_in(text)))})" for code, text in table.items()
-        ]
-        parts.append("```")
-    return "\n".join(parts) + "\n"
+    rows = [
+        f"- [{prefix.removesuffix('.') or 'comparison'}](../{file})"
+        for prefix, file, _ in sorted(tables(), key=lambda row: row[0])
+    ]
+    return HEAD + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

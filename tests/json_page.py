@@ -1,6 +1,6 @@
-"""The page of the JSON's keys, printed from the types of a report.
+"""The page of the JSON's keys and their schema, printed from the types of a report.
 
-python tests/json_page.py       rewrites docs/json.md
+python tests/json_page.py       rewrites docs/json.md and docs/report.schema.json
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import json
 import re
 import sys
 import typing
@@ -19,6 +20,7 @@ import msgspec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "json.md"
+SCHEMA = ROOT / "docs" / "report.schema.json"
 
 HEAD = """\
 # The keys of `compare --json`
@@ -29,16 +31,20 @@ HEAD = """\
 attribute of the same name (`pass` is `pass_`). A number that is no finite one is a string (`"nan"`,
 `"inf"`). `reference` is A on every screen, `candidate` is B. Each entry of `sites` is a line. Keys
 without a description say what their name says; words are in the [glossary](glossary.md), facts in
-[facts](facts.md).
+[facts](facts.md). [report.schema.json](report.schema.json) is the same as a JSON Schema, in full,
+with the parts that log-probabilities, suites and collectives add to a report.
 """
 
 
-def added() -> list[type[msgspec.Struct]]:
-    """The parts of a report that domains bring, where they do."""
+def added() -> dict[str, type[msgspec.Struct]]:
+    """The parts of a report that domains bring, by their key."""
     from divergence.domain import own_domains
 
-    places = [at for domain in own_domains() for at in getattr(domain, "parts", {}).values()]
-    return [getattr(importlib.import_module(at.split(":")[0]), at.split(":")[1]) for at in places]
+    places = {key: at for domain in own_domains() for key, at in domain.parts.items()}
+    return {
+        key: getattr(importlib.import_module(at.split(":")[0]), at.split(":")[1])
+        for key, at in places.items()
+    }
 
 
 def types_of(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
@@ -87,7 +93,7 @@ def page() -> str:
     from divergence import Report
 
     parts = [HEAD]
-    for kind in dict.fromkeys(itertools.chain(types_of(Report), *map(types_of, added()))):
+    for kind in types_of(Report):
         about = first_sentence(inspect.getdoc(kind) or "")
         texts = described(kind)
         rows = [f"- `{key}`: {first_sentence(text)}" for key, text in texts.items() if text]
@@ -98,6 +104,31 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def schema() -> str:
+    """The JSON Schema of a report, with the parts of domains and every field's description."""
+    from divergence import Report
+    from divergence.comparison.result import BESIDE
+
+    kinds = [Report, *added().values()]
+    (whole, *parts), definitions = msgspec.json.schema_components(
+        kinds, ref_template="#/$defs/{name}"
+    )
+    for kind in itertools.chain(*map(types_of, kinds)):
+        properties = definitions[kind.__name__]["properties"]
+        for key, text in described(kind).items():
+            if text and key in properties:
+                properties[key]["description"] = " ".join(text.split())
+    report = definitions["Report"]["properties"]
+    report.pop(BESIDE)
+    report |= {
+        key: {"anyOf": [part, {"type": "null"}]} for key, part in zip(added(), parts, strict=True)
+    }
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+    text = json.dumps({**top, "$defs": definitions}, indent=1, ensure_ascii=False) + "\n"
+    return text.replace('"type": "number"', '"type": ["number", "string"]')  # nan and inf
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(schema(), encoding="utf-8")

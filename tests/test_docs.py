@@ -307,7 +307,8 @@ def test_a_page_in_chinese_shows_what_the_english_one_shows(name):
 
 @pytest.mark.whole
 def test_the_page_of_the_keys_of_the_json_is_that_of_the_types():
-    """docs/json.md has every key; ``python tests/json_page.py`` writes it again."""
-    from tests.json_page import PAGE, page
+    """``python tests/json_page.py`` writes docs/json.md and docs/report.schema.json again."""
+    from tests.json_page import PAGE, SCHEMA, page, schema
 
     assert PAGE.read_text(encoding="utf-8") == page()
+    assert SCHEMA.read_text(encoding="utf-8") == schema()

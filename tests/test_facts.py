@@ -144,7 +144,7 @@ def test_plain_words_come_from_elsewhere():
 
 @pytest.mark.whole
 def test_the_page_of_facts_is_that_of_the_tables():
-    """docs/facts.md lists every code; ``python tests/facts_page.py`` writes it again."""
+    """docs/facts.md lists every table; ``python tests/facts_page.py`` writes it again."""
     from tests.facts_page import PAGE, page
 
     assert PAGE.read_text(encoding="utf-8") == page()

@@ -125,7 +125,8 @@ def test_the_figures_of_the_documents():
 
 def test_the_limits_that_the_documents_state():
     """docs/operator-numerics.md: of one row among 20,000."""
-    text = (Path(__file__).parents[2] / "docs/operator-numerics.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2] / "docs" / "operator-numerics.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
     far = [float(farthest(20_000, number, THRESHOLDS.lone_spread)) for number in (64, 1000)]
     assert f"beyond its limit at {far[0]:.1f} times" in text
     assert f"one of 1,000 at {far[1]:.1f}." in text

@@ -18,7 +18,7 @@ def public() -> dict[str, set[str]]:
     """Module of the core → the names of it that the page lists; none: all of it."""
     text = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition("\n#")[0]
     whole, _, parts = text.partition("and of others these names:")
-    rows = re.findall(r"^- `([\w.]+)`: (.*)", parts, re.MULTILINE)
+    rows = re.findall(r"^- `([\w.]+)`: (.*(?:\n  .*)*)", parts, re.MULTILINE)
     named = {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
     return named | {module: set() for module in re.findall(r"`([\w.]+)`[,;]", whole)}
 

@@ -38,7 +38,7 @@ Values have one meaning wherever they stand (a value may be a fact, or a list of
 - `p_value`, `z`: a probability; standard deviations
 
 Each table below is code → sentence, whose fields are the values. What stands before a code's dot
-names its table; codes without a dot are in that of `comparison`.
+names its table; all others are in that of `comparison`.
 
 """
 

@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 
 from divergence.facts import Fact, fact, filled, names_in, plain, sentence, template_of, worded
-
-PACKAGE = Path(__file__).parents[1] / "divergence"
+from tests.sources import PACKAGE, trees
 
 
 def made() -> Iterator[tuple[str, str, set[str] | None]]:
     """(place, code, names of the values) of each ``fact("code", ...)`` in the package; None where
     values come as a whole."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees(r"\bfact\("):
+        for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "fact"):
                 continue
-            place = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            place = f"{path}:{node.lineno}"
             names = {keyword.arg for keyword in node.keywords} - {"standout"}
             codes = node.args[0]
             choices = [codes.body, codes.orelse] if isinstance(codes, ast.IfExp) else [codes]

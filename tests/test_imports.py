@@ -9,6 +9,7 @@ Every import counts, at module level or inside a function, and under TYPE_CHECKI
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -174,6 +175,11 @@ def violation(path: str, target: str) -> str | None:
     return None
 
 
+@functools.cache
+def imports_of(file: Path) -> list[tuple[int, str]]:
+    return list(imports(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def test_the_package_is_here():
     """The tests below look at something."""
     assert len(FILES) > 10
@@ -184,7 +190,7 @@ def test_imports_follow_the_arrow():
     wrong = []
     for file in FILES:
         path = file.relative_to(PACKAGE).as_posix()
-        for line, target in imports(ast.parse(file.read_text(encoding="utf-8"))):
+        for line, target in imports_of(file):
             reason = violation(path, target)
             if reason is not None:
                 wrong.append(f"divergence/{path}:{line} imports {target}: {reason}")
@@ -206,7 +212,7 @@ def test_no_file_needs_itself():
     needs = {
         name: {
             found
-            for _, target in imports(ast.parse(file.read_text(encoding="utf-8")))
+            for _, target in imports_of(file)
             if (found := module_of(target)) not in (None, name, "divergence")
         }
         for name, file in names.items()

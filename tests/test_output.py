@@ -15,6 +15,7 @@ import pytest
 from divergence import output
 from divergence.errors import UsageError
 from divergence.output import append_output, check_output, write_output
+from tests.sources import trees
 
 ROOT = Path(__file__).parents[1]
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="devices, links and modes of POSIX")
@@ -39,12 +40,12 @@ _WRITES = re.compile(
 def test_no_other_module_writes_files():
     """A new output goes through divergence/output.py."""
     writers = set()
-    for path in sorted((ROOT / "divergence").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees(rf"{_WRITES.pattern}|\bopen\("):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and (
                 _WRITES.search(ast.unparse(node.func) + "(") or _opens_to_write(node)
             ):
-                writers.add(path.relative_to(ROOT / "divergence").as_posix())
+                writers.add(path)
     assert writers == set(WRITERS)
 
 

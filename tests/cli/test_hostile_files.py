@@ -29,7 +29,7 @@ KINDS = {
     "holes": holes,
     "deep": text("[" * 1_000_000),
     "values": text("[" + "[]," * 11_000_000 + "[]]"),
-    "no line end": text("x" * 40_000_000),
+    "no line end": text("x" * 11_000_000),
     "deep objects": text('{"a":' * 200_000),
     "a folder": Path.mkdir,
 }

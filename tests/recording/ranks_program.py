@@ -1,8 +1,10 @@
 """One process of several: makes the captures that a JSON file lists, one after another.
 
-Started by torchrun. A capture is the keyword arguments of ``divergence.recording.api.capture``, and
-perhaps ``fails``: then the rank and the forward at which its first block raises, or is killed; or
-``fault``: the name of one of tests/recording/training/rank_faults.py.
+Started by torchrun, or with the number of ranks behind the file: then they are forks of one
+process, which has imported what all of them need. A capture is the keyword arguments of
+``divergence.recording.api.capture``, and perhaps ``fails``: then the rank and the forward at which
+its first block raises, or is killed; or ``fault``: the name of one of
+tests/domains/training/step/rank_faults.py.
 In ``out`` RANK stands for the process's own.
 Errors are written beside the run, by rank, and do not end the process.
 """
@@ -13,6 +15,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -39,6 +42,24 @@ def _faulty(name: str | None) -> contextlib.AbstractContextManager[None]:
     return FAULTS[name]()
 
 
+def fork(number: int) -> None:
+    """Makes a rank of each of so many forks, and waits for them."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from divergence import capture  # noqa: F401
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(number)}
+    for rank in range(number):
+        if not os.fork():
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return main()
+    for _ in range(number):
+        os.wait()
+
+
 def main() -> None:
     from divergence import capture
     from divergence.errors import DivergenceError
@@ -57,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fork(int(sys.argv[2])) if len(sys.argv) > 2 else main()

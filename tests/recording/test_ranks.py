@@ -32,10 +32,21 @@ def torchrun(folder: Path, captures: list[dict[str, Any]], *, ranks: int = 2) ->
     """Run the program on that many ranks; returns what it said."""
     listed = folder / "captures.json"
     listed.write_text(json.dumps(captures, default=str))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(PROGRAM), str(listed)]
+    return said_by(command)
+
+
+def forked(folder: Path, captures: list[dict[str, Any]], *, ranks: int = 2) -> str:
+    """The same, without a launcher: what all ranks import is imported once."""
+    listed = folder / "captures.json"
+    listed.write_text(json.dumps(captures, default=str))
+    return said_by([str(PROGRAM), str(listed), str(ranks)])
+
+
+def said_by(command: list[str]) -> str:
     done = subprocess.run(
-        command,
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         timeout=600,  # vLLM takes a minute to start
@@ -45,12 +56,12 @@ def torchrun(folder: Path, captures: list[dict[str, Any]], *, ranks: int = 2) ->
 
 
 def make(
-    folder: Path, listed: dict[str, dict[str, Any]], *, ranks: int = 2
+    folder: Path, listed: dict[str, dict[str, Any]], *, ranks: int = 2, start: Any = forked
 ) -> Callable[[str], Run]:
     """All of them in one go, since starting processes takes longest; then runs by name."""
     for name, options in listed.items():
         options["out"] = folder / name
-    said = torchrun(folder, list(listed.values()), ranks=ranks)
+    said = start(folder, list(listed.values()), ranks=ranks)
 
     def get(name: str) -> Run:
         said_there = "".join(path.read_text() for path in folder.glob(f"{name}.rank*.txt"))

@@ -7,14 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from divergence.run.command import command_line, command_words, quoted, requoted
 from divergence.run.storage import Url
+from tests.sources import PACKAGE, trees
 
-PACKAGE = Path(__file__).parents[2] / "divergence"
 EVIL = [
     "a b",
     "; touch pwned",
@@ -163,9 +162,9 @@ def test_the_lint_sees_a_command_that_is_glued_together(source):
 def test_every_command_is_built_word_by_word():
     """No text of a command has a value in it that run.command did not quote."""
     found = {
-        f"{path.relative_to(PACKAGE)}:{line}"
-        for path in PACKAGE.rglob("*.py")
-        for line in _loose(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}:{line}"
+        for path, tree in trees("divergence |torchrun|python|[\"']divergence[\"']")
+        for line in _loose(tree)
     }
     assert not found
     users = [p for p in PACKAGE.rglob("*.py") if re.search(r"\bimport shlex", p.read_text())]

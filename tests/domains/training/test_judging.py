@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from divergence.domains.training.judging import compare_curves
-from divergence.domains.training.reading import Curves
-from divergence.facts import worded
+from divergence import compare_losses
 
 NUM_STEPS = 1000
 
@@ -18,16 +17,18 @@ def curve(rng, n=NUM_STEPS):
     return 2 + 3 * np.exp(-np.arange(n) / (n / 5)) + 0.1 * rng.normal(size=n)
 
 
-def report(a, b, **how):
-    """``a`` and ``b``: curves, or step → value."""
-    found = [
-        Curves(
-            path=name,
-            metrics={"loss": one if isinstance(one, dict) else dict(enumerate(map(float, one)))},
-        )
-        for name, one in (("a", a), ("b", b))
-    ]
-    return worded(compare_curves(*found, **how))
+@pytest.fixture
+def report(tmp_path):
+    """``report(a, b)``: what is said of two curves, each values or step → value, as files."""
+
+    def compared(*curves, **options):
+        for name, values in zip("ab", curves, strict=True):
+            steps = values if isinstance(values, dict) else dict(enumerate(map(float, values)))
+            rows = (json.dumps({"step": step, "loss": steps[step]}) for step in steps)
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        return compare_losses(tmp_path / "a.jsonl", tmp_path / "b.jsonl", **options)
+
+    return compared
 
 
 def pair(diffs, seed=0):
@@ -39,7 +40,7 @@ def noise(seed=0, n=NUM_STEPS, size=3e-3):
     return size * np.random.default_rng(1000 + seed).normal(size=n)
 
 
-def test_equal_curves_are_identical():
+def test_equal_curves_are_identical(report):
     """All of them, and no other word."""
     a = curve(np.random.default_rng(0))
     found = report(a, a)
@@ -49,7 +50,7 @@ def test_equal_curves_are_identical():
 
 @pytest.mark.parametrize("num_pairs", [50, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", ["independent", "growing", "spiky"])
-def test_rounding_noise_raises_no_alarm(shape, num_pairs):
+def test_rounding_noise_raises_no_alarm(shape, num_pairs, report):
     """Of 1000 pairs at most 0.3% are apart: the limit is that of 0.1%."""
     rng, alarms = np.random.default_rng(5), 0
     for _ in range(num_pairs):
@@ -65,7 +66,7 @@ def test_rounding_noise_raises_no_alarm(shape, num_pairs):
 
 
 @pytest.mark.parametrize("start", [200, 500, 800])
-def test_a_drift_is_found_near_its_step(start):
+def test_a_drift_is_found_near_its_step(start, report):
     """A straight line to 3%, in noise of 0.3%."""
     at = []
     for seed in range(10):
@@ -79,14 +80,14 @@ def test_a_drift_is_found_near_its_step(start):
     assert max(abs(one - start) for one in at) < 100
 
 
-def test_an_offset_from_the_start_says_so():
+def test_an_offset_from_the_start_says_so(report):
     """3% all along is misaligned, by the rule of thumb."""
     verdict = report(*pair(noise() + 0.03)).verdict
     assert verdict.kind == "misaligned"
     assert "from the start" in verdict.summary
 
 
-def test_a_small_offset_is_a_place_to_look():
+def test_a_small_offset_is_a_place_to_look(report):
     """0.3% all along stands out of the noise, and is far below the bands."""
     found = report(*pair(noise() + 0.003))
     assert found.verdict.kind == "aligned"
@@ -94,7 +95,7 @@ def test_a_small_offset_is_a_place_to_look():
 
 
 @pytest.mark.parametrize("steps", [slice(300, 301), slice(-5, None)])
-def test_a_spike_is_a_place_to_look(steps):
+def test_a_spike_is_a_place_to_look(steps, report):
     """In the middle, or where a run leaves at its very end: too few steps for a trend."""
     diffs = np.zeros(400)
     diffs[steps] = 0.15
@@ -114,7 +115,9 @@ def test_a_spike_is_a_place_to_look(steps):
         pytest.param(0.0, 1e-4, 2, 17, "aligned", id="another beta2, from the second update on"),
     ],
 )
-def test_the_first_step_beyond_the_logs_own_agreement_is_named(before, after, at, digits, kind):
+def test_the_first_step_beyond_the_logs_own_agreement_is_named(
+    before, after, at, digits, kind, report
+):
     """However small the mean error is; of few steps that agreed it is a place to look."""
     diffs = noise(n=300, size=1.0)
     diffs *= np.where(np.arange(300) < at, before, after)
@@ -134,14 +137,14 @@ def test_the_first_step_beyond_the_logs_own_agreement_is_named(before, after, at
         pytest.param(np.where(np.arange(300) < 1, 0.0, 1e-5), id="one step before"),
     ],
 )
-def test_what_grows_or_passes_is_no_first_step(diffs):
+def test_what_grows_or_passes_is_no_first_step(diffs, report):
     """Two healthy trainings go apart step by step, and a spike ends."""
     sign = np.sign(noise(n=300))
     found = report(*pair(diffs * sign))
     assert found.metrics[0].jump_at is None and found.verdict.kind == "aligned", found.verdict
 
 
-def test_noise_of_single_steps_is_no_misalignment():
+def test_noise_of_single_steps_is_no_misalignment(report):
     """A mean error of 2.4% about 0: abstains, and says that it is noise."""
     found = report(*pair(noise(size=0.03)))
     assert found.metrics[0].mean_error > 0.02
@@ -149,7 +152,7 @@ def test_noise_of_single_steps_is_no_misalignment():
     assert "noise of single steps" in found.verdict.summary
 
 
-def test_few_steps_tell_no_trend():
+def test_few_steps_tell_no_trend(report):
     """Abstains; a gross offset is named all the same."""
     assert report(*pair(noise(n=30))).verdict.kind == "undetermined"
     assert "64 are needed" in report(*pair(noise(n=30))).verdict.summary
@@ -157,7 +160,7 @@ def test_few_steps_tell_no_trend():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_nan_on_one_side_is_a_verdict(value):
+def test_a_nan_on_one_side_is_a_verdict(value, report):
     """With its side and step."""
     a, b = pair(noise())
     b[400] = value
@@ -167,14 +170,14 @@ def test_a_nan_on_one_side_is_a_verdict(value):
     assert found.metrics[0].last_step == 399
 
 
-def test_a_nan_on_both_sides_is_one_too():
+def test_a_nan_on_both_sides_is_one_too(report):
     """A training that failed on both machines is not aligned."""
     a, b = pair(noise())
     a[400] = b[400] = math.nan
     assert report(a, b).verdict.kind == "nonfinite"
 
 
-def test_missing_steps_and_other_lengths_are_counted():
+def test_missing_steps_and_other_lengths_are_counted(report):
     """What is in one file alone is no evidence, and is said."""
     a, b = pair(noise())
     short = {step: float(value) for step, value in enumerate(b[:900]) if step % 7}
@@ -184,14 +187,14 @@ def test_missing_steps_and_other_lengths_are_counted():
     assert "A goes on to step 999" in found.notes[1]
 
 
-def test_no_common_step_is_no_answer():
+def test_no_common_step_is_no_answer(report):
     """Nothing was compared."""
     found = report({1: 2.0, 3: 2.0}, {2: 2.0, 4: 2.0})
     assert found.verdict.kind == "undetermined"
     assert found.metrics[0].num_steps == 0
 
 
-def test_means_over_other_numbers_of_steps_are_not_compared():
+def test_means_over_other_numbers_of_steps_are_not_compared(report):
     """One value in ten steps may be their mean."""
     a, b = pair(noise())
     rare = {step: float(b[step]) for step in range(0, NUM_STEPS, 10)}
@@ -200,7 +203,7 @@ def test_means_over_other_numbers_of_steps_are_not_compared():
     assert "every 10" in verdict.summary
 
 
-def test_the_warm_up_is_left_out():
+def test_the_warm_up_is_left_out(report):
     """A tenth, at most 100 steps, or as asked."""
     diffs = noise()
     diffs[:100] += 0.5
@@ -210,13 +213,12 @@ def test_the_warm_up_is_left_out():
     assert (found.warmup_steps, found.metrics[0].first_step) == (250, 250)
 
 
-def test_a_gradient_norm_is_shown_and_not_judged():
+def test_a_gradient_norm_is_shown_and_not_judged(tmp_path):
     """The rule of thumb is of the loss."""
-    a, b = pair(noise())
-    found = compare_curves(
-        Curves(path="a", metrics={"loss": dict(enumerate(a)), "grad_norm": {1: 1.0}}),
-        Curves(path="b", metrics={"loss": dict(enumerate(b)), "grad_norm": {1: 9.0}}),
-        warmup_steps=0,
-    )
+    for name, losses, norm in zip("ab", pair(noise()), (1.0, 9.0), strict=True):
+        rows = [{"step": step, "loss": float(loss)} for step, loss in enumerate(losses)]
+        rows[1]["grad_norm"] = norm
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = compare_losses(tmp_path / "a.jsonl", tmp_path / "b.jsonl", warmup_steps=0)
     assert found.verdict.kind == "aligned"
     assert found.metrics[1].max_error == 8.0

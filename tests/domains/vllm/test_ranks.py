@@ -8,7 +8,7 @@ import pytest
 
 from divergence import BatchOptions, capture, compare, truth
 from tests.models.families import build
-from tests.recording.test_ranks import make
+from tests.recording.test_ranks import make, torchrun
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
@@ -39,6 +39,7 @@ def runs(tmp_path_factory):
             "fault": {**again, "plants": [PART]},
             "count": {**again, "engine_options": {"tensor_parallel_size": 4}},
         },
+        start=torchrun,
     )
     return a, truth(a, out=folder / "truth"), made
 

@@ -86,7 +86,9 @@ class Table:
     columns: Sequence[Column | str]
     rows: Sequence[Sequence[Any]]
     marks: Sequence[str] = ()
-    """Of each row: nothing, or words of MARKS."""
+    """Of each row: nothing, or words of these: ``onset`` (where the error begins), ``odd`` (not as
+    most others), ``flagged`` (beyond a limit), ``wrong`` (or beyond what is allowed), ``differs``
+    (worth a look), ``below`` (what is usual), ``good``, ``blocks`` (forbids a comparison)."""
     num_left: int = 1
     """The first so many columns are words; the others are figures, and stand to the right."""
     note: str = ""
@@ -185,9 +187,6 @@ def each_in(
 
 
 _MOST_ON_PAGE = 1000
-MARKS = ("onset", "odd", "flagged", "wrong", "differs", "below", "good", "blocks")
-"""Where the error begins; not like most others; beyond a limit; wrong, or beyond what is allowed;
-worth a look; below what is usual; as it should be; what forbids a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,11 +64,11 @@ def heading(text: str, detail: str = "") -> Line:
     return line((text, "bold"), (f"  {detail}" if detail else "", "dim"))._replace(hang=2)
 
 
-def next_lines(commands: Iterable[str], title: str = "next") -> list[Line]:
+def next_lines(commands: Iterable[str]) -> list[Line]:
     """Show what to run, where there is anything: commands stand alone, so that they can be
     copied."""
     lines = [line(f"  {command}") for command in commands]
-    return [heading(title), *lines] if lines else []
+    return [heading("next"), *lines] if lines else []
 
 
 def cut(text: str, width: int) -> str:

@@ -281,11 +281,10 @@ def csv_rows(
     delimiter: str = ",",
     where: str,
     whole: bool = True,
-    error: Failure = DumpError,
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """(line, cells by the first row's names) of each row that is not empty. A row may go over
     several lines, and is bounded as a whole. ``whole``: it must be UTF-8, with as many cells as
-    the first one. Raises ``error``."""
+    the first one. Raises DumpError."""
     num_bytes = 0
 
     def text() -> Iterator[str]:
@@ -293,7 +292,7 @@ def csv_rows(
         for number, line in enumerate(lines):
             num_bytes += len(line)
             if num_bytes > MAX_ROW_BYTES:
-                raise error(f"a row is longer than {MAX_ROW_BYTES:,} bytes", where=where)
+                raise DumpError(f"a row is longer than {MAX_ROW_BYTES:,} bytes", where=where)
             yield line.decode("utf-8" if number else "utf-8-sig", "strict" if whole else "replace")
 
     reader = csv.reader(text(), delimiter=delimiter)
@@ -302,7 +301,7 @@ def csv_rows(
         for cells in reader:
             num_bytes = 0
             if whole and cells and len(cells) != len(names):
-                raise error(
+                raise DumpError(
                     "the row has not as many cells as the first one",
                     where=f"{where}, line {reader.line_num}",
                     hint="it may be half written",
@@ -310,7 +309,7 @@ def csv_rows(
             if cells:
                 yield reader.line_num, dict(zip(names, cells, strict=False))
     except (csv.Error, UnicodeDecodeError) as failure:
-        raise error(
+        raise DumpError(
             f"the file is no table: {first_line(failure)}", where=f"{where}, line {reader.line_num}"
         ) from failure
 
@@ -319,20 +318,19 @@ class Budget:
     """Bounds what all files of one folder or archive may unpack or spread out to, together. Files
     are counted once, however often they are read."""
 
-    def __init__(self, *, error: Failure = DumpError) -> None:
-        self._error = error
+    def __init__(self) -> None:
         self._sizes: dict[str, tuple[int, int]] = {}
         self._total = self._disk = 0
 
     def expand(self, num_bytes: int, *, disk: int, where: str) -> None:
-        """``where``, of ``disk`` bytes as it lies, becomes ``num_bytes``. Raises ``error``."""
+        """``where``, of ``disk`` bytes as it lies, becomes ``num_bytes``. Raises DumpError."""
         earlier = self._sizes.get(where, (0, 0))
         self._sizes[where] = num_bytes, disk
         self._total += num_bytes - earlier[0]
         self._disk += disk - earlier[1]
         most = max(FREE_BYTES, MAX_RATIO * self._disk)
         if self._total > most:
-            raise self._error(
+            raise DumpError(
                 f"{self._disk:,} bytes would become {self._total:,}, more than is unpacked "
                 f"({most:,})",
                 where=where,

@@ -165,8 +165,6 @@ def _parts(values: Sequence[str]) -> list[str]:
 
 
 def _numbers(flag: str, values: Sequence[str]) -> list[int]:
-    from divergence.errors import UsageError
-
     try:
         return [int(part) for part in _parts(values)]
     except ValueError:

@@ -88,8 +88,6 @@ def repro(
             hint=f"--site SITE; `{command_line('inspect', run, v=True)}` lists the sites",
         )
 
-    import dataclasses
-
     from divergence.ops.reproducer import repro as call
     from divergence.report.localization import reproducer_document
 
@@ -232,8 +230,6 @@ def bundle(
     divergence bundle a b -o bug.zip
     divergence bundle a b -o bug.zip --truth truth
     """
-    import dataclasses
-
     from divergence.document import Document, named
     from divergence.report.summary import verdict_headline
     from divergence.sending import bundle

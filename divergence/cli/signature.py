@@ -185,7 +185,6 @@ def settings(section: str, *, machine_alone: bool = False) -> dict[str, Any]:
     """One section of the settings, by the options' fields; variables that mean nothing are warned
     about. ``machine_alone``: those of this machine, which a repeated run does not choose."""
     from divergence.config import SECTIONS, ignored_variables, load_settings
-    from divergence.options.option import fields_of
 
     for variable in ignored_variables():
         typer.echo(f"warning: {variable} is no setting of divergence; it is ignored", err=True)

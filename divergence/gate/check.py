@@ -11,7 +11,6 @@ new run is held against its own decode steps (within.py) and must earn an allowe
 
 from __future__ import annotations
 
-import datetime
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,13 +119,12 @@ def evaluate(
     policy: Policy,
     *,
     whole: Verdict | None = None,
-    today: datetime.date | None = None,
 ) -> CheckResult:
     """The rules of ``policy`` that ``report`` does not meet, in the order of the policy's keys.
 
-    ``whole``: the verdict on the new run's own whole pass. ``today``: for known differences.
+    ``whole``: the verdict on the new run's own whole pass.
     """
-    knowledge = excuse(report, policy, today=today)
+    knowledge = excuse(report, policy)
     failures = [
         *_verdicts(report.verdict, whole, policy, knowledge),
         *_coverage(report.coverage, policy.min_coverage),

@@ -36,11 +36,11 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """What prevents it, where an entry matches and the verdict is not excused."""
 
 
-def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None) -> Knowledge:
+def excuse(report: Report, policy: Policy) -> Knowledge:
     """Say whether the known differences of ``policy`` explain the verdict, and what each did."""
     if not policy.known:
         return Knowledge(excused=False, uses=[])
-    day = today or datetime.date.today()
+    day = datetime.date.today()
     flagged = [site for site in report.sites if site.flagged]
     uses = [_use(number, entry, flagged, day) for number, entry in enumerate(policy.known)]
     if report.verdict.kind not in ("localized", "systematic"):

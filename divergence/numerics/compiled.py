@@ -455,7 +455,7 @@ def add_channels(a: Grid, b: Grid, truth: Grid, rows: np.ndarray, out: np.ndarra
 
 
 # A tensor's summary, device digest and sketch, each in one compiled pass; definitions:
-# divergence.numerics.summaries.
+# divergence.numerics.sketches.
 #
 # The summary's squares are float64, so those of 16- and 32-bit values cannot leave the range;
 # whether those of float64 values did is for the caller to see from the largest magnitude.

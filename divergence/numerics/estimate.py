@@ -6,7 +6,7 @@ of length: with beta = ‖b‖ / ‖a‖,
     ‖d‖² = (‖a‖ - ‖b‖)² + ‖b - beta a‖² / beta,
 
 and only the second term, how far the directions are apart, is left to estimate, from the sketches
-(numerics.summaries) by A_t = ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a
+(numerics.sketches) by A_t = ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a
 scale error is told exactly. Rows' signs are independent, so for the sum A of a block's rows
 
     v1 = variance / square = (2/k) q,    q = Σ A_t² / A²,
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from divergence.numerics.arrays import as_array, wide
-from divergence.numerics.summaries import Projections, SumDtype, resolution
+from divergence.numerics.sketches import Projections, SumDtype, resolution
 from divergence.numerics.sums import SINK_FACTOR, Estimate, PairMetrics, RowMetrics
 
 if TYPE_CHECKING:

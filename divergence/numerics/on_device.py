@@ -30,7 +30,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.arrays import as_tensor
 from divergence.numerics.formats import Format
-from divergence.numerics.summaries import sum_dtype_name
+from divergence.numerics.sketches import sum_dtype_name
 from divergence.numerics.summary import Summary, summary_of
 from divergence.numerics.sums import Grid, Rows, Sums, add_row_sums, row_sinks, usual_rows
 from divergence.numerics.ulp import MOST_STEPS, Tail, byte_keys

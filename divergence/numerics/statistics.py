@@ -196,12 +196,12 @@ class _Prompt:
         return sums
 
 
-def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, seed: int = 0) -> TwoSample:
+def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> TwoSample:
     """``pairs``: of each prompt both sides' answers, int (n, L) and (m, L) with n, m >= 2, filled
     up with one number behind their ends. Raises ValueError for fewer answers."""
     if not pairs or any(len(a) < 2 or len(b) < 2 for a, b in pairs):
         raise ValueError("at least two answers to each prompt are needed on both sides")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     prompts = [_Prompt(a, b, generator) for a, b in pairs]
     mmds = np.mean([prompt.statistic() for prompt in prompts], axis=0)
     ways = sum(math.log(math.comb(sum(prompt.num), prompt.num[0])) for prompt in prompts)

@@ -51,7 +51,13 @@ from divergence.recording.machine import resolve_device
 from divergence.run.command import command_line
 from divergence.run.manifest import Environment, Manifest, digest_tensor
 from divergence.run.reader import Run
-from divergence.run.record import Call, Record, other_scalars, scalar_words
+from divergence.run.record import (
+    Call,
+    Record,
+    operand_indices,
+    other_scalars,
+    scalar_words,
+)
 from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.run.storage import folder_of
 from divergence.words import Progress, printable, silent
@@ -771,7 +777,7 @@ def report_text(
             f"| {code_span(name)} | {code_span(operand.dtype)} | {_tuple(operand.shape)} | "
             f"{strides} | {operand.misalignment_bytes} |"
         )
-    scalars = {n: v for n, v in call.arguments.items() if not _has_tensor(v)}
+    scalars = {n: v for n, v in call.arguments.items() if not operand_indices(call, n)}
     if scalars:
         text = ", ".join(
             f"{code_span(name)} = {code_span(scalar_words(value))}"
@@ -870,12 +876,6 @@ def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
 
 def _tuple(values: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, values)) + ")"
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(_has_tensor(item) for item in value)
-    return isinstance(value, dict) and "tensor" in value
 
 
 def code_span(text: str) -> str:

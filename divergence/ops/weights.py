@@ -23,7 +23,14 @@ class Weights:
 
     def __init__(self, source: str, manifest: Manifest, *, trust_remote_code: bool = False) -> None:
         self._source, self._manifest, self._trust = source, manifest, trust_remote_code
-        self._files = _files(expanded(source))
+        # by name, the file of each tensor; of "" the only file
+        root = expanded(source)
+        if (root / SINGLE).is_file():
+            self._files = {"": root / SINGLE}
+        else:
+            index = root / INDEX
+            places = weight_map(index if index.is_file() else None).items()
+            self._files = {name: root / file for name, file in places if Path(file).name == file}
         self._loaded: dict[str, torch.Tensor] | None = None
 
     def find(self, name: str, dtype: torch.dtype, digest: str | None) -> torch.Tensor | None:
@@ -68,12 +75,3 @@ class Weights:
             self._loaded |= dict(module.named_buffers(remove_duplicate=False))
         loaded = self._loaded.get(name)
         return None if loaded is None else loaded.detach()
-
-
-def _files(root: Path) -> dict[str, Path]:
-    """Tensor name → file; ``""`` → the only file."""
-    if (root / SINGLE).is_file():
-        return {"": root / SINGLE}
-    index = root / INDEX
-    places = weight_map(index if index.is_file() else None)
-    return {name: root / file for name, file in places.items() if Path(file).name == file}

@@ -26,7 +26,7 @@ import torch
 
 from divergence.domain import hook_places, placed, sources
 from divergence.errors import ModelError, RenamedWarning, UsageError
-from divergence.numerics.summaries import sketch_tensor
+from divergence.numerics.sketches import sketch_tensor
 from divergence.numerics.summary import summarize
 from divergence.numerics.sums import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.options.commands import (

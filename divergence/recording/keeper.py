@@ -36,7 +36,7 @@ from xxhash import xxh3_128_hexdigest
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 from divergence.numerics.on_device import statistics_on_device
-from divergence.numerics.summaries import (
+from divergence.numerics.sketches import (
     fold_sums,
     is_exact_on,
     num_pooled,

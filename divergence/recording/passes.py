@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from divergence.errors import UsageError
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries import folds_of
+from divergence.numerics.sketches import folds_of
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import GroupStep, Session
 from divergence.recording.engines.load import LoadedModel

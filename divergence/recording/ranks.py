@@ -12,7 +12,7 @@ import torch
 
 from divergence.errors import ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries import sketch_bytes
+from divergence.numerics.sketches import sketch_bytes
 from divergence.recording.engines.load import LoadedModel, tensor_plan
 from divergence.recording.hooks import Sink
 from divergence.recording.keeper import ShapeKeeper

@@ -21,7 +21,7 @@ from divergence.run.manifest import plain_tensor, tensor_bytes
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.summaries import Projections, SumDtype
+    from divergence.numerics.sketches import Projections, SumDtype
     from divergence.numerics.summary import Summary
     from divergence.run.record import Apart, Call, PassName, Place, Placement, Sketch
 

@@ -70,9 +70,9 @@ def parts_of(record: Record) -> list[Part]:
     if record.place is not None:
         parts.append(Part(record.place, record.xxh3, record.dtype, record.shape))
     if (sketch := record.sketch) is not None:
-        from divergence.numerics.summaries import grid_of, rows_of
+        from divergence.numerics.sketches import grid_of, rows_of
 
-        # what is stored: numerics.summaries.Projections.joined
+        # what is stored: numerics.sketches.Projections.joined
         num_rows, num_cols = rows_of(record.shape)[0], sketch.num_projections + 2
         shape: tuple[int, ...] = num_rows, num_cols
         if sketch.num_pooled:

@@ -20,7 +20,7 @@ from divergence.run.reader import Run, View
 from divergence.run.record import Coordinates, PassName, Record
 
 if TYPE_CHECKING:
-    from divergence.numerics.summaries import Projections
+    from divergence.numerics.sketches import Projections
     from divergence.run.storage import Bytes
     from divergence.words import Progress
 

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.arrays import Tensor
-    from divergence.numerics.summaries import Projections
+    from divergence.numerics.sketches import Projections
 
 
 # Reading a run, strictly: what is damaged is named, never guessed around.
@@ -320,7 +320,7 @@ class Run:
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         """The record's sketch. Errors: as ``read``."""
-        from divergence.numerics.summaries import Projections
+        from divergence.numerics.sketches import Projections
 
         sketch = record.sketch
         assert sketch is not None

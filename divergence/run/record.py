@@ -259,7 +259,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Stands for a tensor whose bytes were not kept: random projections and norms, row by row.
-    divergence.numerics.summaries defines the matrix and the rows."""
+    divergence.numerics.sketches defines the matrix and the rows."""
 
     place: Place
     """A float32 tensor (rows, ``num_projections`` + 2). The last two columns hold each row's norm
@@ -324,7 +324,7 @@ class Record(
     xxh3: RecordDigest | None = None
     """Digest of the bytes."""
     fold: RecordDigest | None = None
-    """Digest of the bytes by numerics.summaries, for devices that xxh3 does not run on."""
+    """Digest of the bytes by numerics.sketches, for devices that xxh3 does not run on."""
     sketch: Sketch | None = None
     """What is kept in place of the bytes, with ``--store sketch``."""
     rank: Count = 0
@@ -510,9 +510,9 @@ def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
     for name in dict.fromkeys((*reference.arguments, *candidate.arguments)):
         if name in _NOT_OPERANDS:
             continue
-        own, other = _value(reference, name), _value(candidate, name)
-        if _is_tensor(own) or _is_tensor(other):
+        if operand_indices(reference, name) or operand_indices(candidate, name):
             continue
+        own, other = _value(reference, name), _value(candidate, name)
         if name in _FILLINGS and _masks(own) and _masks(other):
             continue
         if _same(_from_front(name, own, reference), _from_front(name, other, candidate)):
@@ -572,12 +572,6 @@ def _same(value: Any, other: Any) -> bool:
         least = min(abs(value), abs(other))
         return bool(value == other or abs(value - other) <= _SAME_NUMBER * least)
     return type(value) is type(other) and value == other
-
-
-def _is_tensor(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(_is_tensor(item) for item in value)
-    return isinstance(value, dict) and set(value) == {"tensor"}
 
 
 @functools.cache

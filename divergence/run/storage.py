@@ -228,10 +228,10 @@ class LocalBlob(Blob):
             self._map.close()
 
 
-class _Inflated(Blob):
-    """A member that was compressed, in memory."""
+class MemoryBlob(Blob):
+    """Bytes that lie in memory, or in a map that somebody else has made."""
 
-    def __init__(self, name: str, data: bytearray) -> None:
+    def __init__(self, name: str, data: memoryview) -> None:
         self.name, self.size = name, len(data)
         self._data = data
 
@@ -239,7 +239,10 @@ class _Inflated(Blob):
         return bytes(self.view(begin, num_bytes))
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
-        return memoryview(self._data)[begin : begin + num_bytes]
+        return self._data[begin : begin + max(num_bytes, 0)]
+
+    def part(self, begin: int, num_bytes: int, name: str) -> MemoryBlob:
+        return MemoryBlob(name, self.view(begin, num_bytes))
 
 
 class _Map:
@@ -407,7 +410,7 @@ class Member:
             with self.open(archive, name) as member:
                 while piece := member.read(SPAN_BYTES):
                     data += piece
-            return _Inflated(shown, data)
+            return MemoryBlob(shown, memoryview(data))
         if self.deflated:
             raise RunFormatError(
                 f"{name} is compressed in the archive, {self.size >> 30} GiB of it",

@@ -20,7 +20,7 @@ import xxhash
 from divergence.errors import RunWriteError
 from divergence.numerics.formats import format_named
 from divergence.numerics.on_device import summaries_of
-from divergence.numerics.summaries import (
+from divergence.numerics.sketches import (
     Projections,
     fold_many,
     folds_of,
@@ -60,7 +60,7 @@ from divergence.run.target import open_target
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.summaries import SumDtype
+    from divergence.numerics.sketches import SumDtype
     from divergence.run.captured import Put, Reduced
     from divergence.run.manifest import Sizes, StoreMode
     from divergence.run.reader import Run
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 # to the writer. In the mode
 #
 # ``full``    nothing is taken over but what ``held`` holds;
-# ``sketch``  floats are sketched (numerics.summaries says which), other tensors stay whole;
+# ``sketch``  floats are sketched (numerics.sketches says which), other tensors stay whole;
 # ``stats``   summary and digest; ``hash``: the digest alone.
 #
 # An item that a device has reduced already (``CapturedTensor.reduced``, recording.keeper) has

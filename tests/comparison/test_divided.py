@@ -12,7 +12,7 @@ import torch
 from divergence import Run, compare, compare_many
 from divergence.errors import IncomparableError
 from divergence.fleet.many import fingerprints
-from divergence.numerics.summaries import fold_tensor
+from divergence.numerics.sketches import fold_tensor
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
     Mesh,

@@ -8,7 +8,7 @@ import torch
 
 from divergence.numerics.estimate import _chi_square_share, estimate_pair
 from divergence.numerics.pairs import measure_pair
-from divergence.numerics.summaries import resolution, sketch_tensor
+from divergence.numerics.sketches import resolution, sketch_tensor
 
 K = 8
 

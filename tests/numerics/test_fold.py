@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from divergence.numerics import summaries as fold
-from divergence.numerics.summaries import (
+from divergence.numerics.sketches import (
     CHUNK,
     MASK64,
     SEEDS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divergence.numerics.formats import format_named, format_of
-from divergence.numerics.summaries import (
+from divergence.numerics.sketches import (
     SHIFT,
     SIGMA,
     TAU,

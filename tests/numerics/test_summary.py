@@ -141,7 +141,7 @@ def test_a_wrong_summary_is_noticed():
 def test_importing_the_record_types_does_not_import_torch():
     """Summary and formats are named by the reader, which must start without torch."""
     code = (
-        "import sys, divergence.numerics.summaries, divergence.numerics.formats;"
+        "import sys, divergence.numerics.sketches, divergence.numerics.formats;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,7 @@ from divergence import RecordOptions, Run, capture
 from divergence import truth as make_truth
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries import fold_tensor, sketch_bytes, sketch_tensor
+from divergence.numerics.sketches import fold_tensor, sketch_bytes, sketch_tensor
 from divergence.recording import keeper as keep_reduced
 from divergence.recording.keeper import CopyKeeper, ReducedKeeper
 from divergence.run.manifest import digest_tensor

@@ -8,7 +8,7 @@ import torch
 
 from divergence import Run
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.summaries import sketch_tensor
+from divergence.numerics.sketches import sketch_tensor
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import sizes_of
 from divergence.run.record import RECORDS

@@ -28,7 +28,7 @@ from divergence.numerics.arrays import as_tensor
 from divergence.numerics.estimate import estimate_pair
 from divergence.numerics.floor import norm_floor
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries import (
+from divergence.numerics.sketches import (
     Projections,
     SumDtype,
     fold_array,

@@ -12,7 +12,7 @@ import pytest
 from divergence import BatchOptions, MachineOptions, RecordOptions, Run, capture, check, compare
 from divergence import truth as make_truth
 from divergence.errors import IncomparableError
-from divergence.numerics.summaries import fold_tensor
+from divergence.numerics.sketches import fold_tensor
 from divergence.run.record import RECORDS
 from tests.digests import without_digests
 

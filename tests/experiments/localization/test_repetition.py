@@ -15,7 +15,7 @@ from divergence.errors import UsageError
 from divergence.experiments.explain import explain_token
 from divergence.experiments.localization.repetition import check_repetition, check_substituted
 from divergence.facts import worded
-from divergence.numerics.summaries import fold_tensor
+from divergence.numerics.sketches import fold_tensor
 from tests.digests import without_digests
 
 BLOCK = "model.layers.1"

@@ -269,7 +269,7 @@ def _mixed(value: np.ndarray) -> np.ndarray:
 # are not sketched, nor rows so short that a sketch takes more than half of their bytes.
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
-"""Digits of π after those of divergence.numerics.summaries: chosen by nobody."""
+"""Digits of π after those of divergence.numerics.sketches: chosen by nobody."""
 
 SHIFT = 79
 """By how many buckets a row's pooled sums lie beside those of the row before."""

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from divergence.analyses.tokens.find import comparable_places
-from divergence.comparison.align import PromptStep, align, load_name_map, logits_row
+from divergence.comparison.align import PromptStep, align, load_name_map, logits_row, opened
 from divergence.comparison.result import Explanation, Report, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
@@ -41,7 +41,6 @@ from divergence.recording.passes import can_anchor
 from divergence.recording.plant import FORWARDS, Plant, parse_plant
 from divergence.run.command import command_line
 from divergence.run.manifest import Tokens
-from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.site import module_of, split_site
 from divergence.words import Progress, Side
@@ -103,7 +102,7 @@ def explain_token(
     Raises UsageError without an anchored pass, ModelError where the model is not here, and
     IncomparableError where it has other weights than the run.
     """
-    a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
+    a, b = (opened(run) for run in (reference, candidate))
     if report.verdict.kind == "incomparable":
         return _noted(report, fact("experiments.other_experiment"))
     if report.tokens is None:

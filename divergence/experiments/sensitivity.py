@@ -26,7 +26,7 @@ import msgspec
 from divergence._version import __version__
 from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.advice import Advice, beside
-from divergence.comparison.align import Pair
+from divergence.comparison.align import Pair, opened
 from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.decide import decide
@@ -45,7 +45,6 @@ from divergence.recording.api import make_run
 from divergence.recording.passes import can_anchor
 from divergence.recording.plant import FORWARDS, parse_plant
 from divergence.run.command import Command, command, command_line
-from divergence.run.ranks import unsharded
 from divergence.run.reader import Overlay, Run, own_truth
 from divergence.run.record import Record
 from divergence.run.site import did_you_mean, module_of
@@ -552,7 +551,7 @@ def sensitivity(
     or is not healthy before anything is planted, IncomparableError for other weights or
     tokens, and what ``capture`` and ``compare`` raise.
     """
-    a = unsharded(Run.open(run))
+    a = opened(run)
     chosen = faults_named(faults)
     _chosen_blocks(_blocks_with_outputs(a), blocks)  # before anything is captured
     with contextlib.ExitStack() as stack:
@@ -581,7 +580,7 @@ def sensitivity(
             stack.callback(b.close)
             notes.append(kernels)
         else:
-            b = unsharded(Run.open(candidate))
+            b = opened(candidate)
         trials, verdict = _healthy(a, b, given, progress)
         measured = trials.measured
         where = _chosen_blocks(trials.blocks, blocks)

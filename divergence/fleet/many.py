@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from divergence._version import __version__
-from divergence.comparison.align import opened_truth
+from divergence.comparison.align import opened, opened_truth
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pairs import Measuring, measuring_on
 from divergence.comparison.result import Report, VerdictKind, summary_of
@@ -30,7 +30,6 @@ from divergence.output import output_folder, write_output
 from divergence.run.command import command_line
 from divergence.run.contents import Digests
 from divergence.run.manifest import Manifest
-from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import Record, expanded
 from divergence.run.site import one_or_more
@@ -229,7 +228,7 @@ def compare_many(
     """
     if not candidates:
         raise UsageError("there is no run to compare with", hint="divergence compare A B C")
-    first = _opened(reference)
+    first = opened(reference)
     float64 = None if truth is None else opened_truth(truth)
     if float64 is not None and float64.manifest.settings.compute_dtype is None:
         raise UsageError(  # said once, whatever it is held against
@@ -239,8 +238,8 @@ def compare_many(
     options = {
         "force": force,
         "name_map": name_map,
-        "floor": [_opened(run) for run in one_or_more(floor)],
-        "layers": [_opened(run) for run in one_or_more(layers)],
+        "floor": [opened(run) for run in one_or_more(floor)],
+        "layers": [opened(run) for run in one_or_more(layers)],
         "thresholds": thresholds,
         "device": measuring_on(device),  # one that cannot measure is no candidate's fault
         "progress": progress,
@@ -450,14 +449,10 @@ def _make_truth(first: Run) -> str:
     return command_line("truth", first.path, o="TRUTH")
 
 
-def _opened(run: str | Path | Run) -> Run:
-    return unsharded(Run.open(run))
-
-
 @contextlib.contextmanager
 def _opened_for_a_while(given: str | Path | Run) -> Iterator[Run]:
     """A run that is closed again, unless it was given open."""
-    run = _opened(given)
+    run = opened(given)
     try:
         yield run
     finally:

@@ -181,15 +181,6 @@ def _called(kind: VerdictKind) -> Fact:
     return fact("gate.kind", word=HEADLINES[kind], kind=kind)
 
 
-def coverage_share(coverage: Coverage) -> float:
-    """The least share of any pass, of tensors, operators or tokens; where a report counts no passes
-    compared over all that the golden offered: compared + only there + skipped, 0 if nothing."""
-    if coverage.passes:
-        return min(row.share for row in coverage.passes)
-    total = coverage.num_compared + coverage.num_only_reference + coverage.num_skipped
-    return coverage.num_compared / total if total else 0.0
-
-
 def _inputs(report: Report) -> Iterator[Failure]:
     """A run that was made like another golden shows nothing of what its blocks do in equal inputs,
     and free passes alone hide what the next golden is for."""
@@ -221,10 +212,11 @@ def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
         )
         for row in coverage.passes
     ]
-    if not shares:
+    if not shares:  # a report that counts no passes: of all that the golden offered
         left_out = coverage.num_only_reference + coverage.num_skipped
         compared = fact("gate.records_compared", num=coverage.num_compared, num_left_out=left_out)
-        shares = [(coverage_share(coverage), compared)]
+        total = coverage.num_compared + left_out
+        shares = [(coverage.num_compared / total if total else 0.0, compared)]
     for share, what in shares:
         if not share >= least:
             yield Failure(

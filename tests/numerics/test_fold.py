@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics import summaries as fold
+from divergence.numerics import sketches as fold
 from divergence.numerics.sketches import (
     CHUNK,
     MASK64,

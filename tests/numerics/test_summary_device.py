@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divergence.numerics import on_device as summary_device
-from divergence.numerics import summaries as sketch
+from divergence.numerics import sketches as sketch
 from divergence.numerics.on_device import statistics_on_device, summaries_of
 from divergence.numerics.summary import summarize
 

@@ -229,8 +229,8 @@ def test_the_examples_of_reduced_runs_are_right():
     """The digest and the projections that the page works out."""
     import torch
 
-    from divergence.numerics import summaries as fold
-    from divergence.numerics import summaries as sketch
+    from divergence.numerics import sketches as fold
+    from divergence.numerics import sketches as sketch
 
     text = " ".join(PAGE.split())
     assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from divergence.analyses.code.find import BY_CONFIGURATION, doubt_of_code, not_told
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.analyses.operators.operands import given_inputs, operands_text
-from divergence.comparison.align import opened_truth
+from divergence.comparison.align import opened, opened_truth
 from divergence.comparison.api import compare
 from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.decide import RANK, check, confidence_of, decide
@@ -59,7 +59,6 @@ from divergence.ops.reproducer import repro
 from divergence.recording.plant import Substitute
 from divergence.run.command import command, command_line
 from divergence.run.contents import why_no_bytes
-from divergence.run.ranks import unsharded
 from divergence.run.reader import Run, own_truth
 from divergence.run.record import Operand
 from divergence.run.site import BACKWARD, ROOT, is_of_parameter, is_operator_site, module_of
@@ -105,7 +104,7 @@ def localize(
     what capture, reference and compare raise.
     """
     # the two runs, if they can be gone into
-    a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
+    a, b = (opened(run) for run in (reference, candidate))
     folder = folder_of(out)
     for run in (a, b):
         if run.manifest.scores_alone:
@@ -185,7 +184,7 @@ def _descend(
         report = compare(a, b, progress=maker.tell)
     if carried is None and (report is None or _is_to_judge(report)):
         true_run = maker.truth("truth", Goal()) if truth is None else opened_truth(truth)
-        true_run = None if true_run is None else unsharded(true_run)
+        true_run = None if true_run is None else opened(true_run)
         report = compare(a, b, truth=true_run, progress=maker.tell)
     assert report is not None
     done = replace(

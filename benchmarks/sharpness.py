@@ -121,9 +121,9 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare .*--truth",
     ),
     (
-        "domains/quantization/show.py",
-        "99% {_nats(cost.kl_p99)}",
-        "99% {_nats(cost.kl_p90)}",
+        "domains/quantization/sentences.py",
+        "{kl_p99:.3g}, max {kl_max:.3g} nats",
+        "{kl_p90:.3g}, max {kl_max:.3g} nats",
         "^quantize",
     ),
     (

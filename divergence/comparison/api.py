@@ -64,7 +64,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.facts import fact, sentence, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.numerics.formats import format_named
-from divergence.run.command import Command, command
+from divergence.run.command import command
 from divergence.run.reader import Run, own_truth
 from divergence.run.site import one_or_more, starred
 from divergence.words import Progress
@@ -373,10 +373,6 @@ def _truth_report(report: Report, a: Run, b: Run) -> Report:
     return replaced(report, verdict=replaced(report.verdict, commands=[judged]))
 
 
-def _relating(a: Run, b: Run) -> list[Command]:
-    return [item for place in hook_places("other_weights").values() for item in placed(place)(a, b)]
-
-
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
@@ -395,6 +391,7 @@ def _incomparable(
     if suites[0] != suites[1]:  # nothing of one is in the other, and no capture makes it so
         apart = [fact("preflight.model_and_suite", a_is_suite=suites[0])]
     headline = [*apart[:1], *(fact("preflight.and", what=what) for what in apart[1:])]
+    relating = hook_places("other_weights").values() if "weights" in others else ()
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
@@ -413,7 +410,7 @@ def _incomparable(
         commands=[]
         if suites[0] != suites[1]
         else [
-            *(_relating(a, b) if "weights" in others else []),
+            *(item for place in relating for item in placed(place)(a, b)),
             *advise(a, b).made_alike(other_model=bool(others) or unknown),
         ],
     )

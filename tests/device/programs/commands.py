@@ -30,7 +30,7 @@ def divergence(*args: object, **switches: object) -> Said:
     import torch_npu
 
     from divergence.cli.main import app
-    from divergence.numerics import summaries as sketch
+    from divergence.numerics import sketches as sketch
 
     torch_npu.configure(**switches)
     sketch._sum_dtype.cache_clear()  # of another device, as it were

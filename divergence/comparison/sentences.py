@@ -85,8 +85,8 @@ SENTENCES: Mapping[str, str] = {
     ),
     "preflight.media_settings": "the same files, another processor: {differences:names 6 ; }",
     "preflight.media_arithmetic": (
-        "the same files and the same settings, so the processor computed otherwise: another "
-        "version of it, another backend, or this machine's kernels"
+        "the same files and settings: another version of the processor, another backend, or this "
+        "machine's kernels"
     ),
     # tensors that modules made
     "preflight.derived": "{names:names}: {how}",
@@ -103,15 +103,15 @@ SENTENCES: Mapping[str, str] = {
         "{reference:none=(nothing)|*={reference}} read as {candidate:none=(nothing)|*={candidate}}"
     ),
     "preflight.by_map": "by the name map",
-    "preflight.left_over": "{num} only in {side:letter}: {names:names}",
-    "preflight.told_differ": "{num} of {total} parameters that both tell differ: {names:names}",
+    "preflight.left_over": "{num} only in {side:letter}: {names:names 2}",
+    "preflight.told_differ": ("{num} of {total} parameters that both tell differ: {names:names 2}"),
     "preflight.told_equal": (
         "{num:0=none can be told|*=the {num} parameters that both tell are equal}: not every "
         "engine tells its weights"
     ),
     # weights
     "preflight.missing": (
-        "{num} parameters were missing from the checkpoint and are random: {names:names}"
+        "{num} parameters were missing from the checkpoint and are random: {names:names 2}"
     ),
     "preflight.codes_against": "{reference} against {candidate}: not the same model",
     "preflight.rounded": "the same weights, rounded from {wide} to {narrow}",
@@ -175,9 +175,8 @@ SENTENCES: Mapping[str, str] = {
     "preflight.tokenizer_rules": "{size:,} tokens on both sides: other texts, merges or rules",
     "preflight.number_of_prompts": "{reference} prompts against {candidate}",
     "preflight.prompt_differs": (
-        "prompt {sample} differs from token {token} on: {reference:squared} against "
-        "{candidate:squared}[[{text}]]"
-        "[[; {edit}]]"
+        "prompt {sample} differs from token {token} on: {edit:none={reference:squared} against "
+        "{candidate:squared}|*={edit}}[[{text}]]"
     ),
     "preflight.text_cause": (
         " (the text is the same{edit:yes=: one side's tokenizer adds tokens to it|no=, so the "
@@ -300,8 +299,7 @@ SENTENCES: Mapping[str, str] = {
     "align.empty_run": "one of the runs is empty",
     # measuring: notes on runs, truths and trusted runs
     "measure.no_prefill": (
-        "the prefill was not recorded: what goes wrong there is seen only as far as it shows in "
-        "later steps"
+        "the prefill was not recorded: a fault there is seen only if it shows in later steps"
     ),
     "measure.truth_incomplete": (
         "the truth is incomplete ({why:none=it was cut off|*={why}}): what it does not hold is "
@@ -336,8 +334,7 @@ SENTENCES: Mapping[str, str] = {
     "measure.widened": (
         "{runs:1=the trusted run|*=the {runs} trusted runs} widened the limits of {num} sites, "
         "most at {site} ({phase}), {times:.1f} times[[: from {before:.1f} to {limit:.1f} × the "
-        "floor]]{beyond:yes=; it is beyond the limits itself there, and is believed because you "
-        "named it|no=}"
+        "floor]]{beyond:yes=; one is beyond its limit there, and believed since you named it|no=}"
     ),
     # runs that are opened again for a page
     "measure.could_not_be_opened": "{run} could not be opened again: {message}",
@@ -361,8 +358,8 @@ SENTENCES: Mapping[str, str] = {
     "settings_differ": "{settings:list}{beyond:yes=; beyond that, |no=: }",
     "nothing_explains": "; nothing that is recorded of the two explains it",
     "nothing_differs": (
-        "the same kind of machine, versions, settings and code, and yet other numbers: another "
-        "kernel or library, or a machine that does not repeat itself"
+        "machine, versions, settings and code are the same: another kernel or library, or a "
+        "machine that does not repeat itself"
     ),
     "side_not_known": "the {checks:list  and } of a side are not known",
     "other": "other {checks:list  and }",
@@ -374,8 +371,8 @@ SENTENCES: Mapping[str, str] = {
         "[[ ({others:list})]]{within:yes=; here no more than rounding|no=}"
     ),
     "codes_cost_where": (
-        "[[{told_by:list ; }; ]]whether a machine is wrong, two runs with the same codes tell "
-        "(capture --like)"
+        "[[{told_by:list ; }; ]]two runs with the same codes (capture --like) tell whether a "
+        "machine is wrong"
     ),
     "codes_hide_faults": "a fault would not be told from it: {what}",
     "one_run": "both are run {run}: one of them, or both, is a copy",
@@ -427,8 +424,8 @@ SENTENCES: Mapping[str, str] = {
         "or a precision setting}, not one layer"
     ),
     "cause_inputs": (
-        "a kernel, a formula or a precision setting, not one layer; the errors are as large as "
-        "products make them whose float32 inputs keep {bits:10=10 bits (TF32)|7=7 bits (bfloat16)}"
+        "a kernel, a formula or a precision setting, not one layer; errors are as large as where "
+        "products' float32 inputs keep {bits:10=10 bits (TF32)|7=7 bits (bfloat16)}"
     ),
     "cause_special": "what is special there?",
     "cause_optimizer": "the optimizer's step or its settings, not one layer",
@@ -444,20 +441,19 @@ SENTENCES: Mapping[str, str] = {
     ),
     "blocks_read_table": "the blocks read this table, and an engine did not let it be replaced",
     "judged_from_free_runs": (
-        "judged from free runs alone: what each block adds to the error that came in, against a "
-        "rounding model"
+        "judged from free runs alone: what each block adds to the error that came in"
     ),
     "escalated_is_formula": (
-        "escalated pass: the same inputs in float32; what coarse kernels of the runs' dtype do "
-        "vanishes there, so this is a wrong formula or wrong data"
+        "escalated pass: it stays in float32, so it is a wrong formula or wrong data, no coarse "
+        "kernel of the runs' dtype"
     ),
     "family_beyond": (
         "{num_flagged} of {total} {name} are beyond their limit, the least by {least:figure} ×"
     ),
     "family_alike": (
         "{num_flagged} of {total} {name} {num_flagged:1=is beyond its|*=are beyond their} limit, "
-        "and {num} are off {unexplained:yes=by more than rounding, which nothing that is recorded "
-        "explains|no=by the same measure}: {least:.1f} to {most:.1f} floors"
+        "and {num} are off {unexplained:yes=by more than rounding explains|no=by as much}: "
+        "{least:.1f} to {most:.1f} floors"
     ),
     "also_beyond": "also beyond the limit: {places:names 4}",
     "last_that_passes": "the last site before it in this block that passes: {site}",
@@ -472,8 +468,8 @@ SENTENCES: Mapping[str, str] = {
     ),
     "forward_ratio": (
         "{site}: in prompt {sample} ({step:none={forward}|*=step {step}}) the typical token's "
-        "error is {ratio:figure} × what rounding makes (limit {limit:.1f} × for the largest of "
-        "{num_looks} forwards); over all of them {typical:figure} ×"
+        "error is {ratio:figure} × what rounding makes (limit {limit:.1f} ×, of {num_looks} "
+        "forwards); over all {typical:figure} ×"
     ),
     "typical_ratio": (
         "{site} ({phase}): the typical token's error is {ratio:figure} × what "
@@ -486,18 +482,16 @@ SENTENCES: Mapping[str, str] = {
         "the truth|*=} (limit {limit:.1f} ×)"
     ),
     "typical_off": (
-        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s"
-        "{in_units:yes= (each channel in its own unit)|no=}"
-        "[[ ({own:.1e} / {other_error:.1e})]]{like:none=; in the other blocks {control:.2f} ×|"
-        "*=, like {like} of its kind} (limit {limit:.1f} ×)"
-        "[[, {estimated:letter}'s by their difference, the other's measured]]"
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × "
+        "{other:letter}'s{in_units:yes= (each channel in its own unit)|no=}[[ ({own:.1e} / "
+        "{other_error:.1e})]]{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of "
+        "its kind} (limit {limit:.1f} ×)[[; {estimated:letter}'s error is estimated]]"
     ),
     "forward_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
-        "{in_units:yes=(each channel in its own unit) |no=}"
-        "{step:none=in the {forward}|*=at step {step}}, prompt {sample}{like:none=; in the other "
-        "blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×"
-        "[[ for the largest of {num_looks} forwards]])"
+        "{in_units:yes=(each channel in its own unit) |no=}{step:none=in the {forward}|*=at step "
+        "{step}}, prompt {sample}{like:none=; in the other blocks {control:.2f} ×|*=, like "
+        "{like} of its kind} (limit {limit:.1f} ×[[, of {num_looks} forwards]])"
     ),
     "token_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
@@ -540,13 +534,13 @@ SENTENCES: Mapping[str, str] = {
     "no_output_depends": "; {what:list ; }",
     "rest_is_equal": "all else is equal bit for bit",
     "logits_shifted": (
-        "the logits ({site}) differ by one constant a row, up to {largest:.3g}: softmax takes it "
-        "away, and no probability depends on it[[ (KL at most {kl:.1e} nats)]]"
+        "the logits ({site}) differ by one constant a row, up to {largest:.3g}, which softmax "
+        "takes away[[ (KL at most {kl:.1e} nats)]]"
     ),
     "tables_turned": (
-        "the rotary tables ({site}) are turned by one angle for all tokens of {samples:some prompt}"
-        "[[ (positions {offsets:list} further on)]]: it cancels between queries and keys, and "
-        "nothing that follows depends on it"
+        "the rotary tables ({site}) are turned by one angle for all tokens of {samples:some "
+        "prompt}[[ (positions {offsets:list} further on)]], which cancels between queries and "
+        "keys"
     ),
     "taken_back": (
         "{sites:names 2}[[ (and {more} places like it)]]: the channels of the other side[[ with "
@@ -555,8 +549,8 @@ SENTENCES: Mapping[str, str] = {
         "alone"
     ),
     "angles_round": (
-        "at other positions float32 rounds the angles otherwise, by up to {rounding:.1e}, and the "
-        "free runs part by {rel_l2:.1e}: no more than that makes of them"
+        "at other positions float32 rounds the angles otherwise, by up to {rounding:.1e}; the "
+        "free runs part by {rel_l2:.1e}, no more than that explains"
     ),
     "angles_round_more": "the free runs part by what rounds angles at other positions",
     "hidden_below_floor": (
@@ -566,8 +560,8 @@ SENTENCES: Mapping[str, str] = {
     ),
     "side_farther": (
         "in all blocks ({phase}) {side:letter} is {times:.1f} × as far from the truth as "
-        "{other:letter}: within the limit, and more than other kernels usually make; {place} is as "
-        "good a place to look as any"
+        "{other:letter}: within the limit, but more than other kernels usually make; look at "
+        "{place} first"
     ),
     "stands_out": (
         "{site} ({phase}) differs {times:.1f} × more than others of its kind (rel L2 "

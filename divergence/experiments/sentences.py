@@ -22,41 +22,40 @@ SENTENCES: Mapping[str, str] = {
     "levels_apart": "{levels:list}",
     "levels_blame": "the levels blame different sides",
     "truth_not_verified": (
-        "A is blamed, by a truth of which it is not known that A's code made it: remove {truth} "
-        "and run this on A's machine"
+        "A is blamed by a truth that A's code may not have made: remove {truth} and run this on "
+        "A's machine"
     ),
     "only_by_reference_code": (
-        "B is blamed, by A's code; what B's code makes of it in float64 is to be seen on its "
-        "machine"
+        "B is blamed by A's code; B's machine tells what B's code makes of it in float64"
     ),
     "no_common_site": "the two sides' code has no site in common in this block",
     "codes_apart": (
-        "the two sides' code is not the same: in float64 {apart}. By A's code B is wrong, by B's "
-        "A; {doubt:none=which code is right no truth can tell|*={doubt}}"
+        "the sides run different code: in float64 {apart}. By A's code B is wrong, by B's A; "
+        "{doubt:none=no truth can tell which is right|*={doubt}}"
     ),
     # localize: where it stops
     "truth_is_to_be_made": "the truth has to be made on A's machine, by its code",
     "truth_of_block_is_to_be_made": "the truth of {module} has to be made on A's machine",
     "cannot_be_captured": "{sides:letters} cannot be captured on this machine",
     "other_batches": (
-        "the two sides ran their prompts in other batches: their operators have other shapes and "
-        "are no pairs, so modules are as deep as this goes"
+        "this goes no deeper than modules: the sides ran other batches, so their operators have "
+        "other shapes"
     ),
     "none_beyond": "no operator of {module} is beyond its limit",
     "behind_operators": (
-        "what is off is a parameter's gradient of the whole step: what adds up, reduces or divides "
-        "the prompts' gradients comes behind the operators"
+        "a parameter's gradient is off, and no operator: what adds up, reduces or divides the "
+        "prompts' gradients comes after them"
     ),
     "only_one_side_calls": "{calls:list}",
     "side_calls": "only {side:letter} calls {sites:names 3}",
     "made_by_optimizer": (
-        "what is wrong at {site} is made by the optimizer's step, behind all operators of the "
-        "model: compare the two runs' settings of it"
+        "{site} is made wrong by the optimizer's step, after all operators of the model: compare "
+        "its settings"
     ),
     "nothing_to_find": "{what}: there is nothing to find",
     "outside_modules": (
-        "what is wrong at {site} is made outside the blocks and modules: there is none to go into "
-        "(--block PATH goes into one all the same)"
+        "{site} is made wrong outside blocks and modules: there is none to go into (--block PATH "
+        "goes into one all the same)"
     ),
     "nothing_to_go_into": (
         "{kind:identical=the runs are equal bit for bit: there is nothing to find|"
@@ -173,9 +172,8 @@ SENTENCES: Mapping[str, str] = {
     "equal_runs": "the runs are equal bit for bit",
     "no_logits": "the logits of no comparable token were recorded",
     "not_repeated": (
-        "this machine does not repeat {run}: the logits that decide differ, and the two tokens' "
-        "distance by {by:.2g} where {moved:.2g} is to be explained; run this on {side:letter}'s "
-        "machine"
+        "this machine does not repeat {run}: the logits' distance differs by {by:.2g} where "
+        "{moved:.2g} is to be explained; run this on {side:letter}'s machine"
     ),
     # runs that were made again
     "side": "{side:letter}",

@@ -13,8 +13,8 @@ SENTENCES: Mapping[str, str] = {
     ),
     "whole_refused": "the new run's whole pass: {kind}: {what}",
     "other_inputs": (
-        "the new run was captured like another run than this golden, so its blocks were not "
-        "compared in equal inputs: {again}"
+        "the new run was captured like another run, so its blocks did not get this golden's "
+        "inputs: {again}"
     ),
     "nothing_compared": "nothing was compared, so nothing was checked",
     "blocking": ("{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]"),
@@ -22,16 +22,16 @@ SENTENCES: Mapping[str, str] = {
     "records_compared": "{num} records of the golden were compared and {num_left_out} were not",
     "pass_compared": (
         "{pass_} pass: {num} {what:operators=records of operators|*={what}} of the golden were "
-        "compared{num_left_out:0=|*= and {num_left_out} were not}{num_extra:0=|*= and {num_extra} "
-        "of the new run have no counterpart in the golden}[[ ({why})]]"
+        "compared{num_left_out:0=|*=, {num_left_out} were not}{num_extra:0=|*=, {num_extra} of "
+        "the new run have no partner}[[ ({why})]]"
     ),
     "setting_differs": (
         "{check} {status:unknown=is|*=differs}: {details:none={reference} in the golden, "
         "{candidate} in the new run|*={details}}"
     ),
     "no_token_in_golden": (
-        "the golden holds no generated token, so none was checked: capture it with "
-        "--max-new-tokens 1 or more, or leave [tokens] out of the policy"
+        "the golden holds no generated token: capture it with --max-new-tokens 1 or more, or "
+        "leave [tokens] out of the policy"
     ),
     "tokens_too_few": (
         "{num_equal} of {total} generated tokens are equal{num_ties:0=|*= ({num_ties} more were "
@@ -39,8 +39,8 @@ SENTENCES: Mapping[str, str] = {
         "wants {least:g}"
     ),
     "no_site_meant": (
-        "no compared site is meant by {sites}[[ in the {pass_} pass]], so nothing was held against "
-        "these limits; for a policy that serves other models too, write optional = true"
+        "no compared site matches {sites}[[ in the {pass_} pass]]; if the policy serves other "
+        "models too, write optional = true"
     ),
     "number_unknown": (
         "{name} is unknown at {place}, where {of_floor:yes=there is no floor|no=not both sides "

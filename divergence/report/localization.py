@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -123,7 +122,7 @@ def _level(level: Level, *, named: bool, brief: bool) -> str:
 
 
 def _proof(result: Localization, *, brief: bool) -> list[tuple[str, str]]:
-    """Show what was captured again, the causal check, each side's operator, the reproducer."""
+    """Show what was captured again, each side's operator, the reproducer."""
     # which runs that were captured again have the bits of the run they stand for
     equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
     rows = [("repeated", f"bit for bit: {', '.join(equal)}")] if equal and not brief else []
@@ -133,55 +132,22 @@ def _proof(result: Localization, *, brief: bool) -> list[tuple[str, str]]:
         if repetition.how != "bits"
     ]
     causal = result.causal
-    measured = causal is not None and causal.num_after and not brief
-    if causal is not None and measured and math.isfinite(causal.largest_limit_usage):
-        after = limit_share(causal.largest_limit_usage)
-        before = limit_share(causal.before) if math.isfinite(causal.before) else "beyond any"
-        rows.append(
-            (
-                "cause",
-                "after the substitution, the largest share of a limit behind it is "
-                f"{after} (before {before})",
-            )
-        )
+    if causal is not None and causal.num_after and not brief:
+        after, before = map(limit_share, (causal.largest_limit_usage, causal.before))
+        text = f"{after} of a limit after it with the other side's result, {before} without"
+        rows.append(("cause", text))
     if result.alone:
         parts = [f"{letter(own.side)} has {times(own.times)}" for own in result.alone]
         text = f"on its own inputs {' and '.join(parts)} the error of an ideal one, against float64"
         if result.is_right_alone and not brief:
-            given = _given(result)
             name = result.operator.operator if result.operator is not None else "the operator"
-            text += f"; {name} is correct on both sides"
-            text += f", but {given}" if given else ""
+            text += f"; {name} is correct on both sides: look at what feeds it"
         rows.append(("alone", text))
     if result.repro is not None:
         rows.append(("reproducer", f"{result.repro} (report.md is a bug report)"))
     if result.repro_other is not None:
         rows.append(("and", f"{result.repro_other} (the other side's call)"))
     return rows
-
-
-def _given(result: Localization) -> str:
-    """Say which operands differ and by how much, and the line that calls it; empty where that is
-    not recorded."""
-    first = result.operator
-    assert first is not None
-    called = f": {first.called_at}" if first.called_at else ""
-    parts = [
-        f"B is given {operand.argument}={operand.candidate} where A is given "
-        f"{operand.reference}{called}"
-        for operand in first.other_operands
-    ]
-    if first.fed_by and not parts:
-        parts = [
-            f"its input comes from {first.fed_by[-1]}, which only {letter(first.fed_by_side)} calls"
-        ]
-    for operand in result.given[:2]:
-        if operand.difference is None:
-            continue
-        whence = dict.fromkeys((operand.reference, operand.candidate))
-        by = f"{operand.difference:.2g} (from {' / '.join(whence)})"
-        parts.append(f"its operand {operand.argument} differs by {by}")
-    return "; ".join(parts)
 
 
 _TOLD = {

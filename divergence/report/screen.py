@@ -14,7 +14,7 @@ from divergence.analyses.blocks.sections import num_bad, worst_places, worst_row
 from divergence.analyses.blocks.units import worst_of
 from divergence.comparison.result import Report
 from divergence.document import Block, Column, Document, Section, Sentence, Table, named
-from divergence.facts import sentence_behind
+from divergence.facts import Fact, sentence_behind
 from divergence.layout import MAX_WIDTH, Line, cut, fold
 from divergence.report.summary import (
     document,
@@ -66,14 +66,15 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
     quiet = is_quiet(report)
     wrong = None if quiet else _wrong_rows(whole.sections, num_rows)
     num_why = 1 if quiet or wrong else _MOST_WHY + min(0, num_rows)
+    reasons = [fact.text for fact in _reasons(report)]
     why = [
         named("" if number else "found" if quiet else "because", shortened(text, _MOST_OF_FACT))
-        for number, text in enumerate(whole.why[:num_why])
+        for number, text in enumerate(reasons[:num_why])
     ]
     inner = [item.detail for item in whole.sections if item.id not in _OF_ALL and item.detail]
     num = report.coverage.num_compared
     what = "; ".join([*(inner[:1] or [count(num, "tensor")]), *lacking(report.coverage)])
-    rest = [*["every reason"] * (len(whole.why) > num_why), "every table", "every setting"]
+    rest = [*["every reason"] * (len(whole.why) > len(why)), "every table", "every setting"]
     hint = _hint(report, rest, more)
     if wrong:  # the table's title has the hint
         table, legend = wrong
@@ -116,16 +117,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     # the first fact behind a verdict that is more than that all is well
     most = num_rows if verdict.kind in _BY_REASONS else min(1, num_rows)
     most = 0 if verdict.kind == "nonfinite" else most  # the headline counts them
-    items = [item["what"] for finding in report.findings for item in finding.headline]
-    facts = (
-        []
-        if is_quiet(report)
-        else [
-            item
-            for item in verdict.evidence[:most]
-            if item["what"] is None or item["what"] not in items
-        ]
-    )
+    facts = [] if is_quiet(report) else _reasons(report, most)
     # the line of the onset names the place already
     place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
@@ -161,6 +153,13 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
         sections=[Section(body=body)],
         next=[] if is_quiet(report) else [command.alone for command in commands],
     )
+
+
+def _reasons(report: Report, most: int | None = None) -> list[Fact]:
+    """Of the first facts behind the verdict those that its headline does not tell."""
+    items = [item["what"] for finding in report.findings for item in finding.headline]
+    evidence = report.verdict.evidence[:most]
+    return [item for item in evidence if item["what"] is None or item["what"] not in items]
 
 
 def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:

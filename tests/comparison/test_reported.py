@@ -156,7 +156,7 @@ def test_without_a_truth_the_end_of_a_long_tail_of_tokens_is_no_answer(seed, run
     assert verdict.kind in ("within_floor", "undetermined")
     if verdict.kind == "undetermined":
         assert (verdict.confidence, verdict.side) == ("low", None)
-        assert "other tokens lead up to it" in verdict.summary
+        assert "others lead up to it" in verdict.summary
         assert any(command.startswith("divergence truth") for command in verdict.next)
 
 

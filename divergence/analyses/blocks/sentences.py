@@ -60,14 +60,13 @@ SENTENCES: Mapping[str, str] = {
         "than rounding explains"
     ),
     "bounds_of_experts": (
-        "blocks choose experts, and a tie that goes the other way moves statistics, too: no place "
-        "is judged"
+        "no place is judged: blocks choose experts, and a tie that goes the other way moves "
+        "statistics too"
     ),
     # a token that may be off, or not
     "end_of_tail": (
-        "one token's error at {site} is {ratio:.0f} × what rounding makes, and other tokens lead "
-        "up to it: rounding does that where attention is sharp, and so does a small fault; a truth "
-        "tells them apart"
+        "one token's error at {site} is {ratio:.0f} × what rounding makes, and others lead up to "
+        "it: sharp attention does that, and so does a small fault; a truth tells them apart"
     ),
     # nan and inf
     "num_nonfinite": "{num} {what}",
@@ -84,12 +83,10 @@ SENTENCES: Mapping[str, str] = {
     ),
     "in_prompts": ", in {prompts}",
     "nonfinite_counts": (
-        "{site}: A {reference_nan} nan and {reference_inf} inf"
-        "{reference_neginf:0=|*= ({reference_neginf} of them -inf)}, "
-        "B {candidate_nan} nan and {candidate_inf} inf"
-        "{candidate_neginf:0=|*= ({candidate_neginf} of them -inf)} among "
-        "{num_elements} elements; the sides "
-        "{num_apart:0=agree at each|*=do not agree at {num_apart} of them}"
+        "{site}: of {num_elements} elements A has {reference_nan} nan and {reference_inf} "
+        "inf{reference_neginf:0=|*= ({reference_neginf} of them -inf)}, B {candidate_nan} nan "
+        "and {candidate_inf} inf{candidate_neginf:0=|*= ({candidate_neginf} of them -inf)}; "
+        "{num_apart:0=equal at each|*={num_apart} differ}"
     ),
     # a family: what "every ..." is about
     "kind_at": "{place} ({kind})",
@@ -99,21 +96,20 @@ SENTENCES: Mapping[str, str] = {
     "kind_products": "{kind} ({dtype} matrix products)",
     # what the escalated pass says
     "escalated": (
-        "escalated pass: {of_token:yes=one token's error is |no=}{ratio:.3g} × the float32 floor "
-        "at {site} (limit {limit:.1f})[[, {side:letter} {times:.3g} × as far from the truth as the "
-        "other side]]; it {stays:yes=stays in float32, so it is a wrong formula "
-        "or wrong data|no=vanishes in float32: kernels of the runs' dtype that compute too "
-        "coarsely}"
+        "escalated pass: {of_token:yes=one token's error is |no=}{ratio:.3g} × what float32 "
+        "rounding makes at {site} (limit {limit:.1f})[[, {side:letter} {times:.3g} × as far from "
+        "the truth as the other side]]; {stays:yes=a wrong formula or wrong data, since it stays "
+        "in float32|no=coarse kernels of the runs' dtype, since it vanishes in float32}"
     ),
     "escalated_healthy": (
-        "escalated pass (float32): nothing of formula or data is wrong; the largest is "
-        "{ratio:.2f} × the float32 floor, at {site} (limit {limit:.1f})"
+        "escalated pass (float32): nothing of formula or data is wrong; at most {ratio:.2f} × "
+        "what rounding makes, at {site} (limit {limit:.1f})"
     ),
     # within rounding
-    "largest": "{typical}; of any token: {ratio:.2f} ×, at {site} (limit {limit:.2g})",
+    "largest": "{typical}; any token's {ratio:.2f} ×, at {site} (limit {limit:.2g})",
     "typical_largest": (
-        "largest error of a typical token: {ratio:.2f} × the floor, at {site} ({phase}; limit "
-        "{limit:.2g})"
+        "the typical token's error is at most {ratio:.2f} × what rounding makes, at {site} "
+        "({phase}; limit {limit:.2g})"
     ),
     "typical_equal": "the typical token is equal bit for bit at every site",
     "judged_against": (
@@ -122,8 +118,8 @@ SENTENCES: Mapping[str, str] = {
         "{limit_usage:.0%} of it"
     ),
     "equally_near": (
-        "{site} ({phase}): the sides differ by {ratio:.1f} × the rounding model, but are equally "
-        "near the truth: a legitimate difference"
+        "{site} ({phase}): the sides differ by {ratio:.1f} × the rounding model, and are equally "
+        "near the truth: legitimate"
     ),
     "not_kept": "of some tensors only digests or statistics were kept",
     "floor_beyond": "a --floor run is beyond the limits itself",
@@ -201,7 +197,7 @@ SENTENCES: Mapping[str, str] = {
         "as far from the truth as the other's, at {site}"
     ),
     "grows_to": (
-        "no single block is beyond the floor, but the error grows to {rel_l2:.1e} at {site}, "
+        "no single block is beyond its limit, but the error grows to {rel_l2:.1e} at {site}, "
         "{ratio:figure} × what the blocks{behind:yes= and what follows them|no=} make together"
     ),
     "grows_behind": (

@@ -14,14 +14,13 @@ SENTENCES: Mapping[str, str] = {
     ),
     "choices_differ": (
         "choices made of numbers differ at {num_sites} sites, most at {site}: {num_different} of "
-        "{num_compared} tokens; rounding may decide them, so they are judged by their scores"
+        "{num_compared} tokens; they are judged by their scores, since rounding may decide them"
     ),
     # seams
     "both_compute": "both sides compute something there",
     "changed": (
         "{other:letter} hands {before} on to {site} as it is; {side:letter} changes it by "
-        "{size:.1e} of its norm (two roundings make at most {limit:.1e}), prompt {sample}, step "
-        "{step}"
+        "{size:.1e} of its norm (rounding: at most {limit:.1e}), prompt {sample}, step {step}"
     ),
     "grown": (
         "between {before} and {site} the two sides' difference grows by {size:figure} × what came "

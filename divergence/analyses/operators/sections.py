@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from divergence.comparison.result import Background, OperatorResult, OperatorsResult, Report
-from divergence.document import Block, BlockPart, Column, Section, Sentence, Table, named
+from divergence.document import Block, BlockPart, Column, Section, Sentence, Table
 from divergence.layout import MAX_WIDTH, cut
 from divergence.words import count, decimal, grouped, letter, limit_share, share, times
 
@@ -43,13 +43,6 @@ def sections(
         if operators.judged == "truth":
             parts.append("W: err B over err A")
         body.append(Sentence("; ".join(parts), style="dim"))
-    check = operators.causal
-    if check is not None and page:
-        after = (
-            "everything after it is fine" if check.holds else "something after it is still beyond"
-        )
-        proof = f"with the other side's result in place of {check.site}, {after}"
-        body.append(named("proof", proof))
     if operators.unmatched:
         body.append(
             Table(

@@ -45,8 +45,7 @@ SENTENCES: Mapping[str, str] = {
         "so sums are rounded to {dtype} on the way"
     ),
     "integers_differ": (
-        "{codes:.2%} of its integers differ, and rounding of its inputs does not explain it (exact "
-        "ties, or values too far apart)"
+        "{codes:.2%} of its integers differ, more than rounding of its inputs explains"
     ),
     "nonfinite": "{side:letter} has nan or inf where the other side has none",
     "both_far": (
@@ -72,8 +71,8 @@ SENTENCES: Mapping[str, str] = {
     "lone_feeds": "what feeds it has no partner in {side:letter}: {calls:list}",
     "lone_call": "{site}[[ ({source})]]",
     "cause": (
-        "with A's result put in its place, {holds:yes=everything after it is fine (largest share "
-        "of a limit {before:.2g} → {after:.2g})|no=the rest is not fine yet: {still:list}}"
+        "with A's result in its place {holds:yes=everything after it is fine (largest share of a "
+        "limit {before:.2g} → {after:.2g})|no=what follows is still off: {still:names 3}}"
     ),
     "other_operand": (
         "{argument}, {kind:constant=made outside the recorded modules|*=in the call}: {reference} "
@@ -85,14 +84,13 @@ SENTENCES: Mapping[str, str] = {
     "meaning_not_known": "the truth is of A's code: it cannot tell which value is meant",
     "as_one_step": "compared as one step[[, from {inputs:list}]]: {region}",
     "own_errors": (
-        "by themselves, computed again in float64 from each side's own inputs, they add "
-        "{candidate_times:.3g} × what an ideal product does (it rounds once), A's "
-        "{reference_times:.3g} ×"
+        "against float64 from each side's own inputs they add {candidate_times:.3g} × the error "
+        "of an ideal product, A's {reference_times:.3g} ×"
     ),
     "arithmetic_behind": "arithmetic behind {operator} in {dtypes:list  and }: {what}",
     "arithmetic_same": (
-        "what was probed behind {operator} in {dtypes:list  and } is the same on both sides "
-        "({probes:list}): look at software and data first"
+        "the probed arithmetic behind {operator} in {dtypes:list  and } is the same on both "
+        "sides ({probes:list}): look at software and data first"
     ),
     "none_beyond": (
         "none of {num_operators} operators is beyond its limit; the largest uses "
@@ -128,8 +126,8 @@ SENTENCES: Mapping[str, str] = {
     "other_layouts": "{calls:series} with other casts or layouts",
     # what was not judged, and why
     "pads": (
-        "could not be judged: {num} results that may hold the batch's pads, and do not tell where "
-        "({paths:list}{more:yes=, …|no=}); capture without --batch to have them judged"
+        "not judged: {num} results that may hold the batch's pads ({paths:list}{more:yes=, "
+        "…|no=}); capture without --batch"
     ),
     "rerouted": (
         "could not be judged: the backward behind experts that rounding chose otherwise for some "
@@ -140,15 +138,12 @@ SENTENCES: Mapping[str, str] = {
         "could not be compared: {sides:list  and } have no result in common with the other side's"
     ),
     "two_dtypes": "the runs are of two dtypes: their operators are shown, but not judged",
-    "other_batches": (
-        "both runs recorded operators, but of other batches: those are no pairs, and are not "
-        "compared (modules are)"
-    ),
+    "other_batches": ("operators are not compared, since they ran in other batches; modules are"),
     "other_block_inputs": (
-        "both runs recorded operators, but in passes whose blocks had other inputs: they are not "
-        "compared (repeat one from the other: capture --like)"
+        "operators are not compared: their blocks had other inputs (repeat one run from the "
+        "other: capture --like)"
     ),
     "one_side_only": (
-        "{side:letter} recorded {num:,} operators, {other:letter} none: they are not compared"
+        "operators are not compared: {side:letter} recorded {num:,}, {other:letter} none"
     ),
 }

@@ -15,11 +15,11 @@ SENTENCES: Mapping[str, str] = {
     ),
     "disagree_at": "{who} at {site}",
     "disagreement": (
-        "{who} at {site} ({pass_} pass, prompt {sample}, step {step}) and at {num_more:,} more of "
-        "{num_tensors:,} tensors that both hold; {rel_l2:none=by how much digests do not tell, so "
-        "that a sum taken in another order on each rank is not excluded|*=rel L2 {rel_l2:.2e} "
-        "there}{told_by:majority=|nobody=; which of them is wrong cannot be told|*=; the other run "
-        "agrees with the latter}"
+        "{who} at {site} ({pass_} pass, prompt {sample}, step {step}) and at {num_more:,} more "
+        "of {num_tensors:,} tensors that both hold; {rel_l2:none=digests do not tell by how "
+        "much: it may be a sum in another order on each rank|*=rel L2 {rel_l2:.2e} "
+        "there}{told_by:majority=|nobody=; which of them is wrong cannot be told|*=; the other "
+        "run agrees with the latter}"
     ),
     "other_order": "{disagreement}: no more than adding in another order explains",
     "by_digests": "known by digests alone",

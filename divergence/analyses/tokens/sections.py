@@ -7,6 +7,7 @@ A decoded token is quoted, since it may hold a newline or begin with a space.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from divergence.comparison.result import (
@@ -28,8 +29,9 @@ from divergence.document import (
     Table,
     named,
 )
+from divergence.facts import fact, sentence
 from divergence.run.manifest import SampleTokens
-from divergence.words import both_ends, count, decimal, figure, fixed, letter, list_names, times
+from divergence.words import both_ends, count, figure, fixed, letter, list_names
 
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128
@@ -188,19 +190,18 @@ def _later(flips: Sequence[TokenDifference]) -> Sentence:
 
 
 def _divergence(tokens: TokensResult) -> Sentence:
-    text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
-    style = ""
-    if tokens.kl_ratio is not None:
-        limit = "no limit where experts or codes are chosen"
-        if tokens.kl_limit is not None:
-            limit = f"limit {times(tokens.kl_limit)}"
-            style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
-        text += (
-            f"; the floor ({letter(tokens.floor_side)} from the truth): mean "
-            f"{decimal(tokens.floor_kl_mean)}, p99 {decimal(tokens.floor_kl_p99)}; "
-            f"{times(tokens.kl_ratio)} ({limit})"
-        )
-    return Sentence(text, "KL of what decided them:", style=style, indent=2, hang=4)
+    shown = fact(
+        "tokens.kl",
+        mean=tokens.kl_mean,
+        p99=tokens.kl_p99,
+        side=tokens.floor_side,
+        floor_mean=tokens.floor_kl_mean,
+        floor_p99=tokens.floor_kl_p99,
+        ratio=tokens.kl_ratio,
+        limit=tokens.kl_limit,
+    )
+    beyond = (tokens.kl_ratio or 0.0) > (tokens.kl_limit or math.inf)
+    return Sentence(sentence(shown), style="red" if beyond else "", indent=2)
 
 
 def _explained(explanation: Explanation, first: TokenDifference | None) -> list[Block]:

@@ -20,12 +20,13 @@ SENTENCES: Mapping[str, str] = {
         "rounding may make|difference=logits' difference}"
     ),
     "far_apart": (
-        "no single block is beyond its limit, but the distributions of the decided tokens are "
-        "{ratio:figure} × as far apart as the floor's from the truth"
+        "no single block is beyond its limit, but the next-token distributions are "
+        "{ratio:figure} × as far apart as rounding makes them"
     ),
     "kl": (
-        "KL of the decided tokens: mean {mean:.2e}, p99 {p99:.2e} nats between the sides; "
-        "{side:letter}'s from the truth: mean {floor_mean:.2e}, p99 {floor_p99:.2e}; "
-        "{ratio:figure} × (limit {limit:.1f})"
+        "KL of the decided tokens: mean {mean:.2e}, p99 {p99:.2e} nats between the sides"
+        "{ratio:none=|*=, {ratio:figure} × {side:letter}'s from the truth (mean {floor_mean:.2e}, "
+        "p99 {floor_p99:.2e}; {limit:none=no limit where experts or codes are chosen|*=limit "
+        "{limit:.1f} ×})}"
     ),
 }

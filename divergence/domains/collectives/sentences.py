@@ -4,8 +4,8 @@ SENTENCES = {
     # the verdict's headline
     "holds": (
         "{num:1=the one case holds|*=all {num:,} cases hold} on {num_ranks} ranks ({backend}): "
-        "{done:yes=every rank has what it should|no=the ranks whose results are there have what "
-        "they should}, the same bits each time[[; {orders}]]"
+        "{done:yes=every rank is right|no=the ranks whose results are there are right}, and "
+        "repeats its bits[[; {orders}]]"
     ),
     "nothing_checked": "nothing was checked but orders and times[[; {orders}]]",
     "none_common": (
@@ -51,8 +51,8 @@ SENTENCES = {
     ),
     "kept": "{dtype} in {accumulates}",
     "identities": (
-        "[[{side:letter}: ]]reduce-scatter, then all-gather make the all-reduce's bits in "
-        "{num_same} of {total} cases; the orders of addition promise it in {num_promised}"
+        "[[{side:letter}: ]]reduce-scatter and all-gather make the all-reduce's bits in "
+        "{num_same} of {total} cases, and {num_promised} are promised by the orders of addition"
     ),
     "flushed": "[[{side:letter}: ]]subnormal sums become 0 in {num:count case}",
     # what a check lacks

@@ -46,16 +46,16 @@ SENTENCES = {
     "unjudged_code": "{what}; {why}",
     "code_explains": "{difference}: where the error begins, {site}",
     "choices_off": (
-        "{num_misfits} tokens are not the largest of their own logits, the first in {side:letter} "
-        "at prompt {sample}, step {step}: {chosen} was chosen, {largest} is larger by {behind:.3g}"
+        "{num_misfits} tokens are not the largest of their own logits; first in {side:letter}, "
+        "prompt {sample}, step {step}: {largest} is {behind:.3g} above the chosen {chosen}"
     ),
     # tokens and how they were chosen
     "choice_of_tokens": "{how:none=chooses no token|forced=tokens forced|greedy=greedy}",
     "seeds": "{seeds}{same:yes=|no=; decoding is greedy and draws nothing}",
     "tokens_not_told": "a run does not tell the tokens it was fed",
     "prompts_differ": (
-        "A: {reference}, B: {candidate}; {details:none=other ids|*={details}}"
-        "{template:none=|*=; chat template: {template}}"
+        "{details:none=other ids|*={details}}{template:none=|*=; chat template: {template}} (A: "
+        "{reference}, B: {candidate})"
     ),
     "another_template": "another one",
     "no_prompt_ids": "neither run records the ids of a prompt",
@@ -87,9 +87,8 @@ SENTENCES = {
     "logits_nonfinite": "the logits hold nan or inf",
     "logits_unmeasured": "the logits of {num} forwards differ, by how much is not known",
     "logprob_changes": (
-        "the likeliest token's changes by up to {nats:.1e} nats"
-        "[[; {num_equal} of {num_tokens} chosen tokens are equal]]"
-        "{verdict:none=; no more than rounding explains|*=; compare says {verdict}}"
+        "they change by up to {nats:.1e} nats[[; {num_equal} of {num_tokens} chosen tokens are "
+        "equal]]{verdict:none=; no more than rounding explains|*=; compare says {verdict}}"
     ),
     # prefill and decode
     "beyond_too": "beyond the limit too: {site}",

@@ -31,9 +31,9 @@ SENTENCES = {
     "perhaps_rerouted": "{what}; {cause}",
     "hides_experts": "{what}, and {cause}",
     "rerouted": (
-        "where the scores of experts nearly tie, rounding sends a token to another one, and a "
-        "fault of an expert looks the same{known:yes=|no=; whether the model has experts no side "
-        "tells}. Runs with layers (--layers RUN) tell them apart"
+        "rounding sends a token to another expert where their scores nearly tie, and an expert's "
+        "fault looks the same{known:yes=|no=; no side tells whether the model has experts}. Runs "
+        "with layers (--layers RUN) tell them apart"
     ),
     "growing": (
         "the difference grows with the answer, {times:.1f} times from its first third to its last, "
@@ -77,10 +77,10 @@ SENTENCES = {
         "flips only where it sends a token to other experts|no=does not flip}"
     ),
     "texts": (
-        "no token has a log-probability on both sides{num_ties:0=|*= behind equal text}; "
-        "{num_same} of {num_answers:count answer} are the same text{num_ties:0=|*=; {num_ties} of "
-        "them part at ties}[[; so at least {least_share:.0%} of such prompts are, 99% surely]]. "
-        "Drawn answers (--answers 10, both sides) tell whether they part by chance"
+        "no token has a log-probability on both sides{num_ties:0=|*= after equal text}; "
+        "{num_same} of {num_answers:count answer} are the same text{num_ties:0=|*=; {num_ties} "
+        "of them part at ties}[[; so at least {least_share:.0%} of such prompts are, 99% "
+        "surely]]. Drawn answers (--answers 10, both sides) tell whether they part by chance"
     ),
     "layers_explain": "; {module} explains it ({share:.0%} of Δ log p)",
     "not_asked_the_same": "the two were not asked the same: {what}",
@@ -169,8 +169,8 @@ SENTENCES = {
     ),
     "ignores_temperature": "; {repeats}: it may not obey the temperature",
     "not_drawn": (
-        "{repeats}: temperature or seed are not obeyed, or nothing else is likely, and answers "
-        "that are not drawn tell no distribution"
+        "{repeats}: temperature or seed are not obeyed, or nothing else is likely, so they tell "
+        "no distribution"
     ),
     "few_drawn": ("{num_answers:count drawn answer} are too few for a test of their distribution"),
     "more_answers": "--answers 10, more prompts",
@@ -200,21 +200,21 @@ SENTENCES = {
         "{kl_upper:decimal}}; {tail:.1%} of the probability is on neither common list"
     ),
     "first_parting": (
-        "the answers to {num_flips:count prompt} part, first {first_fault:yes=at no tie |no=}"
-        "prompt {sample} at token {token} ({margin}{judgement:tie=: a tie|fault=: no tie|none=}); "
-        "{num_after:count token} behind were not compared"
+        "the answers to {num_flips:count prompt} part, first {first_fault:yes=at no tie "
+        "|no=}prompt {sample} at token {token} ({margin}{judgement:tie=: a tie|fault=: no "
+        "tie|none=}); the {num_after:count token} after were not compared"
     ),
     "margin": "{nats:none=no list holds both|*={nats:decimal} nats between them}",
     "margin_by_list": "one side's list goes that far down without the other's token",
     "shift": (
         "over {num_prompts} prompts the mean shift is {mean:decimal} nats, 99% between "
-        "{low:decimal} and {high:decimal} (p = {p_value:.2g}); so many would show one of "
+        "{low:decimal} and {high:decimal} (p = {p_value:.2g}); the smallest that shows is "
         "{smallest_shift:decimal}"
     ),
     "few_prompts": "{num_prompts:count prompt}: too few for an interval or a p value",
     "rounding_not_known": (
-        "what rounding makes here is not known: a side's dtype is not; --floor RUN, of a trusted "
-        "machine on the same prompts, tells it"
+        "what rounding makes is not known, since a side's dtype is not; --floor RUN, of a "
+        "trusted machine on the same prompts, tells it"
     ),
     "rollout_normal": "every number that trainers watch is normal by its own limit",
     "rollout_off": "{framework}'s {name} is {value:.4g}, normal {normal}",
@@ -275,7 +275,7 @@ SENTENCES = {
     "side_lacks": "{side:letter}: {what}",
     "by_text": "{side:letter} tells tokens by text alone: ids were matched by text",
     "no_layer": (
-        "no layer was seen on either side: where the difference is made, only `divergence capture` "
-        "of the models tells"
+        "neither side recorded layers: `divergence capture` of the models tells where the "
+        "difference is made"
     ),
 }

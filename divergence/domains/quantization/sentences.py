@@ -56,8 +56,8 @@ SENTENCES = {
         "norms)"
     ),
     "unreached": (
-        "{num} of the matrices ({first}, ...) got no input: no token reached them, or this model "
-        "multiplies with them past their modules, where nothing is quantised"
+        "{num} matrices ({first}, ...) got no input: no token reached them, or the model "
+        "multiplies with them outside their modules"
     ),
     "numbers_of": "all numbers are those of {model}, of which {difference}",
     "matrices_pay": "divergence quantize RUN --each tells which matrices pay it",

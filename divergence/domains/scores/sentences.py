@@ -14,9 +14,9 @@ SENTENCES = {
     "undecided_without_count": ("undecided: nothing tells of how many documents the scores are"),
     "of_no_pairs": ", of scores as a whole, without pairs",
     "unpaired": (
-        "the two are taken for separate samples (standard error {error:.2g}), which is too wide "
-        "where both answered the same documents[[: in pairs, with one answer in 20 changed, it "
-        "would be {paired:.2g}]]; {documents} has them"
+        "taken as separate samples (standard error {error:.2g}), too wide where both answered "
+        "the same documents[[: in pairs, with one answer in 20 changed, {paired:.2g}]]; "
+        "{documents} has them"
     ),
     "no_count": (
         "[[the difference is beyond chance from {num_documents:,} documents on, taken as separate "
@@ -47,8 +47,7 @@ SENTENCES = {
     ),
     "lopsided_clusters": (
         "only {num_clusters:1=1 cluster differs|*={num_clusters} clusters differ}, nearly all in "
-        "one direction: the interval and equality may be less sure than said, if rare clusters "
-        "flip as a whole"
+        "one direction: interval and equality are less sure if rare clusters flip as a whole"
     ),
     # what was left out of an evaluation, or is not its whole
     "other_number": ("{task} has {num_documents:,} documents, and its results say {expected:,}"),

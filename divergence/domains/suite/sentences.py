@@ -7,7 +7,7 @@ SENTENCES = {
     ),
     "differ_unjudged": (
         "{num_differ} of {total} results differ, the most in {operator} (relative difference "
-        "{rel_l2:.1e}); which side is right, only the truth tells"
+        "{rel_l2:.1e}); only a truth tells which side is right"
     ),
     "within_rounding": (
         "{num_differ} of {total} results differ; both sides are as right as rounding allows"

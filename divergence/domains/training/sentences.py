@@ -17,7 +17,7 @@ SENTENCES = {
     "no_common_step": "no step is in both files",
     "other_intervals": (
         "A is logged every {reference:g} steps and B every {candidate:g}: a logged loss may be a "
-        "mean over its steps, so they are not of the same tokens"
+        "mean over steps, so they may not be of the same tokens"
     ),
     "no_finite_step": ("no step with a finite loss other than 0 is left behind the warm-up"),
     "equal_nonfinite": "both losses are equal, nan or inf at step {step}",

@@ -237,7 +237,7 @@ def test_each_side_keeps_its_own_settings(wrong, pair, tmp_path):
     runs = pair("llama", "float32", gradient_checkpointing=True, plants=[plant])
     result = descend(wrong, runs, tmp_path / "work")
     assert result.operator is None
-    assert "comes behind the operators" in result.stopped
+    assert "comes after them" in result.stopped
     again = divergence.Run.open(tmp_path / "work/candidate-operators")
     assert again.manifest.training.gradient_checkpointing
     commands = divergence.compare(*runs[:2], truth=runs[2]).verdict.next

@@ -119,7 +119,9 @@ def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side, l
     assert "whose code is right it cannot tell" in there.doubt
     lines = lines_of(there)
     assert ", by " not in lines[0]
-    assert any(line.startswith("side        not named: the two sides' code") for line in lines)
+    assert any(
+        line.startswith("side        not named: the sides run different code") for line in lines
+    )
 
 
 def test_the_truth_is_not_made_by_the_candidates_code(llama, tmp_path):

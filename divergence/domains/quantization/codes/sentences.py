@@ -18,8 +18,8 @@ SENTENCES = {
     "no_truth": "no truth",
     "all_equal": "codes of activations: all {num_codes:,} are equal on both sides",
     "round_apart": (
-        "codes of activations: {num_different:,} of {num_codes:,} differ, by {most_apart} at most, "
-        "where x / scale lies next to the middle between two of them: rounding"
+        "codes of activations: {num_different:,} of {num_codes:,} differ, by {most_apart} at "
+        "most, at ties: rounding"
     ),
     "beyond": "{place}, {side:none=B's codes against A's|*={side:letter}'s codes}: {looks:list ; }",
     "outliers": (

@@ -4,7 +4,7 @@ SENTENCES = {
     "made_in_free": "the error is made at {site}, in the free pass alone: it does not repeat",
     "anchored_passes": "the anchored pass of the same run is right there",
     "free_alone": (
-        "in the free pass {site} is off by {rel_l2:.1e} of its norm, where what enters it explains "
+        "in the free pass {site} is off by {rel_l2:.1e} of its norm, and what enters it explains "
         "{limit:.1e}; with equal inputs by {rounding:.1e}. So are {num_beyond} of {num} "
         "parameters' gradients"
     ),

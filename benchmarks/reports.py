@@ -56,7 +56,7 @@ said, but the place or the cause is missing. **wrong**: another place or side, a
 missed fault. A case is wrong where any of its answers is; else its best answer with a truth counts.
 
 The tables show what `localize` says where it names a place, else what `compare` says of the two
-runs; all are right where nothing else is noted."""
+runs, of the first of several cases; all are right where nothing else is noted."""
 
 
 class Result:
@@ -158,28 +158,32 @@ def page(results: list[Result]) -> str:
             "",
             f"## {title[0].upper()}{title[1:]}",
             "",
-            "| report and its cause | case | it says |",
+            "| report and its cause | cases | it says |",
             "|---|---|---|",
         ]
-        places = {(r.case.report, r.case.cause): place for place, r in reversed([*enumerate(mine)])}
-        mine.sort(key=lambda result: places[result.case.report, result.case.cause])
-        abouts = [f"{result.case.report}: {result.case.cause}" for result in mine]
-        lines += [
-            _row(result, about="" if about == before else about)
-            for result, about, before in zip(mine, abouts, ["", *abouts], strict=False)
-        ]
+        rows: dict[tuple[str, str, str], list[Result]] = {}
+        for result in mine:
+            cause = f"{result.case.report}: {result.case.cause}"
+            rows.setdefault((cause, _shown(result).kind, result.grade), []).append(result)
+        lines += [_row(about, results) for (about, _, _), results in rows.items()]
     return "\n".join(lines) + "\n"
 
 
-def _row(result: Result, *, about: str) -> str:
+def _shown(result: Result) -> Answer:
     answer = result.answers.get("localize")
     if answer is None or answer.kind == "stopped":
         answer = next(iter(result.answers.values()))
-    note = ""
+    return answer
+
+
+def _row(about: str, results: list[Result]) -> str:
+    """Cases of one cause and one kind of answer, with the first one's answer."""
+    result, note = results[0], ""
     if result.grade != "right":
         reasons = {text for grade, text in result.grades.values() if grade == result.grade}
         note = f"; **{result.grade}**: {_short('; '.join(sorted(reasons)))}"
-    return f"| {about} | `{result.case.name}` | {_cell(answer)}{note} |"
+    names = ", ".join(f"`{each.case.name}`" for each in results)
+    return f"| {about} | {names} | {_cell(_shown(result))}{note} |"
 
 
 def _cell(answer: Answer) -> str:

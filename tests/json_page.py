@@ -32,7 +32,8 @@ attribute of the same name (`pass` is `pass_`). A number that is no finite one i
 `"inf"`). `reference` is A on every screen, `candidate` is B. Each entry of `sites` is a line. Keys
 without a description say what their name says; words are in the [glossary](glossary.md), facts in
 [facts](facts.md). [report.schema.json](report.schema.json) is the same as a JSON Schema, in full,
-with the parts that log-probabilities, suites and collectives add to a report.
+with what operators, audit and replicas hold, and the parts that log-probabilities, suites and
+collectives add to a report.
 """
 
 
@@ -47,8 +48,14 @@ def added() -> dict[str, type[msgspec.Struct]]:
     }
 
 
-def types_of(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
-    """The type and those in its fields, each once, in the order in which they are met."""
+INNER = ("OperatorsResult", "AuditResult", "ReplicaCheck")
+"""Types whose own parts stand in the schema alone."""
+
+
+def types_of(
+    kind: type[msgspec.Struct], *, closed: tuple[str, ...] = ()
+) -> Iterator[type[msgspec.Struct]]:
+    """The type and those in its fields but for fields of ``closed``, each once, in their order."""
     seen: list[type[msgspec.Struct]] = []
     waiting = [kind]
     while waiting:
@@ -57,6 +64,8 @@ def types_of(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
             continue
         seen.append(current)
         yield current
+        if current.__name__ in closed:
+            continue
         for hint in typing.get_type_hints(current).values():
             waiting += [each for each in _inside(hint) if each not in seen]
 
@@ -93,7 +102,7 @@ def page() -> str:
     from divergence import Report
 
     parts = [HEAD]
-    for kind in types_of(Report):
+    for kind in types_of(Report, closed=INNER):
         about = first_sentence(inspect.getdoc(kind) or "")
         texts = described(kind)
         rows = [f"- `{key}`: {first_sentence(text)}" for key, text in texts.items() if text]

@@ -45,7 +45,7 @@ from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
 from divergence.recording.structure import compiled_regions
 from divergence.recording.widening import Widening, check_device
-from divergence.run.captured import CapturedTensor
+from divergence.run.captured import CapturedTensor, Slot
 from divergence.run.contents import why_no_bytes
 from divergence.run.manifest import (
     ModuleNote,
@@ -435,6 +435,9 @@ class FloorSink:
     def __init__(self, own: Run, notes: Mapping[str, ModuleNote], sink: Sink | None) -> None:
         self._own, self._notes, self._sink = own, notes, sink
         self._rows: dict[tuple[int, str], dict[int, np.ndarray]] = defaultdict(dict)
+        self._last: tuple[CapturedTensor | None, Slot | None, torch.Tensor | None] = (None,) * 3
+        """The last output, with its place: it may come by again as that of the module around its
+        own, when the writer has let go of its bytes."""
         self._channels: dict[str, np.ndarray] = {}
         self._orders: dict[str, int] = {}
         self._free: dict[str, dict[tuple[int, int], Record]] = defaultdict(dict)
@@ -452,9 +455,11 @@ class FloorSink:
         self, item: CapturedTensor, *, sample: int, step: int, site: str, order: int, **rest: Any
     ) -> None:
         record = self._free[site].get((sample, step))
-        if record is not None and item.tensor is not None:
+        if ":out" in site and self._last[0] is not item:
+            self._last = item, item.slot, item.tensor
+        if record is not None and (tensor := self._last[2]) is not None:
             with _disable_current_modes():
-                self._rows[sample, site][step] = self._sums(record, item.tensor)
+                self._rows[sample, site][step] = self._sums(record, tensor)
             self._orders[site] = order
         if self._sink is not None:
             self._sink.put(item, sample=sample, step=step, site=site, order=order, **rest)

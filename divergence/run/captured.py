@@ -250,10 +250,11 @@ class CapturedTensor:
     @property
     def tensor(self) -> torch.Tensor | None:
         """The bytes as a tensor, complete; None where there are none (any more)."""
-        if self.slot is None:
+        slot = self.slot  # once: the writer's thread may let go of it meanwhile
+        if slot is None:
             return self._tensor
-        self.slot.bytes()
-        return self.slot.tensor(FORMATS[self.dtype].torch_dtype, self.shape)
+        slot.bytes()
+        return slot.tensor(FORMATS[self.dtype].torch_dtype, self.shape)
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor | None) -> None:

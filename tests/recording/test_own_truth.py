@@ -10,6 +10,7 @@ from divergence.cli.main import app
 from divergence.errors import ModelError, UsageError
 from divergence.recording.engines import many_steps as module
 from divergence.run.reader import own_truth
+from divergence.run.writer import RunWriter
 
 PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]
 
@@ -51,6 +52,26 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
     assert outputs == {place for place in true if place[2].endswith(":out")}
     assert not notes
     assert not run.verify()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+def test_a_fast_writer_takes_no_floor_away(heard, tiny_model, monkeypatch, architecture):
+    """What a module returns may be what its last child returned: by then it may be written."""
+    put = RunWriter.put
+
+    def put_and_written(writer, item, **place):
+        put(writer, item, **place)
+        writer.drain()
+
+    model, floors = tiny_model(architecture), []
+    for write in (put, put_and_written):
+        monkeypatch.setattr(RunWriter, "put", write)
+        run, notes = heard(model, dtype="float32", sites=["modules"], truth="full")
+        floors.append({(r.sample, r.site) for r in run.records if r.pass_ == "floor"})
+        assert not notes
+    assert floors[0] == floors[1]
+    outer = {path for path, note in run.manifest.plan.modules.items() if note.role == "block"}
+    assert outer <= {site.partition(":")[0] for _, site in floors[1]}
 
 
 @pytest.mark.parametrize(

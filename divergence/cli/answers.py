@@ -181,6 +181,8 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
         yield report
 
 
+listeners: list[Callable[[str], None]] = []
+"""Told of each part of the work that is under way."""
 _SAID = ("note", "taken")
 """Events that are sentences, not parts of the work."""
 
@@ -191,6 +193,8 @@ def _begin(event: str) -> None:
         from divergence.cli.garbage import release
 
         release()
+    for listen in listeners:
+        listen(event)
 
 
 def _amount(done: int, total: int | None) -> str:

@@ -34,8 +34,6 @@ def import_classes(model: str) -> None:
 
 def tell_free_pass() -> None:
     """Print a line when the pass behind the free one begins, for which that was written."""
-    from divergence.cli import answers
-
     begun: list[str] = []
 
     def listen(event: str) -> None:
@@ -43,7 +41,7 @@ def tell_free_pass() -> None:
             os.write(1, b"free\n")
         begun.append(event)
 
-    answers.listeners.append(listen)
+    importlib.import_module("divergence.cli.answers").listeners.append(listen)
 
 
 def files() -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from divergence.words import Progress, printable, printable_lines, shortened
+from divergence.words import Progress, listeners, printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from divergence.document import Document
@@ -181,8 +181,6 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
         yield report
 
 
-listeners: list[Callable[[str], None]] = []
-"""Told of each part of the work that is under way."""
 _SAID = ("note", "taken")
 """Events that are sentences, not parts of the work."""
 

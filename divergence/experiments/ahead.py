@@ -34,6 +34,8 @@ def import_classes(model: str) -> None:
 
 def tell_free_pass() -> None:
     """Print a line when the pass behind the free one begins, for which that was written."""
+    from divergence.words import listeners
+
     begun: list[str] = []
 
     def listen(event: str) -> None:
@@ -41,7 +43,7 @@ def tell_free_pass() -> None:
             os.write(1, b"free\n")
         begun.append(event)
 
-    importlib.import_module("divergence.cli.answers").listeners.append(listen)
+    listeners.append(listen)
 
 
 def files() -> list[str]:

@@ -314,7 +314,10 @@ SENTENCES: Mapping[str, str] = {
         "{candidate:none=(nothing)|*={candidate}}"
     ),
     "measure.torn_tail": "{side:letter}'s last record line was cut off and left out",
-    "measure.told_to_use": "{side:letter} was told to use {name} {used} instead of {reference}",
+    "measure.told_to_use": (
+        "{side:letter} was told to use {name} {used:None=as usual|*={used}} instead of "
+        "{reference:None=as usual|*={reference}}"
+    ),
     "measure.only_changed": (
         "{side:letter} stores what differs from run {run} alone, which is not at hand: of the rest "
         "digests and statistics are compared"

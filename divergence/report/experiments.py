@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import PurePath
 
 from divergence.document import (
     Block,
+    Column,
     Document,
     Figures,
     Fold,
@@ -273,14 +275,15 @@ def _sizes(result: Sensitivity) -> list[Table]:
     tables = []
     for escalated in (False, True)[: 1 + result.escalated]:
         what = deep if escalated else f"anchored pass, {result.dtype}"
+        size_of = partial(_size, escalated=escalated)
         tables.append(
             Table(
                 caption=f"Smallest size seen, {what}",
                 title="smallest size seen",
                 detail=f"{deep}: faults of formula or data" if escalated else what,
-                columns=("block", *result.phrases),
+                columns=("block", *(Column(fault, size_of) for fault in result.phrases)),
                 rows=[
-                    (block, *(_size(sizes[block, fault], escalated) for fault in result.phrases))
+                    (block, *(sizes[block, fault] for fault in result.phrases))
                     for block in result.blocks
                 ],
             )
@@ -288,7 +291,7 @@ def _sizes(result: Sensitivity) -> list[Table]:
     return tables
 
 
-def _size(fault_size: FaultSize, escalated: bool) -> str:
+def _size(fault_size: FaultSize, *, escalated: bool) -> str:
     if fault_size.reason is not None:
         return "-"
     size = fault_size.escalated_size if escalated else fault_size.size

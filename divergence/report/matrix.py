@@ -44,7 +44,7 @@ _COLUMNS = (
     Column("wrong", letter),
     Column("of limit", limit_share),
     Column("logits L2", decimal),
-    Column("top-1", share),
+    Column("top-1", share, face="page"),
     "tokens",
 )
 

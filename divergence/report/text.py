@@ -151,13 +151,14 @@ def table_lines(table: Table) -> list[Line]:
         max([column.width, *map(len, texts)])
         for column, *texts in zip(columns, *cells, strict=True)
     ]
-    # where a row is too wide words are cut, from the left on and those of the first column last;
+    # where a row is too wide words are cut, the widest first and those of the first column last;
     # the last ones may go on below, and need no more than some letters
     room = MAX_WIDTH - margin - 2 * len(sizes) - (min(last, _LEAST) if at_left[-1] else last)
     names = [number for number in range(len(sizes)) if at_left[number]]
-    for number in (*names[1:], *names[:1]):
-        excess = max(0, sum(sizes) - room)
-        sizes[number] -= min(excess, max(0, sizes[number] - _LEAST_NAME))
+    for _ in range(sum(sizes) - room):
+        wide = [n for n in names if sizes[n] > max(_LEAST_NAME, columns[n].width)]
+        if wide:
+            sizes[max(wide, key=lambda n: (n > names[0], sizes[n]))] -= 1
     lines = []
     for number, (row, marks, sign) in enumerate(zip(cells, words, signs, strict=False)):
         lead = sign.ljust(margin)

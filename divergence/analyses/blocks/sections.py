@@ -538,10 +538,8 @@ def _map(
 
 # Tables: a row a block, with what each face shows of it.
 
-_REL_L2 = (
-    "|a-b| / |a| at this place; in an anchored pass A's inputs went in on both sides, so this much "
-    "is made there"
-)
+_REL_L2 = "|a-b| / |a| at this place"
+_MADE = "; A's inputs went in on both sides, so this much is made there"
 _FLOORS = "rel L2 of the median token, in units of what rounding makes; worst: of the worst token"
 _SHARE = "the share of a limit that is used; over 100% is beyond it, - is held to none"
 _R = "|a-b| / |a-truth| of the median token: about 1.4 is rounding"
@@ -564,13 +562,14 @@ def rows_table(
     main = [row.main for row in rows if row.main is not None]
     floor, truth = (any(getattr(s, name) is not None for s in main) for name in ("ratio", "truth"))
     where = "step" if any(site.step for site in main) else "token"
+    anchored = any(site.pass_ == "anchored" for site in main)
     decades = RATIO_DECADES if floor else REL_L2_DECADES
     alone = "page" if truth else ""  # a terminal has room for what a truth tells, or for these
     columns = (
         Column("block", face="page"),
         Column("site", face="terminal"),
         Column("worst at", face="page", left=True),
-        Column("relative L2", decimal, short="rel L2", meaning=_REL_L2),
+        Column("relative L2", decimal, short="rel L2", meaning=_REL_L2 + _MADE * anchored),
         Column(
             f"p:{where}" if several else where,
             face="terminal",
@@ -588,6 +587,7 @@ def rows_table(
             "bar .1-1e3" if floor else "bar 1e-8-1",
             lambda value: bar(value, decades),
             left=True,
+            width=10,
             face="terminal",
             meaning=_BAR if floor else "",
         ),

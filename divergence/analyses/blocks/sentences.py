@@ -86,7 +86,7 @@ SENTENCES: Mapping[str, str] = {
         "{site}: of {num_elements} elements A has {reference_nan} nan and {reference_inf} "
         "inf{reference_neginf:0=|*= ({reference_neginf} of them -inf)}, B {candidate_nan} nan "
         "and {candidate_inf} inf{candidate_neginf:0=|*= ({candidate_neginf} of them -inf)}; "
-        "{num_apart:0=equal at each|*={num_apart} differ}"
+        "{num_apart:0=equal at each|1=1 differs|*={num_apart} differ}"
     ),
     # a family: what "every ..." is about
     "kind_at": "{place} ({kind})",

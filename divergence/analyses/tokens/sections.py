@@ -29,7 +29,7 @@ from divergence.document import (
     Table,
     named,
 )
-from divergence.facts import fact, sentence
+from divergence.facts import fact, has, sentence
 from divergence.run.manifest import SampleTokens
 from divergence.words import both_ends, count, figure, fixed, letter, list_names
 
@@ -62,7 +62,8 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     body += [] if background is None else _strips(tokens, background)
     if flips[1:]:
         body.append(_later(flips[1:]) if background is None else _flips(flips))
-    body += [] if tokens.kl_mean is None else [_divergence(tokens)]
+    if tokens.kl_mean is not None and not has(report.verdict.evidence, "tokens.kl"):
+        body.append(_divergence(tokens))
     if tokens.explanation is not None:
         body += _explained(tokens.explanation, first)
     return [
@@ -109,11 +110,11 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
         Table(
             caption="What each side chose",
-            columns=("", "", ""),
+            columns=("", Column("", _token), ""),
             num_left=3,
             indent=4,
             rows=[
-                (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
+                (name, choice, f"margin {fixed(margin)} logits over the next{more}")
                 for name, choice, margin, more in sides
             ],
         ),
@@ -223,15 +224,14 @@ def _explained(explanation: Explanation, first: TokenDifference | None) -> list[
         Sentence(f"{added}, here in {explanation.dtype} on {explanation.device}"),
         Table(
             caption="Its margin",
-            columns=("", ""),
-            num_left=2,
+            columns=("", Column("", fixed, "", left=True)),
             indent=4,
             rows=[
-                (over, ""),
-                ("  in A", fixed(explanation.reference_margin)),
-                ("  in B", fixed(explanation.candidate_margin)),
-                ("  here, as it is", fixed(explanation.baseline_margin)),
-                ("  here, with the error", fixed(explanation.injected_margin)),
+                (over, None),
+                ("  in A", explanation.reference_margin),
+                ("  in B", explanation.candidate_margin),
+                ("  here, as it is", explanation.baseline_margin),
+                ("  here, with the error", explanation.injected_margin),
             ],
         ),
         Sentence(_effect(explanation) + chosen, style="yellow"),

@@ -54,9 +54,9 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare a-llama-float32 ",
     ),
     (
-        "analyses/tokens/sections.py",
-        'p99 {decimal(tokens.kl_p99)} nats"',
-        'p95 {decimal(tokens.kl_p99)} nats"',
+        "analyses/tokens/sentences.py",
+        "p99 {p99:.2e} nats",
+        "p95 {p99:.2e} nats",
         "^compare a-gpt2",
     ),
     ("domains/doctor/show.py", 'return "no rung fails"', 'return "all rungs hold"', "^doctor"),

@@ -93,7 +93,7 @@ def docs_text() -> str:
         "# Commands\n",
         "This page is made from `--help` by `python tests/cli/surface.py`; a test keeps it true.\n",
         f"{', '.join(names)}. Options that mean the same in several commands stand "
-        "[at the end](#options-of-several-commands).\n",
+        "[at the end](#options-of-several-commands). `--help` shows more examples.\n",
     ]
     uses = Counter(_option(row) for command in commands().values() for row in describe(command))
     shared = {row for row, number in uses.items() if number >= 3 and row.startswith("- `-")}
@@ -162,9 +162,10 @@ def _option(row: dict[str, Any]) -> str:
 
 
 def _examples(epilog: str) -> str:
-    """The examples as a code block, what follows them as text."""
+    """The first examples as a code block, what follows them as text."""
     parts = [part for part in epilog.strip().split("\n\n") if part.strip() != "Examples:"]
     code = [part.strip() for part in parts if part.strip().startswith("divergence ")]
+    code = "\n".join(code).splitlines()[:3]
     text = [part.strip() for part in parts if not part.strip().startswith("divergence ")]
     return "\n".join(["```", *code, "```", "", *text, ""])
 

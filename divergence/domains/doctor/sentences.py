@@ -87,8 +87,8 @@ SENTENCES = {
     "logits_nonfinite": "the logits hold nan or inf",
     "logits_unmeasured": "the logits of {num} forwards differ, by how much is not known",
     "logprob_changes": (
-        "they change by up to {nats:.1e} nats[[; {num_equal} of {num_tokens} chosen tokens are "
-        "equal]]{verdict:none=; no more than rounding explains|*=; compare says {verdict}}"
+        "differ by up to {nats:.1e} nats[[; {num_equal} of {num_tokens} tokens equal]]"
+        "{verdict:none=; no more than rounding explains|*=; compare: {verdict}}"
     ),
     # prefill and decode
     "beyond_too": "beyond the limit too: {site}",

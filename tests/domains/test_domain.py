@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
+import pkgutil
+import typing
 import warnings
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import divergence
 from divergence import domain
 from divergence.cli.main import commands
 from divergence.domains import public
+from divergence.options.option import Options, fields_of
 
 MINE = """
 from divergence.domain import Domain, Subcommand
@@ -147,6 +151,29 @@ def test_what_type_checkers_know_is_what_is_there():
     assert sorted(added) == sorted(public.__all__)
     for name, module in added.items():
         assert getattr(public, name) is getattr(importlib.import_module(module), name)
+
+
+BESIDE = {"candidate", "command", "force", "others", "out", "progress", "reference", "run", "runs"}
+"""What a function is given that is no option of its command."""
+
+
+@pytest.mark.parametrize("name", ["doctor", "probe", "quantize", "scores"])
+def test_a_function_takes_what_its_command_takes(name):
+    """By the same names, with the same defaults."""
+    added = [command for each in domain.own_domains() for command in each.commands]
+    (command,) = (command for command in added if command.name == name)
+    hints = typing.get_type_hints(pkgutil.resolve_name(command.function), include_extras=True)
+    (kind,) = (
+        kind
+        for hint in hints.values()
+        for kind in getattr(hint, "__metadata__", ())
+        if isinstance(kind, type) and issubclass(kind, Options)
+    )
+    parameters = inspect.signature(getattr(divergence, name)).parameters
+    given = {key: value.default for key, value in parameters.items() if key not in BESIDE}
+    assert given == {
+        field.name: field.default for field in fields_of(kind) if field.name not in BESIDE
+    }
 
 
 def test_a_domain_says_what_it_adds_and_imports_nothing():

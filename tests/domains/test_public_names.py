@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.test_doors import listed
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "divergence" / "domains"
-PAGE = ROOT / "docs" / "extending.md"
-HEADING = "### What it may import"
-
-
-def public() -> dict[str, set[str]]:
-    """Module of the core → the names of it that the page lists; none: all of it."""
-    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition("\n#")[0]
-    whole, _, parts = text.partition("and of others these names:")
-    rows = re.findall(r"^- `([\w.]+)`: (.*(?:\n  .*)*)", parts, re.MULTILINE)
-    named = {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
-    return named | {module: set() for module in re.findall(r"`([\w.]+)`[,;]", whole)}
 
 
 def taken() -> Iterator[tuple[str, str, str]]:
@@ -37,9 +27,9 @@ def taken() -> Iterator[tuple[str, str, str]]:
 
 def test_a_domain_imports_public_names_alone():
     """Those of the page; what is private to a module is nobody else's."""
-    listed, wrong = public(), []
+    public, wrong = listed(), []
     for domain, module, name in taken():
-        names = listed.get(module)
+        names = public.get(module)
         if names is not None and (name in names or not (names or name.startswith("_"))):
             continue
         wrong.append(f"{domain} imports {name} of {module}")
@@ -48,8 +38,8 @@ def test_a_domain_imports_public_names_alone():
 
 def test_what_the_page_lists_is_there():
     """Each module, and each name of those that it lists one by one."""
-    listed = public()
-    assert len(listed) > 20
-    for module, names in listed.items():
+    public = listed()
+    assert len(public) > 20
+    for module, names in public.items():
         made = importlib.import_module(f"divergence.{module}")
         assert not [name for name in names if not hasattr(made, name)], module

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 import msgspec
 import pytest
 
 import divergence
 from divergence import Checkup
 from divergence.errors import IncomparableError, RunFormatError, UsageError
-from divergence.options.commands import EvidenceOptions
-from divergence.options.option import fields_of
 
 LETTERS = {"pass": "p", "fail": "F", "unknown": "?", "not_reached": "-"}
 
@@ -251,11 +247,3 @@ def test_a_checkup_is_stable_data(every, checkups):
     again = msgspec.json.decode(checkup.to_json(), type=Checkup)
     assert again == checkup
     assert again.schema_version == 1
-
-
-def test_the_python_api_has_the_options_of_the_command():
-    """With the same defaults."""
-    fields = {field.name: field.default for field in fields_of(EvidenceOptions)}
-    given = inspect.signature(divergence.doctor).parameters
-    assert {name: given[name].default for name in fields} == fields
-    assert set(given) - set(fields) == {"reference", "candidate", "progress"}

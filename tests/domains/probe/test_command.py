@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
 import pytest
-
-import divergence
-from divergence.domains.probe.command import ProbeOptions
-from divergence.options.option import fields_of
 
 
 @pytest.fixture
@@ -68,12 +63,3 @@ def test_a_capture_can_do_without(invoke, llama):
     assert code == 0
     _, out, _ = invoke("inspect", "a", "--json")
     assert json.loads(out)["manifest"]["arithmetic"] == []
-
-
-def test_the_function_has_the_options_of_the_command():
-    """By the same names, with the same defaults."""
-    declared = {field.name: field.default for field in fields_of(ProbeOptions)}
-    parameters = inspect.signature(divergence.probe).parameters
-    given = {name: parameters[name].default for name in parameters if name in declared}
-    assert given == declared
-    assert set(parameters) - set(declared) == {"out", "force", "command", "progress"}

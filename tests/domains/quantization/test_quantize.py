@@ -1,6 +1,5 @@
 """quantize(): costs, matrices alone, and policies that were run."""
 
-import inspect
 import json
 import math
 
@@ -10,13 +9,11 @@ import torch
 import yaml
 
 from divergence import Run, capture, quantize
-from divergence.domains.quantization.command import QuantizationOptions
 from divergence.domains.quantization.quantize import cost_of, forms
 from divergence.domains.quantization.scheme import scheme_named
 from divergence.domains.quantization.show import quantization_document
 from divergence.errors import UsageError
 from divergence.numerics.logits import row_costs
-from divergence.options.option import fields_of
 from divergence.report.text import document_lines
 
 PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", "the cat sat"]
@@ -208,11 +205,3 @@ def test_an_encoder_is_quantised_but_has_no_next_token(tiny_model, tmp_path):
     assert Run.open(tmp_path / "q").manifest.engine.options["scheme"] == "w8a8"
     with pytest.raises(UsageError, match="no causal language model"):
         quantize(run, scheme="w8a8", each=True)
-
-
-def test_the_function_takes_what_the_command_takes():
-    """By the same names, with the same defaults."""
-    own = {"run", "out", "force", "command", "progress"}
-    parameters = inspect.signature(quantize).parameters
-    defaults = {name: p.default for name, p in parameters.items() if name not in own}
-    assert defaults == {field.name: field.default for field in fields_of(QuantizationOptions)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from scipy import stats
 import divergence
 from divergence import scores
 from divergence.domains.scores.rows import Band, ScoresPolicy, parse_band
-from divergence.domains.scores.show import facts_of
 from divergence.errors import ConfigError, DumpError, UsageError
 from divergence.gate.policy import load_policy
 from tests.counting import lines_of_python
@@ -93,7 +93,7 @@ def test_few_clusters_that_flip_one_way_are_named(table):
 
 
 @pytest.mark.parametrize(("num", "share"), [(40, 1.0), (300, 1.0), (300, 0.9), (300, 0.5)])
-def test_graded_scores_have_the_interval_of_the_paired_t_test(num, share, table):
+def test_graded_scores_have_the_interval_of_the_paired_t_test(num, share, table, invoke, tmp_path):
     """Ungrouped, and where more than a third differ nothing is made up beside them."""
     rng = np.random.default_rng(0)
     a = rng.random(num) / 2
@@ -102,18 +102,20 @@ def test_graded_scores_have_the_interval_of_the_paired_t_test(num, share, table)
     reach = stats.t.ppf(0.975, num - 1) * diff.std(ddof=1) / num**0.5
     assert task.high - task.low == pytest.approx(2 * reach, rel=0.02)
     assert task.low == pytest.approx(diff.mean() - reach, rel=0.01)
-    told = dict(facts_of(task))
-    assert "flips" not in told and told["changes"].startswith("0 scores fell")
+    _, shown, _ = invoke("scores", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert re.search(r"(?m)^changes +0 scores fell", shown)
+    assert not re.search(r"(?m)^flips ", shown)
 
 
 @pytest.mark.parametrize("num", [40, 150])
-def test_as_many_documents_are_needed_wherever_it_is_said(num, table):
+def test_as_many_documents_are_needed_wherever_it_is_said(num, table, invoke, tmp_path):
     """The first line and the bands below it give one number."""
     a, b = flipped(num, 4, 3)
     task = scores(table("a", a), table("b", b)).candidates[0].tasks[0]
     needed = f"some {task.bands[0].needed:,} documents would"
-    first = next(text for name, text in facts_of(task, verbose=True) if name == "band")
-    assert needed in task.summary and needed in first
+    _, shown, _ = invoke("scores", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "-v")
+    first = re.search(r"(?m)^ *band +(.*(?:\n {8}.*)*)", shown)[1]
+    assert needed in task.summary and needed in " ".join(first.split())
 
 
 def test_graded_scores_and_metrics_that_are_lower(table):

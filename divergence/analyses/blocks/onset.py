@@ -29,7 +29,7 @@ from divergence.analyses.blocks.units import (
 from divergence.comparison.align import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.judge import CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
+from divergence.comparison.judge import BEGINS, CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
 from divergence.comparison.preflight import other_numbers
 from divergence.comparison.result import Check, Finding, VerdictKind, onset_at, order_of
@@ -278,26 +278,28 @@ _SCOPE = fact(
 
 
 def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, int]:
-    """Tells the ``token`` that holds the difference at the onset, and the largest in each of the
-    units; or ``last``, where that is the last one of each prompt; or ``onward``: the one from which
-    on the difference is."""
-    positions = [unit.first.ratio_position for unit in units]
-    for item in structures:
-        token, places = item["token"], [at for at in positions if at is not None]
-        if item.code == "blocks.one_token" and set(positions) == {token}:
-            return {"token": token}
-        begins = item.code == "blocks.beginning"
-        if begins and len(places) == len(units) and min(places) >= token:
-            return {"onward": token}
-    # of several prompts, the token of the same number
+    """Tells the ``token`` that holds the difference at the onset, and the largest wherever it is
+    beyond its limit; or ``last``, where that is the last one of each prompt; or ``onward``: the one
+    from which on the difference is."""
     looks = [
         look
         for unit in units
         for look in [look for look in unit.looks if look.used > 1] or unit.looks
     ]
+    # of several prompts, the token of the same number
     tokens = {look.result.ratio_position for look in looks}
+    positions = [unit.first.ratio_position for unit in units]
+    for item in structures:
+        token, places = item["token"], [at for at in positions if at is not None]
+        if item.code == "blocks.one_token" and tokens | set(positions) == {token}:
+            return {"token": token}
+        begins = item.code == "blocks.beginning"
+        if begins and len(places) == len(units) and min(places) >= token:
+            return {"onward": token}
     several = len({look.sample for look in looks}) > 1
-    if not several or not all(unit.of_token for unit in units):
+    # the largest token of a forward that is off as a whole may be all that is
+    single = all(look.worst**2 > BEGINS * look.typical**2 for look in looks)
+    if not several or not (single or all(unit.of_token for unit in units)):
         return {}
     if len(tokens) > 1 and all(
         look.result.ratio_position == look.num_rows - 1 and not look.result.prompts
@@ -339,8 +341,8 @@ def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
 
 
 def _elsewhere(flagged: list[Unit], first: Unit, units: Sequence[Unit]) -> list[Fact]:
-    """The other blocks in which an error is made, where each was given equal inputs, and modules
-    behind them that are given what passes, by side: that of ``first`` comes first."""
+    """The other places where an error is made in equal inputs, by side: that of ``first`` comes
+    first. They are blocks, and modules behind them that are given what passes."""
     blocks: dict[SideOrBoth | None, dict[str, None]] = {first.side: {}}
     outer = [unit for unit in units if unit.kind[0] == "trunk" or unit.kind[1] == ""]
     outer.sort(key=lambda unit: unit.results[0].order)
@@ -352,7 +354,10 @@ def _elsewhere(flagged: list[Unit], first: Unit, units: Sequence[Unit]) -> list[
             blocks_before = [u for u in before if u.kind[0] == "block"]
             if blocks_before and before[-1].why is None and blocks_before[-1].why is None:
                 block = module_of(unit.site)
-        if block not in (None, first.results[0].block) and unit.pass_ != "free":
+        # at the same site the other side may be off in the other phase
+        apart = unit.site == first.site and {unit.side, first.side} == set(SIDES)
+        elsewhere = block is not None and (block != first.results[0].block or apart)
+        if elsewhere and unit.pass_ != "free":
             blocks.setdefault(unit.side, {})[str(block)] = None
     return [
         fact(
@@ -421,6 +426,10 @@ def only_in(*units: Unit) -> Fact | None:
     if not 0 < len(beyond) < len(places):
         return None
     elsewhere = any(_may_be_elsewhere(unit, beyond) for unit in units)
+    if elsewhere and all(unit.mostly_equal for unit in units):
+        # the same kernels ran: what is within its limits is off as well, what is equal is not
+        off = {at: looks for at, looks in places.items() if any(look.worst for look in looks)}
+        return _in_places(off, places) if beyond.keys() <= off.keys() < places.keys() else None
     if elsewhere and all(unit.why in ("typical", "both", "gain") for unit in units):
         return None
     # they alone are off where no other is near to its limit, of the two sides' difference either
@@ -435,6 +444,13 @@ def only_in(*units: Unit) -> Fact | None:
         for look in looks
     )
     alone = not elsewhere and least > CLEAR * nearest
+    return _in_places(beyond, places, alone=alone)
+
+
+def _in_places(
+    beyond: Collection[PromptStep], places: Collection[PromptStep], *, alone: bool = False
+) -> Fact | None:
+    """Names the prompts and steps that hold all that is ``beyond``; None where all do."""
     parts, since = [], None
     levels = [{at[number] for at in beyond} for number in range(2)]
     within = [at for at in places if all(n in level for n, level in zip(at, levels, strict=True))]

@@ -127,6 +127,30 @@ def test_each_place_has_its_own_side(on_a, on_b, pair, answer):
     )
 
 
+def test_each_phase_of_one_block_has_its_own_side(pair, answer):
+    """A is wrong in a block's decode step, B in its prefill: both are told."""
+    a, true = pair("float32", plants=(f"{LAYERS[2]}:out=scale:1.08@step=2",))
+    plants = [f"{LAYERS[2]}:out=scale:1.08@step=0"]
+    verdict = answer(a, truth=true, plants=plants).verdict
+    assert (verdict.kind, verdict.side) == ("localized", "candidate")
+    assert verdict.summary == (
+        f"the error is made at {LAYERS[2]}:out, by B; another in {LAYERS[2]}, by A"
+    )
+
+
+@pytest.mark.parametrize("with_truth", [False, True])
+def test_what_is_within_its_limits_is_not_equal(with_truth, pair, answer):
+    """In one decode step both prompts are off, one by a hundredth of the other, which a truth alone
+    sees; all else is equal bit for bit."""
+    a, true = pair("float32")
+    at, sizes = f"{LAYERS[2]}:out=scale", ("1.0001", "1.000001")
+    plants = [f"{at}:{size}@step=2,sample={number}" for number, size in enumerate(sizes)]
+    verdict = answer(a, truth=true if with_truth else None, plants=plants).verdict
+    scope = "in decode step 2 alone (of 3)" if with_truth else "seen in decode step 2 (of 3)"
+    assert scope in verdict.summary
+    assert with_truth == verdict.summary.endswith(scope)  # no one token of two prompts
+
+
 def test_most_of_one_type_of_layer_are_a_kind(drawn_model, shared_run, answer):
     """Every sliding layer of a model that alternates them with full ones, and none of the others:
     a setting of theirs, not the first of them."""

@@ -218,8 +218,8 @@ def test_the_floor_in_the_documents_is_the_code():
     assert floor._STORES["block"] == floor._STORES["inner"]
     assert floor._PRODUCTS["block"] == floor._PRODUCTS["inner"]
     text = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8")
-    assert f"rms {floor._ONE_ROUNDING} u" in text
-    assert f"√2 · {floor._ONE_ROUNDING} u = {2**0.5 * floor._ONE_ROUNDING:.2f} u" in text
+    assert f"rms {floor.ONE_ROUNDING} u" in text
+    assert f"√2 · {floor.ONE_ROUNDING} u = {2**0.5 * floor.ONE_ROUNDING:.2f} u" in text
 
 
 def test_the_worked_example_of_the_judge_is_the_code():

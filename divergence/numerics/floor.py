@@ -53,7 +53,7 @@ import msgspec
 from divergence.errors import ConfigError
 from divergence.numerics.formats import Format, format_named
 
-_ONE_ROUNDING = 0.41
+ONE_ROUNDING = 0.41
 ACCUMULATOR_ROUNDOFF = 2.0**-24
 _STORES = {"block": 12, "inner": 12, "trunk": 2}
 _PRODUCTS = {"block": 4, "inner": 4, "trunk": 1}
@@ -177,11 +177,11 @@ def floor_weights(
     u = form.unit_roundoff
     if u == 0:
         return 0.0, 0.0
-    pair = math.sqrt(2) * _ONE_ROUNDING
+    pair = math.sqrt(2) * ONE_ROUNDING
     length = max(1, num_features) * (_WIDENING if role != "trunk" else 1)
     accumulator = min(ACCUMULATOR_ROUNDOFF, u)
     stores = _STORES[role] * (pair * u) ** 2
-    sums = _PRODUCTS[role] * length * (_ONE_ROUNDING * accumulator) ** 2
+    sums = _PRODUCTS[role] * length * (ONE_ROUNDING * accumulator) ** 2
     return pair * u, math.sqrt(stores + sums)
 
 
@@ -199,7 +199,7 @@ def input_bits(ratio: float, num_features: int) -> float:
     floor.
     """
     _, update = floor_weights(format_named("float32"), num_features=num_features, role="block")
-    roundoff = ratio * update / (math.sqrt(2) * _ONE_ROUNDING * _IN_A_BLOCK)
+    roundoff = ratio * update / (math.sqrt(2) * ONE_ROUNDING * _IN_A_BLOCK)
     return -math.log2(roundoff) - 1 if roundoff > 0 else math.inf
 
 
@@ -216,7 +216,7 @@ def norm_floor(num_values: int, *, lanes: int = 8) -> float:
     (1.4 u32 K)^1.5 of the sum. torch adds float32 in 8 ``lanes``, each of K / 8, float16 in one:
     its norm of 16 million numbers is 6.5e-4 and 1.4e-2 off.
     """
-    pair = math.sqrt(2) * _ONE_ROUNDING
+    pair = math.sqrt(2) * ONE_ROUNDING
     chance = pair * ACCUMULATOR_ROUNDOFF * math.sqrt(num_values / 3)
     lost = 0.033 * (1.4 * ACCUMULATOR_ROUNDOFF * num_values / lanes) ** 1.5
     return min(1.0, math.hypot(chance, lost)) / 2

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, ONE_ROUNDING
+
 _OPEN = -1e4
 """Below it a score may be masked as well, by another number."""
-_SINGLE = 2.0**-24
 _WIDE = 16
 """A row that is masked but for fewer numbers is in no column's sum: one of them may be off by many
 times its own size, as scores of a first token are."""
@@ -75,8 +76,8 @@ def sum_rounding(num_terms: int) -> float:
     """Relative rounding error of a sum of ``num_terms`` products in float32, or of one
     elementary function where that is 1. Higham 2002, sections 2.8 and 4.5."""
     if num_terms <= 1:
-        return 2 * _SINGLE
-    return 0.41 * _SINGLE * math.sqrt(num_terms / 2)
+        return 2 * ACCUMULATOR_ROUNDOFF
+    return ONE_ROUNDING * ACCUMULATOR_ROUNDOFF * math.sqrt(num_terms / 2)
 
 
 def measure_operator(
@@ -145,7 +146,7 @@ def measure_operator(
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
     rounding = sum_rounding(num_terms)
     if truth is None:
-        rounding = math.hypot(rounding, 0.41 * torch.finfo(a.dtype).eps / 2)
+        rounding = math.hypot(rounding, ONE_ROUNDING * torch.finfo(a.dtype).eps / 2)
     kept_in = b.dtype if a.dtype == torch.float64 else a.dtype  # a truth is stored exactly
     own = (r.to(kept_in).to(torch.float64) - r) / norm
     floor = torch.hypot(own.norm(dim=1), torch.tensor(rounding, dtype=torch.float64))

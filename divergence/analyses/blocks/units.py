@@ -1057,7 +1057,11 @@ def _find_odd(family: Sequence[Unit], hardest: float, thresholds: Thresholds) ->
     that are off by no kernel's rounding: only single tokens of the forward differ, and its siblings
     are equal there, most of them, or most are beyond rounding, too, and a decode step beyond the
     ``hardest`` token of the prefill. Where they differ by less, another kernel ran, as in long
-    prompts, and sharp attention enlarges its rounding of a token."""
+    prompts, and sharp attention enlarges its rounding of a token.
+
+    A table of blocks and forwards cannot ask this: that another kernel ran in one block for one
+    prompt is in neither effect. Judged so, the hardest token of such a healthy prompt is an
+    outlier (tests/analyses/blocks/test_everywhere.py has it)."""
     beyond = thresholds.truth_confirm**2
     if family[0].phase == "decode":
         beyond = max(beyond, hardest)

@@ -23,6 +23,7 @@ from divergence.numerics.drawn import (
     outlier_channels,
     to_tensor,
 )
+from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, ONE_ROUNDING
 from divergence.numerics.formats import Format, format_named, format_of
 from divergence.numerics.ulp import ROUNDING_RMS, spacing
 
@@ -254,8 +255,6 @@ def cases_of(
 
 NUM_SAMPLES = 6
 _ELEMENTARY_FACTOR = 4.0
-_SUM_FACTOR = 0.41
-_ROUNDOFF = 2.0**-24
 _INFINITY = torch.tensor(math.inf, dtype=torch.float64)
 
 _ELEMENTARY = frozenset(
@@ -325,7 +324,7 @@ class RoundingNoise(TorchDispatchMode):
         if self._equal and name in ("sum", "mean", *_PRODUCTS):
             length = args[0].shape[-1] if name in _PRODUCTS else _ratio(args[0], result)
             one_way = torch.randn((), generator=self._random, dtype=torch.float64)
-            moved = moved * (1.0 + _ROUNDOFF * length / 2 * one_way)
+            moved = moved * (1.0 + ACCUMULATOR_ROUNDOFF * length / 2 * one_way)
         return moved
 
     def _error(self, name: str, result: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -345,10 +344,10 @@ class RoundingNoise(TorchDispatchMode):
         return error * _ELEMENTARY_FACTOR if name in _ELEMENTARY else error
 
     def _sum_error(self, length: int, result: Tensor, squares: Tensor) -> Tensor:
-        typical = _SUM_FACTOR * math.sqrt(length / 2) * (result.square() + squares).sqrt()
+        typical = ONE_ROUNDING * math.sqrt(length / 2) * (result.square() + squares).sqrt()
         # the spacing of subnormals does not shrink with the result
         least = self._single.smallest_subnormal * ROUNDING_RMS
-        return (_ROUNDOFF * typical).clamp_min(least * math.sqrt(length))
+        return (ACCUMULATOR_ROUNDOFF * typical).clamp_min(least * math.sqrt(length))
 
     def _off(self, x: Tensor, error: Tensor, form: Format) -> Tensor:
         """``x`` with an error of that size; beyond the range of ``form``, infinite."""
